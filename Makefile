@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+TEST := $(PY) -m pytest
+
+.PHONY: train test test-gpu lint clean
+
+train: $(VENV)/.installed-train
+	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
+
+test: $(VENV)/.installed-test
+	$(TEST)
+
+test-gpu: $(VENV)/.installed-test
+	$(TEST) -m gpu
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+$(VENV)/.installed-train: pyproject.toml setup.py .ci/requirements/base.txt .ci/requirements/no-deps.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -r .ci/requirements/base.txt
+	$(PY) -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
+	$(PY) -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/requirements/test-no-deps.txt
+	$(PY) -m pip install --quiet -r .ci/requirements/test.txt
+	$(PY) -m pip install --quiet --no-deps -r .ci/requirements/test-no-deps.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,336 @@
+"""Checkpoints that survive a kill at any moment, and say so when the disk has damaged one.
+
+A checkpoint is a folder `step-00000012` of one safetensors file for each group of tensors, `state.json`,
+and `manifest.json` with the size and SHA-256 of each. It is written under another name, flushed to the
+disk and renamed in one go: a folder with its final name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = 1
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
+FINAL = re.compile(r"step-(\d{8,})")
+# Being written, being deleted, and set aside while another of the same step takes its place.
+WRITING, DELETING, REPLACED = ".tmp-", ".del-", ".old-"
+
+
+class CheckpointError(Exception):
+    """Checkpoints cannot be kept, or not be found, where they were asked for."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """A save failed and left nothing behind. Earlier checkpoints are intact, so training may go on."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was saved."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `CheckpointStore.save` was given, tensors on the CPU."""
+
+    path: Path
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]  # group -> name -> tensor
+    state: Mapping[str, Any]  # JSON
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one folder."""
+
+    def __init__(self, root: Path, keep: int | None = None) -> None:
+        """
+        Args:
+            root: holds the checkpoints; made by the first save.
+            keep: checkpoints to keep; what a killed save left is removed at once. None: only read here.
+
+        Raises:
+            ValueError: `keep` below 1.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep = {keep} must be at least 1")
+        self.root, self.keep = Path(root), keep
+        if keep is not None:
+            self._clean()
+
+    def paths(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        return sorted((path for path in found if FINAL.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, then delete those beyond `keep`.
+
+        One of the same step is replaced. Later ones, left from before the run was resumed at an earlier
+        step, are deleted: the run is no longer on the way to them.
+
+        Args:
+            step: optimiser steps done.
+            tensors: groups of tensors, a file each: any dtype, device, stride; tied ones are written twice.
+            state: whatever else, as JSON.
+
+        Raises:
+            CheckpointSaveError: the disk is full or cannot be written.
+            ValueError: `state` is not JSON, a group has no valid name, or the store was opened to read.
+        """
+        if self.keep is None:
+            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
+        if wrong := [group for group in tensors if not re.fullmatch(r"\w+", group)]:
+            raise ValueError(f"a group of tensors names a file, which {wrong[0]!r} cannot")
+        path = self.root / f"step-{step:08d}"
+        try:
+            encoded = json.dumps(state)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the state of {path.name} is not JSON: {error}") from error
+        try:
+            self._write(path, step, tensors, encoded)
+            self._prune(step)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointSaveError(
+                f"cannot save {path}: {error} ({size(free_bytes(self.root))} free); "
+                "earlier checkpoints are intact"
+            ) from error
+        return path
+
+    def load_latest(self) -> Checkpoint | None:
+        """The newest checkpoint; none when there is none.
+
+        Raises:
+            DamagedCheckpoint: the newest is damaged. The message names the newest intact one.
+        """
+        paths = self.paths()
+        if not paths:
+            return None
+        try:
+            return self.load(paths[-1])
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{error}; {self._remedy(paths[:-1])}") from error
+
+    def load(self, path: str | Path) -> Checkpoint:
+        """Verify and read one checkpoint: a path, or the name of one in this store.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+            DamagedCheckpoint: a file is missing or altered; the message names it.
+        """
+        path = next((p for p in (Path(path), self.root / path) if p.is_dir()), None) or Path(path)
+        if not path.is_dir() or not FINAL.fullmatch(path.name):
+            known = ", ".join(p.name for p in self.paths()) or "none"
+            raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")
+        files = verify(path)
+        return Checkpoint(
+            path=path,
+            step=step_of(path),
+            tensors={
+                name.removesuffix(TENSORS): load_file(path / name) for name in files if name.endswith(TENSORS)
+            },
+            state=json.loads((path / STATE).read_bytes()),
+        )
+
+    def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
+        folder = aside(path, WRITING)
+        try:
+            folder.mkdir(parents=True)
+            for group, named in tensors.items():
+                save_file(unshared(named), folder / (group + TENSORS))
+            (folder / STATE).write_text(state, encoding="utf-8")
+            files = {file.name: fingerprint(file) for file in sorted(folder.iterdir())}
+            manifest = {"format": FORMAT, "step": step, "files": files}
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            for file in folder.iterdir():
+                sync(file)
+            sync(folder)
+            if path.exists():
+                path.rename(aside(path, REPLACED))
+            folder.rename(path)
+            sync(self.root)
+        finally:
+            self._clean()
+
+    def _prune(self, step: int) -> None:
+        kept = [path for path in self.paths() if step_of(path) <= step][-self.keep :]
+        for path in self.paths():
+            if path not in kept:
+                self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
+        shutil.rmtree(path.rename(aside(path, DELETING)))
+
+    def _clean(self) -> None:
+        """Finish what a kill interrupted: put a replaced checkpoint back or drop it, drop the rest."""
+        for path in list(self.root.iterdir()) if self.root.is_dir() else ():
+            name, mark, _ = path.name.partition(".")
+            if not FINAL.fullmatch(name) or not mark:
+                continue
+            final = self.root / name
+            if path.name.startswith(name + REPLACED) and not final.exists():
+                path.rename(final)
+            elif path.name.startswith((name + WRITING, name + DELETING, name + REPLACED)):
+                shutil.rmtree(path)
+
+    def _remedy(self, earlier: list[Path]) -> str:
+        for path in reversed(earlier):
+            try:
+                verify(path)
+            except CheckpointError:
+                continue
+            return f"the one before it is intact: --resume {path}"
+        return "none before it is intact: start the run anew"
+
+
+def verify(path: Path) -> list[str]:
+    """The names of a checkpoint's files, each of the size and SHA-256 it was saved with.
+
+    Raises:
+        DamagedCheckpoint: at the first file of which that is not true.
+        CheckpointError: the checkpoint was written by a newer version.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
+        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
+    except FileNotFoundError:
+        raise damaged(path, MANIFEST, "is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(path, MANIFEST, f"is unreadable ({type(error).__name__}: {error})") from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version!r} and this version reads format {FORMAT}: "
+            "resume with the version of grpo_fast that wrote it"
+        )
+    if step != step_of(path) or STATE not in files or any(Path(name).name != name for name in files):
+        raise damaged(path, MANIFEST, "describes another checkpoint")
+    for name, (length, digest) in expected.items():
+        if not (path / name).is_file():
+            raise damaged(path, name, "is missing")
+        if (found := (path / name).stat().st_size) != length:
+            raise damaged(path, name, f"has {found} bytes instead of {length}")
+        if fingerprint(path / name)["sha256"] != digest:
+            raise damaged(path, name, "has other content than was saved (SHA-256 differs)")
+    return list(files)
+
+
+def damaged(path: Path, file: str, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"checkpoint {path} is damaged: {file} {what}")
+
+
+def check_writable(root: Path, needed_bytes: int) -> None:
+    """Make `root`, and make sure that so many bytes can be written there.
+
+    Raises:
+        CheckpointError: it cannot be written, or too little is free.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as probe:
+            probe.write(b"\0")
+            probe.flush()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {root}: {error}; choose another output_dir") from error
+    free = free_bytes(root)
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{root} needs {size(needed_bytes)} for a checkpoint and has {size(free)} free: "
+            "make room or choose another output_dir"
+        )
+
+
+def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, JSON) of the global random states: Python, NumPy, torch, and the current CUDA device."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    version, internal, gauss = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    return tensors, {"python": [version, list(internal), gauss], "numpy": [keys.tolist(), *rest]}
+
+
+def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Set what `capture_rng` gave.
+
+    Raises:
+        ValueError: the states include a CUDA device's and there is none here.
+    """
+    if "cuda" in tensors:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "the random states are those of a run with CUDA; resume it where CUDA is available"
+            )
+        torch.cuda.set_rng_state(tensors["cuda"])
+    torch.set_rng_state(tensors["cpu"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    keys, *rest = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, no two of the same memory: what safetensors accepts."""
+    seen: set[int] = set()
+    prepared = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        prepared[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return prepared
+
+
+def aside(path: Path, mark: str) -> Path:
+    """An unused name beside a checkpoint that no reader takes for one."""
+    return path.with_name(f"{path.name}{mark}{uuid.uuid4().hex}")
+
+
+def step_of(path: Path) -> int:
+    return int(FINAL.fullmatch(path.name)[1])
+
+
+def fingerprint(file: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free where `folder` is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def size(count: int) -> str:
+    """Bytes, for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

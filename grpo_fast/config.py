@@ -1,0 +1,192 @@
+"""The configuration: what a run is made of. YAML in, validated models out; nothing unknown is accepted."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_fast.alerts import AlertsConfig
+from grpo_fast.groups.config import AdaptiveWeightsConfig, CurriculumConfig, GroupConfig
+from grpo_fast.objective.config import GRPOLossConfig
+from grpo_fast.section import Fraction, PositiveInt, Section
+
+
+class LoraConfig(Section):
+    r: PositiveInt = 16
+    alpha: float = 32.0
+    dropout: Fraction = 0.0
+    target_modules: str | list[str] = "all-linear"
+
+
+class ModelConfig(Section):
+    path: str = Field(description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package")
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    device: str = "auto"
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
+    lora: LoraConfig | None = None
+    train_lm_head: bool = Field(True, description="false freezes the head, tied or not: no gradient of width V")
+    gradient_checkpointing: bool = False
+    liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
+    chat_template: str | None = Field(None, description="a Jinja file, when the tokenizer has no template")
+    trust_remote_code: bool = False
+
+
+class DatasetConfig(Section):
+    source: str = Field(description="JSONL, Parquet or CSV file, hub id, or `reasoning_gym:TASK`")
+    name: str | None = Field(None, description="the hub dataset's configuration")
+    split: str = Field("train", description="the hub dataset's split; a file is one split")
+    prompt_column: str = "prompt"
+    rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
+    prompt_template: str | None = Field(None, description="str.format over the row's columns; makes the prompt")
+    chat: Literal["auto"] | bool = Field(
+        "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
+    )
+    system_prompt: str | None = None
+    examples: list[tuple[str, str]] = Field([], description="turns (user, assistant) shown before each prompt")
+    max_prompt_length: PositiveInt | None = None
+    overlong_prompts: Literal["filter", "truncate", "error"] = "filter"
+    size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
+    seed: int = 0
+    options: dict[str, Any] = Field({}, description="passed to the generator of `reasoning_gym:TASK`")
+
+
+class RewardConfig(Section):
+    reward: str = Field(description="a built-in's name, or `module:function`, or `path/to/file.py:function`")
+    weight: float = 1.0
+    options: dict[str, Any] = Field({}, description="keyword arguments bound to the function")
+    timeout: float = Field(60.0, gt=0, description="seconds one call may take")
+    on_error: Literal["fail", "skip"] = "fail"
+
+
+class RolloutConfig(Section):
+    engine: Literal["auto", "transformers"] = "auto"
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    max_completion_length: PositiveInt = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Fraction = 0.0
+    stop: list[str] = []
+    max_batch_tokens: PositiveInt | None = Field(None, description="KV tokens in flight at once; none: all")
+
+
+class AdvantageConfig(Section):
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize", description="normalize_then_sum scales each reward by itself before they are added (GDPO)"
+    )
+    skip_flat_groups: bool = Field(True, description="groups whose rewards are all equal leave the update")
+    dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
+    max_draws: PositiveInt = Field(3, description="batches that dynamic sampling may draw for one step")
+    mask_truncated: bool = Field(False, description="truncated completions leave the loss")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdvantageConfig:
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards == "none":
+            raise ValueError(
+                "advantage.multi_objective_aggregation = 'normalize_then_sum' contradicts scale_rewards = 'none', which "
+                "normalises nothing; set scale_rewards to group or batch, or sum_then_normalize"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_learning_rate_ratio: Fraction = 0.0
+
+
+class EvaluationConfig(Section):
+    dataset: DatasetConfig | None = None
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between evaluations; 0: before and after only")
+    size: PositiveInt | None = Field(None, description="questions used while training; before and after use all")
+    num_samples: PositiveInt = 1
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    threshold: float = Field(1.0, description="the reward from which an answer counts as right")
+    reward: str | None = Field(None, description="which reward decides; none: the first")
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: at the end only")
+    keep: PositiveInt = 2
+
+
+class LoggingConfig(Section):
+    every: PositiveInt = 1
+    samples_every: Annotated[int, Field(ge=0)] = 5
+    samples: PositiveInt = 4
+    tensorboard: bool = True
+    wandb: bool = False
+    trackio: bool = False
+    project: str = "grpo_fast"
+
+
+class StageConfig(Section):
+    """A stretch of the run with settings of its own."""
+
+    name: Annotated[str, Field(min_length=1)]
+    steps: PositiveInt | None = Field(None, description="none, for the last stage: until max_steps")
+    fresh_optimizer: bool = Field(False, description="forget the moments, and begin the learning rate's schedule anew")
+    overrides: dict[str, Any] = Field(
+        {}, description="sections as at the top level; a new source, loss_type, strategy or method replaces its section"
+    )
+
+
+class TrainConfig(Section):
+    """A whole run. `grpo-fast train --print-config` prints one."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    output_dir: str = "runs/default"
+    seed: int = 0
+    max_steps: PositiveInt = 100
+    prompts_per_step: PositiveInt = 16
+    num_iterations: PositiveInt = Field(1, description="epochs over one rollout")
+    minibatches: PositiveInt = Field(1, description="optimiser steps in one epoch")
+    micro_batch_tokens: PositiveInt = Field(16384, description="tokens of one forward and backward")
+    threads: PositiveInt | None = Field(None, description="CPU threads; none: torch's choice")
+    model: ModelConfig
+    dataset: DatasetConfig
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    rollout: RolloutConfig = RolloutConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: GRPOLossConfig = GRPOLossConfig()
+    groups: GroupConfig = GroupConfig()
+    curriculum: CurriculumConfig | None = None
+    adaptive_weights: AdaptiveWeightsConfig | None = None
+    stages: list[StageConfig] = []
+    optimizer: OptimizerConfig = OptimizerConfig()
+    alerts: AlertsConfig = AlertsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a group is "
+                "never split over optimiser steps; lower minibatches or raise prompts_per_step"
+            )
+        if self.curriculum is not None and self.groups.shares_baselines:
+            raise ValueError(
+                f"curriculum and groups.strategy = {self.groups.strategy!r} both decide which prompts come together; "
+                "keep one of them, or give them to different stages"
+            )
+        if self.optimizer.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps} leaves no step of max_steps = "
+                f"{self.max_steps} at the full rate; lower it"
+            )
+        if self.stages:
+            from grpo_fast.stages import resolve_stages  # it makes a configuration of each stage
+
+            resolve_stages(self)
+        return self

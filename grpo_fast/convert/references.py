@@ -1,0 +1,84 @@
+"""OmegaConf references in NeMo-RL's files: `${policy.name}`, `${.sibling}`, `${mul:${a}, 2}`, `defaults:`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+_DEPTH = 20
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name; lists and empty mappings are leaves."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        leaves |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return leaves
+
+
+def resolve(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves with their references replaced; one that leads nowhere stays as it is written."""
+    return {name: _resolved(name, value, leaves) for name, value in leaves.items()}
+
+
+def with_defaults(
+    document: Mapping[str, Any], folder: Path, read: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The document over the files that its `defaults:` names, where they lie beside it."""
+    names = document.get("defaults")
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return dict(document)
+    merged: dict[str, Any] = {}
+    for name in names:
+        merged = _over(merged, with_defaults(read(folder / name), (folder / name).parent, read))
+    return _over(merged, {key: value for key, value in document.items() if key != "defaults"})
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _over(merged[key], value) if both else value
+    return merged
+
+
+def _resolved(name: str, value: Any, leaves: Mapping[str, Any], depth: int = 0) -> Any:
+    for _ in range(_DEPTH):  # a chain longer than this is a circle
+        match = _INNERMOST.search(value) if isinstance(value, str) else None
+        if match is None:
+            return value
+        found = _look_up(name, match.group(1), leaves, depth)
+        if found is ...:
+            return value
+        whole = match.span() == (0, len(value))
+        value = found if whole else f"{value[: match.start()]}{found}{value[match.end() :]}"
+    return value
+
+
+def _look_up(name: str, reference: str, leaves: Mapping[str, Any], depth: int) -> Any:
+    function, colon, arguments = reference.partition(":")
+    if colon:
+        return _product(arguments) if function.strip() == "mul" else ...
+    target = reference.strip()
+    if target.startswith("."):
+        dots = len(target) - len(target.lstrip("."))
+        target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
+    if target not in leaves or depth == _DEPTH:
+        return ...
+    # A reference that is relative is so to the key that holds it.
+    return _resolved(target, leaves[target], leaves, depth + 1)
+
+
+def _product(arguments: str) -> Any:
+    product = 1.0
+    for argument in arguments.split(","):
+        try:
+            product *= float(argument)
+        except ValueError:
+            return ...
+    return int(product) if product == int(product) else product

@@ -1,0 +1,127 @@
+"""Loads a dataset: rows in, tokenised prompts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
+
+from grpo_fast.config import DatasetConfig
+from grpo_fast.data.render import Renderer
+from grpo_fast.data.sources import read_rows
+from grpo_fast.data.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows."""
+
+    rows: int  # read from the source
+    filtered: int = 0  # left out because their prompt is too long
+    truncated: int = 0  # kept with the last max_prompt_length tokens
+    overlapping: int = 0  # left out because the held-out set has them
+    longest: int = 0  # tokens of the longest prompt, before filtering and truncation
+
+
+@dataclass(frozen=True)
+class PromptDataset(Sequence[Prompt]):
+    """Prompts in the order of their rows. Slices are tuples."""
+
+    prompts: tuple[Prompt, ...]
+    config: DatasetConfig
+    report: LoadReport
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+
+def load_prompts(
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    default_max_prompt_length: int | None = None,
+) -> PromptDataset:
+    """Reads, renders and tokenises a dataset.
+
+    Rows that are text reach the rewards as text, conversations as conversations (system prompt and examples
+    included), whatever the chat template makes of them for the model.
+
+    Args:
+        config: where the rows are and how they become prompts.
+        tokenizer: the model's.
+        default_max_prompt_length: tokens a prompt may have where `config.max_prompt_length` is not set.
+
+    Raises:
+        FileNotFoundError: a local file that is not there.
+        ImportError: reasoning-gym is asked for and missing.
+        ValueError: a setting, a column or a row that makes no prompt; no prompt left.
+    """
+    render = Renderer(config, tokenizer)
+    rows = read_rows(config)
+    rendered = [render(index, row) for index, row in enumerate(rows)]
+    # A chat template writes the special tokens itself.
+    token_ids = _tokenize(tokenizer, [item.text for item in rendered], special_tokens=not render.chat)
+    limit = config.max_prompt_length or default_max_prompt_length
+    kept, report = _fit(config, token_ids, limit)
+    prompts = tuple(
+        Prompt(index=index, prompt=rendered[index].prompt, token_ids=ids, columns=render.columns(rows[index]))
+        for index, ids in kept.items()
+    )
+    return PromptDataset(prompts, config, report)
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special_tokens: bool
+) -> list[tuple[int, ...]]:
+    encoded = tokenizer(texts, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
+    token_ids = [tuple(ids) for ids in encoded["input_ids"]]
+    for index, ids in enumerate(token_ids):
+        if not ids:
+            raise ValueError(
+                f"the tokenizer makes no tokens of the prompt of row {index}: {texts[index][:200]!r}; "
+                "is it the model's own?"
+            )
+    return token_ids
+
+
+def _fit(
+    config: DatasetConfig, token_ids: list[tuple[int, ...]], limit: int | None
+) -> tuple[dict[int, tuple[int, ...]], LoadReport]:
+    """The prompts that stay, by row, within `limit` tokens."""
+    rows, longest = len(token_ids), max(map(len, token_ids))
+    if limit is None or longest <= limit:
+        return dict(enumerate(token_ids)), LoadReport(rows, longest=longest)
+    too_long = [index for index, ids in enumerate(token_ids) if len(ids) > limit]
+    if config.overlong_prompts == "error":
+        first = too_long[0]
+        raise ValueError(
+            f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
+            f"first is row {first} with {len(token_ids[first])}: raise it, or set dataset.overlong_prompts "
+            "to filter or truncate"
+        )
+    if config.overlong_prompts == "truncate":
+        # The question is at the end.
+        kept = {index: ids[-limit:] for index, ids in enumerate(token_ids)}
+        return kept, LoadReport(rows, truncated=len(too_long), longest=longest)
+    kept = {index: ids for index, ids in enumerate(token_ids) if len(ids) <= limit}
+    if not kept:
+        raise ValueError(
+            f"all {rows} prompts of {config.source} are longer than max_prompt_length = {limit} tokens "
+            f"(the shortest has {min(map(len, token_ids))}): raise it"
+        )
+    return kept, LoadReport(rows, filtered=len(too_long), longest=longest)

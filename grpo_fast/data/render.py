@@ -1,0 +1,194 @@
+"""A row becomes a prompt: what the rewards see, and the text that the model is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.config import DatasetConfig
+from grpo_fast.data.names import choices
+from grpo_fast.data.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt before tokenisation."""
+
+    prompt: str | list[Message]  # the form that the data has: text stays text, a conversation a conversation
+    text: str  # for the tokenizer
+
+
+class Renderer:
+    """Applies one dataset's settings to its rows.
+
+    Text and conversations are told apart by the data. A conversation goes through the chat template. Text
+    becomes a user turn of it when `config.chat` is true, or "auto" and the tokenizer has a template;
+    otherwise it is given to the model as it is, which is what TRL does with text in any case (`chat: false`).
+    """
+
+    def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ValueError where the settings contradict each other or the tokenizer."""
+        self.config = config
+        self.tokenizer = tokenizer
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.chat = has_template if config.chat == "auto" else config.chat
+        if self.chat and not has_template:
+            raise ValueError(
+                f"dataset.chat = true, but the tokenizer has no chat template: {TEMPLATE_REMEDY}"
+            )
+        if not self.chat and (config.system_prompt is not None or config.examples):
+            key = "examples" if config.system_prompt is None else "system_prompt"
+            reason = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
+            raise ValueError(
+                f"dataset.{key} makes turns of a conversation, but {reason}: {TEMPLATE_REMEDY} with "
+                "dataset.chat = auto, or write the text into dataset.prompt_template"
+            )
+        self.template_columns = _template_columns(config.prompt_template)
+
+    def __call__(self, index: int, row: Mapping[str, Any]) -> Rendered:
+        """Row `index`, rendered. Raises ValueError naming the row and what is wrong with it."""
+        prompt = self._prompt(index, row)
+        if isinstance(prompt, str) and not self.chat:
+            return Rendered(prompt, prompt)
+        if isinstance(prompt, str):
+            turns = self._with_config_turns(index, [{"role": "user", "content": prompt}])
+            return Rendered(prompt, self._apply_template(index, turns))
+        if not self.chat:
+            reason = (
+                "dataset.chat = false" if self.config.chat is False else "the tokenizer has no chat template"
+            )
+            remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY
+            raise ValueError(f"the prompt of row {index} is a conversation, but {reason}: {remedy}")
+        turns = self._with_config_turns(index, prompt)
+        return Rendered(turns, self._apply_template(index, turns))
+
+    def answer(self, index: int, prompt: str | list[Message], answer: str) -> str:
+        """What follows a rendered prompt when `answer` completes it, to the end of the turn.
+
+        Args:
+            index: the row, for error messages.
+            prompt: `Rendered.prompt`.
+            answer: the assistant's reply; to a prompt that is a reply already begun, the rest of it.
+
+        Raises:
+            ValueError: the template refuses the conversation, or writes the prompt otherwise once it is answered.
+        """
+        if isinstance(prompt, str) and not self.chat:
+            return answer
+        turns = (
+            self._with_config_turns(index, [{"role": "user", "content": prompt}])
+            if isinstance(prompt, str)
+            else prompt
+        )
+        asked = self._apply_template(index, turns)
+        if turns[-1]["role"] == "assistant":
+            turns, answer = turns[:-1], turns[-1]["content"] + answer
+        reply = {"role": "assistant", "content": answer}
+        answered = self._apply_template(index, [*turns, reply], finished=True)
+        if not answered.startswith(asked):
+            raise ValueError(
+                f"the chat template writes the prompt of row {index} otherwise once it is answered, so that no "
+                "completion can be cut off it; set model.chat_template to a Jinja file that does not"
+            )
+        return answered[len(asked) :]
+
+    def columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What is left for the rewards."""
+        return {name: value for name, value in row.items() if name != self.config.prompt_column}
+
+    def _prompt(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
+        if self.config.prompt_template is not None:
+            for name in self.template_columns:
+                if name not in row:
+                    raise ValueError(
+                        f"dataset.prompt_template names the column {name!r}: {choices(name, row)} "
+                        "(a literal brace is written twice)"
+                    )
+            return self.config.prompt_template.format(**row)
+        column = self.config.prompt_column
+        if column not in row:
+            raise ValueError(f"dataset.prompt_column = {column!r} is no column: {choices(column, row)}")
+        value = row[column]
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"the prompt of row {index} is empty")
+            return value
+        return _conversation(index, value)
+
+    def _with_config_turns(self, index: int, turns: list[Message]) -> list[Message]:
+        """System prompt and examples go before the row's own turns."""
+        system: list[Message] = []
+        if turns[0]["role"] == "system":
+            if self.config.system_prompt is not None:
+                raise ValueError(
+                    f"row {index} has a system message of its own; remove it, or dataset.system_prompt"
+                )
+            system, turns = turns[:1], turns[1:]
+        elif self.config.system_prompt is not None:
+            system = [{"role": "system", "content": self.config.system_prompt}]
+        examples = [
+            {"role": role, "content": content}
+            for pair in self.config.examples
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return system + examples + turns
+
+    def _apply_template(self, index: int, turns: list[Message], *, finished: bool = False) -> str:
+        # A conversation that ends with the assistant is a completion already begun, unless it is `finished`.
+        begun = turns[-1]["role"] == "assistant" and not finished
+        asks = not begun and not finished
+        try:
+            return self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=asks, continue_final_message=begun
+            )
+        except Exception as error:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(f"the chat template refuses row {index} (roles {roles}): {error}") from error
+
+
+def _template_columns(template: str | None) -> list[str]:
+    if template is None:
+        return []
+    try:
+        names = list(_field_names(template))
+    except ValueError as error:
+        raise ValueError(
+            f"dataset.prompt_template is malformed ({error}); a literal brace is written twice: {{{{ }}}}"
+        ) from error
+    if any(not name or name.isdigit() for name in names):
+        raise ValueError("dataset.prompt_template has a field without a name; write the column's: {question}")
+    return names
+
+
+def _field_names(template: str) -> Iterator[str]:
+    for _, field, spec, _ in Formatter().parse(template):
+        if field is not None:
+            yield field.split(".")[0].split("[")[0]
+            yield from _field_names(spec or "")
+
+
+def _conversation(index: int, value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"the prompt of row {index} must be text or a list of messages, got {type(value).__name__}: "
+            f"{str(value)[:200]}"
+        )
+    turns = []
+    for message in value:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"row {index}: a message is {{role: text, content: text}}, got {str(message)[:200]}"
+            )
+        # Arrow gives every message every key that any of them has.
+        turns.append({key: part for key, part in message.items() if part is not None})
+    if turns[-1]["role"] == "system":
+        raise ValueError(f"the conversation of row {index} ends with a system message; nobody asks anything")
+    return turns

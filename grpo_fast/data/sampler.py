@@ -1,0 +1,75 @@
+"""Which prompts come next: endless shuffled epochs, exact after a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_fast.data.types import Prompt
+
+
+class PromptSampler:
+    """Draws batches of prompts, each prompt once an epoch, in an order that `seed` decides.
+
+    The last batch of an epoch is filled from the next one.
+    """
+
+    def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
+        """Raises ValueError for a batch size that is not positive, or larger than the dataset."""
+        if not 1 <= batch_size <= len(dataset):
+            raise ValueError(
+                f"a batch of {batch_size} prompts cannot be drawn from a dataset of {len(dataset)}: "
+                "set prompts_per_step to at least 1 and at most the size of the dataset"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drawn = 0  # prompts since the start
+        self._fingerprint = _fingerprint(dataset)
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def epoch(self) -> float:
+        """Epochs drawn so far."""
+        return self.drawn / len(self.dataset)
+
+    def next(self) -> list[Prompt]:
+        """The next `batch_size` prompts."""
+        batch = [self._at(self.drawn + offset) for offset in range(self.batch_size)]
+        self.drawn += self.batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; the same prompts follow after `load_state_dict`."""
+        return {"drawn": self.drawn, "seed": self.seed, "dataset": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the state is of another dataset or seed."""
+        if state["seed"] != self.seed:
+            raise ValueError(
+                f"the saved prompt order has seed {state['seed']}, this run {self.seed}: keep the seed"
+            )
+        if state["dataset"] != self._fingerprint:
+            raise ValueError(
+                "the saved prompt order belongs to other prompts than this run has: resume with the dataset, "
+                "tokenizer and prompt settings it was started with"
+            )
+        self.drawn = state["drawn"]
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self.dataset))
+        if epoch != self._epoch:
+            self._order = list(range(len(self.dataset)))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self.dataset[self._order[place]]
+
+
+def _fingerprint(dataset: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in dataset:
+        digest.update(repr((prompt.index, prompt.token_ids)).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,106 @@
+"""Where rows come from: a local file, a hub dataset, a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.config import DatasetConfig
+from grpo_fast.data.names import choices
+from grpo_fast.data.tasks import PREFIX, generate_rows
+
+Row = dict[str, Any]
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES = ", ".join(READERS)
+
+# Names that a reward function receives besides the columns.
+RESERVED = ("prompts", "completions", "completion_ids")
+
+
+def read_rows(config: DatasetConfig) -> list[Row]:
+    """The first `config.size` rows of the source, or all, with columns renamed.
+
+    Raises:
+        FileNotFoundError: a local file that is not there.
+        ImportError: reasoning-gym is asked for and missing.
+        ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns.
+    """
+    rows = _source_rows(config)
+    if not rows:
+        raise ValueError(f"dataset.source = {config.source!r} has no rows")
+    if config.size is not None and len(rows) < config.size:
+        raise ValueError(
+            f"dataset.size = {config.size}, but {config.source} has {len(rows)} rows: lower it or leave it "
+            "out"
+        )
+    rows = _rename(rows, config.rename)
+    for name in RESERVED:
+        if name in rows[0] and name != config.prompt_column:
+            raise ValueError(
+                f"the column {name!r} has the name of an argument of the rewards; "
+                f"rename it: dataset.rename = {{{name}: another_name}}"
+            )
+    return rows
+
+
+def _source_rows(config: DatasetConfig) -> list[Row]:
+    if config.source.startswith(PREFIX):
+        task = config.source.removeprefix(PREFIX)
+        return generate_rows(task, seed=config.seed, size=config.size, options=config.options)
+    if config.options:
+        raise ValueError(
+            f"dataset.options = {config.options} only means something for {PREFIX}TASK, "
+            f"not for {config.source!r}; remove it"
+        )
+    path = Path(config.source).expanduser()
+    if path.suffix in READERS:
+        return _read_file(path, config.size)
+    if path.is_file():
+        raise ValueError(f"dataset.source = {config.source!r}: the suffix must be one of {SUFFIXES}")
+    return _read_hub(config)
+
+
+def _read_file(path: Path, size: int | None) -> list[Row]:
+    if not path.is_file():
+        raise FileNotFoundError(f"dataset.source = {str(path)!r}: there is no such file")
+    if path.stat().st_size == 0:
+        return []
+    from datasets import Dataset
+
+    read = {"json": Dataset.from_json, "parquet": Dataset.from_parquet, "csv": Dataset.from_csv}
+    try:
+        # Not load_dataset, which reports its use to the hub; streamed, so that no cached copy can grow stale.
+        return _take(read[READERS[path.suffix]](str(path.resolve()), streaming=True), size)
+    except Exception as error:
+        raise ValueError(f"cannot read dataset.source = {str(path)!r}: {error}") from error
+
+
+def _read_hub(config: DatasetConfig) -> list[Row]:
+    from datasets import load_dataset
+
+    try:
+        return _take(load_dataset(config.source, config.name, split=config.split), config.size)
+    except Exception as error:
+        raise ValueError(
+            f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "
+            f"from the hub: {error}. A local file ends in one of {SUFFIXES}; "
+            f"a generated task is {PREFIX}TASK"
+        ) from error
+
+
+def _take(rows: Iterable[Row], size: int | None) -> list[Row]:
+    return [dict(row) for row in islice(rows, size)]
+
+
+def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:
+    for old, new in names.items():
+        if old not in rows[0]:
+            raise ValueError(f"dataset.rename: there is no column {old!r}: {choices(old, rows[0])}")
+        if new in rows[0] and new not in names:
+            raise ValueError(f"dataset.rename: {old!r} cannot become {new!r}, which is a column already")
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"dataset.rename = {names} gives two columns one name")
+    return [{names.get(key, key): value for key, value in row.items()} for row in rows]

@@ -1,0 +1,144 @@
+"""How prompts are grouped, in which order they come, and how the weights of their rewards move."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from grpo_fast.section import Fraction, PositiveInt, Section
+
+
+class CriterionConfig(Section):
+    by: str = Field(
+        description="`embedding`, `prefix`, `length`, `column:NAME`, or `module:function` giving a number or a "
+        "vector for each prompt"
+    )
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+# The fields of GroupConfig that each strategy reads; a function of one's own is read as "".
+_SIZES = {"min_group_size", "max_group_size"}
+_NEAREST = {"similarity_threshold", "embedding", "leftovers", *_SIZES}
+GROUP_STRATEGIES: dict[str, set[str]] = {
+    "prompt": set(),
+    "similarity": _NEAREST,
+    "prefix": {"prefix_turns", *_SIZES},
+    "combined": {"criteria", "prefix_turns", *_NEAREST},
+    "": _SIZES,
+}
+
+
+class GroupConfig(Section):
+    """Whose completions share a baseline. A schedule of strategies is a list of `stages` that override this."""
+
+    strategy: str = Field(
+        "prompt",
+        description="`prompt`, `similarity`, `prefix`, `combined`, or `module:function` giving a key for each prompt",
+    )
+    similarity_threshold: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="cosine similarity that joins prompts; for combined criteria 1 - distance"
+    )
+    min_group_size: PositiveInt = Field(2, description="prompts; smaller groups are leftovers")
+    max_group_size: PositiveInt = Field(4, description="prompts that share a baseline at most")
+    leftovers: Literal["own", "nearest"] = Field(
+        "own", description="own: each prompt's own baseline; nearest: the nearest group that has room"
+    )
+    embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
+    prefix_turns: PositiveInt | None = Field(None, description="turns that must agree; none: all but the last")
+    criteria: list[CriterionConfig] = []
+
+    @property
+    def shares_baselines(self) -> bool:
+        """Whether completions of different prompts may share a baseline."""
+        return self.strategy != "prompt"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GroupConfig:
+        own = ":" in self.strategy
+        if not own and self.strategy not in GROUP_STRATEGIES:
+            known = ", ".join(name for name in GROUP_STRATEGIES if name)
+            raise ValueError(
+                f"groups.strategy = {self.strategy!r} is unknown; choose one of {known}, or give your own function "
+                "as 'module:function'"
+            )
+        read = GROUP_STRATEGIES["" if own else self.strategy]
+        for name, field in type(self).model_fields.items():
+            if name != "strategy" and name not in read and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"groups.{name} = {getattr(self, name)!r} is not read by strategy = {self.strategy!r}; leave it "
+                    "out, or choose another strategy"
+                )
+        if self.min_group_size > self.max_group_size:
+            raise ValueError(
+                f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = {self.max_group_size}; "
+                "raise max_group_size"
+            )
+        if (self.strategy == "combined") != bool(self.criteria):
+            raise ValueError(
+                "groups.criteria is empty; strategy = 'combined' needs one at least, such as {by: embedding}"
+            )
+        return self
+
+
+class CurriculumConfig(Section):
+    """Prompts drawn by difficulty: their running pass rates fall into buckets, each with its share of a batch."""
+
+    bucket_edges: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=1)] = Field(
+        [0.2, 0.8], description="pass rates that part the buckets, rising"
+    )
+    bucket_weights: list[Annotated[float, Field(gt=0)]] = Field(
+        [1.0, 2.0, 1.0], description="share of each bucket, hardest first; positive, so that no prompt is lost"
+    )
+    final_bucket_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="shares that bucket_weights move to, in a straight line, over ramp_batches"
+    )
+    ramp_batches: PositiveInt | None = None
+    smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="weight of the newest observation in a prompt's running pass rate"
+    )
+    initial_pass_rate: Fraction = Field(0.5, description="of prompts not drawn yet")
+    pass_rate_column: str | None = Field(None, description="a column with known pass rates, to start from")
+    threshold: float = Field(1.0, description="the reward from which a completion passes")
+    reward: str | None = Field(None, description="which reward decides; none: the weighted sum")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CurriculumConfig:
+        edges = self.bucket_edges
+        if sorted(set(edges)) != edges:
+            raise ValueError(f"curriculum.bucket_edges = {edges} must rise; order them and drop repeats")
+        for name in ("bucket_weights", "final_bucket_weights"):
+            weights = getattr(self, name)
+            if weights is not None and len(weights) != len(edges) + 1:
+                raise ValueError(
+                    f"curriculum.{name} has {len(weights)} entries for the {len(edges) + 1} buckets that "
+                    f"bucket_edges = {edges} make; give one each"
+                )
+        if (self.final_bucket_weights is None) != (self.ramp_batches is None):
+            raise ValueError(
+                "curriculum.final_bucket_weights and curriculum.ramp_batches go together; set both or neither"
+            )
+        return self
+
+
+class AdaptiveWeightsConfig(Section):
+    """Reward weights that move: each is its configured weight times a factor within bounds."""
+
+    method: Literal["inverse_std", "target"] = Field(
+        description="inverse_std: equal spread for all rewards; target: more weight below a wanted mean, less above"
+    )
+    targets: dict[str, float] = Field({}, description="reward -> mean wanted; for method: target")
+    rate: Annotated[float, Field(gt=0)] = Field(0.05, description="how fast factors follow, a step")
+    smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="weight of the newest step in the running mean and deviation"
+    )
+    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.2
+    max_factor: Annotated[float, Field(ge=1)] = 5.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdaptiveWeightsConfig:
+        if (self.method == "target") != bool(self.targets):
+            problem = "needs adaptive_weights.targets" if not self.targets else "reads no adaptive_weights.targets"
+            remedy = "give {reward: mean}" if not self.targets else "remove them, or set method: target"
+            raise ValueError(f"adaptive_weights.method = {self.method!r} {problem}; {remedy}")
+        return self

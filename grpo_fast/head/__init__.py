@@ -1,0 +1,13 @@
+"""Hidden states to log-probabilities and losses, and back."""
+
+from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_logprob
+from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+
+__all__ = [
+    "Certificate",
+    "GRPOLossOutput",
+    "HeadOutput",
+    "linear_cross_entropy",
+    "linear_grpo_loss",
+    "linear_logprob",
+]

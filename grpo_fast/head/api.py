@@ -1,0 +1,334 @@
+"""Hidden states to log-probabilities, cross-entropy and policy losses, and back, without the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from grpo_fast.head.checks import Arguments, check_arguments, check_outputs, check_tolerance
+from grpo_fast.head.operator import head_statistics
+from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+from grpo_fast.head.problem import Request, RowStatistics
+from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
+
+_DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("logprob",),
+    topk: int = 0,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> HeadOutput:
+    """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
+    temperature).
+
+    Logits are float32 (float64 for float64 inputs) whatever the inputs' dtype. Inputs of different dtypes are
+    promoted, or cast to autocast's dtype where autocast is on. A frozen weight costs no weight gradient.
+
+    Args:
+        hidden: (..., H), any strides.
+        weight: (V, H).
+        targets: (...) int64 in [0, V), or `ignore_index`: that token costs nothing and returns zero.
+        bias: (V,).
+        temperature: a positive number, or one per token in the targets' shape. Not differentiable.
+        logit_scale: positive factor of the logits, before the softcap (Cohere, Granite).
+        softcap: bound of the logits (Gemma 2); None for no bound.
+        outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
+            "log_sum_sq_probs". The first three are differentiable too.
+        topk: also return the ids and log-probabilities of that many most probable tokens.
+        tolerance: error that the backward may make by leaving out what hardly matters, in units of the error
+            of rounding the logit gradient to bfloat16; None for 1, 0 for the exact gradient. On CPU always
+            exact.
+        deterministic: demand bit-equal results from run to run. No path adds in a changing order, so it
+            costs nothing and changes nothing.
+        process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order;
+            `weight` and `bias` are this rank's part, everything else is the same on all of them. Hidden
+            gradients are summed.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, shape or range. Values of `targets` and
+            `temperature` are checked on CPU only; on an accelerator a bad one makes its token's
+            log-probability NaN.
+    """
+    wanted = check_outputs(outputs)
+    if not isinstance(topk, int) or topk < 0:
+        raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
+    arguments = _arguments(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
+    )
+    if topk > arguments.vocabulary:
+        raise ValueError(f"topk must be at most the vocabulary of {arguments.vocabulary}, got {topk}")
+    statistics, certificate = _statistics(
+        arguments, wanted, wanted & _DIFFERENTIABLE | {"logprob"}, tolerance, process_group
+    )
+    return _head_output(arguments, statistics, certificate, wanted, topk, process_group)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Cross-entropy as `torch.nn.functional.cross_entropy` of the logits, without the logits.
+
+        loss = (1 - s)·(-log p_target) + s·mean_v(-log p_v) + z_loss·logsumexp²
+
+    Args:
+        reduction: "mean" over the tokens that are not ignored (0 when all are), "sum", or "none".
+        label_smoothing: s in [0, 1].
+        z_loss: weight of the squared log-sum-exp (PaLM, arXiv 2204.02311, section 5).
+        The others are those of `linear_logprob`.
+
+    Returns:
+        () or, for "none", the targets' shape with zero where ignored; float32, float64 for float64 inputs.
+
+    Raises:
+        TypeError, ValueError: as `linear_logprob`.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss must be at least 0, got {z_loss!r}")
+    wanted = {"logprob"}
+    if label_smoothing or z_loss:
+        wanted.add("logsumexp")
+    if label_smoothing:
+        wanted.add("mean_logit")
+    arguments = _arguments(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
+    )
+    s, _ = _statistics(arguments, frozenset(wanted), frozenset(wanted), tolerance, process_group)
+    losses = -(1 - label_smoothing) * s.logprob
+    if label_smoothing:
+        losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
+    if z_loss:
+        losses = losses + z_loss * s.logsumexp.square()
+    if reduction == "none":
+        return losses.reshape(arguments.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (arguments.problem.targets >= 0).sum().clamp(min=1)
+
+
+def linear_grpo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    *,
+    sequence_ids: Tensor,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+    totals: StepTotals | None = None,
+    config: GRPOLossConfig | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> GRPOLossOutput:
+    """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        targets: (N,) int64.
+        advantages: (N,) float.
+        sequence_ids: (N,) int64 in [0, num_sequences), a sequence's tokens contiguous and in order.
+        old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
+        ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
+        sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
+        loss_mask: (N,) bool; False keeps a token out of the loss at no cost. None: all tokens count.
+        group_ids: (N,) int64; completions of one prompt share a group.
+        num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
+        totals: counts over the optimiser step, when this batch is only part of it.
+        config: the loss and its constants; None for `GRPOLossConfig()`.
+        entropy: return the entropy too (also as a metric), whether or not the loss needs it.
+        The others are those of `linear_logprob`.
+
+    Raises:
+        TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
+    """
+    config = GRPOLossConfig() if config is None else config
+    per_token = {
+        "targets": targets,
+        "advantages": advantages,
+        "sequence_ids": sequence_ids,
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+        "sampler_logprobs": sampler_logprobs,
+        "loss_mask": loss_mask,
+        "group_ids": group_ids,
+    }
+    _check_packed(hidden, per_token)
+    counted = targets != ignore_index
+    loss_mask = counted if loss_mask is None else loss_mask & counted
+    arguments = _arguments(
+        hidden,
+        weight,
+        torch.where(loss_mask, targets, ignore_index),
+        bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        process_group,
+    )
+    needs_entropy = config.needs_entropy
+    wanted = frozenset({"logprob", "entropy"} if entropy or needs_entropy else {"logprob"})
+    differentiable = wanted if needs_entropy else frozenset({"logprob"})
+    rows, certificate = _statistics(arguments, wanted, differentiable, tolerance, process_group)
+    token_entropy = rows.entropy if "entropy" in wanted else None
+    if token_entropy is not None and not needs_entropy:
+        token_entropy = token_entropy.detach()
+    if num_sequences is None:
+        num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    result = policy_loss(
+        LossInputs(
+            logprobs=rows.logprob,
+            advantages=advantages,
+            sequence_ids=sequence_ids,
+            loss_mask=loss_mask,
+            num_sequences=num_sequences,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            sampler_logprobs=sampler_logprobs,
+            entropy=token_entropy,
+            group_ids=group_ids,
+            totals=totals,
+        ),
+        config,
+    )
+    return GRPOLossOutput(
+        loss=result.loss,
+        metrics=result.metrics,
+        logprobs=rows.logprob.detach(),
+        entropy=None if token_entropy is None else token_entropy.detach(),
+        certificate=certificate,
+    )
+
+
+def _arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    process_group: ProcessGroup | None,
+) -> Arguments:
+    vocabulary = None
+    if process_group is not None:
+        from grpo_fast.head.parallel import shard_bounds
+
+        _, vocabulary = shard_bounds(weight.shape[0], process_group)
+    return check_arguments(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        vocabulary=vocabulary,
+    )
+
+
+def _statistics(
+    arguments: Arguments,
+    wanted: frozenset[str],
+    differentiable: frozenset[str],
+    tolerance: float | None,
+    process_group: ProcessGroup | None,
+) -> tuple[RowStatistics, Certificate]:
+    check_tolerance(tolerance)
+    request = Request(
+        entropy="entropy" in wanted,
+        mean_logit="mean_logit" in wanted,
+        max_logit="argmax_is_target" in wanted,
+        log_sum_sq="log_sum_sq_probs" in wanted,
+    )
+    options = {"differentiable": differentiable, "tolerance": tolerance}
+    if process_group is None:
+        return head_statistics(arguments.problem, request, **options)
+    from grpo_fast.head.parallel import parallel_statistics
+
+    return parallel_statistics(arguments.problem, request, process_group, **options)
+
+
+def _head_output(
+    arguments: Arguments,
+    rows: RowStatistics,
+    certificate: Certificate,
+    wanted: frozenset[str],
+    topk: int,
+    process_group: ProcessGroup | None,
+) -> HeadOutput:
+    shape = arguments.shape
+    worked = arguments.problem.targets >= 0
+    argmax = (rows.target_logit >= rows.max_logit) & worked if "argmax_is_target" in wanted else None
+    ids = logprobs = None
+    if topk:
+        from grpo_fast.head.topk import top_entries
+
+        ids, logprobs = top_entries(arguments.problem, rows.logsumexp.detach(), topk, process_group)
+        ids, logprobs = (found.reshape(*shape, found.shape[1]) for found in (ids, logprobs))
+    return HeadOutput(
+        logprob=rows.logprob.reshape(shape),
+        entropy=rows.entropy.reshape(shape) if "entropy" in wanted else None,
+        logsumexp=rows.logsumexp.reshape(shape) if "logsumexp" in wanted else None,
+        mean_logit=rows.mean_logit.reshape(shape) if "mean_logit" in wanted else None,
+        argmax_is_target=None if argmax is None else argmax.reshape(shape),
+        log_sum_sq_probs=rows.log_sum_sq.reshape(shape) if "log_sum_sq_probs" in wanted else None,
+        topk_ids=ids,
+        topk_logprobs=logprobs,
+        certificate=certificate,
+    )
+
+
+def _check_packed(hidden: Tensor, per_token: dict[str, Tensor | None]) -> None:
+    """Raises ValueError unless everything is flat and of one length."""
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}")
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != hidden.shape[:1]:
+            raise ValueError(f"{name} must be (N,) = ({hidden.shape[0]},), got shape {tuple(tensor.shape)}")

@@ -1,0 +1,173 @@
+"""Arguments of the public functions in, a `HeadProblem` out: the one place that judges them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_fast.head.problem import ROW_IGNORED, ROW_INVALID, HeadProblem
+
+OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A checked call: the flat problem, and the shape its results go back to."""
+
+    problem: HeadProblem
+    shape: torch.Size  # of the targets
+    vocabulary: int  # entries over all shards
+
+
+def check_arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    vocabulary: int | None = None,
+) -> Arguments:
+    """Flattens the leading dimensions, settles the compute dtype and marks ignored and invalid targets.
+
+    Args:
+        vocabulary: entries over all shards, when `weight` is one of several; None: `weight` is whole.
+
+    Raises:
+        TypeError: not a tensor of the right kind.
+        ValueError: shapes or values that do not fit together.
+    """
+    _check_tensors(hidden, weight, targets, bias)
+    if not (isinstance(logit_scale, (int, float)) and math.isfinite(logit_scale) and logit_scale > 0):
+        raise ValueError(f"logit_scale must be a positive number, got {logit_scale!r}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a positive number, or None for no cap, got {softcap!r}")
+    kind = _compute_dtype(hidden, weight)
+    entries = weight.shape[0] if vocabulary is None else vocabulary
+    flat = targets.reshape(-1).to(torch.int64)
+    inside = (flat >= 0) & (flat < entries)
+    marked = torch.where(inside, flat, ROW_INVALID)
+    problem = HeadProblem(
+        hidden=hidden.reshape(-1, hidden.shape[-1]).to(kind),
+        weight=weight.to(kind),
+        targets=torch.where(flat == ignore_index, ROW_IGNORED, marked),
+        bias=bias,
+        inv_temperature=_inverse_temperature(temperature, targets, kind),
+        logit_scale=float(logit_scale),
+        softcap=None if softcap is None else float(softcap),
+    )
+    return Arguments(problem, targets.shape, entries)
+
+
+def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
+    """The requested statistics as a set.
+
+    Raises:
+        ValueError: a name that the head does not know.
+    """
+    if isinstance(outputs, str):
+        raise ValueError(
+            f"outputs must be a sequence of names, got the string {outputs!r}: write ({outputs!r},)"
+        )
+    wanted = frozenset(outputs)
+    unknown = wanted - set(OUTPUTS)
+    if unknown:
+        raise ValueError(f"outputs has unknown names {sorted(unknown)}: choose from {list(OUTPUTS)}")
+    return wanted
+
+
+def check_tolerance(tolerance: float | None) -> None:
+    """Raises ValueError unless the tolerance is None, or finite and at least 0."""
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
+
+
+def check_values(problem: HeadProblem) -> None:
+    """Targets and temperatures, where looking at them does not stall a device.
+
+    On an accelerator nothing is raised; a wrong target or temperature makes its row's log-probability NaN.
+
+    Raises:
+        ValueError: a target outside the vocabulary, or a temperature that is not positive.
+    """
+    if problem.targets.device.type != "cpu":
+        return
+    if (problem.targets == ROW_INVALID).any():
+        row = int((problem.targets == ROW_INVALID).nonzero()[0])
+        raise ValueError(
+            f"targets must lie in [0, vocabulary) or equal ignore_index, but row {row} (flattened) does not: "
+            "check that the tokenizer fits the weight, or set ignore_index for it"
+        )
+    if problem.inv_temperature is not None and problem.inv_temperature.isnan().any():
+        row = int(problem.inv_temperature.isnan().nonzero()[0])
+        raise ValueError(f"temperature must be positive and finite, but row {row} (flattened) is not")
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is None and name == "bias":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
+        kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+        raise TypeError(f"targets must be an int64 tensor of token ids, got {kind}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be (V, H), got shape {tuple(weight.shape)}")
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"weight must have entries, got shape {tuple(weight.shape)}")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., H), H = {weight.shape[1]} as in weight, got shape {tuple(hidden.shape)}"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have hidden's leading shape {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got shape {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other"
+            )
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Autocast's dtype where it is in force, as for any linear layer; else the wider of the two."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: torch.dtype) -> Tensor | None:
+    """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
+    if not isinstance(temperature, Tensor):
+        if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature must be positive and finite, got {temperature!r}")
+        if temperature == 1.0:
+            return None
+        accumulator = torch.float64 if kind == torch.float64 else torch.float32
+        return torch.full((targets.numel(),), 1.0 / temperature, dtype=accumulator, device=targets.device)
+    if temperature.dim() and temperature.shape != targets.shape:
+        raise ValueError(
+            f"temperature must be a number or of the targets' shape {tuple(targets.shape)}, "
+            f"got shape {tuple(temperature.shape)}"
+        )
+    accumulator = torch.float64 if kind == torch.float64 else torch.float32
+    values = (
+        temperature.detach().to(device=targets.device, dtype=accumulator).expand(targets.shape).reshape(-1)
+    )
+    good = (values > 0) & values.isfinite()
+    return torch.where(good, values.reciprocal(), torch.nan)

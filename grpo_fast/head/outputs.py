@@ -1,0 +1,83 @@
+"""What the head's public functions return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a backward left out, and the most it can have cost. NaN until the backward has run.
+
+    Numbers on the device; reading one waits for it. Not filled by a compiled backward.
+    """
+
+    values: Tensor  # (4,) float32
+
+    SIZE: ClassVar[int] = 4
+
+    @classmethod
+    def pending(cls, device: torch.device) -> Certificate:
+        return cls(torch.full((cls.SIZE,), torch.nan, device=device))
+
+    def fill(self, left_out: dict[str, Tensor] | None) -> None:
+        """Takes over the selection's numbers; None: nothing was left out."""
+        if left_out is None:
+            self.values.zero_()
+            self.values[0].fill_(1.0)
+        else:
+            names = ("density", "left_out_mean", "left_out_max", "error_bound")
+            self.values.copy_(torch.stack([left_out[name].float() for name in names]))
+
+    @property
+    def density(self) -> Tensor:
+        """Share of the (token, vocabulary tile) pairs that were visited."""
+        return self.values[0]
+
+    @property
+    def left_out_mean(self) -> Tensor:
+        """Probability in no visited entry, averaged over the tokens with a gradient."""
+        return self.values[1]
+
+    @property
+    def left_out_max(self) -> Tensor:
+        """The same for the worst token."""
+        return self.values[2]
+
+    @property
+    def error_bound(self) -> Tensor:
+        """Bound of the logit gradient's error, in units of rounding it to bfloat16; at most `tolerance`."""
+        return self.values[3]
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Per-token results, float32 (float64 for float64 inputs), of the targets' shape; zero where ignored.
+
+    What was not asked for is None. `logprob`, `entropy`, `logsumexp` and `mean_logit` are differentiable.
+    """
+
+    logprob: Tensor  # (...) nats
+    entropy: Tensor | None = None  # (...) nats
+    logsumexp: Tensor | None = None  # (...)
+    mean_logit: Tensor | None = None  # (...) over the vocabulary
+    argmax_is_target: Tensor | None = None  # (...) bool; a tie counts
+    log_sum_sq_probs: Tensor | None = None  # (...) log Σ p²: minus the collision entropy
+    topk_ids: Tensor | None = None  # (..., k) int64, most probable first; -1 where ignored
+    topk_logprobs: Tensor | None = None  # (..., k)
+    certificate: Certificate | None = None  # filled by the backward
+
+
+@dataclass(frozen=True)
+class GRPOLossOutput:
+    """A policy loss over a packed batch. N tokens."""
+
+    loss: Tensor  # () float32
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # detached scalars
+    logprobs: Tensor | None = None  # (N,) detached; zero where masked
+    entropy: Tensor | None = None  # (N,) detached, when asked for
+    certificate: Certificate | None = None  # filled by the backward

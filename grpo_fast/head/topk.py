@@ -1,0 +1,54 @@
+"""The most probable entries of each row, found chunk by chunk. For inspection: no gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_fast.head.parallel import shard_bounds
+from grpo_fast.head.problem import HeadProblem
+from grpo_fast.head.reference import logits
+
+_CHUNK_ENTRIES = 32 << 20
+
+
+@torch.no_grad()
+def top_entries(
+    problem: HeadProblem, logsumexp: Tensor, k: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Ids (N, k) int64 and log-probabilities (N, k), most probable first; -1 and 0 in ignored rows.
+
+    Args:
+        logsumexp: (N,) over the whole vocabulary.
+        group: of the shards, when `problem.weight` is one of several.
+    """
+    values, ids = _local_top(problem, k)
+    if group is not None:
+        start, _ = shard_bounds(problem.vocabulary, group)
+        values, ids = _select(_gather(values, group), _gather(ids + start, group), k)
+    ignored = (problem.targets < 0)[:, None]
+    return ids.masked_fill(ignored, -1), (values - logsumexp[:, None]).masked_fill(ignored, 0)
+
+
+def _local_top(problem: HeadProblem, k: int) -> tuple[Tensor, Tensor]:
+    rows = problem.hidden.shape[0]
+    width = max(k, _CHUNK_ENTRIES // max(rows, 1))
+    kept = problem.hidden.new_empty((rows, 0), dtype=problem.accumulator)
+    ids = torch.empty((rows, 0), dtype=torch.int64, device=kept.device)
+    for start in range(0, problem.vocabulary, width):
+        z = logits(problem, slice(start, min(start + width, problem.vocabulary)))
+        columns = torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
+        kept, ids = _select(torch.cat([kept, z], 1), torch.cat([ids, columns], 1), k)
+    return kept, ids
+
+
+def _select(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    best, where = values.topk(min(k, values.shape[1]), dim=1)
+    return best, ids.gather(1, where)
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, 1)

@@ -1,0 +1,70 @@
+"""What a policy loss reports. Names are TRL's where TRL has them; see `LossOutputs` for how they combine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.objective.batch import PreparedBatch
+from grpo_fast.objective.config import GRPOLossConfig
+from grpo_fast.objective.surrogates import Surrogate
+
+
+def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossConfig) -> dict[str, Tensor]:
+    """Ratio, clipping, masking and entropy.
+
+    A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's.
+    """
+    mask = batch.segments.mask
+    whole_sequences = config.ratio_level in ("sequence", "product")
+    mean = batch.sequence_mean if whole_sequences else batch.token_mean
+    metrics = {
+        "policy/ratio_mean": (mean * surrogate.ratio).sum(),
+        "policy/ratio_min": masked_extreme(surrogate.ratio, mask, "min"),
+        "policy/ratio_max": masked_extreme(surrogate.ratio, mask, "max"),
+        "policy/masked_mean": (batch.token_mean * ~batch.keep).sum(),
+    }
+    clipped = {name: where.to(mean.dtype) for name, where in surrogate.clipped.items()}
+    metrics |= {f"clip_ratio/{name}_mean": (mean * share).sum() for name, share in clipped.items()}
+    if "low" in clipped:
+        metrics["clip_ratio/low_min"] = _sequence_extreme(clipped["low"], batch, "min")
+        metrics["clip_ratio/region_mean"] = (mean * (clipped["low"] + clipped["high"])).sum()
+    if "high" in clipped:
+        metrics["clip_ratio/high_max"] = _sequence_extreme(clipped["high"], batch, "max")
+    if batch.entropy is not None:
+        metrics["entropy"] = (batch.token_mean * batch.entropy.detach()).sum()
+    return metrics
+
+
+def kl_metrics(kl: Tensor, batch: PreparedBatch) -> dict[str, Tensor]:
+    """KL to the reference, nats a token."""
+    return {"kl": (batch.token_mean * kl.detach()).sum()}
+
+
+def mismatch_metrics(batch: PreparedBatch) -> dict[str, Tensor]:
+    """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it."""
+    if batch.sampler_logprobs is None:
+        return {}
+    mask, mean, weights = batch.segments.mask, batch.token_mean, batch.tokens.sampler_weight
+    log_ratio = batch.tokens.old_logprobs - batch.sampler_logprobs
+    difference = log_ratio.abs()
+    return {
+        "sampling/logp_difference_mean": (mean * difference).sum(),
+        "sampling/logp_difference_max": masked_extreme(difference, mask, "max"),
+        "sampling/kl": (mean * (torch.expm1(log_ratio) - log_ratio)).sum(),  # k3 of KL(sampler ‖ trainer)
+        "sampling/importance_ratio_mean": (mean * weights).sum(),
+        "sampling/importance_ratio_min": masked_extreme(weights, mask, "min"),
+        "sampling/importance_ratio_max": masked_extreme(weights, mask, "max"),
+        "sampling/rejected_mean": (mean * (weights == 0)).sum(),
+    }
+
+
+def masked_extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
+    """(): the largest ("max") or smallest ("min") value that counts; ∓∞ where none does."""
+    worst = -torch.inf if which == "max" else torch.inf
+    kept = torch.cat([values.detach().masked_fill(~mask, worst), values.new_full((1,), worst)])
+    return kept.amax() if which == "max" else kept.amin()
+
+
+def _sequence_extreme(share: Tensor, batch: PreparedBatch, which: str) -> Tensor:
+    return masked_extreme(batch.segments.spread(batch.segments.mean(share)), batch.segments.mask, which)

@@ -1,0 +1,18 @@
+"""The policy: loading, packing, the forward to hidden states, the optimiser, export."""
+
+from grpo_fast.policy.head import HeadParameters
+from grpo_fast.policy.load import load_policy
+from grpo_fast.policy.optimizer import PolicyOptimizer
+from grpo_fast.policy.packing import PackedBatch, Sample, pack
+from grpo_fast.policy.policy import Policy, ReferencePolicy
+
+__all__ = [
+    "HeadParameters",
+    "PackedBatch",
+    "Policy",
+    "PolicyOptimizer",
+    "ReferencePolicy",
+    "Sample",
+    "load_policy",
+    "pack",
+]

@@ -1,0 +1,195 @@
+"""Attention over packed documents, as one more attention implementation of transformers.
+
+A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here every document
+attends on its own: an SDPA call each, or one FlexAttention call whose block mask skips the rest. Both know
+the sliding window of a layer, which a ready-made 4-D mask cannot, being the same for all layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from grpo_fast.policy.packing import PackedBatch
+
+PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
+
+
+class PackedLayout:
+    """Who sees whom in one packed batch. Masks are made once for each window width, not each layer."""
+
+    def __init__(self, batch: PackedBatch, *, flex: bool) -> None:
+        self.flex = flex
+        self._bounds = batch.cu_seqlens.tolist()
+        self._position_ids = batch.position_ids
+        self._segment_ids = batch.segment_ids
+        lengths = batch.cu_seqlens.diff()
+        self._document_ids = torch.repeat_interleave(
+            torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(batch.input_ids)
+        )
+        self._masks: dict[int | None, list[Tensor | None]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+
+    @property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in zip(self._bounds, self._bounds[1:], strict=False)]
+
+    def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
+        seen = (key <= query) & (self._document_ids[query] == self._document_ids[key])
+        if self._segment_ids is not None:
+            of_prompt = self._segment_ids[key] == 0
+            seen = seen & (of_prompt | (self._segment_ids[query] == self._segment_ids[key]))
+        if window is not None:
+            seen = seen & (self._position_ids[query] - self._position_ids[key] < window)
+        return seen
+
+    def masks(self, window: int | None) -> list[Tensor | None]:
+        """For each document an (L, L) bool mask; None where it is plainly causal."""
+        if window not in self._masks:
+            self._masks[window] = [
+                self._document_mask(start, end, window)
+                for start, end in zip(self._bounds, self._bounds[1:], strict=False)
+            ]
+        return self._masks[window]
+
+    def _document_mask(self, start: int, end: int, window: int | None) -> Tensor | None:
+        if self._segment_ids is None and (window is None or end - start <= window):
+            return None
+        index = torch.arange(start, end, device=self._document_ids.device)
+        return self.visible(index[:, None], index[None, :], window)
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """FlexAttention's mask over the whole batch."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        if window not in self._block_masks:
+            total = self._bounds[-1]
+            self._block_masks[window] = create_block_mask(
+                lambda _batch, _head, query, key: self.visible(query, key, window),
+                B=None,
+                H=None,
+                Q_LEN=total,
+                KV_LEN=total,
+                device=self._document_ids.device,
+            )
+        return self._block_masks[window]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (B, A, T, D), key and value (B, K, T, D) -> (B, T, A, D).
+
+    Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 honoured.
+    """
+    if kwargs.get("s_aux") is not None and (packed_layout is None or not packed_layout.flex):
+        raise ValueError(
+            f"{type(module).__name__} has attention sinks, which SDPA cannot compute; use flex_attention"
+        )
+    if packed_layout is None:
+        return _ordinary(module, query, key, value, attention_mask, scaling, softcap, **kwargs)
+    if packed_layout.flex:
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        mask = packed_layout.block_mask(sliding_window)
+        sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
+        output, _ = flex_attention_forward(
+            module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
+        )
+        return output, None
+    lengths = packed_layout.lengths
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    outputs = [
+        _attend(*part, mask, scaling, softcap)
+        for part, mask in zip(parts, packed_layout.masks(sliding_window), strict=True)
+    ]
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+def _ordinary(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if softcap is not None:
+        return _attend(query, key, value, mask, scaling, softcap).transpose(1, 2), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention of one document; a mask of None is causal, or everything for a single query."""
+    causal = mask is None and query.shape[2] > 1
+    if softcap is None:
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    if causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1).to(value.dtype) @ value
+
+
+def register() -> None:
+    """Make `PACKED_ATTENTION` known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
+
+
+def forward_arguments(batch: PackedBatch, attention: str) -> dict[str, Any]:
+    """What a transformers backbone is called with besides tokens and positions.
+
+    A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
+    """
+    if attention == "flash_attention_2":
+        return {
+            "attention_mask": None,
+            "cu_seq_lens_q": batch.cu_seqlens,
+            "cu_seq_lens_k": batch.cu_seqlens,
+            "max_length_q": batch.max_seqlen,
+            "max_length_k": batch.max_seqlen,
+        }
+    return {
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device),
+        "packed_layout": PackedLayout(batch, flex=attention == "flex_attention"),
+    }

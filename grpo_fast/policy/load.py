@@ -1,0 +1,226 @@
+"""From a model configuration to a policy: where weights come from, how they attend, what of them trains."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from grpo_fast.config import LoraConfig, ModelConfig
+from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
+from grpo_fast.policy.policy import Policy
+from grpo_fast.policy.verify import check_layer_types, verify_policy
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy:
+    """Load model and tokenizer, freeze or adapt as configured, and check that packing suits the model.
+
+    Args:
+        config: the run's `model` section.
+        needs_reference: keep the policy as loaded for a KL term. Costs a second copy of the weights
+            when fine-tuning fully, nothing with LoRA.
+
+    Raises:
+        ValueError: a wrong path, device or combination, or a model that cannot be packed.
+        ImportError: an optional package is missing; the message names it.
+    """
+    source = resolve_source(config.path)
+    device = resolve_device(config.device)
+    attention = resolve_attention(config.attention, device, config.dtype)
+    if config.liger_kernels:
+        _require_liger(device)
+    template = _read_template(config.chat_template)
+    model = _load_model(source, config, device, attention)
+    tokenizer = _load_tokenizer(source, config, template)
+    if config.liger_kernels:
+        _apply_liger(model)
+    _disable_dropout(model)
+    reference = None
+    if config.lora is not None:
+        model = _add_lora(model, config.lora)
+    else:
+        if needs_reference:
+            reference = copy.deepcopy(model).eval().requires_grad_(False)
+        if not config.train_lm_head:
+            model.get_output_embeddings().requires_grad_(False)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(model.train(), tokenizer, attention=attention, reference=reference)
+    verify_policy(policy)
+    return policy
+
+
+def resolve_source(path: str) -> str:
+    """A folder or hub id that transformers takes.
+
+    Raises:
+        ValueError: a local path that is not there or holds no safetensors model.
+    """
+    if path.startswith(PREFIX):
+        return str(convert_packaged_model(path))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+        return str(folder)
+    if folder.exists():
+        raise ValueError(f"model.path = {path!r} is a file; give the folder with config.json and the weights")
+    if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
+        raise ValueError(f"model.path = {path!r}: no such folder; a hub id has the form owner/name")
+    return path
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path = {str(folder)!r} has no config.json; give a folder saved by save_pretrained"
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+        found = f"only {', '.join(pickled)}, and pickled weights are not read" if pickled else "no weights"
+        raise ValueError(f"model.path = {str(folder)!r} has {found}; save the model as safetensors")
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one.
+
+    Raises:
+        ValueError: an unknown device, or CUDA where there is none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"model.device = {name!r} is not a device; give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"model.device = {name!r}, but torch finds no CUDA device; give auto or cpu")
+    return device
+
+
+def resolve_attention(name: str, device: torch.device, dtype: str) -> str:
+    """`auto` is flash-attention where installed, FlexAttention on other CUDA machines, SDPA elsewhere.
+
+    Raises:
+        ValueError: an attention that this device or dtype does not have.
+        ImportError: flash-attention is asked for and not installed.
+    """
+    flash_fits = device.type == "cuda" and dtype != "float32"
+    if name == "auto":
+        if flash_fits and find_spec("flash_attn") is not None:
+            return "flash_attention_2"
+        return "flex_attention" if device.type == "cuda" else "sdpa"
+    if name == "flash_attention_2":
+        if not flash_fits:
+            raise ValueError(
+                f"model.attention = 'flash_attention_2' needs CUDA and a 16-bit dtype, not {device.type} and "
+                f"{dtype}; give auto"
+            )
+        if find_spec("flash_attn") is None:
+            raise ImportError(
+                "model.attention = 'flash_attention_2' needs flash-attention: pip install flash-attn"
+            )
+    if name == "flex_attention" and device.type != "cuda":
+        raise ValueError("model.attention = 'flex_attention' has no gradients on the CPU; give auto or sdpa")
+    return name
+
+
+def _load_model(source: str, config: ModelConfig, device: torch.device, attention: str) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register()
+    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    try:
+        check_layer_types(AutoConfig.from_pretrained(source, **origin))
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
+            use_safetensors=True,
+            **origin,
+        )
+    except OSError as error:
+        raise ValueError(f"model.path = {config.path!r} cannot be loaded: {error}") from error
+    return model.to(device)
+
+
+def _load_tokenizer(source: str, config: ModelConfig, template: str | None) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        source, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    if template is not None:
+        tokenizer.chat_template = template
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"model.chat_template = {file!r} cannot be read: {error.strerror}") from error
+
+
+def _require_liger(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(
+            f"model.liger_kernels = true needs a CUDA device, not {device.type}; set it to false"
+        )
+    if find_spec("liger_kernel") is None:
+        raise ImportError("model.liger_kernels = true needs liger-kernel: pip install liger-kernel")
+
+
+def _apply_liger(model: PreTrainedModel) -> None:
+    """Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """With dropout the policy that is trained would not be the one that sampled."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Adapters in float32 on every layer named; `all-linear` leaves the output head out."""
+    import peft
+
+    try:
+        adapted = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=config.r,
+                lora_alpha=config.alpha,
+                lora_dropout=config.dropout,
+                target_modules=config.target_modules,
+                task_type="CAUSAL_LM",
+            ),
+        )
+    except ValueError as error:
+        raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
+    wrapped = isinstance(model.get_output_embeddings(), peft.tuners.lora.LoraLayer)
+    tied = model.config.get_text_config().tie_word_embeddings
+    if wrapped or (tied and isinstance(model.get_input_embeddings(), peft.tuners.lora.LoraLayer)):
+        raise ValueError(
+            f"model.lora.target_modules = {config.target_modules!r} reaches the output head, whose weight "
+            "the loss takes as it is; leave the head and an embedding tied to it out"
+        )
+    return adapted

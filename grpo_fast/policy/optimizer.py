@@ -1,0 +1,191 @@
+"""AdamW on float32 masters, with a schedule, clipping, and a state that resumes to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.config import OptimizerConfig
+
+
+def learning_rate_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of the step with this index, from 0: a linear warm-up, then the schedule down to its floor.
+
+    The warm-up's first rate is learning_rate / warmup_steps, not zero; the last step before the full one
+    already has the full rate.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    floor = config.min_learning_rate_ratio
+    if config.schedule == "constant":
+        ratio = 1.0
+    elif config.schedule == "linear":
+        ratio = floor + (1.0 - floor) * (1.0 - progress)
+    else:
+        ratio = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * ratio
+
+
+class PolicyOptimizer:
+    """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits.
+
+    The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
+    finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
+    leaves vectors (norms, biases) alone.
+
+    Args:
+        parameters: by name, as `Policy.trainable` gives them; they stay the model's.
+        config: the run's `optimizer` section.
+        total_steps: optimiser steps of the whole run, for the schedule.
+
+    Raises:
+        ValueError: nothing to train.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, *, total_steps: int
+    ) -> None:
+        if not parameters:
+            raise ValueError("parameters is empty: everything in the model is frozen")
+        self._config = config
+        self._total_steps = total_steps
+        self._steps = 0
+        self._parameters = dict(parameters)
+        self._masters = {name: _master(p) for name, p in self._parameters.items()}
+        for name, master in self._masters.items():
+            parameter = self._parameters[name]
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_absorb_into(master))
+        matrices = [master for master in self._masters.values() if master.ndim >= 2]
+        vectors = [master for master in self._masters.values() if master.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the coming step will have."""
+        return learning_rate_at(self._config, self._steps, self._total_steps)
+
+    def step(self) -> float:
+        """Clip, update, and forget the gradients. Returns the gradient's norm before clipping.
+
+        Raises:
+            RuntimeError: no parameter has a gradient.
+            FloatingPointError: the gradient is not finite; the weights are as before.
+        """
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if not gradients:
+            raise RuntimeError("no parameter has a gradient; run a backward first, or skip the step")
+        norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            self.zero_grad()
+            raise FloatingPointError(
+                f"the gradient norm of step {self._steps} is {grad_norm}; lower optimizer.learning_rate, or "
+                "set model.dtype to bfloat16 if it is float16"
+            )
+        if self._config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
+        for group in self._adam.param_groups:
+            group["lr"] = self.learning_rate
+        self._adam.step()
+        self._steps += 1
+        self._write_back()
+        self.zero_grad()
+        return grad_norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients gathered so far."""
+        for name, master in self._masters.items():
+            master.grad = None
+            self._parameters[name].grad = None
+
+    def state(self) -> dict[str, Any]:
+        """What of the state fits into JSON."""
+        return {"steps": self._steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._steps = int(state["steps"])
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.
+
+        The tensors are live; save them before the next step.
+        """
+        tensors = {f"master.{name}": master.detach() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            for kind, tensor in self._adam.state.get(master, {}).items():
+                tensors[f"{kind}.{name}"] = tensor
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave, and set the model's trainable weights from the masters.
+
+        Raises:
+            ValueError: tensors of another model: a master is missing, unknown or has another shape.
+        """
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition(".")
+            states.setdefault(name, {})[kind] = tensor
+        self._check_states(states)
+        for name, master in self._masters.items():
+            master.copy_(states[name].pop("master"))
+            self._adam.state.pop(master, None)
+            if states[name]:  # empty while no step has reached the parameter
+                self._adam.state[master] = {
+                    kind: tensor.to(master.device, copy=True) for kind, tensor in states[name].items()
+                }
+        self._write_back()
+
+    def _check_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        saved = {name: state["master"].shape for name, state in states.items() if "master" in state}
+        wanted = {name: master.shape for name, master in self._masters.items()}
+        wrong = sorted(name for name in {*saved, *wanted, *states} if saved.get(name) != wanted.get(name))
+        if wrong:
+            raise ValueError(
+                f"the optimiser state does not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more "
+                "are missing, unknown or of another shape; resume with the configuration it was saved with"
+            )
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        pairs = [(self._parameters[n], m) for n, m in self._masters.items() if m is not self._parameters[n]]
+        if pairs:
+            parameters, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(parameters, masters)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype in (torch.float32, torch.float64):
+        return parameter
+    return parameter.detach().to(torch.float32).requires_grad_()
+
+
+def _absorb_into(master: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a finished gradient into the master's buffer, which outlives the steps."""
+    buffer = torch.empty_like(master, requires_grad=False)
+
+    def absorb(parameter: Tensor) -> None:
+        if master.grad is None:
+            master.grad = buffer.copy_(parameter.grad)
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return absorb

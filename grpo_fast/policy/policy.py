@@ -1,0 +1,197 @@
+"""The policy: a model with a lifetime. Packed batches in, hidden states out; the head is for others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.policy.attention import forward_arguments
+from grpo_fast.policy.head import HeadParameters, head_parameters
+from grpo_fast.policy.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ReferencePolicy(Protocol):
+    """The frozen policy that the KL term compares with."""
+
+    @property
+    def head(self) -> HeadParameters: ...
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor: ...
+
+
+class _FrozenCopy:
+    def __init__(self, model: PreTrainedModel, attention: str) -> None:
+        self._model = model
+        self._attention = attention
+
+    @property
+    def head(self) -> HeadParameters:
+        return head_parameters(self._model)
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        return _hidden_states(self._model, batch, self._attention)
+
+
+class Policy:
+    """A causal language model under training, its tokenizer and, when asked for, its frozen reference.
+
+    Args:
+        model: a transformers model, or a peft model around one; its attention must already be set up
+            as `load_policy` does.
+        attention: "sdpa", "flex_attention" or "flash_attention_2".
+        reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        attention: str = "sdpa",
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.attention = attention
+        self._reference = reference
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The transformers model; adapters, if any, sit inside it and take part in its forward."""
+        return self.model.get_base_model() if self.has_adapters else self.model
+
+    @property
+    def has_adapters(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    @property
+    def device(self) -> torch.device:
+        return self.base_model.device
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `pack(..., share_prompts=True)` is understood."""
+        return self.attention != "flash_attention_2"
+
+    @property
+    def head(self) -> HeadParameters:
+        return head_parameters(self.base_model)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion: the tokenizer's and the generation config's."""
+        configured = self.base_model.generation_config.eos_token_id
+        ids = set(configured if isinstance(configured, (list, tuple)) else [configured])
+        ids.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(i for i in ids if i is not None))
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`."""
+        return _hidden_states(self.base_model, batch, self.attention)
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[ReferencePolicy]:
+        """The policy as it was loaded, without gradients.
+
+        Raises:
+            RuntimeError: full fine-tuning, and the policy was loaded without a reference.
+        """
+        with torch.no_grad():
+            if self.has_adapters:
+                with self.model.disable_adapter():
+                    yield self
+            elif self._reference is not None:
+                yield _FrozenCopy(self._reference, self.attention)
+            else:
+                raise RuntimeError("the policy has no reference; load it with needs_reference=True")
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What the optimiser changes, by name. A tied weight appears once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy saved values into the parameters that `trainable` names.
+
+        Raises:
+            ValueError: names or shapes are not this policy's.
+        """
+        parameters = self.trainable()
+        saved = {name: tensor.shape for name, tensor in tensors.items()}
+        wanted = {name: parameter.shape for name, parameter in parameters.items()}
+        if wrong := sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name)):
+            raise ValueError(
+                f"the saved weights do not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more are "
+                "missing, unknown or of another shape; load them with the configuration they were saved with"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their checkpoint's names, adapters merged: what an inference engine loads.
+
+        The model itself is untouched: merging in place and back would round bf16 weights each time. A tied
+        head is not repeated. Tensors without an adapter are the live ones, not copies.
+        """
+        adapted = dict(_adapted_weights(self.base_model)) if self.has_adapters else {}
+        seen: set[int] = set()
+        for name, tensor in self.base_model.state_dict(keep_vars=True).items():
+            if ".lora_" in name or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = name.replace(".base_layer.", ".")
+            yield name, adapted[name]() if name in adapted else tensor.detach()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write safetensors, configuration, generation configuration and tokenizer, adapters merged.
+
+        The folder loads in transformers and vLLM alike.
+        """
+        with torch.device("meta"):
+            model = type(self.base_model)(self.base_model.config)
+        weights = {name: tensor.to("cpu") for name, tensor in self.named_weights()}
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        if unset := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
+            raise RuntimeError(f"no weights for {', '.join(unset)} of {type(model).__name__}")
+        model.generation_config = self.base_model.generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
+    output = model.base_model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **forward_arguments(batch, attention),
+    )
+    return output.last_hidden_state[0].index_select(0, batch.loss_index)
+
+
+def _adapted_weights(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, function that computes the merged weight) of every layer that LoRA wraps."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield f"{name}.weight", partial(_merged, module)
+
+
+def _merged(module: LoraLayer) -> Tensor:
+    weight = module.get_base_layer().weight
+    merged = weight.detach().float()
+    for adapter in module.active_adapters:
+        merged = merged + module.get_delta_weight(adapter).detach().float()
+    return merged.to(weight.dtype)

@@ -1,0 +1,191 @@
+"""Training on fixed completions of known worth: preferences and ranked groups.
+
+Draw prompts with their completions, ask the policy for the log-probability of each, let the loss compare them, step.
+The reference model has spoken before the first step and is not in memory. Nothing is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.data import PromptSampler
+from grpo_fast.metrics import SampleRecord
+from grpo_fast.objective.types import LossOutputs
+from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.preference.beta import BetaController
+from grpo_fast.preference.comparison import Comparison
+from grpo_fast.preference.config import PreferenceLossConfig
+from grpo_fast.preference.inputs import preference_inputs, preference_totals, ranked_inputs
+from grpo_fast.preference.losses import kto_reference_point, preference_loss
+from grpo_fast.preference.ranking_losses import ranking_loss
+from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
+from grpo_fast.preference.scoring import Request, pack_requests, score, sequence_logprobs, split_by_tokens
+from grpo_fast.preference.types import PreferenceTotals
+from grpo_fast.trainer import Clock, StepResult, sum_metrics
+
+
+@dataclass(frozen=True)
+class StepConstants:
+    """What all micro-batches of a step have in common."""
+
+    loss: PreferenceLossConfig  # with the beta in force
+    totals: PreferenceTotals
+    num_comparisons: int
+    kl: Tensor | None  # () KTO's reference point
+
+
+class PreferenceTrainer:
+    """The state of a run, and the verbs that change it.
+
+    Args:
+        prompts: draws what a step compares.
+        comparisons: the completions of each prompt, by its row.
+        reference: log-probabilities of each comparison's `sequences`, by row; empty when the loss has no reference.
+        held_out: comparisons for evaluation, each with an order to agree with.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        prompts: PromptSampler,
+        comparisons: Mapping[int, Comparison],
+        reference: Mapping[int, Tensor],
+        held_out: Sequence[Comparison] = (),
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.optimizer = optimizer
+        self.prompts = prompts
+        self.comparisons = comparisons
+        self.reference = reference
+        self.held_out = held_out
+        self.engine: AbstractContextManager[Any] = nullcontext()  # nothing is generated
+        self.step = 0
+        section = config.preference
+        self.ranks = config.algorithm == "rank"
+        self.beta = BetaController(section.loss.beta, section.beta, total_steps=config.max_steps)
+
+    def train_step(self) -> StepResult:
+        """One optimiser step."""
+        clock = Clock()
+        with clock("step"):
+            comparisons = [self.comparisons[prompt.index] for prompt in self.prompts.next()]
+            metrics = self.update(comparisons, clock)
+        self.step += 1
+        tokens = sum(comparison.num_tokens for comparison in comparisons)
+        return StepResult([], metrics, clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]})
+
+    def update(self, comparisons: Sequence[Comparison], clock: Clock) -> dict[str, float]:
+        """Backward through every micro-batch, then the step; the losses of the micro-batches add up."""
+        with clock("logprobs"):
+            constants = self.constants(comparisons)
+        parts = self.micro_batches(comparisons)
+        with clock("update"):
+            if constants.loss.couples and len(parts) > 1 and not self.ranks:
+                shares, learns = self.backward_coupled(parts, constants)
+            else:
+                results = [self.backward(part, constants) for part in parts]
+                shares, learns = [metrics for metrics, _ in results], any(grad for _, grad in results)
+            learning_rate = self.optimizer.learning_rate
+            metrics = sum_metrics(shares) | {"learning_rate": learning_rate, "update/skipped": float(not learns)}
+            if learns:
+                metrics["grad_norm"] = self.optimizer.step()
+        if not self.ranks:
+            metrics["beta"] = constants.loss.beta
+            self.beta.observe(metrics["rewards/margins"] / constants.loss.beta)
+        return metrics
+
+    def constants(self, comparisons: Sequence[Comparison]) -> StepConstants:
+        """The beta in force, the step's counts, and for KTO the reference point of the whole step."""
+        loss = replace(self.config.preference.loss, beta=self.beta.value(self.step))
+        kl = None
+        if not self.ranks and not loss.paired:
+            requests = [Request(c.prompt.token_ids, (c.mismatched_ids,)) for c in comparisons]
+            now = torch.cat(score(self.policy, requests, self.config.micro_batch_tokens))
+            before = torch.stack([self.reference[c.prompt.index][-1] for c in comparisons])
+            kl = kto_reference_point(now, before).to(self.policy.device)
+        return StepConstants(loss, preference_totals(comparisons), len(comparisons), kl)
+
+    def micro_batches(self, comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
+        """Whole comparisons, within `micro_batch_tokens`."""
+        sizes = [comparison.num_tokens for comparison in comparisons]
+        parts = split_by_tokens(sizes, self.config.micro_batch_tokens)
+        return [[comparisons[i] for i in part] for part in parts]
+
+    def logprobs(self, comparisons: Sequence[Comparison]) -> Tensor:
+        """(S,) log-probability of every completion, with gradient."""
+        requests = [Request(c.prompt.token_ids, c.completion_ids) for c in comparisons]
+        return sequence_logprobs(self.policy, pack_requests(requests, self.policy))
+
+    def loss(self, comparisons: Sequence[Comparison], logprobs: Tensor, constants: StepConstants) -> LossOutputs:
+        """These comparisons' share of the step's loss; `logprobs` (S,) are of their completions, in order."""
+        reference = None
+        if self.reference:
+            parts = [self.reference[c.prompt.index][: len(c.completion_ids)] for c in comparisons]
+            reference = torch.cat(parts).to(logprobs)
+        if self.ranks:
+            inputs = ranked_inputs(comparisons, logprobs, reference, constants.num_comparisons)
+            return ranking_loss(inputs, self.config.preference.ranking)
+        inputs = preference_inputs(comparisons, logprobs, reference, constants.totals, constants.kl)
+        return preference_loss(inputs, constants.loss)
+
+    def backward(
+        self, comparisons: Sequence[Comparison], constants: StepConstants
+    ) -> tuple[dict[str, Tensor], bool]:
+        """One micro-batch's metrics, and whether it has a gradient: groups that are all ties have none."""
+        out = self.loss(comparisons, self.logprobs(comparisons), constants)
+        if out.loss.requires_grad:
+            out.loss.backward()
+        return out.metrics | {"loss": out.loss.detach()}, out.loss.requires_grad
+
+    def backward_coupled(
+        self, parts: Sequence[Sequence[Comparison]], constants: StepConstants
+    ) -> tuple[list[dict[str, Tensor]], bool]:
+        """For a loss that compares all pairs of the step: its gradient in the log-probabilities first, which takes
+        a forward more, then each micro-batch's share of it (as GradCache, arXiv 2101.06983)."""
+        with torch.no_grad():
+            values = torch.cat([self.logprobs(part) for part in parts])
+        leaves = values.requires_grad_()
+        ordered = [comparison for part in parts for comparison in part]
+        out = self.loss(ordered, leaves, constants)
+        (gradient,) = torch.autograd.grad(out.loss, leaves)
+        sizes = [sum(len(c.completion_ids) for c in part) for part in parts]
+        for part, share in zip(parts, gradient.split(sizes), strict=True):
+            (self.logprobs(part) * share).sum().backward()
+        return [out.metrics | {"loss": out.loss.detach()}], True
+
+    def evaluate(self, size: int | None = None) -> RankingEvaluation:
+        """How the policy's log-probabilities order held-out completions, or those of the first `size` prompts."""
+        chosen = self.held_out[:size]
+        requests = [Request(c.prompt.token_ids, c.completion_ids) for c in chosen]
+        scores = score(self.policy, requests, self.config.micro_batch_tokens)
+        section = self.config.preference
+        return RankingEvaluation(
+            tuple(
+                GroupRanking(c.grades, tuple(s.tolist()), tuple(map(len, c.completion_ids)), c.group_type)
+                for c, s in zip(chosen, scores, strict=True)
+            ),
+            averaged=section.ranking.averaged if self.ranks else section.loss.averaged,
+        )
+
+    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]:
+        """Nothing is sampled."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; what a resumed run needs besides the optimizer's tensors."""
+        return {"prompts": self.prompts.state_dict(), "beta": self.beta.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self.beta.load_state_dict(state["beta"])

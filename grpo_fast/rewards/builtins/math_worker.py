@@ -1,0 +1,48 @@
+"""Compares two mathematical texts; run as a script, in a process that may be killed.
+
+Reads JSON lines `[gold, text]`, writes `true`, `false`, or `null` where the gold has no expression. Imports
+nothing of this package. The first argument is the module search path to use.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from functools import lru_cache
+
+DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")  # the marks of LaTeX in a text
+
+
+def main() -> None:
+    sys.path[:] = json.loads(sys.argv[1])
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)  # what cannot be parsed is an answer, not a message
+
+    @lru_cache(maxsize=4096)
+    def expressions(text: str) -> list:
+        return parse(text, parsing_timeout=None)
+
+    def gold_expressions(gold: str) -> list:
+        return (not DELIMITED.search(gold) and expressions(rf"\boxed{{{gold}}}")) or expressions(gold)
+
+    def equivalent(gold: str, text: str) -> bool | None:
+        expected = gold_expressions(gold)
+        if not expected:
+            return None
+        return bool(verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+    replies, sys.stdout = sys.stdout, sys.stderr  # nothing but replies may reach the pipe
+    print("ready", file=replies, flush=True)
+    for line in sys.stdin:
+        try:
+            reply = equivalent(*json.loads(line))
+        except Exception:  # sympy raises all sorts of things at what models write
+            reply = False
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

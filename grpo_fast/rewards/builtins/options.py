@@ -1,0 +1,73 @@
+"""What the built-in rewards share: checked options, and readers of their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict
+from pydantic.dataclasses import dataclass
+
+from grpo_fast.data.names import choices
+
+Completions = Sequence[Any]  # N texts, or N conversations of one assistant message
+Scores = list[float | None]
+
+# A built-in reward is a dataclass: its fields are the options, checked when it is made; its call scores.
+reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+
+
+def texts(completions: Completions) -> list[str]:
+    """The text of each completion."""
+    return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
+
+
+def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:
+    """A column of the dataset; raises ValueError naming the option that asked for it."""
+    if name not in columns:
+        raise ValueError(f"there is no column {name!r} ({option}): {choices(name, columns)}")
+    return columns[name]
+
+
+def column_options(function: Any) -> dict[str, str]:
+    """Option -> column, of a built-in reward that reads columns by name; nothing for other functions."""
+    if not dataclasses.is_dataclass(function):
+        return {}
+    names = (field.name for field in dataclasses.fields(function) if field.name.endswith("_column"))
+    return {name: getattr(function, name) for name in names}
+
+
+def lengths(completion_ids: Sequence[Sequence[int]] | None) -> list[int]:
+    """Tokens of each completion; raises ValueError without the tokens."""
+    if completion_ids is None:
+        raise ValueError("completion_ids is missing: lengths are counted in tokens")
+    return [len(ids) for ids in completion_ids]
+
+
+def extract(text: str, pattern: str | None) -> str | None:
+    """What the pattern's group matches, the last time that it does; the whole text without a pattern."""
+    if pattern is None:
+        return text.strip()
+    groups = [match[1] for match in re.finditer(pattern, text)]
+    return groups[-1].strip() if groups and groups[-1] is not None else None
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+def _has_group(pattern: str) -> str:
+    if re.compile(pattern).groups != 1:
+        raise ValueError(f"{pattern!r} needs exactly one group, around the answer: 'Answer: (.*)'")
+    return pattern
+
+
+# Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
+Pattern = Annotated[str, AfterValidator(_compiles)]
+GroupPattern = Annotated[str, AfterValidator(_compiles), AfterValidator(_has_group)]

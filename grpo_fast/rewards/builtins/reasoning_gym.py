@@ -1,0 +1,87 @@
+"""The scorers of reasoning-gym's own tasks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from grpo_fast.data.tasks import import_reasoning_gym
+from grpo_fast.rewards.builtins.options import (
+    Completions,
+    GroupPattern,
+    Scores,
+    column,
+    extract,
+    reward,
+    texts,
+)
+
+EVALUATES = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(")
+# Neither lists nor tuples: `[1] * 9999999999` is arithmetic too.
+ARITHMETIC = re.compile(r"[\w\s+\-*/^.()]{1,1000}")
+FUNCTIONS = "sin|cos|tan|asin|acos|atan|sinh|cosh|tanh|sqrt|exp|log|ln|Abs"
+UNSAFE = re.compile(
+    r"__"  # Python's inner names
+    r"|\.\s*[^\W\d]"  # attributes
+    rf"|(?<!\w)(?!(?:{FUNCTIONS})\s*\()[^\W\d]\w*\s*\("  # calls of other names
+    r"|\)\s*\("  # calls of what stands in parentheses
+    r"|\*\*\s*(?!\d{1,2}(?!\d))"  # powers beyond two digits, or computed
+    r"|\*\*\s*\d+\s*\*\*"  # towers of powers
+    r"|(?:\)\s*\*\*.*){3}",  # the same in parentheses
+    re.DOTALL,
+)
+
+
+@reward
+class ReasoningGym:
+    """The task's own score of the answer, in [0, 1]; needs the column `entry` of `reasoning_gym:TASK` data.
+
+    Some tasks' scorers evaluate the answer as Python. They get it only if it is a literal or plain
+    arithmetic; any other answer scores 0 there: what a model writes is never run.
+    """
+
+    entry_column: str = "entry"
+    extract: GroupPattern | None = (
+        None  # the part of the completion that is the answer; 0 where it is missing
+    )
+    partial_credit: bool = True  # false: anything less than the full score is 0
+
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+        entries = column(columns, self.entry_column, "entry_column")
+        return [self._score(text, entry) for text, entry in zip(texts(completions), entries, strict=True)]
+
+    def _score(self, text: str, entry: Mapping[str, Any] | None) -> float | None:
+        if entry is None:
+            return None
+        score_answer, evaluates = _scorer(entry["metadata"]["source_dataset"])
+        answer = extract(text, self.extract)
+        if answer is None or (evaluates and not is_plain(answer)):
+            return 0.0
+        score = float(score_answer(answer, entry))
+        return score if self.partial_credit or score >= 1.0 else 0.0
+
+
+def is_plain(answer: str) -> bool:
+    """Whether evaluating the text runs nothing and ends soon: a Python literal, or short arithmetic."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python about the model's syntax
+            ast.literal_eval(answer)
+        return True
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ARITHMETIC.fullmatch(answer) is not None and UNSAFE.search(answer) is None
+
+
+@cache
+def _scorer(task: str) -> tuple[Callable[[str, Mapping[str, Any]], float], bool]:
+    """The task's scorer, and whether it evaluates answers."""
+    import_reasoning_gym()
+    from reasoning_gym.factory import get_score_answer_fn
+
+    score_answer = get_score_answer_fn(task)
+    return score_answer, bool(EVALUATES.search(inspect.getsource(score_answer)))

@@ -1,0 +1,126 @@
+"""From logits to a token and its log-probability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from grpo_fast.rollout.types import Sampling
+
+BLOCK = 256  # columns of one block of the two-level search in `draw`
+
+# fp32 logits worked on at once. Beyond 32 MiB glibc hands every block back to the kernel, and the page
+# faults of the next one cost a CPU more than the softmax.
+SLICE = {"cpu": 2**22}
+SLICE_ELSEWHERE = 2**26
+
+Warper = Callable[[Tensor], Tensor]  # (rows, V) float32 -> (rows, V) float32, -inf outside the support
+
+
+def make_warper(sampling: Sampling) -> Warper | None:
+    """What turns logits into the distribution to draw from; none when sampling is greedy.
+
+    Raises:
+        ValueError: a value of `sampling` lies outside its range.
+    """
+    check(sampling)
+    if sampling.temperature == 0:
+        return None
+    warpers = LogitsProcessorList()
+    if sampling.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return lambda logits: warpers(None, logits)  # none of these looks at the tokens so far
+
+
+def check(sampling: Sampling) -> None:
+    """Raises ValueError for the first value outside its range."""
+    rules = (
+        ("max_completion_length", sampling.max_completion_length >= 1, "at least 1"),
+        ("temperature", sampling.temperature >= 0, "0 (greedy) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("top_k", sampling.top_k >= 0, "0 (no limit) or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+        ("stop", all(sampling.stop), "a tuple of non-empty strings"),
+    )
+    for name, valid, expected in rules:
+        if not valid:
+            raise ValueError(f"Sampling.{name} = {getattr(sampling, name)!r} must be {expected}")
+
+
+def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tensor, Tensor]:
+    """One token a row, and its log-probability under the distribution it was drawn from.
+
+    A greedy draw is certain; it reports the log-probability at temperature 1 instead of zero.
+
+    Args:
+        logits: (rows, V), any float dtype.
+        uniforms: (rows,) float64 in [0, 1).
+        warper: from `make_warper`; none takes the most likely token.
+
+    Returns:
+        (rows,) int64 tokens and (rows,) float32 log-probabilities.
+
+    Raises:
+        FloatingPointError: a row of logits is not a distribution.
+    """
+    limit = SLICE.get(logits.device.type, SLICE_ELSEWHERE)
+    rows = max(1, limit // logits.shape[-1])
+    parts = [
+        draw_slice(part.float(), part_uniforms, warper)
+        for part, part_uniforms in zip(logits.split(rows), uniforms.split(rows), strict=True)
+    ]
+    tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not logprobs.isfinite().all():
+        raise FloatingPointError(
+            "the model's logits hold NaN or infinity; its weights have likely diverged: lower the "
+            "learning rate, or resume from an earlier checkpoint"
+        )
+    return tokens, logprobs
+
+
+def draw_slice(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tensor, Tensor]:
+    """`draw` for a few rows of float32 logits; a row that is no distribution gets a NaN log-probability."""
+    probs = (logits if warper is None else warper(logits)).softmax(-1)
+    tokens = logits.argmax(-1) if warper is None else invert_cdf(probs, uniforms)
+    return tokens, probs.gather(-1, tokens[:, None])[:, 0].log()
+
+
+def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-transform sampling with one uniform a row: (rows, V), (rows,) -> (rows,) int64.
+
+    `torch.multinomial` draws V exponentials a row, which on a CPU costs more than a small model's head.
+    Block sums first, then one block, so that only a sliver is summed up in float64; in float32 the
+    rounding of a cumulative sum over V exceeds most tokens' probability.
+    """
+    blocks = F.pad(probs, (0, -probs.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    cdf = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms[:, None] * cdf[:, -1:]
+    block = first_above(cdf, target)
+    below = F.pad(cdf, (1, 0)).gather(-1, block)
+    rows = torch.arange(len(probs), device=probs.device)
+    inner = blocks[rows, block[:, 0]].double().cumsum(-1)
+    tokens = block * BLOCK + first_above(inner, target - below)
+    return tokens[:, 0].clamp(max=probs.shape[-1] - 1)  # past the end only with NaN, which `draw` reports
+
+
+def first_above(cdf: Tensor, target: Tensor) -> Tensor:
+    """(rows, 1) index of the first entry above `target`: never one of zero probability."""
+    last = torch.nextafter(cdf[:, -1:], torch.zeros_like(target))  # rounding may carry the target to the end
+    index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
+    return index.clamp(max=cdf.shape[-1] - 1)

@@ -1,0 +1,393 @@
+"""The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per (row, mass
+tile).
+
+Persistent programs write the log-sum-exp of every mass tile, the target's logit, and what optional statistics
+need; a second, small kernel folds the tiles into per-row results. A program's tile is several mass tiles
+wide, so that the product runs at full speed while the tile masses stay fine. Optional statistics hide behind
+compile-time flags.
+
+Statistics per mass tile are relative to the tile, so that nothing cancels when the logits are large: with
+P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import TILE, ProductTile
+from .product import (
+    product_operands,
+    product_options,
+    program_count,
+    tile_position,
+    tile_product,
+)
+from .transform import LOG2E, transform_logits
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Optional statistics."""
+
+    entropy: bool = False
+    mean: bool = False
+    maximum: bool = False
+    squares: bool = False
+
+
+@dataclass(frozen=True)
+class TileStatistics:
+    """Per mass tile and row, float32, T = ceil(V / TILE); None where not wanted.
+
+    Undefined past the rows in use.
+    """
+
+    lse: Tensor  # (T, N) log-sum-exp of the tile's logits
+    target_logit: Tensor  # (N,) zero where the target is not in this weight
+    entropy: Tensor | None  # (T, N) of the distribution within the tile
+    total: Tensor | None  # (T, N) sum of the tile's logits
+    maximum: Tensor | None  # (T, N)
+    squares: Tensor | None  # (T, N) log Σ (p within the tile)²
+
+
+@dataclass(frozen=True)
+class RowResults:
+    """Per row, (N,) float32; zero for rows that `order` does not name."""
+
+    logprob: Tensor
+    logsumexp: Tensor
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    max_logit: Tensor | None
+    target_logit: Tensor | None
+    log_sum_sq: Tensor | None
+
+
+@triton.jit(do_not_specialize=["capacity", "programs"])
+def forward_kernel(
+    hidden,  # (N, H): see tile_product
+    weight,  # (V, H)
+    bias,  # (V,)
+    inv_temperature,  # (N,) float32
+    targets,  # (N,) int64
+    count,  # () int32: rows in use
+    lse_out,  # (T, N) float32
+    target_out,  # (N,) float32
+    entropy_out,  # (T, N) float32, as the next three
+    total_out,
+    maximum_out,
+    squares_out,
+    capacity,  # N
+    vocabulary,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    programs,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    SQUARES: tl.constexpr,
+    EVEN_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    HALVES: tl.constexpr = COLUMNS // TILE
+    tl.assume(hidden_size > 0)
+    rows = tl.load(count)
+    row_blocks = tl.cdiv(rows, ROWS)
+    column_blocks = tl.cdiv(vocabulary, COLUMNS)
+    for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, programs, flatten=DESCRIPTORS):
+        row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
+        first_row = row_block * ROWS
+        first_column = column_block * COLUMNS
+        z = tile_product(
+            hidden,
+            weight,
+            hidden_stride,
+            weight_stride,
+            first_row,
+            first_column,
+            rows,
+            vocabulary,
+            hidden_size,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            DESCRIPTORS,
+            EVEN_DEPTH,
+            PRECISION,
+        )
+        row = first_row + tl.arange(0, ROWS)
+        column = first_column + tl.arange(0, COLUMNS)
+        live = row < rows
+        b = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        it = tl.load(inv_temperature + row, mask=live, other=1.0) if HAS_SCALE else 1.0
+        z = transform_logits(z, b, it, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+
+        # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
+        offset = tl.arange(0, COLUMNS)
+        inside = offset < vocabulary - first_column
+        target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
+        target_logit = tl.sum(tl.where(offset[None, :] == target[:, None], z, 0.0), axis=1)
+        here = (target >= 0) & (target < tl.minimum(COLUMNS, vocabulary - first_column))
+        tl.store(target_out + row, target_logit, mask=live & here)
+
+        mass_tile = column_block * HALVES + tl.arange(0, HALVES)
+        at = mass_tile[None, :].to(tl.int64) * capacity + row[:, None]
+        kept = live[:, None] & (mass_tile * TILE < vocabulary)[None, :]
+        if MEAN:
+            counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
+            tl.store(total_out + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
+        if not EVEN_COLUMNS:
+            z = tl.where(inside[None, :], z, float("-inf"))
+
+        z = tl.reshape(z, (ROWS, HALVES, TILE))
+        maximum = tl.max(z, axis=2)
+        if MAXIMUM:
+            tl.store(maximum_out + at, maximum, mask=kept)
+        base = tl.where(maximum == float("-inf"), 0.0, maximum)
+        e = tl.exp2(z * LOG2E - (base * LOG2E)[:, :, None])
+        mass = tl.sum(e, axis=2)
+        log_mass = tl.log(mass)
+        tl.store(lse_out + at, base + log_mass, mask=kept)
+        if ENTROPY:
+            surprise = tl.sum(tl.where(e > 0, e * (z - base[:, :, None]), 0.0), axis=2)
+            tl.store(entropy_out + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
+        if SQUARES:
+            squares = tl.log(tl.sum(e * e, axis=2)) - 2.0 * log_mass
+            tl.store(squares_out + at, tl.where(mass > 0, squares, 0.0), mask=kept)
+
+
+@triton.jit(do_not_specialize=["capacity", "vocabulary", "tiles"])
+def finalise_kernel(
+    lse_in,  # (T, N) float32
+    target_in,  # (N,) float32
+    entropy_in,  # (T, N) float32, as the next three
+    total_in,
+    maximum_in,
+    squares_in,
+    targets,  # (N,) int64
+    order,  # (N,) int64: where each row's results go
+    count,  # () int32: rows in use
+    logprob_out,  # (N,) float32, as all below
+    lse_out,
+    entropy_out,
+    mean_out,
+    maximum_out,
+    target_out,
+    squares_out,
+    capacity,
+    vocabulary,
+    tiles,  # T
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(count)
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    mass = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        at = tile[:, None].to(tl.int64) * capacity + row[None, :]
+        read = (tile < tiles)[:, None] & live[None, :]
+        lse = tl.load(lse_in + at, mask=read, other=float("-inf"))
+        higher = tl.maximum(maximum, tl.max(lse, axis=0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        mass = mass * tl.exp(maximum - base) + tl.sum(tl.exp(lse - base[None, :]), axis=0)
+        maximum = higher
+    lse = tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log(mass)
+
+    to = tl.load(order + row, mask=live, other=0)
+    target = tl.load(targets + row, mask=live, other=-1)
+    target_logit = tl.load(target_in + row, mask=live, other=0.0)
+    # Summed in another order than the target's tile, the log-sum-exp can fall an ulp short of a sure target.
+    logprob = target_logit - lse
+    logprob = tl.where(logprob > 0, 0.0, logprob)
+    tl.store(lse_out + to, lse, mask=live)
+    tl.store(logprob_out + to, tl.where(target < vocabulary, logprob, 0.0), mask=live)
+
+    if ENTROPY or MEAN or MAXIMUM or SQUARES:
+        zero = tl.zeros((ROWS,), tl.float32)
+        entropy = zero
+        total = zero
+        squares = zero
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        for first in range(0, tiles, TILES):
+            tile = first + tl.arange(0, TILES)
+            at = tile[:, None].to(tl.int64) * capacity + row[None, :]
+            read = (tile < tiles)[:, None] & live[None, :]
+            behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[None, :]
+            share = tl.exp(behind)
+            if ENTROPY:
+                within = tl.load(entropy_in + at, mask=read, other=0.0)
+                entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=0)
+            if MEAN:
+                total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=0)
+            if MAXIMUM:
+                highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=0)
+                highest = tl.maximum(highest, highest_here)
+            if SQUARES:
+                within = tl.load(squares_in + at, mask=read, other=0.0)
+                squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=0)
+        if ENTROPY:
+            tl.store(entropy_out + to, entropy, mask=live)
+        if MEAN:
+            tl.store(mean_out + to, total / vocabulary, mask=live)
+        if MAXIMUM:
+            tl.store(maximum_out + to, highest, mask=live)
+            tl.store(target_out + to, target_logit, mask=live)
+        if SQUARES:
+            tl.store(squares_out + to, tl.log(squares), mask=live)
+
+
+def tile_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    *,
+    bias: Tensor | None,
+    inv_temperature: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    wanted: Wanted,
+    tile: ProductTile,
+) -> TileStatistics:
+    """Launches the forward. No host synchronisation.
+
+    Args:
+        hidden: (N, H), unit stride along H; its first `count` rows are in use.
+        weight: (V, H) of the same dtype, unit stride along H.
+        targets: (N,) int64; V or more: the target is not in this weight.
+        count: () int32 on the device.
+        inv_temperature: (N,) float32, or None for one.
+    """
+    capacity, hidden_size = hidden.shape
+    vocabulary = weight.shape[0]
+    tiles = triton.cdiv(vocabulary, TILE)
+
+    def per_tile(present: bool) -> Tensor | None:
+        return hidden.new_empty((tiles, capacity), dtype=torch.float32) if present else None
+
+    result = TileStatistics(
+        lse=per_tile(True),
+        target_logit=hidden.new_zeros(capacity, dtype=torch.float32),
+        entropy=per_tile(wanted.entropy),
+        total=per_tile(wanted.mean),
+        maximum=per_tile(wanted.maximum),
+        squares=per_tile(wanted.squares),
+    )
+    has_scale = inv_temperature is not None or logit_scale != 1.0
+    if has_scale and inv_temperature is None:
+        inv_temperature = hidden.new_ones(capacity, dtype=torch.float32)
+    programs = program_count(hidden.device)
+    forward_kernel[(programs,)](
+        *product_operands(hidden, weight, tile),
+        bias,
+        inv_temperature,
+        targets,
+        count,
+        result.lse,
+        result.target_logit,
+        result.entropy,
+        result.total,
+        result.maximum,
+        result.squares,
+        capacity,
+        vocabulary,
+        hidden_size,
+        hidden.stride(0),
+        weight.stride(0),
+        float(logit_scale),
+        float(softcap or 0.0),
+        programs,
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SCALE=has_scale,
+        ENTROPY=wanted.entropy,
+        MEAN=wanted.mean,
+        MAXIMUM=wanted.maximum,
+        SQUARES=wanted.squares,
+        EVEN_COLUMNS=vocabulary % tile.columns == 0,
+        TILE=TILE,
+        **product_options(hidden, tile),
+    )
+    return result
+
+
+def row_results(
+    tiles: TileStatistics, targets: Tensor, order: Tensor, count: Tensor, vocabulary: int
+) -> RowResults:
+    """Folds the tiles into per-row results, written to the rows that `order` (N,) int64 names.
+
+    Args:
+        targets: (N,) int64 in the order of the tile statistics.
+        count: () int32 on the device: rows in use.
+    """
+    capacity = targets.shape[0]
+
+    def per_row(present: bool) -> Tensor | None:
+        return tiles.lse.new_zeros(capacity) if present else None
+
+    result = RowResults(
+        logprob=per_row(True),
+        logsumexp=per_row(True),
+        entropy=per_row(tiles.entropy is not None),
+        mean_logit=per_row(tiles.total is not None),
+        max_logit=per_row(tiles.maximum is not None),
+        target_logit=per_row(tiles.maximum is not None),
+        log_sum_sq=per_row(tiles.squares is not None),
+    )
+    finalise_kernel[(triton.cdiv(capacity, _FINALISE_ROWS),)](
+        tiles.lse,
+        tiles.target_logit,
+        tiles.entropy,
+        tiles.total,
+        tiles.maximum,
+        tiles.squares,
+        targets,
+        order,
+        count,
+        result.logprob,
+        result.logsumexp,
+        result.entropy,
+        result.mean_logit,
+        result.max_logit,
+        result.target_logit,
+        result.log_sum_sq,
+        capacity,
+        vocabulary,
+        tiles.lse.shape[0],
+        ENTROPY=tiles.entropy is not None,
+        MEAN=tiles.total is not None,
+        MAXIMUM=tiles.maximum is not None,
+        SQUARES=tiles.squares is not None,
+        ROWS=_FINALISE_ROWS,
+        TILES=_FINALISE_TILES,
+        num_warps=4,
+    )
+    return result
+
+
+_FINALISE_ROWS = 32
+_FINALISE_TILES = 64

@@ -1,0 +1,349 @@
+"""Which (row, vocabulary tile) pairs the backward must visit, and what leaving out the others costs at most.
+
+The gradient of row i's logits is  g_i·onehot(target) − c_i·p_i  with c = g (less the upstream gradient of the
+log-sum-exp, if there is one). The forward's sums give the mass m_it of every tile exactly, so the mass μ_i
+of the tiles left out is known, not estimated, and bounds the error of row i's hidden gradient:
+
+    ‖ΔdX_i‖ ≤ |c_i|·μ_i·max|dz/d(x·w)|·max_v‖W_v‖
+
+**Tolerance.** Rounding the logit gradient G to bfloat16, as a dense backward does, errs by ρ·‖G‖ in root mean
+square, ρ = 1.66e-3, and ‖G‖² ≥ Σ_i own_i², own_i being the entry of row i's target. The selection guarantees
+
+    sqrt(Σ_i (|c_i|·μ_i)²) ≤ tolerance · ρ · sqrt(Σ_i own_i²):
+
+at `tolerance = 1` all that is left out is, even if it added up in one direction, no larger than that
+rounding. Row i's share is  ½·own_i² + ½·mean(own²):  uncertain rows get more, and rows that hardly matter
+to the batch (confident, or with a small upstream gradient) are not refined beyond what matters. Half the
+allowance is spent here on whole pairs, half by the hidden gradient on single entries within the live ones.
+
+Within a row the smallest tiles go first: the threshold on m_it is bisected over the row's tiles, held in
+registers, until the sum of what is below it meets the allowance. A pair is live if it is not below, or
+holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it reaches the
+gradient.
+
+Everything stays on the device, in buffers of fixed capacity, and every list is in ascending order:
+bit-equal from run to run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import TILE
+from .sparse_config import BF16_ROUNDING, SparseConfig, sparse_config
+
+_ENTRY_SHARE = 0.5
+_RESOLUTION = 2.0**-20
+"""Share of a row's gradient below which float32 logits cannot tell it from zero."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The live pairs of N rows and T tiles, sorted by tile, then row; and per row what they leave out.
+
+    Where `overflow` is set the lists are empty: the batch belongs to the dense path.
+    """
+
+    rows: Tensor  # (capacity,) int32: rows of all pairs
+    offsets: Tensor  # (T + 1,) int64: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
+    block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
+    block_tile: Tensor  # (blocks,) int32: tile of every block
+    chunk_tiles: Tensor  # (chunks + 1,) int32: first tile of every chunk of logit gradients
+    live_bits: Tensor  # (ceil(T / 32), N) int32: bit t % 32 of word t // 32
+    rank_base: Tensor  # (ceil(T / 32), N) int32: live tiles of the row before this word
+    row_ends: Tensor  # (N,) int64: end of the row's pairs in row-major order
+    live_count: Tensor  # (N,) int32: live tiles of the row
+    total: Tensor  # (1,) int64: live pairs, also when they overflow
+    overflow: Tensor  # (1,) int32
+    target_gradient: Tensor  # (N,) float32: dL/dz of the target
+    mass_gradient: Tensor  # (N,) float32: c; dL/dz is −c·p elsewhere
+    left_out: Tensor  # (N,) float32: μ, the probability in no live pair
+    entry_allowance: Tensor  # (N,) float32: probability that the hidden gradient may leave out per live pair
+    tolerance: float
+    config: SparseConfig
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Detached scalars on the device; nothing waits for it.
+
+        `density`: live pairs of all pairs. `left_out_mean`, `left_out_max`: probability in no visited
+        entry, over the rows with a gradient. `error_bound`: the certified error of the logit gradient in
+        units of the rounding to bfloat16, at most `tolerance` unless float32 cannot resolve it.
+        """
+        rows, tiles = self.left_out.numel(), self.offsets.numel() - 1
+        active = self.live_count > 0
+        mass = torch.where(active, self.left_out + self.live_count * self.entry_allowance, 0.0)
+        error = (self.mass_gradient * mass).square().sum().sqrt()
+        rounding = BF16_ROUNDING * self.target_gradient.square().sum().sqrt()
+        return {
+            "density": self.total[0] / max(rows * tiles, 1),
+            "left_out_mean": mass.sum() / active.sum().clamp(min=1),
+            "left_out_max": mass.max() if rows else mass.sum(),
+            "error_bound": torch.where(error > 0, error / rounding, 0.0),
+        }
+
+    def hidden_bound(self, slope: Tensor | float, weight_norm: Tensor | float) -> Tensor:
+        """(N,) float32: the most by which a row's hidden gradient can differ from the dense one, in L2.
+
+        Args:
+            slope: largest dz/d(x·w) of the row, |logit_scale|·inv_temperature: () or (N,).
+            weight_norm: max_v ‖W_v‖.
+        """
+        mass = self.left_out + self.live_count * self.entry_allowance
+        return self.mass_gradient.abs() * mass * slope * weight_norm
+
+
+def select_pairs(
+    tile_lse: Tensor,
+    logsumexp: Tensor,
+    targets: Tensor,
+    logprob: Tensor,
+    g: Tensor,
+    *,
+    vocabulary: int,
+    tolerance: float,
+    itemsize: int,
+    g_logsumexp: Tensor | None = None,
+    config: SparseConfig | None = None,
+) -> Pairs:
+    """Live pairs for upstream gradients of the log-probability and, if given, the log-sum-exp.
+
+    Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
+
+    Args:
+        tile_lse: (T, N) float32 contiguous, log-sum-exp of each row's logits over each tile of `TILE`
+            columns.
+        logsumexp: (N,) float32.
+        targets: (N,) int64; below zero: the row is ignored; `vocabulary` or more: in no tile of this weight.
+        logprob: (N,) float32, log-probability of the target.
+        g: (N,) float32, dL/dlogprob. A row where it (and g_logsumexp) is zero costs nothing.
+        vocabulary: V.
+        tolerance: error allowed, relative to rounding the logit gradient to bfloat16; 0 leaves out only
+            what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
+            part.
+        itemsize: bytes of one element of hidden and weight.
+        g_logsumexp: (N,) float32, dL/dlogsumexp.
+        config: capacities and blocks; by default what is shipped for `itemsize`.
+
+    Raises:
+        ValueError: for a negative tolerance, or a tile_lse of another shape.
+    """
+    tiles, rows = -(-vocabulary // TILE), targets.numel()
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance is {tolerance}; give 0 (exact) or more (1: the rounding of bfloat16)")
+    if tile_lse.shape != (tiles, rows):
+        raise ValueError(f"tile_lse is {tuple(tile_lse.shape)}, expected {(tiles, rows)}: (tiles, rows)")
+    config = config or sparse_config(torch.float32 if itemsize == 4 else torch.bfloat16)
+    target_gradient, mass_gradient, allowance = _allowances(targets, logprob, g, g_logsumexp, tolerance)
+    capacity, chunk_pairs = config.pair_capacity(rows, tiles), config.chunk_pairs(rows, itemsize)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=tile_lse.device)
+
+    words = -(-tiles // 32)
+    live_bits, rank_base, live_count = empty(words, rows), empty(words, rows), empty(rows)
+    left_out = empty(rows, dtype=torch.float32)
+    block_tiles = max(32, triton.next_power_of_2(tiles))
+    block_rows = max(1, min(64, _MARK_ELEMENTS // block_tiles))
+    counts, offsets, block_offsets = empty(tiles), empty(tiles + 1, dtype=torch.int64), empty(tiles + 1)
+    chunks = config.chunks(rows, tiles, itemsize)
+    chunk_tiles, total, overflow = empty(chunks + 1), empty(1, dtype=torch.int64), empty(1)
+    pair_rows, block_tile = empty(capacity), empty(config.block_capacity(rows, tiles))
+
+    if rows:
+        _mark_live[(triton.cdiv(rows, block_rows),)](
+            tile_lse, logsumexp, targets, allowance, live_bits, rank_base, live_count, left_out,
+            rows, tiles, vocabulary, 1.0 - _ENTRY_SHARE,
+            TILE=TILE, BLOCK_TILES=block_tiles, BLOCK_ROWS=block_rows, STEPS=_BISECTIONS, num_warps=8,
+        )  # fmt: skip
+    _count_tile[(tiles,)](live_bits, counts, rows, BLOCK=_SCAN_BLOCK)
+    _lay_out[(1,)](
+        counts, offsets, block_offsets, chunk_tiles, total, overflow, tiles, capacity, chunk_pairs, chunks,
+        PAIR_ROWS=config.pair_rows, BLOCK_TILES=block_tiles, num_warps=8,
+    )  # fmt: skip
+    _compact_tile[(tiles,)](
+        live_bits, offsets, block_offsets, overflow, pair_rows, block_tile, rows, BLOCK=_SCAN_BLOCK
+    )
+    return Pairs(
+        rows=pair_rows, offsets=offsets, block_offsets=block_offsets, block_tile=block_tile,
+        chunk_tiles=chunk_tiles, live_bits=live_bits, rank_base=rank_base,
+        row_ends=live_count.cumsum(0), live_count=live_count, total=total, overflow=overflow,
+        target_gradient=target_gradient, mass_gradient=mass_gradient, left_out=left_out,
+        entry_allowance=_ENTRY_SHARE * allowance.clamp(min=0) / live_count.clamp(min=1),
+        tolerance=tolerance, config=config,
+    )  # fmt: skip
+
+
+_MARK_ELEMENTS = 16384
+"""(tiles, rows) elements of one program of `_mark_live`: 64 per thread."""
+
+_BISECTIONS = 10
+"""The bracket spans about 25 octaves: the threshold is met within 2 %."""
+
+_SCAN_BLOCK = 2048
+
+
+def _allowances(
+    targets: Tensor, logprob: Tensor, g: Tensor, g_logsumexp: Tensor | None, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row: the target's logit gradient, c, and the mass that may be left out (-1: the row has no work).
+
+    The target's entry is −g·expm1(logprob): near p = 1 the difference 1 − p is rounding noise.
+    """
+    working = targets >= 0
+    g = torch.where(working, g.float(), 0.0)
+    target_gradient, mass_gradient = -g * torch.expm1(logprob), g
+    if g_logsumexp is not None:
+        from_logsumexp = torch.where(working, g_logsumexp.float(), 0.0)
+        target_gradient = target_gradient + from_logsumexp * torch.exp(logprob)
+        mass_gradient = g - from_logsumexp
+        working = working & ((g != 0) | (from_logsumexp != 0))
+    else:
+        working = working & (g != 0)
+    target_gradient = torch.where(working, target_gradient, 0.0)
+    magnitude = mass_gradient.abs()
+    own = torch.maximum(target_gradient.abs(), magnitude * _RESOLUTION).square()
+    mean = own.sum() / working.sum().clamp(min=1)
+    error = tolerance * BF16_ROUNDING * (0.5 * (own + mean)).sqrt()
+    allowance = torch.where(magnitude > 0, error / magnitude, 1.0).clamp(max=1.0)
+    return target_gradient, mass_gradient, torch.where(working, allowance, -1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
+def _mark_live(
+    tile_lse,  # (T, N) float32
+    logsumexp,  # (N,) float32
+    targets,  # (N,) int64
+    allowance,  # (N,) float32; negative: no work
+    live_bits,  # (ceil(T / 32), N) int32, written
+    rank_base,  # (ceil(T / 32), N) int32, written
+    live_count,  # (N,) int32, written
+    left_out,  # (N,) float32, written
+    rows,
+    tiles,
+    vocabulary,
+    share,
+    TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """All tiles of a few rows in registers: threshold, live bits, the mass below."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = row < rows
+    tile = tl.arange(0, BLOCK_TILES)
+    target = tl.load(targets + row, mask=in_rows, other=-1)
+    target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
+    allowed = tl.load(allowance + row, mask=in_rows, other=-1.0)
+    working = ~(allowed < 0)
+    allowed *= share
+
+    inside = (tile < tiles)[:, None] & in_rows[None, :]
+    log_mass = tl.load(
+        tile_lse + tile[:, None].to(tl.int64) * rows + row[None, :], mask=inside, other=float("-inf")
+    )
+    log_mass -= tl.load(logsumexp + row, mask=in_rows, other=0.0)[None, :]
+    is_target = tile[:, None] == target_tile[None, :]
+    mass = tl.where(is_target, 0.0, tl.exp(log_mass))
+
+    low = tl.log(tl.maximum(allowed, 0.0) / tiles)
+    high = tl.zeros_like(low)
+    for _ in tl.static_range(STEPS):
+        middle = 0.5 * (low + high)
+        fits = tl.sum(tl.where(log_mass < middle[None, :], mass, 0.0), axis=0) <= allowed
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle)
+    threshold = tl.where(tl.sum(mass, axis=0) <= allowed, float("inf"), low)
+
+    below = (log_mass < threshold[None, :]) | (mass == 0.0)
+    live = (~below | is_target) & working[None, :] & inside
+    tl.store(left_out + row, tl.where(working, tl.sum(tl.where(below, mass, 0.0), axis=0), 0.0), mask=in_rows)
+
+    WORDS: tl.constexpr = BLOCK_TILES // 32
+    bits = tl.reshape(live.to(tl.int32), (WORDS, 32, BLOCK_ROWS))
+    in_word = tl.sum(bits, axis=1)
+    packed = tl.sum(bits << tl.arange(0, 32)[None, :, None], axis=1)
+    word = tl.arange(0, WORDS)
+    place = word[:, None] * rows + row[None, :]
+    stored = (word < tl.cdiv(tiles, 32))[:, None] & in_rows[None, :]
+    tl.store(live_bits + place, packed, mask=stored)
+    tl.store(rank_base + place, tl.cumsum(in_word, axis=0) - in_word, mask=stored)
+    tl.store(live_count + row, tl.sum(in_word, axis=0), mask=in_rows)
+
+
+@triton.jit
+def _live_column(live_bits, tile, row, rows):
+    """Which of these rows are live in the tile, as int32."""
+    word = tl.load(live_bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
+    return (word >> (tile % 32)) & 1
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _count_tile(live_bits, counts, rows, BLOCK: tl.constexpr):
+    tile = tl.program_id(0)
+    live = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, rows, BLOCK):
+        live += _live_column(live_bits, tile, start + tl.arange(0, BLOCK), rows)
+    tl.store(counts + tile, tl.sum(live))
+
+
+@triton.jit(do_not_specialize=["tiles", "capacity", "chunk_pairs", "chunks"])
+def _lay_out(
+    counts,  # (T,) int32
+    offsets,  # (T + 1,) int64, written
+    block_offsets,  # (T + 1,) int32, written
+    chunk_tiles,  # (chunks + 1,) int32, written
+    total,  # (1,) int64, written
+    overflow,  # (1,) int32, written
+    tiles,
+    capacity,
+    chunk_pairs,
+    chunks,
+    PAIR_ROWS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """One program: where every tile's pairs and blocks begin. On overflow every list is empty.
+
+    Chunk k holds the tiles whose last pair lies in [k·chunk_pairs, (k + 1)·chunk_pairs).
+    """
+    tile = tl.arange(0, BLOCK_TILES)
+    count = tl.load(counts + tile, mask=tile < tiles, other=0).to(tl.int64)
+    found = tl.sum(count)
+    too_many = found > capacity
+    tl.store(total, found)
+    tl.store(overflow, too_many.to(tl.int32))
+
+    count = tl.where(too_many, 0, count)
+    ends = tl.cumsum(count)
+    blocks = tl.cdiv(count, PAIR_ROWS).to(tl.int32)
+    tl.store(offsets + tile + 1, ends, mask=tile < tiles)
+    tl.store(block_offsets + tile + 1, tl.cumsum(blocks), mask=tile < tiles)
+    tl.store(offsets, tl.zeros_like(found))
+    tl.store(block_offsets, 0)
+    chunk = tl.maximum(ends - 1, 0) // chunk_pairs
+    for k in range(0, chunks + 1):
+        before = tl.sum(((chunk < k) & (tile < tiles)).to(tl.int32))
+        tl.store(chunk_tiles + k, tl.where(too_many, 0, before))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _compact_tile(
+    live_bits, offsets, block_offsets, overflow, pair_rows, block_tile, rows, BLOCK: tl.constexpr
+):
+    """Writes the tile's live rows in ascending order, and the tile's number beside each of its blocks."""
+    tile = tl.program_id(0)
+    place = tl.load(offsets + tile)
+    fits = tl.load(overflow) == 0
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        live = _live_column(live_bits, tile, row, rows)
+        tl.store(pair_rows + place + tl.cumsum(live) - live, row, mask=(live != 0) & fits)
+        place += tl.sum(live)
+    first, last = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
+    for start in range(first, last, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last)

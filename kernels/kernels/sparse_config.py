@@ -1,0 +1,92 @@
+"""Sizes of the certified sparse backward: what it ships with, and the memory that follows from it.
+
+No buffer depends on the data. Lists of live pairs and of entries have a fixed capacity; a batch that
+exceeds one is left to the dense path by a flag on the device (`Pairs.overflow`, `SparseGradients.dense`),
+never truncated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from . import TILE
+
+BF16_ROUNDING = 2.0**-8 / math.sqrt(8 * math.log(2))
+"""1.66e-3: root mean square of the relative error of rounding to bfloat16, for log-uniform mantissas."""
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Tiles, warps and capacities. `depth` is the step of a product's inner loop."""
+
+    pair_rows: int = 128  # gathered rows per program of the pair gradient
+    pair_depth: int = 64
+    pair_warps: int = 8
+    pair_stages: int = 3
+    pair_programs: int = 1  # per multiprocessor: its registers fill one
+    weight_columns: int = 128  # columns of H per program of dW
+    weight_depth: int = 64  # gathered rows per step of dW
+    weight_warps: int = 8
+    weight_stages: int = 3
+    weight_programs: int = 2
+    row_entries: int = 4  # entries in flight per program of dX
+    row_warps: int = 16
+    pair_density: float = 0.25  # live pairs that fit, of all N·T; denser batches go to the dense path
+    entries_per_row: int = 256  # entries that fit, on average over the rows
+    least_pairs: int = 1 << 18  # capacities of small problems
+    least_entries: int = 1 << 20
+    chunk_bytes: int = 128 << 20  # logit gradients held at one time
+
+    def pair_capacity(self, rows: int, tiles: int) -> int:
+        """Live pairs that fit."""
+        return max(math.ceil(self.pair_density * rows * tiles), min(rows * tiles, self.least_pairs), 1)
+
+    def entry_capacity(self, rows: int) -> int:
+        """Entries of dX's sparse product that fit."""
+        return max(self.entries_per_row * rows, self.least_entries)
+
+    def block_capacity(self, rows: int, tiles: int) -> int:
+        """Row blocks of the pair gradient: every tile's last block may be partly filled."""
+        return self.pair_capacity(rows, tiles) // self.pair_rows + tiles
+
+    def chunk_pairs(self, rows: int, itemsize: int) -> int:
+        """Pairs by which a chunk's workspace advances; a tile that crosses the border adds at most `rows`."""
+        return max(self.chunk_bytes // (TILE * itemsize) - rows, rows, 1)
+
+    def chunks(self, rows: int, tiles: int, itemsize: int) -> int:
+        return math.ceil(self.pair_capacity(rows, tiles) / self.chunk_pairs(rows, itemsize))
+
+    def workspace_bytes(self, rows: int, tiles: int, itemsize: int, *, hidden: bool, weight: bool) -> int:
+        """Bytes the selection and the backward hold beside their inputs and outputs."""
+        pairs = self.pair_capacity(rows, tiles)
+        total = 4 * pairs + 8 * math.ceil(tiles / 32) * rows + 4 * self.block_capacity(rows, tiles)
+        if hidden:
+            total += 12 * pairs + 2 * 8 * self.entry_capacity(rows)
+        if weight:
+            total += self.chunk_workspace_pairs(rows, tiles, itemsize) * TILE * itemsize
+        return total
+
+    def chunk_workspace_pairs(self, rows: int, tiles: int, itemsize: int) -> int:
+        """Pairs whose logit gradients are held at one time."""
+        return rows + min(self.chunk_pairs(rows, itemsize), self.pair_capacity(rows, tiles))
+
+
+HALF = SparseConfig()
+"""bfloat16 and float16."""
+
+FULL = SparseConfig(pair_rows=64, pair_depth=32, weight_columns=64, weight_depth=32, weight_stages=2)
+"""float32, multiplied in float32: correct first, the tensor cores have no such product."""
+
+
+def sparse_config(dtype: torch.dtype) -> SparseConfig:
+    return FULL if dtype == torch.float32 else HALF
+
+
+def persistent_programs(device: torch.device, per_multiprocessor: int) -> int:
+    """Programs of a persistent kernel."""
+    if device.type != "cuda":
+        return 4
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,265 @@
+"""The logit gradient of every live pair, from recomputed logits.
+
+One program per block of gathered rows of one vocabulary tile. The product stays in float32 registers. Two
+things leave them: for dW the gradients themselves, rounded to the operands' dtype, into a workspace that
+holds a chunk of tiles at a time; for dX the *entries*, the few columns of a tile that matter, in float32.
+
+Which entries a pair leaves out is decided exactly: the largest of eight thresholds whose left-out sum stays
+within the pair's allowance. Emitting with one atomic per entry spilled and cost more than the product; here
+a row's entries are counted first, one atomic per program reserves a run for all of them, and the columns
+are scanned in quarters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import TILE
+from .select import Pairs
+from .sparse_config import persistent_programs
+from .sparse_rows import EntryLists, popcount
+from .transform import transform_logits, untransform_gradient
+
+
+@dataclass(frozen=True)
+class SparseOperands:
+    """What every kernel of one backward reads. `unit` (1,) float32: factor of the stored logit gradients."""
+
+    hidden: Tensor  # (N, H), unit stride along H
+    weight: Tensor  # (V, H) of the same dtype, unit stride along H
+    targets: Tensor  # (N,) int64
+    logsumexp: Tensor  # (N,) float32
+    bias: Tensor | None  # (V,)
+    inv_temperature: Tensor | None  # (N,) float32
+    logit_scale: float
+    softcap: float | None
+    pairs: Pairs
+    unit: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def chunk_pairs(self) -> int:
+        return self.pairs.config.chunk_pairs(self.rows, self.hidden.element_size())
+
+    @property
+    def precision(self) -> str:
+        """float32 operands go through three TF32 products, exact to float32."""
+        return "tf32x3" if self.hidden.dtype == torch.float32 else "ieee"
+
+
+def pair_gradient(
+    operands: SparseOperands, workspace: Tensor | None, lists: EntryLists | None, chunk: int
+) -> None:
+    """Fills the workspace with the chunk's logit gradients, and appends their entries to the lists.
+
+    Without a workspace one launch emits the entries of all pairs.
+
+    Args:
+        workspace: (`chunk_workspace_pairs`, TILE) in the dtype of hidden.
+    """
+    hidden, weight, pairs = operands.hidden, operands.weight, operands.pairs
+    config, inv_temperature = pairs.config, operands.inv_temperature
+    has_scale = inv_temperature is not None or operands.logit_scale != 1.0
+    if has_scale and inv_temperature is None:
+        inv_temperature = torch.ones_like(operands.logsumexp)
+    # A transformed logit or unaligned rows need the registers of half a block.
+    aligned = all(t.stride(0) * t.element_size() % 16 == 0 for t in (hidden, weight))
+    plain = aligned and operands.bias is None and operands.softcap is None and not has_scale
+    entries = (None,) * 5
+    if lists is not None:
+        entries = lists.columns, lists.values, lists.used, lists.starts, lists.counts
+    _pair_gradient[(persistent_programs(hidden.device, config.pair_programs),)](
+        hidden, weight, operands.targets, operands.logsumexp, pairs.target_gradient, pairs.mass_gradient,
+        operands.bias, inv_temperature, float(operands.logit_scale), float(operands.softcap or 0.0),
+        pairs.rows, pairs.offsets, pairs.block_offsets, pairs.block_tile, pairs.chunk_tiles,
+        pairs.live_bits, pairs.rank_base, pairs.row_ends, pairs.live_count, pairs.entry_allowance,
+        workspace, operands.unit, *entries,
+        operands.rows, weight.shape[0], hidden.shape[1], hidden.stride(0), weight.stride(0),
+        chunk, operands.chunk_pairs, 0 if lists is None else lists.columns.numel(),
+        HAS_BIAS=operands.bias is not None, HAS_SOFTCAP=operands.softcap is not None, HAS_SCALE=has_scale,
+        TILE=TILE, STORE=workspace is not None, EMIT=lists is not None, PRECISION=operands.precision,
+        BLOCK=config.pair_rows, PARTS=1 if plain else 2, DEPTH=config.pair_depth,
+        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
+        num_warps=config.pair_warps, num_stages=config.pair_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "vocabulary", "chunk", "chunk_pairs", "entry_capacity"])
+def _pair_gradient(
+    hidden,  # (N, H)
+    weight,  # (V, H)
+    targets,  # (N,) int64
+    logsumexp,  # (N,) float32
+    target_gradient,  # (N,) float32
+    mass_gradient,  # (N,) float32
+    bias,  # (V,), read when HAS_BIAS
+    inv_temperature,  # (N,) float32, read when HAS_SCALE
+    logit_scale,
+    softcap,
+    pair_rows,
+    offsets,
+    block_offsets,
+    block_tile,
+    chunk_tiles,
+    live_bits,
+    rank_base,
+    row_ends,
+    live_count,
+    entry_allowance,
+    workspace,  # (chunk_pairs + N, TILE), written when STORE
+    unit,  # (1,) float32
+    entry_columns,  # (entry_capacity,) int32, written when EMIT
+    entry_values,  # (entry_capacity,) float32
+    entries_used,  # (1,) int64
+    entry_starts,  # (pairs,) int64 in row-major order
+    entry_counts,  # (pairs,) int32 in row-major order
+    rows,
+    vocabulary,
+    depth,
+    hidden_stride,
+    weight_stride,
+    chunk,
+    chunk_pairs,
+    entry_capacity,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    STORE: tl.constexpr,
+    EMIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+):
+    """Logit gradients of the chunk's row blocks; of all where none is stored. Persistent."""
+    if STORE:
+        first_block = tl.load(block_offsets + tl.load(chunk_tiles + chunk))
+        last_block = tl.load(block_offsets + tl.load(chunk_tiles + chunk + 1))
+    else:
+        first_block = 0
+        last_block = tl.load(block_offsets + tl.cdiv(vocabulary, TILE))
+    step = tl.arange(0, DEPTH)
+    PAIR_ROWS: tl.constexpr = BLOCK // PARTS
+    for part in range(first_block * PARTS + tl.program_id(0), last_block * PARTS, tl.num_programs(0)):
+        block = part // PARTS
+        tile = tl.load(block_tile + block)
+        begin = tl.load(offsets + tile) + (block - tl.load(block_offsets + tile)) * BLOCK
+        begin += (part % PARTS) * PAIR_ROWS
+        pair = begin + tl.arange(0, PAIR_ROWS)
+        valid = pair < tl.load(offsets + tile + 1)
+        row = tl.load(pair_rows + pair, mask=valid, other=0)
+        column = tile * TILE + tl.arange(0, TILE)
+        in_vocabulary = column < vocabulary
+
+        products = tl.zeros((PAIR_ROWS, TILE), dtype=tl.float32)
+        x = hidden + row.to(tl.int64)[:, None] * hidden_stride + step[None, :]
+        # Columns past the end read the last row of the weight; their probability is set to zero below.
+        w = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride + step[:, None]
+        for start in range(0, depth, DEPTH):
+            if EVEN_DEPTH:
+                products = tl.dot(tl.load(x + start), tl.load(w + start), products, input_precision=PRECISION)
+            else:
+                inside = step < depth - start
+                products = tl.dot(
+                    tl.load(x + start, mask=inside[None, :], other=0.0),
+                    tl.load(w + start, mask=inside[:, None], other=0.0),
+                    products,
+                    input_precision=PRECISION,
+                )
+
+        bias_values = column.to(tl.float32)
+        if HAS_BIAS:
+            bias_values = tl.load(bias + column, mask=in_vocabulary, other=0.0).to(tl.float32)
+        inverse = tl.zeros((PAIR_ROWS,), dtype=tl.float32)
+        if HAS_SCALE:
+            inverse = tl.load(inv_temperature + row)
+        logits = transform_logits(
+            products, bias_values, inverse, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
+        )
+        probability = tl.exp(logits - tl.load(logsumexp + row)[:, None])
+        probability = tl.where(in_vocabulary[None, :] & valid[:, None], probability, 0.0)
+        is_target = (tl.load(targets + row)[:, None] == column[None, :]) & valid[:, None]
+        gradient = -tl.load(mass_gradient + row)[:, None] * probability
+        gradient = tl.where(is_target, tl.load(target_gradient + row)[:, None], gradient)
+        gradient = untransform_gradient(
+            gradient, logits, inverse, logit_scale, softcap, HAS_SOFTCAP, HAS_SCALE
+        )
+        gradient = tl.where(in_vocabulary[None, :], gradient, 0.0)
+
+        if STORE:
+            place = pair - (chunk.to(tl.int64) * chunk_pairs - rows)
+            stored = (gradient * tl.load(unit)).to(workspace.dtype.element_ty)
+            tl.store(
+                workspace + place[:, None] * TILE + tl.arange(0, TILE)[None, :], stored, mask=valid[:, None]
+            )
+        if EMIT:
+            magnitude = tl.where(is_target, 0.0, tl.abs(gradient))
+            allowed = tl.load(entry_allowance + row) * tl.abs(tl.load(mass_gradient + row))
+            if HAS_SCALE:
+                allowed *= tl.abs(inverse * logit_scale)
+            threshold = _entry_threshold(magnitude, allowed)
+            below = (magnitude < threshold[:, None]) & ~is_target
+            entries = tl.where(below, 0.0, gradient)  # from here on an entry is what is not zero
+            kept = tl.sum((entries != 0.0).to(tl.int32), axis=1)
+            start = tl.atomic_add(entries_used, tl.sum(kept).to(tl.int64), sem="relaxed")
+            start += tl.cumsum(kept) - kept
+            space = tl.minimum(entry_capacity - start, TILE).to(tl.int32)
+            _emit(entries, tile * TILE, start, space, entry_columns, entry_values, SPLITS=2)
+
+            word = (tile // 32).to(tl.int64) * rows + row
+            lower = tl.load(live_bits + word) & ((1 << (tile % 32)) - 1)
+            in_row = tl.load(row_ends + row) - tl.load(live_count + row)
+            in_row += tl.load(rank_base + word) + popcount(lower)
+            tl.store(entry_starts + in_row, start, mask=valid)
+            tl.store(entry_counts + in_row, kept, mask=valid)
+
+
+@triton.jit
+def _halves(block):
+    """Left and right half of the columns."""
+    ROWS: tl.constexpr = block.shape[0]
+    WIDTH: tl.constexpr = block.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(block, (ROWS, 2, WIDTH)), (0, 2, 1)))
+
+
+@triton.jit
+def _emit(entries, first_column, start, space, entry_columns, entry_values, SPLITS: tl.constexpr):
+    """Appends what is not zero to each row's run, begun at `start` with room for `space`.
+
+    A scan over all columns at once would spill: the block is halved SPLITS times.
+    """
+    if SPLITS > 0:
+        left, right = _halves(entries)
+        _emit(left, first_column, start, space, entry_columns, entry_values, SPLITS - 1)
+        used = tl.sum((left != 0.0).to(tl.int32), axis=1)
+        first_column += left.shape[1]
+        _emit(right, first_column, start + used, space - used, entry_columns, entry_values, SPLITS - 1)
+    else:
+        keep = (entries != 0.0).to(tl.int32)
+        # int32 ranks against one int64 start per row keep the addresses out of the registers.
+        rank = tl.cumsum(keep, axis=1) - keep
+        fits = (keep != 0) & (rank < space[:, None])
+        column = first_column + tl.arange(0, keep.shape[1])[None, :] + tl.zeros_like(keep)
+        tl.store((entry_columns + start)[:, None] + rank, column, mask=fits)
+        tl.store((entry_values + start)[:, None] + rank, entries, mask=fits)
+
+
+@triton.jit
+def _entry_threshold(magnitude, allowed):
+    """Largest of allowed·2^-7 … allowed whose left-out sum is within `allowed`; the first always is."""
+    threshold = allowed * 0.0078125
+    for octave in tl.static_range(1, 8):
+        candidate = allowed * (0.0078125 * (1 << octave))
+        left_out = tl.sum(tl.where(magnitude < candidate[:, None], magnitude, 0.0), axis=1)
+        threshold = tl.where(left_out <= allowed, candidate, threshold)
+    return threshold

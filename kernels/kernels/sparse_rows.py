@@ -1,0 +1,175 @@
+"""dX as a row-gathered sparse product: dX_i = Σ over the row's entries of value · W[column].
+
+One program per row holds all of H in registers and adds whole rows of W to it: no atomics, one store, and the
+entries in a fixed order (by vocabulary tile, then column), so results are bit-equal from run to run.
+Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
+2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower.
+
+The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs happened
+to finish.
+`_gather_entries` brings them together through the pairs' row-major table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .select import Pairs
+
+
+@dataclass(frozen=True)
+class EntryLists:
+    """The entries of the logit gradient that count for dX: as emitted, and gathered by row."""
+
+    columns: Tensor  # (capacity,) int32: vocabulary entry
+    values: Tensor  # (capacity,) float32: dL/d(x·w)
+    used: Tensor  # (2,) int64: entries emitted, entries gathered
+    starts: Tensor  # (pairs,) int64: first entry of each pair, pairs in row-major order
+    counts: Tensor  # (pairs,) int32
+    row_columns: Tensor  # (capacity,) int32
+    row_values: Tensor  # (capacity,) float32
+    row_starts: Tensor  # (N,) int64
+    row_counts: Tensor  # (N,) int32
+
+    @classmethod
+    def allocate(cls, pairs: Pairs, rows: int) -> EntryLists:
+        capacity = pairs.config.entry_capacity(rows)
+
+        def empty(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=pairs.rows.device)
+
+        return cls(
+            columns=empty(capacity, torch.int32),
+            values=empty(capacity, torch.float32),
+            used=torch.zeros(2, dtype=torch.int64, device=pairs.rows.device),
+            starts=empty(pairs.rows.numel(), torch.int64),
+            counts=empty(pairs.rows.numel(), torch.int32),
+            row_columns=empty(capacity, torch.int32),
+            row_values=empty(capacity, torch.float32),
+            row_starts=empty(rows, torch.int64),
+            row_counts=empty(rows, torch.int32),
+        )
+
+    def overflow(self) -> Tensor:
+        """(1,) int32: set when more entries were found than fit; then dX is not written."""
+        return (self.used[:1] > self.columns.numel()).int()
+
+
+def hidden_gradient(hidden: Tensor, weight: Tensor, pairs: Pairs, lists: EntryLists) -> Tensor:
+    """(N, H) in the dtype of hidden; left unwritten when pairs or entries overflowed."""
+    rows, depth = hidden.shape
+    gradient = torch.empty((rows, depth), dtype=hidden.dtype, device=hidden.device)
+    if not rows:
+        return gradient
+    config, capacity = pairs.config, lists.columns.numel()
+    _gather_entries[(rows,)](
+        lists.columns, lists.values, lists.used, lists.starts, lists.counts, pairs.row_ends, pairs.live_count,
+        pairs.overflow, lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts, capacity,
+        BLOCK=32, RUN=8, num_warps=1,
+    )  # fmt: skip
+    _hidden_gradient[(rows,)](
+        weight, lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts, lists.used,
+        pairs.overflow, gradient, depth, weight.stride(0), capacity,
+        BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
+    )  # fmt: skip
+    return gradient
+
+
+@triton.jit
+def popcount(bits):
+    """Set bits of every int32."""
+    value = bits.to(tl.uint32, bitcast=True)
+    value = value - ((value >> 1) & 0x55555555)
+    value = (value & 0x33333333) + ((value >> 2) & 0x33333333)
+    value = (value + (value >> 4)) & 0x0F0F0F0F
+    value = value + (value >> 8)
+    return ((value + (value >> 16)) & 0x3F).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _gather_entries(
+    columns,
+    values,
+    used,  # (2,) int64
+    starts,
+    counts,
+    row_ends,
+    live_count,
+    overflow,
+    row_columns,
+    row_values,
+    row_starts,
+    row_counts,
+    capacity,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Copies one row's entries next to each other, pairs in ascending tiles."""
+    row = tl.program_id(0)
+    pairs = tl.load(live_count + row)
+    if (tl.load(overflow) != 0) | (tl.load(used) > capacity):
+        pairs = 0
+    first = tl.load(row_ends + row) - pairs
+    lane = tl.arange(0, BLOCK)
+    total = 0
+    for start in range(0, pairs, BLOCK):
+        total += tl.sum(tl.load(counts + first + start + lane, mask=start + lane < pairs, other=0))
+    place = tl.atomic_add(used + 1, total.to(tl.int64), sem="relaxed")
+    tl.store(row_starts + row, place)
+    tl.store(row_counts + row, total)
+    for start in range(0, pairs, BLOCK):
+        inside = start + lane < pairs
+        count = tl.load(counts + first + start + lane, mask=inside, other=0)
+        source = tl.load(starts + first + start + lane, mask=inside, other=0)
+        target = place + tl.cumsum(count) - count
+        for first_entry in range(0, tl.max(count), RUN):
+            entry = first_entry + tl.arange(0, RUN)[None, :]
+            present = entry < count[:, None]
+            column = tl.load(columns + source[:, None] + entry, mask=present)
+            value = tl.load(values + source[:, None] + entry, mask=present)
+            tl.store(row_columns + target[:, None] + entry, column, mask=present)
+            tl.store(row_values + target[:, None] + entry, value, mask=present)
+        place += tl.sum(count)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _hidden_gradient(
+    weight,  # (V, H)
+    row_columns,
+    row_values,
+    row_starts,
+    row_counts,
+    used,
+    overflow,
+    gradient,  # (N, H), written
+    depth,
+    weight_stride,
+    capacity,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """One row of dX, all of H; ENTRIES rows of W are in flight at a time."""
+    row = tl.program_id(0)
+    if (tl.load(overflow) == 0) & (tl.load(used) <= capacity):
+        first, count = tl.load(row_starts + row), tl.load(row_counts + row)
+        column = tl.arange(0, BLOCK)
+        inside = column < depth
+        total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
+        for start in range(0, count, ENTRIES):
+            entry = start + tl.arange(0, ENTRIES)
+            present = entry < count
+            token = tl.load(row_columns + first + entry, mask=present, other=0).to(tl.int64)
+            value = tl.load(row_values + first + entry, mask=present, other=0.0)
+            w = tl.load(
+                weight + token[:, None] * weight_stride + column[None, :],
+                mask=present[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total += value[:, None] * w.to(tl.float32)
+        place = gradient + row.to(tl.int64) * depth + column
+        tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)

@@ -1,0 +1,137 @@
+"""One process for the whole tree: Triton kernels run on the GPU where there is one, else interpreted.
+
+Triton reads the variable that chooses its interpreter while it is imported, so it is set here, before any
+test module. What needs the real compiler without a GPU (`benchmarks.aot`) runs in a process of its own.
+`TRITON_INTERPRET=0` or `=1` in the environment overrides the choice.
+
+The interpreter holds bfloat16 as its bit pattern in uint16 and computes on those integers: products, sums and
+comparisons are silently wrong, and float32 is truncated instead of rounded. The session-wide fixture below
+corrects Triton's interpreter builder; `tests/kernels/test_interpreter.py` holds it against torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU under the interpreter."""
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip(
+            "compiled Triton kernels need a CUDA device: unset TRITON_INTERPRET to use the interpreter"
+        )
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """A fresh seed for every test, printed so that a failure can be repeated."""
+    seed = int(torch.Generator().seed() % 2**31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def correct_bf16_in_the_interpreter() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        _correct_bf16(interpreter, patch)
+        yield
+
+
+def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float32_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest even; a NaN stays one."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return (
+        np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16).reshape(np.shape(values))
+    )
+
+
+def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Every arithmetic method of the builder reads bfloat16 as float32 and rounds what it returns."""
+    import triton.language as tl
+
+    builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+
+    def is_bf16(handle: Any) -> bool:
+        return isinstance(handle, Handle) and handle.dtype.scalar == tl.bfloat16
+
+    def widen(handle: Any) -> Any:
+        return Handle(bf16_to_float32(handle.data), tl.float32) if is_bf16(handle) else handle
+
+    def narrow(handle: Any) -> Any:
+        # A comparison comes back as booleans under the operands' type: leave it.
+        if handle.data.dtype.kind != "f":
+            return Handle(handle.data, tl.bfloat16)
+        return Handle(float32_to_bf16(handle.data), tl.bfloat16)
+
+    def rounding(method: Callable[..., Any]) -> Callable[..., Any]:
+        def corrected(self: Any, *operands: Any) -> Any:
+            if not any(map(is_bf16, operands)):
+                return method(self, *operands)
+            return narrow(method(self, *map(widen, operands)))
+
+        return corrected
+
+    def cast(method: Callable[..., Any]) -> Callable[..., Any]:
+        def corrected(self: Any, source: Any, destination: Any, *rest: Any) -> Any:
+            target = destination.scalar
+            if target == tl.bfloat16:
+                return (
+                    source if is_bf16(source) else narrow(Handle(source.data.astype(np.float32), tl.float32))
+                )
+            if not is_bf16(source):
+                return method(self, source, destination, *rest)
+            return Handle(bf16_to_float32(source.data).astype(interpreter._get_np_dtype(target)), target)
+
+        return corrected
+
+    def dot(method: Callable[..., Any]) -> Callable[..., Any]:
+        def corrected(self: Any, a: Any, b: Any, accumulator: Any, *rest: Any) -> Any:
+            result = method(self, widen(a), widen(b), widen(accumulator), *rest)
+            return narrow(result) if is_bf16(accumulator) else result
+
+        return corrected
+
+    def refuse(method: Callable[..., Any]) -> Callable[..., Any]:
+        def corrected(self: Any, operands: Any) -> Any:
+            if any(is_bf16(operand.handle) for operand in operands):
+                raise NotImplementedError(
+                    "bfloat16 reductions and scans: cast to float32 in the kernel first"
+                )
+            return method(self, operands)
+
+        return corrected
+
+    def constant(self: Any, value: float) -> Any:
+        return narrow(Handle(np.array([value], dtype=np.float32), tl.float32))
+
+    for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_rsqrt"):
+        patch.setattr(builder, name, rounding(getattr(builder, name)))
+    for name in ("cast_impl", "create_fp_to_fp"):
+        patch.setattr(builder, name, cast(getattr(builder, name)))
+    patch.setattr(builder, "create_dot", dot(builder.create_dot))
+    patch.setattr(builder, "get_bf16", constant, raising=False)
+    reductions = interpreter.ReduceScanOpInterface
+    patch.setattr(reductions, "check_tensor", refuse(reductions.check_tensor))

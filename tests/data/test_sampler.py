@@ -1,0 +1,60 @@
+import json
+import random
+
+import pytest
+
+from grpo_fast.data import Prompt, PromptSampler
+
+
+def prompts(count, text="prompt"):
+    return [Prompt(index, f"{text} {index}", (index, len(text)), {}) for index in range(count)]
+
+
+def draw(sampler, batches):
+    return [prompt.index for _ in range(batches) for prompt in sampler.next()]
+
+
+@pytest.fixture
+def seed():
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    return seed
+
+
+def test_every_epoch_has_every_prompt_once(seed):
+    drawn = draw(PromptSampler(prompts(10), batch_size=4, seed=seed), 5)
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+
+
+def test_epochs_differ_in_order_and_seeds_too():
+    drawn = draw(PromptSampler(prompts(50), batch_size=50, seed=1), 2)
+    other = draw(PromptSampler(prompts(50), batch_size=50, seed=2), 1)
+    assert len({tuple(drawn[:50]), tuple(drawn[50:]), tuple(other)}) == 3
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 5, 8])
+def test_a_resumed_sampler_goes_on_exactly_also_in_the_middle_of_an_epoch(seed, before):
+    original = PromptSampler(prompts(10), batch_size=4, seed=seed)
+    draw(original, before)
+    state = json.loads(json.dumps(original.state_dict()))
+    resumed = PromptSampler(prompts(10), batch_size=4, seed=seed)
+    resumed.load_state_dict(state)
+    assert draw(resumed, 7) == draw(original, 7)
+
+
+def test_the_state_of_another_seed_is_refused():
+    state = PromptSampler(prompts(10), batch_size=4, seed=1).state_dict()
+    with pytest.raises(ValueError, match="has seed 1, this run 2"):
+        PromptSampler(prompts(10), batch_size=4, seed=2).load_state_dict(state)
+
+
+def test_the_state_of_other_prompts_is_refused():
+    state = PromptSampler(prompts(10), batch_size=4).state_dict()
+    with pytest.raises(ValueError, match="belongs to other prompts"):
+        PromptSampler(prompts(10, "question"), batch_size=4).load_state_dict(state)
+
+
+@pytest.mark.parametrize("batch_size", [0, 11])
+def test_a_batch_that_the_dataset_cannot_fill_is_refused(batch_size):
+    with pytest.raises(ValueError, match=f"a batch of {batch_size} prompts .* dataset of 10"):
+        PromptSampler(prompts(10), batch_size=batch_size)

@@ -1,0 +1,131 @@
+"""What the head's tests share: random calls, and the straightforward dense head to hold them against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of `linear_logprob`."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {
+            "bias": self.bias,
+            "temperature": self.temperature,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.hidden, self.weight, self.bias) if t is not None)
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """Detached leaves of another dtype."""
+
+        def cast(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+
+        return replace(self, hidden=cast(self.hidden), weight=cast(self.weight), bias=cast(self.bias))
+
+
+def statistics(call: Call) -> dict[str, Tensor]:
+    """Every statistic from full logits, in the dtype of the inputs (statistics of at least float32)."""
+    logits = call.hidden @ call.weight.t()
+    kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    logits = logits.to(kind)
+    if call.bias is not None:
+        logits = logits + call.bias.to(kind)
+    logits = logits * call.logit_scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    temperature = call.temperature
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = temperature[..., None]
+    logits = logits / temperature
+    worked = call.targets != -100
+    logprobs = logits.log_softmax(-1)
+    p = logprobs.exp()
+    at_target = logprobs.gather(-1, call.targets.clamp(min=0)[..., None])[..., 0]
+    terms = p * torch.where(p > 0, logprobs, torch.zeros_like(p))
+    every = {
+        "logprob": at_target,
+        "entropy": -terms.sum(-1),
+        "logsumexp": logits.logsumexp(-1),
+        "mean_logit": logits.mean(-1),
+        "log_sum_sq_probs": (2 * logprobs).logsumexp(-1),
+    }
+    found = {name: torch.where(worked, value, 0) for name, value in every.items()}
+    best = logits.amax(-1)
+    found["argmax_is_target"] = (
+        logits.gather(-1, call.targets.clamp(min=0)[..., None])[..., 0] >= best
+    ) & worked
+    return found
+
+
+def gradients(call: Call, found: dict[str, Tensor], upstream: dict[str, Tensor]) -> list[Tensor]:
+    """Of Σ upstream·statistic, for hidden, weight and bias."""
+    loss = sum((found[name] * gradient.to(found[name].dtype)).sum() for name, gradient in upstream.items())
+    return list(torch.autograd.grad(loss, call.parameters))
+
+
+@pytest.fixture(scope="session")
+def oracle() -> SimpleNamespace:
+    """`Call`, `statistics(call)` and `gradients(call, statistics, upstream)` of the dense head."""
+    return SimpleNamespace(Call=Call, statistics=statistics, gradients=gradients)
+
+
+@pytest.fixture
+def make_call(rng: torch.Generator):
+    """Calls with leaf parameters; every fourth row ignored."""
+
+    def make(
+        shape: Sequence[int] = (13,),
+        vocabulary: int = 300,
+        depth: int = 24,
+        *,
+        dtype: torch.dtype = torch.float32,
+        spread: float = 3.0,
+        transformed: bool = False,
+        bias: bool = False,
+    ) -> Call:
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=rng)
+
+        targets = torch.randint(0, vocabulary, tuple(shape), generator=rng)
+        targets.view(-1)[2::4] = -100
+        return Call(
+            hidden=(spread * normal(*shape, depth)).to(dtype).requires_grad_(),
+            weight=(normal(vocabulary, depth) / depth**0.5).to(dtype).requires_grad_(),
+            targets=targets,
+            bias=normal(vocabulary).to(dtype).requires_grad_() if bias or transformed else None,
+            temperature=torch.rand(tuple(shape), generator=rng) + 0.5 if transformed else 1.0,
+            logit_scale=0.75 if transformed else 1.0,
+            softcap=4.0 if transformed else None,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_upstream(rng: torch.Generator):
+    def make(shape: Sequence[int], names: Sequence[str] = ("logprob",)) -> dict[str, Tensor]:
+        return {name: torch.randn(*shape, generator=rng) for name in names}
+
+    return make

@@ -1,0 +1,407 @@
+"""The public functions against full logits, and against what other libraries got wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from grpo_fast import GRPOLossConfig, LossInputs, linear_cross_entropy, linear_grpo_loss, linear_logprob
+from grpo_fast.objective import policy_loss
+
+DIFFERENTIABLE = ("logprob", "entropy", "logsumexp", "mean_logit")
+EVERY = (*DIFFERENTIABLE, "argmax_is_target", "log_sum_sq_probs")
+
+
+def ours(call, outputs=("logprob",), **options) -> dict[str, torch.Tensor]:
+    out = linear_logprob(call.hidden, call.weight, call.targets, outputs=outputs, **call.options, **options)
+    return {name: getattr(out, name) for name in outputs}
+
+
+def assert_as_good_as(got, straightforward, exact, *, scale: float, what: str) -> None:
+    """The error is at most the straightforward implementation's own, and a tolerance in units of `scale`."""
+    same = exact.isinf() & (got.double() == exact)
+    error = torch.where(same, 0, (got.double() - exact).abs())
+    allowed = torch.where(same, 0, (straightforward.double() - exact).abs()).nan_to_num(nan=0.0)
+    limit = 1.5 * allowed.max() + 3e-6 * scale if allowed.numel() else torch.tensor(0.0)
+    assert not error.isnan().any(), f"{what} holds NaN"
+    assert (error <= limit).all(), f"{what}: error {error.max():.3g}, allowed {limit:.3g}"
+
+
+@st.composite
+def calls(draw, Call):
+    """Shapes around tile edges, every dtype, strides, masks, transforms, flat to extreme logits."""
+    seed = draw(st.integers(0, 2**31 - 1))
+    rng = torch.Generator().manual_seed(seed)
+    rows = draw(st.sampled_from([0, 1, 2, 5, 17]))
+    vocabulary = draw(st.sampled_from([1, 2, 127, 128, 129, 255, 256, 257, 300]))
+    depth = draw(st.integers(1, 33))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
+    note(f"seed {seed}")
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=rng)
+
+    hidden = normal(rows, 2 * depth)[:, ::2] if draw(st.booleans()) else normal(rows, depth)
+    targets = torch.randint(0, vocabulary, (rows,), generator=rng)
+    targets[torch.rand(rows, generator=rng) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = -100
+    bias = None
+    if draw(st.booleans()):
+        bias = normal(vocabulary)
+        bias[torch.rand(vocabulary, generator=rng) < draw(st.sampled_from([0.0, 0.2]))] = -torch.inf
+        bias[0] = 0.0
+        bias = bias.to(dtype).requires_grad_()
+    temperature = draw(st.sampled_from(["one", "scalar", "per token"]))
+    temperatures = {"one": 1.0, "scalar": 0.7, "per token": torch.rand(rows, generator=rng) + 0.5}
+    return Call(
+        hidden=(spread * hidden).to(dtype).requires_grad_(),
+        weight=(normal(vocabulary, depth) / depth**0.5).to(dtype).requires_grad_(),
+        targets=targets,
+        bias=bias,
+        temperature=temperatures[temperature],
+        logit_scale=draw(st.sampled_from([1.0, 0.25])),
+        softcap=draw(st.sampled_from([None, 15.0])),
+    )
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_values_and_gradients_are_as_good_as_full_logits_of_the_same_dtype(oracle, data):
+    call = data.draw(calls(oracle.Call))
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31 - 1)))
+    upstream = {name: torch.randn(call.targets.shape, generator=rng) for name in ("logprob", "entropy")}
+    exact_call = call.to(torch.float64)
+    exact = oracle.statistics(exact_call)
+    plain = oracle.statistics(call)
+    logits = exact["logsumexp"].abs().clamp(max=1e30).max().item() if call.targets.numel() else 0.0
+
+    got = ours(call, ("logprob", "entropy", "logsumexp", "log_sum_sq_probs"))
+
+    for name, value in got.items():
+        assert_as_good_as(value, plain[name], exact[name], scale=1 + logits, what=name)
+    if call.targets.numel() == 0:
+        return
+    found = oracle.gradients(call, got, upstream)
+    wanted = oracle.gradients(exact_call, exact, upstream)
+    straightforward = oracle.gradients(call, plain, upstream)
+    for what, a, b, c in zip(("hidden", "weight", "bias"), found, straightforward, wanted, strict=False):
+        assert a.dtype == call.hidden.dtype
+        eps = torch.finfo(a.dtype).eps
+        # Rounding the result, and logits that float32 cannot tell apart.
+        scale = (eps / 3e-6 + 1 + logits) * (
+            1 + wanted[0].abs().max().item() + c.abs().nan_to_num().max().item()
+        )
+        c = torch.where(c.isnan(), a.double(), c)
+        assert_as_good_as(a, b.nan_to_num(), c, scale=scale, what=f"gradient of {what}")
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_every_output_matches_full_logits(make_call, oracle, transformed):
+    call = make_call((3, 7), dtype=torch.float64, transformed=transformed)
+
+    got = ours(call, EVERY)
+
+    for name, expected in oracle.statistics(call).items():
+        assert got[name].shape == (3, 7)
+        torch.testing.assert_close(got[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_every_differentiable_output_has_the_exact_gradient(make_call, make_upstream, oracle, name):
+    call = make_call(dtype=torch.float64, transformed=True)
+    upstream = make_upstream(call.targets.shape, (name,))
+
+    found = oracle.gradients(call, ours(call, EVERY), upstream)
+
+    expected = oracle.gradients(call, oracle.statistics(call), upstream)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_frozen_head_gives_the_same_hidden_gradient_and_no_weight_gradient(
+    make_call, make_upstream, oracle, transformed
+):
+    call = make_call((29,), dtype=torch.float64, transformed=transformed)
+    upstream = make_upstream(call.targets.shape)
+    expected, *_ = oracle.gradients(call, oracle.statistics(call), upstream)
+    for parameter in (call.weight, call.bias):
+        if parameter is not None:
+            parameter.requires_grad_(False)
+
+    (ours(call)["logprob"] * upstream["logprob"]).sum().backward()
+
+    torch.testing.assert_close(call.hidden.grad, expected)
+    assert call.weight.grad is None
+
+
+def test_a_frozen_body_gives_the_weight_gradient_alone(make_call, make_upstream, oracle):
+    call = make_call(dtype=torch.float64)
+    upstream = make_upstream(call.targets.shape)
+    _, expected = oracle.gradients(call, oracle.statistics(call), upstream)
+    call.hidden.requires_grad_(False)
+
+    (ours(call)["logprob"] * upstream["logprob"]).sum().backward()
+
+    torch.testing.assert_close(call.weight.grad, expected)
+    assert call.hidden.grad is None
+
+
+def test_strongly_negative_logits_give_no_positive_logprob_and_no_nan(make_call, oracle):
+    call = make_call()
+    call = oracle.Call(call.hidden, call.weight, call.targets, bias=torch.full((300,), -1e4))
+
+    logprob = ours(call)["logprob"]
+
+    assert (logprob <= 0).all()
+    without_bias = oracle.Call(call.hidden, call.weight, call.targets)
+    torch.testing.assert_close(logprob, ours(without_bias)["logprob"], rtol=0, atol=5e-3)
+
+
+def test_a_sure_target_keeps_the_digits_of_its_small_gradient(oracle):
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[16.0], [0.0]])
+    call = oracle.Call(hidden, weight, torch.tensor([0]))
+
+    (gradient,) = torch.autograd.grad(ours(call)["logprob"].sum(), hidden)
+
+    rest = torch.tensor(-16.0, dtype=torch.float64).exp()
+    expected = 16 * rest / (1 + rest)
+    torch.testing.assert_close(gradient.double(), expected.reshape(1, 1), rtol=1e-6, atol=0)
+
+
+def test_the_upstream_gradient_scales_the_gradient_once(make_call):
+    call = make_call()
+
+    once = torch.autograd.grad(ours(call)["logprob"].sum(), call.parameters)
+    thrice = torch.autograd.grad(3 * ours(call)["logprob"].sum(), call.parameters)
+
+    for a, b in zip(once, thrice, strict=True):
+        torch.testing.assert_close(3 * a, b)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_second_backward_through_the_kept_graph_gives_the_same_gradient(make_call, frozen):
+    call = make_call()
+    call.weight.requires_grad_(not frozen)
+    loss = ours(call)["logprob"].sum()
+
+    first = torch.autograd.grad(loss, call.hidden, retain_graph=True)[0]
+    second = torch.autograd.grad(loss, call.hidden)[0]
+
+    assert torch.equal(first, second)
+
+
+def test_ignored_rows_are_zero_whatever_they_hold(make_call):
+    call = make_call()
+    ignored = call.targets == -100
+    with torch.no_grad():
+        call.hidden[ignored] = torch.nan
+
+    got = ours(call, EVERY)
+    gradient = torch.autograd.grad(sum(got[name].sum() for name in DIFFERENTIABLE), call.parameters)
+
+    assert all((value[ignored] == 0).all() for value in got.values())
+    assert (gradient[0][ignored] == 0).all()
+    assert not any(g.isnan().any() for g in gradient)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), ()])
+def test_no_token_and_one_token_keep_their_shapes(make_call, shape):
+    call = make_call((max(1, len(shape)),))
+    hidden = call.hidden.detach()[0].expand(*shape, 24).clone().requires_grad_()
+    targets = torch.zeros(shape, dtype=torch.int64)
+
+    out = linear_logprob(hidden, call.weight, targets, outputs=EVERY, topk=2)
+    out.logprob.sum().backward()
+
+    assert out.logprob.shape == out.entropy.shape == shape
+    assert out.topk_ids.shape == (*shape, 2)
+    assert hidden.grad.shape == hidden.shape
+
+
+def test_top_entries_are_those_of_the_full_softmax(make_call):
+    call = make_call((4, 5), dtype=torch.float64)
+    expected = (call.hidden @ call.weight.t()).log_softmax(-1).topk(3)
+
+    out = linear_logprob(call.hidden, call.weight, call.targets, topk=3)
+
+    worked = call.targets != -100
+    assert torch.equal(out.topk_ids[worked], expected.indices[worked])
+    torch.testing.assert_close(out.topk_logprobs[worked], expected.values[worked])
+    assert (out.topk_ids[~worked] == -1).all()
+
+
+def test_autocast_decides_the_dtype_and_logits_stay_float32(make_call):
+    call = make_call()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = linear_logprob(call.hidden, call.weight, call.targets)
+    out.logprob.sum().backward()
+
+    rounded = linear_logprob(call.hidden.bfloat16(), call.weight.bfloat16(), call.targets)
+    assert torch.equal(out.logprob, rounded.logprob)
+    assert out.logprob.dtype == call.hidden.grad.dtype == torch.float32
+
+
+def test_mixed_dtypes_compute_in_the_wider_one(make_call):
+    call = make_call()
+    low = call.hidden.detach().bfloat16().requires_grad_()
+
+    out = linear_logprob(low, call.weight, call.targets)
+    out.logprob.sum().backward()
+
+    torch.testing.assert_close(out.logprob, linear_logprob(low.float(), call.weight, call.targets).logprob)
+    assert low.grad.dtype == torch.bfloat16
+
+
+def test_bf16_logits_are_not_rounded_to_bf16(make_call, oracle):
+    call = make_call((64,), 1000, 64, dtype=torch.bfloat16, spread=8.0)
+
+    got = ours(call)["logprob"]
+
+    torch.testing.assert_close(
+        got.double(), oracle.statistics(call.to(torch.float64))["logprob"], rtol=0, atol=3e-5
+    )
+
+
+def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(make_call):
+    call = make_call()
+    temperature = torch.tensor(0.7, dtype=torch.float64)
+
+    def loss(hidden, weight, targets, temperature):
+        out = linear_logprob(2 * hidden, weight, targets, temperature=temperature, outputs=("entropy",))
+        return (out.logprob + out.entropy).sum() * torch.tensor(0.5, dtype=torch.float64)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    arguments = (call.hidden, call.weight, call.targets, temperature)
+    expected = torch.autograd.grad(loss(*arguments), call.parameters)
+    found = torch.autograd.grad(compiled(*arguments), call.parameters)
+
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_certificate_is_pending_until_the_backward_has_run(make_call):
+    call = make_call()
+
+    out = linear_logprob(call.hidden, call.weight, call.targets)
+    before = out.certificate.density.clone()
+    out.logprob.sum().backward()
+
+    assert before.isnan()
+    assert out.certificate.error_bound == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_is_torch_s_of_the_logits(make_call, reduction, label_smoothing):
+    call = make_call((5, 4), dtype=torch.float64)
+    logits = call.hidden @ call.weight.t()
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    expected = F.cross_entropy(logits.reshape(-1, 300), call.targets.reshape(-1), **options)
+
+    loss = linear_cross_entropy(call.hidden, call.weight, call.targets, **options)
+
+    torch.testing.assert_close(loss, expected.reshape(loss.shape))
+    weights = torch.randn(loss.shape, dtype=torch.float64)
+    found = torch.autograd.grad((loss * weights).sum(), call.parameters)
+    wanted = torch.autograd.grad((expected.reshape(loss.shape) * weights).sum(), call.parameters)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_z_loss_adds_the_squared_log_sum_exp(make_call, oracle):
+    call = make_call(dtype=torch.float64)
+    found = oracle.statistics(call)
+    expected = (0.01 * found["logsumexp"].square() - found["logprob"]).sum()
+
+    loss = linear_cross_entropy(call.hidden, call.weight, call.targets, reduction="sum", z_loss=0.01)
+
+    torch.testing.assert_close(loss, expected)
+    for a, b in zip(*(torch.autograd.grad(l, call.parameters) for l in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_mean_over_no_token_is_zero_with_zero_gradient(make_call):
+    call = make_call()
+    nothing = torch.full_like(call.targets, -100)
+
+    loss = linear_cross_entropy(call.hidden, call.weight, nothing)
+    loss.backward()
+
+    assert loss == 0
+    assert not call.hidden.grad.any()
+    assert not call.weight.grad.any()
+
+
+def packed(call, rng) -> dict[str, torch.Tensor]:
+    count = call.targets.numel()
+    return {
+        "advantages": torch.randn(count, generator=rng),
+        "sequence_ids": torch.arange(count) // 4,
+        "old_logprobs": torch.randn(count, generator=rng) - 3,
+        "ref_logprobs": torch.randn(count, generator=rng) - 3,
+        "loss_mask": torch.rand(count, generator=rng) < 0.8,
+    }
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
+def test_the_policy_loss_is_the_objective_s_of_full_logits(make_call, oracle, rng, loss_type):
+    call = make_call((24,), spread=1.0)
+    batch = packed(call, rng)
+    config = GRPOLossConfig(loss_type=loss_type, beta=0.1)
+    mask = batch["loss_mask"] & (call.targets != -100)
+    logprobs = oracle.statistics(call)["logprob"]
+    inputs = LossInputs(logprobs=logprobs, num_sequences=6, **batch | {"loss_mask": mask})
+    expected = policy_loss(inputs, config).loss
+
+    out = linear_grpo_loss(call.hidden, call.weight, call.targets, **batch, config=config, entropy=True)
+
+    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(out.loss, call.parameters)
+    for a, b in zip(found, torch.autograd.grad(expected, call.parameters), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out.logprobs, torch.where(mask, logprobs, 0))
+    assert not out.logprobs.requires_grad
+    assert out.entropy.shape == (24,)
+
+
+def test_an_entropy_bonus_reaches_the_gradient(make_call, rng):
+    call = make_call((24,), spread=1.0)
+    batch = packed(call, rng)
+
+    def gradient(coefficient: float) -> torch.Tensor:
+        config = GRPOLossConfig(entropy_coef=coefficient)
+        out = linear_grpo_loss(call.hidden, call.weight, call.targets, **batch, config=config)
+        return torch.autograd.grad(out.loss, call.hidden)[0]
+
+    assert not torch.allclose(gradient(0.0), gradient(0.5))
+
+
+def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, rng):
+    call = make_call((24,), spread=1.0)
+    batch = packed(call, rng)
+    spoiled = call.hidden.detach().clone()
+    spoiled[~batch["loss_mask"]] = torch.nan
+    spoiled.requires_grad_()
+
+    out = linear_grpo_loss(spoiled, call.weight, call.targets, **batch)
+    out.loss.backward()
+
+    expected = linear_grpo_loss(call.hidden, call.weight, call.targets, **batch)
+    torch.testing.assert_close(out.loss, expected.loss)
+    assert (spoiled.grad[~batch["loss_mask"]] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "loss_mask", "sequence_ids"])
+def test_a_per_token_input_of_another_length_is_named(make_call, rng, name):
+    call = make_call((24,))
+    batch = packed(call, rng)
+    batch[name] = batch[name][:-1]
+
+    with pytest.raises(ValueError, match=name):
+        linear_grpo_loss(call.hidden, call.weight, call.targets, **batch)

@@ -1,0 +1,82 @@
+"""The correction of bfloat16 in Triton's interpreter. On a GPU the compiler passes the same tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _arithmetic(x, y, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    a, b = tl.load(x + index), tl.load(y + index)
+    tl.store(out + index, a * b + a - b)
+    tl.store(out + SIZE + index, tl.where(a < b, a, 1.5))
+    tl.store(out + 2 * SIZE + index, tl.maximum(tl.abs(a), b))
+
+
+@triton.jit
+def _round_trip(x, narrowed, widened, integers, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    narrow = tl.load(x + index).to(tl.bfloat16)
+    tl.store(narrowed + index, narrow)
+    tl.store(widened + index, narrow.to(tl.float32))
+    tl.store(integers + index, tl.where(index < 8, 0.0, narrow).to(tl.int32))
+
+
+@triton.jit
+def _product(a, b, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    block = index[:, None] * SIZE + index[None, :]
+    tl.store(out + block, tl.dot(tl.load(a + block), tl.trans(tl.load(b + block))))
+
+
+@triton.jit
+def _sum(x, out, SIZE: tl.constexpr):
+    tl.store(out, tl.sum(tl.load(x + tl.arange(0, SIZE))))
+
+
+def test_bf16_arithmetic_rounds_after_every_operation_as_torch_does(device, rng):
+    x, y = (torch.randn(64, generator=rng).bfloat16().to(device) for _ in range(2))
+    out = torch.empty(3, 64, dtype=torch.bfloat16, device=device)
+
+    _arithmetic[(1,)](x, y, out, SIZE=64)
+
+    assert torch.equal(out[1], torch.where(x < y, x, 1.5))
+    assert torch.equal(out[2], torch.maximum(x.abs(), y))
+    torch.testing.assert_close(out[0], x * y + x - y, rtol=2**-6, atol=2**-6)
+
+
+def test_conversion_to_bf16_rounds_to_nearest_even_and_keeps_infinities_and_nan(device, rng):
+    special = torch.tensor(
+        [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40]
+    )
+    x = torch.cat([special, torch.randn(56, generator=rng) * 100]).to(device)
+    narrowed = torch.empty(64, dtype=torch.bfloat16, device=device)
+    widened = torch.empty(64, device=device)
+    integers = torch.empty(64, dtype=torch.int32, device=device)
+
+    _round_trip[(1,)](x, narrowed, widened, integers, SIZE=64)
+
+    torch.testing.assert_close(narrowed, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(widened, x.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(integers[8:], x[8:].bfloat16().int())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_products_accumulate_in_float32(device, rng, dtype):
+    a, b = (torch.randn(64, 64, generator=rng).to(device, dtype) for _ in range(2))
+    out = torch.empty(64, 64, device=device)
+
+    _product[(1,)](a, b, out, SIZE=64)
+
+    torch.testing.assert_close(out, a.float() @ b.float().T, rtol=1e-5, atol=1e-4)
+
+
+def test_a_bf16_reduction_is_refused_rather_than_summed_as_integers(device):
+    if device.type == "cuda":
+        pytest.skip("the compiler reduces bfloat16 correctly")
+    with pytest.raises(Exception, match="cast to float32"):
+        _sum[(1,)](torch.ones(64, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16), SIZE=64)

@@ -1,0 +1,230 @@
+"""Which pairs are live, and that what they leave out is what the certificate says."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from grpo_fast.kernels import TILE
+from grpo_fast.kernels.select import Pairs, select_pairs
+from grpo_fast.kernels.sparse_config import BF16_ROUNDING, HALF
+
+SHAPES = {
+    "peaked": {"peak": 60.0, "spread": 1.0},
+    "mixed": {"peak": 30.0},
+    "flat": {"peak": 0.0, "spread": 0.01},
+}
+
+
+def select(head, tolerance: float = 1.0, **options) -> Pairs:
+    options = {"vocabulary": head.weight.shape[0], "itemsize": 2, "config": HALF} | options
+    return select_pairs(
+        head.tile_lse, head.logsumexp, head.targets, head.logprob, head.g,
+        tolerance=tolerance, g_logsumexp=head.g_logsumexp, **options,
+    )  # fmt: skip
+
+
+def live_matrix(pairs: Pairs) -> torch.Tensor:
+    """(N, T) bool, read from the per-tile lists."""
+    offsets = pairs.offsets.tolist()
+    live = torch.zeros(pairs.left_out.numel(), len(offsets) - 1, dtype=torch.bool)
+    for tile, (begin, end) in enumerate(pairwise(offsets)):
+        live[pairs.rows[begin:end].long().cpu(), tile] = True
+    return live
+
+
+def tile_mass(head) -> torch.Tensor:
+    """(N, T) float64."""
+    return torch.stack([tile.sum(1) for tile in head.probability.split(TILE, 1)], 1).cpu()
+
+
+def target_tiles(head) -> torch.Tensor:
+    tiles = torch.arange(head.tile_lse.shape[0])
+    inside = (head.targets >= 0) & (head.targets < head.weight.shape[0])
+    return (head.targets.cpu()[:, None] // TILE == tiles) & inside.cpu()[:, None]
+
+
+def working_rows(head) -> torch.Tensor:
+    return ((head.targets >= 0) & (head.g != 0)).cpu()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tolerance", [0.1, 1.0, 50.0])
+def test_mass_left_out_is_exact_and_the_error_stays_within_the_tolerance(make_head, shape, tolerance):
+    head = make_head(90, 2000, **SHAPES[shape])
+
+    pairs = select(head, tolerance)
+
+    left_out = (tile_mass(head) * ~live_matrix(pairs)).sum(1)
+    torch.testing.assert_close(
+        pairs.left_out.cpu().double()[working_rows(head)], left_out[working_rows(head)], rtol=1e-4, atol=1e-9
+    )
+    own = head.g.double() * torch.expm1(head.logprob.double())
+    own = own[working_rows(head)]
+    error = (head.g.cpu().double() * left_out)[working_rows(head)]
+    assert error.norm() <= tolerance * BF16_ROUNDING * own.norm() * (1 + 1e-4)
+    assert pairs.metrics()["error_bound"] <= tolerance * (1 + 1e-4)
+
+
+def test_peaked_rows_leave_out_most_pairs_and_flat_rows_hardly_any(make_head):
+    peaked, flat = (make_head(90, 2000, **SHAPES[shape]) for shape in ("peaked", "flat"))
+
+    assert select(peaked).metrics()["density"] < 0.4
+    assert live_matrix(select(flat))[working_rows(flat)].float().mean() > 0.9
+
+
+def test_the_smallest_tiles_of_a_row_are_left_out_first_and_as_many_as_fit(make_head):
+    head = make_head(90, 2000, peak=30.0)
+    tolerance = 20.0
+
+    pairs = select(head, tolerance)
+
+    live = live_matrix(pairs)[working_rows(head)]
+    mass = tile_mass(head).masked_fill(target_tiles(head), 0)[working_rows(head)]
+    allowed = (pairs.entry_allowance * pairs.live_count).cpu().double()[working_rows(head)]  # the other half
+    order = mass.sort(1)
+    fits = order.values.cumsum(1) <= allowed[:, None]
+    greedy = torch.zeros_like(live).scatter(1, order.indices, fits)
+    missed = greedy & live & ~target_tiles(head)[working_rows(head)]
+    heaviest_left_out = (mass * ~live).amax(1)
+    assert not (~live & ~greedy & (mass > 1.001 * (mass * greedy).amax(1)[:, None])).any()
+    # The bisection stops within 2 % of the threshold.
+    next_heavier = torch.where(greedy, 0.0, mass).masked_fill(greedy, 1.0).amin(1)
+    assert (mass[missed] >= 0.9 * torch.minimum(next_heavier, mass.amax(1))[missed.nonzero()[:, 0]]).all()
+    assert (heaviest_left_out <= allowed).all()
+
+
+def test_lists_agree_with_the_bits_and_are_sorted(make_head):
+    head = make_head(150, 4500, peak=30.0, g_logsumexp=True)
+
+    pairs = select(head, 10.0)
+
+    live = live_matrix(pairs)
+    words = pairs.live_bits.cpu().long()
+    tiles = torch.arange(live.shape[1])
+    assert torch.equal((words[tiles // 32] >> (tiles % 32)[:, None]).T & 1 == 1, live)
+    assert torch.equal(pairs.live_count.cpu(), live.sum(1).int())
+    assert torch.equal(pairs.row_ends.cpu(), live.sum(1).cumsum(0))
+    assert torch.equal(pairs.rank_base[1].cpu(), live[:, :32].sum(1).int())
+    assert pairs.total.item() == live.sum()
+    offsets = pairs.offsets.tolist()
+    for begin, end in pairwise(offsets):
+        assert (pairs.rows[begin:end].diff() > 0).all()
+
+
+def test_targets_are_always_live_and_rows_without_gradient_have_no_pairs(make_head):
+    head = make_head(90, 2000, peak=-30.0)  # the target is improbable
+
+    live = live_matrix(select(head, 1e6))
+
+    assert live[target_tiles(head) & working_rows(head)[:, None]].all()
+    assert not live[~working_rows(head)].any()
+    assert (~working_rows(head)).any()
+
+
+def test_tolerance_zero_leaves_out_only_what_is_zero_in_float32(make_head):
+    head = make_head(60, 2000, peak=40.0)
+    head.tile_lse[1] = -torch.inf
+
+    pairs = select(head, 0.0)
+
+    live = live_matrix(pairs)[working_rows(head)]
+    keeps = torch.arange(live.shape[1]) != 1
+    assert live[:, keeps].all()
+    assert torch.equal(live[:, 1], target_tiles(head)[working_rows(head), 1])
+    assert (pairs.left_out == 0).all()
+
+
+def test_a_row_of_nan_is_live_everywhere_and_its_neighbours_are_not_touched(make_head):
+    head = make_head(60, 2000, peak=40.0)
+    before = live_matrix(select(head))
+    head.tile_lse[:, 8] = torch.nan
+    head.logsumexp[8] = torch.nan
+    head.logprob[8] = head.logprob[0]
+
+    after = live_matrix(select(head))
+
+    others = torch.arange(60) != 8
+    assert after[8].all()
+    assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 4096, 4097])
+def test_vocabularies_around_tile_and_word_edges(make_head, vocabulary):
+    head = make_head(20, vocabulary, 8)
+
+    live = live_matrix(select(head, 0.0))
+
+    assert torch.equal(live.any(1), working_rows(head))
+    assert live.shape[1] == -(-vocabulary // TILE)
+
+
+def test_a_target_in_another_shard_is_live_nowhere(make_head):
+    head = make_head(20, 200, peak=0.0)
+    shard = replace(
+        head, targets=head.targets.masked_fill(head.targets >= 0, 200), logsumexp=head.logsumexp + 60
+    )
+
+    pairs = select(shard)
+
+    assert pairs.total.item() == 0
+    assert (pairs.left_out[working_rows(head)] > 0).all()
+
+
+def test_too_many_pairs_are_flagged_and_leave_every_list_empty(make_head):
+    head = make_head(60, 3000, peak=0.0)
+
+    pairs = select(head, config=replace(HALF, pair_density=0.01, least_pairs=0))
+
+    assert pairs.overflow.item() == 1
+    assert pairs.total.item() > pairs.rows.numel()
+    assert pairs.offsets.any().item() is False
+    assert pairs.block_offsets.any().item() is False
+    assert pairs.chunk_tiles.any().item() is False
+
+
+def test_every_tile_is_in_one_chunk_that_fits_its_workspace(make_head):
+    head = make_head(40, 3000, peak=10.0)
+    config = replace(HALF, chunk_bytes=200 * TILE * 2)
+
+    pairs = select(head, 0.0, config=config)
+
+    first = pairs.chunk_tiles.tolist()
+    assert first == sorted(first) and first[0] == 0 and first[-1] == 24 and len(first) > 3
+    base = [chunk * config.chunk_pairs(40, 2) - 40 for chunk in range(len(first))]
+    for chunk, (begin, end) in enumerate(pairwise(first)):
+        if end > begin:
+            assert pairs.offsets[begin] >= base[chunk]
+            assert pairs.offsets[end] - base[chunk] <= config.chunk_workspace_pairs(40, 24, 2)
+
+
+def test_selection_is_bit_equal_from_run_to_run(make_head):
+    head = make_head(90, 2000, peak=30.0)
+
+    first, second = select(head), select(head)
+
+    count = first.total.item()
+    for field in fields(Pairs):
+        one, other = getattr(first, field.name), getattr(second, field.name)
+        if field.name == "rows":
+            one, other = one[:count], other[:count]
+        if isinstance(one, torch.Tensor) and field.name != "block_tile":
+            assert torch.equal(one, other), field.name
+
+
+def test_an_empty_batch_has_no_pairs(make_head):
+    pairs = select(make_head(0, 200))
+
+    assert pairs.total.item() == 0
+    assert pairs.metrics()["density"] == 0
+
+
+def test_a_negative_tolerance_and_a_wrong_shape_are_refused_by_name(make_head):
+    head = make_head(20, 300)
+
+    with pytest.raises(ValueError, match=r"tolerance is -1.*0 \(exact\)"):
+        select(head, -1.0)
+    with pytest.raises(ValueError, match=r"tile_lse is \(3, 20\), expected \(4, 20\)"):
+        select(head, vocabulary=400)

@@ -1,0 +1,125 @@
+"""Random batches in the padded layout that papers and other trainers use, and the way from there to ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast.objective import LossInputs, StepTotals
+
+
+@dataclass
+class PaddedBatch:
+    """B completions padded to T tokens, float64."""
+
+    logprobs: Tensor  # (B, T), a leaf that requires grad
+    old: Tensor  # (B, T)
+    ref: Tensor  # (B, T)
+    sampler: Tensor  # (B, T)
+    entropy: Tensor  # (B, T), a leaf that requires grad
+    advantages: Tensor  # (B,)
+    mask: Tensor  # (B, T) bool: False on padding, and on a few tokens within completions
+    lengths: list[int]
+    group_size: int
+
+    def inputs(
+        self,
+        rows: list[int] | None = None,
+        totals: StepTotals | None = None,
+        *,
+        on_policy: bool = False,
+        with_sampler: bool = True,
+        with_ref: bool = True,
+        dtype: torch.dtype = torch.float64,
+    ) -> LossInputs:
+        """The packed batch of the given completions, in the given order."""
+        rows = list(range(len(self.lengths))) if rows is None else rows
+
+        def pack(values: Tensor) -> Tensor:
+            packed = torch.cat([values[row, : self.lengths[row]] for row in rows])
+            return packed if packed.dtype == torch.bool else packed.to(dtype)
+
+        lengths = torch.tensor([self.lengths[row] for row in rows])
+        sequence_ids = torch.arange(len(rows)).repeat_interleave(lengths)
+        return LossInputs(
+            logprobs=pack(self.logprobs),
+            advantages=self.advantages[torch.tensor(rows)][sequence_ids].to(dtype),
+            sequence_ids=sequence_ids,
+            loss_mask=pack(self.mask),
+            num_sequences=len(rows),
+            old_logprobs=None if on_policy else pack(self.old),
+            ref_logprobs=pack(self.ref) if with_ref else None,
+            sampler_logprobs=pack(self.sampler) if with_sampler else None,
+            entropy=pack(self.entropy),
+            group_ids=torch.tensor(rows)[sequence_ids] // self.group_size,
+            totals=totals,
+        )
+
+    @property
+    def totals(self) -> StepTotals:
+        return StepTotals(num_tokens=float(self.mask.sum()), num_sequences=float(len(self.lengths)))
+
+
+@pytest.fixture
+def make_batch(rng: torch.Generator) -> Callable[..., PaddedBatch]:
+    """`make_batch(spread=..., empty=...)`: ratios within e^±spread; `empty`: one completion is masked out."""
+
+    def make(spread: float = math.log(1e3), empty: bool = False) -> PaddedBatch:
+        def integer(low: int, high: int) -> int:
+            return int(torch.randint(low, high + 1, (), generator=rng))
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=rng, dtype=torch.float64)
+
+        group_size = integer(2, 4)
+        lengths = [integer(1, 9) for _ in range(group_size * integer(2, 3))]
+        shape = (len(lengths), max(lengths))
+        log_ratio = (2 * uniform(*shape) - 1) * spread
+        top = -3 * uniform(*shape) - 0.01  # both policies' log-probabilities stay negative
+        logprobs = top + log_ratio.clamp(max=0)
+        mask = uniform(*shape) > 0.2
+        mask[:, 0] = True
+        mask &= torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+        if empty:
+            mask[integer(0, len(lengths) - 1)] = False
+        advantages = torch.randn(len(lengths), generator=rng, dtype=torch.float64)
+        advantages[integer(0, len(lengths) - 1)] = 0.0
+        return PaddedBatch(
+            logprobs=logprobs.requires_grad_(),
+            old=(top - log_ratio.clamp(min=0)),
+            ref=(logprobs.detach() + 0.5 * (2 * uniform(*shape) - 1)).clamp(max=0),
+            sampler=(top - log_ratio.clamp(min=0) + 0.3 * (2 * uniform(*shape) - 1)).clamp(max=0),
+            # Exact in float32, in which TRL cuts by entropy.
+            entropy=(3 * uniform(*shape)).float().double().requires_grad_(),
+            advantages=advantages,
+            mask=mask,
+            lengths=lengths,
+            group_size=group_size,
+        )
+
+    return make
+
+
+@pytest.fixture
+def assert_same() -> Callable[..., None]:
+    """`assert_same(batch, our_loss, their_loss)`."""
+
+    def same(batch: Any, ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 1e-9) -> None:
+        """Equal losses, and equal gradients in the log-probabilities and entropies."""
+        leaves = (batch.logprobs, batch.entropy)
+
+        def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+            return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+        torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=rtol, atol=1e-12)
+        for mine, other in zip(gradients(ours), gradients(theirs), strict=True):
+            torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * other.abs().max().item())
+
+    return same

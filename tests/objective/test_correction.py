@@ -1,0 +1,94 @@
+"""Sampler correction and off-policy mask against loops over padded completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective.correction import off_policy_keep, sampler_weights
+from grpo_fast.objective.segments import Segments
+
+LOW, HIGH = 0.8, 1.25
+
+
+def rows(batch: Any) -> list[list[tuple[float, float]]]:
+    """(log π_old, log π_sampler) of the tokens that count, by completion."""
+    return [
+        [(o, s) for o, s, counts in zip(*row, strict=True) if counts]
+        for row in zip(batch.old.tolist(), batch.sampler.tolist(), batch.mask.tolist(), strict=True)
+    ]
+
+
+def expected_weight(mode: str, tokens: list[tuple[float, float]], position: int) -> float:
+    level, action = mode.split("_")
+    logs = [o - s for o, s in tokens]
+    ratio = {
+        "token": math.exp(logs[position]),
+        "sequence": math.exp(sum(logs)),
+        "geometric": math.prod(math.exp(x) for x in logs) ** (1 / len(logs)),
+    }[level]
+    if action == "truncate":
+        return min(max(ratio, LOW), HIGH)
+    return ratio if LOW <= ratio <= HIGH else 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("action", ["truncate", "mask"])
+def test_weights_are_the_bounded_ratio_at_their_level(level: str, action: str, make_batch: Callable) -> None:
+    mode, batch = f"{level}_{action}", make_batch(empty=True)
+    config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=LOW, sampler_clip_max=HIGH)
+    inputs = batch.inputs()
+    segments = Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
+
+    weights = sampler_weights(inputs.old_logprobs, inputs.sampler_logprobs, segments, config)
+
+    expected = [expected_weight(mode, tokens, t) for tokens in rows(batch) for t in range(len(tokens))]
+    torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch: Callable) -> None:
+    batch = make_batch()
+    # Every sequence is rejected: its upper bound lies below any ratio.
+    config = GRPOLossConfig(
+        beta=0.5, sampler_correction="token_mask", sampler_clip_min=None, sampler_clip_max=1e-6
+    )
+
+    outputs = policy_loss(batch.inputs(), config)
+
+    torch.testing.assert_close(outputs.loss.detach(), 0.5 * outputs.metrics["kl"])
+    assert outputs.metrics["sampling/rejected_mean"].item() == pytest.approx(1.0)
+
+
+def test_mismatch_metrics_describe_sampler_against_trainer(make_batch: Callable) -> None:
+    batch = make_batch()
+    differences = [o - s for tokens in rows(batch) for o, s in tokens]
+    count = len(differences)
+
+    metrics = policy_loss(batch.inputs(), GRPOLossConfig()).metrics
+
+    expected = {
+        "sampling/logp_difference_mean": sum(map(abs, differences)) / count,
+        "sampling/logp_difference_max": max(map(abs, differences)),
+        "sampling/kl": sum(math.exp(d) - 1 - d for d in differences) / count,
+        "sampling/importance_ratio_mean": 1.0,
+        "sampling/rejected_mean": 0.0,
+    }
+    assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
+
+
+def test_only_drifted_sequences_of_negative_advantage_leave(make_batch: Callable) -> None:
+    batch = make_batch(spread=0.6)
+    inputs = batch.inputs()
+    segments = Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
+    threshold = 0.02
+
+    keep = off_policy_keep(inputs.logprobs, inputs.sampler_logprobs, inputs.advantages, segments, threshold)
+
+    drift = (batch.sampler - batch.logprobs.detach()) * batch.mask
+    stays = (batch.advantages >= 0) | (drift.sum(1) / batch.mask.sum(1) <= threshold)
+    assert torch.equal(keep, stays[inputs.sequence_ids])

@@ -1,0 +1,75 @@
+"""High-entropy tokens and the controller of the entropy bonus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective.entropy import EntropyController, entropy_threshold
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.5, 0.9])
+def test_the_threshold_is_the_quantile_of_the_tokens_that_count(
+    quantile: float, make_batch: Callable
+) -> None:
+    inputs = make_batch().inputs()
+    entropy = inputs.entropy.detach()
+
+    threshold = entropy_threshold(entropy, inputs.loss_mask, quantile)
+
+    assert threshold == pytest.approx(torch.quantile(entropy[inputs.loss_mask], 1 - quantile).item())
+
+
+def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch: Callable) -> None:
+    batch = make_batch()
+    batch.advantages[:] = 1.0
+    config = GRPOLossConfig("reinforce", top_entropy_quantile=0.0)
+
+    gradient = torch.autograd.grad(policy_loss(batch.inputs(), config).loss, batch.logprobs)[0]
+
+    highest = batch.entropy.detach().masked_fill(~batch.mask, -1.0).argmax()
+    assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
+
+
+def test_a_threshold_of_the_step_makes_micro_batches_add_up(make_batch: Callable) -> None:
+    batch = make_batch()
+    config = GRPOLossConfig(top_entropy_quantile=0.3)
+    whole = batch.inputs()
+    threshold = entropy_threshold(whole.entropy, whole.loss_mask, 0.3)
+    totals = replace(batch.totals, entropy_threshold=threshold)
+    rows = list(range(len(batch.lengths)))
+
+    parts = [policy_loss(batch.inputs(part, totals), config).loss for part in (rows[:2], rows[2:])]
+
+    torch.testing.assert_close(sum(parts), policy_loss(whole, config).loss)
+
+
+def test_the_controller_raises_its_weight_while_entropy_is_low_and_rests_otherwise() -> None:
+    controller = EntropyController.of(
+        GRPOLossConfig(
+            use_adaptive_entropy=True, entropy_target=1.0, entropy_coef_delta=0.1, entropy_coef_max=0.15
+        )
+    )
+    history = [controller.active_coef]
+
+    for entropy in (0.5, 0.5, 1.0, 2.0, 0.9, 3.0, 3.0, 3.0):
+        controller.update(entropy)
+        history.append(controller.active_coef)
+
+    # Up by 0.1 to the ceiling of 0.15; a step above the target takes 0.1 off and switches the bonus off.
+    assert history == pytest.approx([0.0, 0.1, 0.15, 0.15, 0.0, 0.15, 0.0, 0.0, 0.0])
+    assert controller.coef == 0.0
+
+
+def test_a_restored_controller_goes_on_where_the_saved_one_stopped() -> None:
+    config = GRPOLossConfig(use_adaptive_entropy=True, entropy_target=1.0)
+    saved, restored = EntropyController.of(config), EntropyController.of(config)
+    saved.update(0.5)
+
+    restored.load_state_dict(saved.state_dict())
+
+    assert restored == saved

@@ -1,0 +1,235 @@
+"""What holds for every loss: terms add up, micro-batches add up, order and padding do not matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.objective import GRPOLossConfig, policy_loss, resolve_loss
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+
+BATCH_STATISTICS = ("clip_cov", "kl_cov")  # centred over the batch they see, as their paper has it
+EXTRAS: dict[str, Any] = {"max_completion_length": 12, "off_policy_mask_threshold": 0.4, "entropy_coef": 0.01}
+
+
+def full_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
+    beta = 0.0 if CATALOG[loss_type].forbids_kl else 0.1
+    return GRPOLossConfig(loss_type, beta=beta, sampler_correction="token_truncate", **{**EXTRAS, **changes})
+
+
+def gradients(batch: Any, *losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(sum(losses), (batch.logprobs, batch.entropy))
+
+
+def combine(shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    pick = {"_max": max, "_min": min}
+    return {name: float(pick.get(name[-4:], sum)([share[name] for share in shares])) for name in shares[0]}
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in BATCH_STATISTICS])
+def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_the_steps(
+    loss_type: str, make_batch: Callable
+) -> None:
+    batch, config = make_batch(spread=0.6, empty=True), full_config(loss_type)
+    rows = list(range(len(batch.lengths)))
+    whole = policy_loss(batch.inputs(), config)
+
+    parts = [
+        policy_loss(batch.inputs(part, batch.totals), config)
+        for part in (rows[:1], rows[1:4], rows[4:])
+        if part
+    ]
+
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    torch.testing.assert_close(gradients(batch, *(part.loss for part in parts)), gradients(batch, whole.loss))
+    assert combine([part.metrics for part in parts]) == pytest.approx(combine([whole.metrics]))
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "clip_cov"])
+def test_the_order_of_packing_does_not_matter(
+    loss_type: str, make_batch: Callable, rng: torch.Generator
+) -> None:
+    batch, config = make_batch(spread=0.6), full_config(loss_type, top_entropy_quantile=0.5)
+    order = torch.randperm(len(batch.lengths), generator=rng).tolist()
+
+    straight = policy_loss(batch.inputs(), config)
+    shuffled = policy_loss(batch.inputs(order), config)
+
+    torch.testing.assert_close(shuffled.loss, straight.loss)
+    torch.testing.assert_close(gradients(batch, shuffled.loss), gradients(batch, straight.loss))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_tokens_that_do_not_count_are_never_read(loss_type: str, make_batch: Callable) -> None:
+    batch, config = make_batch(spread=0.6), full_config(loss_type, top_entropy_quantile=0.7)
+    clean = batch.inputs()
+    spoiled = replace(
+        clean,
+        **{
+            name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan).requires_grad_()
+            for name in (
+                *("logprobs", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy"),
+            )
+        },
+    )
+
+    torch.manual_seed(0)
+    expected = policy_loss(clean, config)
+    torch.manual_seed(0)
+    outputs = policy_loss(spoiled, config)
+    outputs.loss.backward()
+
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    assert (spoiled.logprobs.grad[~clean.loss_mask] == 0).all()
+    assert all(torch.isfinite(value) for value in outputs.metrics.values())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo", "rloo", "gmpo", "sapo", "reinforce"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("corrected", [False, True], ids=["", "bias-corrected"])
+def test_autograd_agrees_with_finite_differences_of_all_terms_together(
+    loss_type: str, estimator: str, corrected: bool, make_batch: Callable
+) -> None:
+    batch = make_batch(spread=0.6)
+    config = GRPOLossConfig(
+        loss_type, beta=0.3, kl_estimator=estimator, use_bias_correction_kl=corrected, entropy_coef=0.2
+    )
+    inputs = batch.inputs()
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return policy_loss(replace(inputs, logprobs=logprobs, entropy=entropy), config).loss
+
+    leaves = [values.detach().requires_grad_() for values in (inputs.logprobs, inputs.entropy)]
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(
+    loss_type: str, make_batch: Callable
+) -> None:
+    batch = make_batch()
+    config = GRPOLossConfig(loss_type, max_completion_length=12)
+
+    outputs = policy_loss(batch.inputs(on_policy=True, with_ref=False), config)
+
+    gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
+    assert outputs.metrics["policy/ratio_max"] == outputs.metrics["policy/ratio_min"] == 1.0
+    if loss_type != "clip_cov":
+        counts = batch.mask.sum(1, keepdim=True).double()
+        size, total = len(batch.lengths), batch.mask.sum()
+        weights = {
+            "sequence_mean": 1 / (size * counts),
+            "token_mean": torch.ones_like(counts) / total,
+            "sequence_sum": torch.ones_like(counts) / size,
+            "constant_length": torch.ones_like(counts) / (size * 12),
+        }[CATALOG[loss_type].aggregation]
+        if loss_type == "luspo":
+            weights = torch.ones_like(counts) / size
+        if loss_type == "rloo":  # the ratio of the whole completion: its gradient is a sum over tokens
+            weights = torch.ones_like(counts) / size
+        expected = -weights * batch.advantages[:, None] * batch.mask
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch: Callable) -> None:
+    batch = make_batch()
+
+    with_bonus = policy_loss(
+        batch.inputs(), GRPOLossConfig("dr_grpo", max_completion_length=12, entropy_coef=0.5)
+    )
+    without = policy_loss(batch.inputs(), GRPOLossConfig("dr_grpo", max_completion_length=12))
+
+    mean = batch.entropy[batch.mask].mean()
+    torch.testing.assert_close(without.loss - with_bonus.loss, 0.5 * mean)
+    torch.testing.assert_close(with_bonus.metrics["entropy"], mean.detach())
+
+
+def test_a_value_term_is_half_the_mean_squared_error(make_batch: Callable, rng: torch.Generator) -> None:
+    inputs = make_batch().inputs()
+    values = torch.randn(inputs.logprobs.shape, generator=rng, dtype=torch.float64)
+    returns = torch.randn(inputs.logprobs.shape, generator=rng, dtype=torch.float64)
+    inputs = replace(inputs, values=values, returns=returns)
+
+    difference = (
+        policy_loss(inputs, GRPOLossConfig(value_coef=2.0)).loss - policy_loss(inputs, GRPOLossConfig()).loss
+    )
+
+    torch.testing.assert_close(difference, (values - returns)[inputs.loss_mask].square().mean())
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "remedy"),
+    [
+        ({"beta": 0.1}, "ref_logprobs", "set beta = 0"),
+        ({"entropy_coef": 0.1}, "entropy", "ask the head"),
+        ({"top_entropy_quantile": 0.2}, "entropy", "ask the head"),
+        ({"sampler_correction": "token_mask"}, "sampler_logprobs", "have the engine report them"),
+        ({"value_coef": 0.5}, "values", "GRPO has no critic"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length", "set it to the rollout's"),
+    ],
+)
+def test_an_input_that_the_config_needs_and_is_missing_is_named(
+    changes: dict[str, Any], missing: str, remedy: str, make_batch: Callable
+) -> None:
+    inputs = replace(make_batch().inputs(with_sampler=False, with_ref=False), entropy=None)
+
+    with pytest.raises(ValueError, match=f"(?s){missing}.*{remedy}"):
+        policy_loss(inputs, GRPOLossConfig(**changes))
+
+
+def test_a_kl_in_the_reward_stays_out_of_the_loss_but_is_reported(make_batch: Callable) -> None:
+    batch = make_batch()
+
+    outputs = policy_loss(batch.inputs(), GRPOLossConfig(beta=0.5, kl_in_reward=True))
+
+    torch.testing.assert_close(outputs.loss, policy_loss(batch.inputs(), GRPOLossConfig()).loss)
+    assert outputs.metrics["kl"] > 0
+
+
+def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch: Callable) -> None:
+    batch = make_batch()
+    inputs = replace(batch.inputs(), loss_mask=torch.zeros(sum(batch.lengths), dtype=torch.bool))
+
+    loss = policy_loss(inputs, full_config("grpo")).loss
+    loss.backward()
+
+    assert loss.item() == 0
+    assert (batch.logprobs.grad == 0).all()
+
+
+def test_a_loss_of_ones_own_is_found_by_its_import_path(
+    make_batch: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "my_own_losses.py").write_text(
+        "from grpo_fast.objective import LossOutputs\n"
+        "def negative_mean(inputs):\n"
+        "    return LossOutputs(-inputs.logprobs.mean(), {'groups': inputs.group_ids.max()})\n"
+        "def wrong(inputs):\n"
+        "    return inputs.logprobs.mean()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    inputs = make_batch().inputs()
+
+    outputs = policy_loss(inputs, GRPOLossConfig("my_own_losses:negative_mean", beta=0.1))
+
+    torch.testing.assert_close(outputs.loss, -inputs.logprobs.mean())
+    assert set(outputs.metrics) == {"groups"}
+    with pytest.raises(TypeError, match=r"return grpo_fast\.objective\.LossOutputs"):
+        resolve_loss("my_own_losses:wrong")(inputs)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        resolve_loss("my_own_losses:absent")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        resolve_loss("no_such_module:loss")
+
+
+def test_a_loss_is_found_by_its_name(make_batch: Callable) -> None:
+    inputs = make_batch().inputs()
+
+    outputs = resolve_loss("gspo")(inputs)
+
+    torch.testing.assert_close(outputs.loss, policy_loss(inputs, GRPOLossConfig("gspo")).loss)

@@ -1,0 +1,111 @@
+"""Tiny random models of several families, and samples to run through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from grpo_fast.config import ModelConfig
+from grpo_fast.policy import Policy, Sample, load_policy
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
+    # One sliding layer, one full; both softcaps.
+    "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
+}
+
+
+def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
+    """A random model with a word tokenizer, saved as a user would have it on disk."""
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():  # small random weights barely move the logits
+        if parameter.ndim >= 2 and "layers" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.generation_config.eos_token_id = [2, 3]
+    model.save_pretrained(folder)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3} | {f"w{i}": i for i in range(4, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+def make_samples(
+    rng: torch.Generator, groups: int = 4, generations: int = 3, prompt: int = 9, completion: int = 6
+) -> list[Sample]:
+    """Prompts of 1 to `prompt` tokens, each with completions of 1 to `completion` tokens, shuffled."""
+
+    def integers(high: int, count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, high, (count,), generator=rng).tolist())
+
+    samples = []
+    for group in range(groups):
+        prompt_ids = integers(VOCABULARY, 1 + integers(prompt, 1)[0])
+        for _ in range(generations):
+            length = 1 + integers(completion, 1)[0]
+            samples.append(
+                Sample(
+                    prompt_ids=prompt_ids,
+                    completion_ids=integers(VOCABULARY, length),
+                    advantages=tuple(torch.randn(length, generator=rng).tolist()),
+                    group_id=group,
+                    loss_mask=tuple(bool(bit) for bit in integers(2, length)),
+                    sampler_logprobs=tuple(torch.randn(length, generator=rng).tolist()),
+                )
+            )
+    order = torch.randperm(len(samples), generator=rng).tolist()
+    return [samples[i] for i in order]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`folder_of("gemma2")`: a saved random model of that family, made once."""
+
+    @cache
+    def folder(family: str, **changes: object) -> Path:
+        return save_model(tmp_path_factory.mktemp(family), family, **changes)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
+    """`load("llama", dtype="bfloat16")`: a policy of that family, in float32 unless said otherwise."""
+
+    def load(family: str = "llama", *, needs_reference: bool = False, **settings: object) -> Policy:
+        settings = {"dtype": "float32", "device": "cpu", **settings}
+        return load_policy(ModelConfig(path=str(folder_of(family)), **settings), needs_reference=needs_reference)
+
+    return load
+
+
+@pytest.fixture
+def samples(rng: torch.Generator) -> list[Sample]:
+    return make_samples(rng)

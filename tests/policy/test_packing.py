@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fast.policy import PackedBatch, Sample, pack
+
+
+def sample(prompt: int, completion: int, group: int = 0) -> Sample:
+    ones = (1.0,) * completion
+    ids = tuple(range(10, 10 + completion))
+    return Sample(tuple(range(prompt)), ids, ones, group, (True,) * completion, ones)
+
+
+def sizes(batches: list[PackedBatch]) -> list[int]:
+    return [len(batch.input_ids) for batch in batches]
+
+
+def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
+    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, share_prompts=True, device="cpu")
+
+    assert batch.input_ids.tolist() == [0, 1, 2, 10, 10, 11]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 3, 4]
+    assert batch.segment_ids.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.cu_seqlens.tolist() == [0, 6]
+    assert batch.loss_index.tolist() == [2, 3, 2, 4, 5]
+    assert batch.targets.tolist() == [10, 11, 10, 11, 12]
+    assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_without_sharing_every_completion_is_a_document() -> None:
+    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, share_prompts=False, device="cpu")
+
+    assert batch.cu_seqlens.tolist() == [0, 4, 9]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert batch.segment_ids is None
+
+
+def test_equal_prompts_of_two_groups_are_not_shared() -> None:
+    (batch,) = pack([sample(3, 2, 0), sample(3, 2, 1)], max_tokens=100, share_prompts=True, device="cpu")
+
+    assert batch.cu_seqlens.tolist() == [0, 4, 8]
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+
+
+def test_long_completions_of_a_short_prompt_do_not_share_a_document() -> None:
+    long = [sample(10, 2000) for _ in range(4)]
+
+    (batch,) = pack(long, max_tokens=10**6, share_prompts=True, device="cpu")
+
+    assert batch.max_seqlen == 2009
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=25),
+    max_tokens=st.integers(1, 120),
+    share=st.booleans(),
+)
+def test_every_sample_is_packed_once_within_the_budget(
+    lengths: list[tuple[int, int, int]], max_tokens: int, share: bool
+) -> None:
+    samples = [
+        replace(sample(prompt, completion, group), advantages=(float(number),) * completion)
+        for number, (prompt, completion, group) in enumerate(lengths)
+    ]
+
+    batches = pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
+
+    packed = torch.cat([batch.advantages for batch in batches]).tolist()
+    assert sorted(packed) == sorted(value for sample in samples for value in sample.advantages)
+    assert sum(batch.num_sequences for batch in batches) == len(samples)
+    for batch in batches:
+        assert len(batch.input_ids) <= max_tokens or len(batch.cu_seqlens) == 2
+        assert torch.equal(batch.sequence_ids.unique(), torch.arange(batch.num_sequences))
+        assert int(batch.cu_seqlens[-1]) == len(batch.input_ids) == len(batch.position_ids)
+    within = [size for size in sizes(batches) if size <= max_tokens]
+    assert len(within) <= 1 or (len(within) - 1) * max_tokens < 2 * sum(within)
+
+
+def test_micro_batches_are_as_few_and_as_even_as_they_can_be() -> None:
+    samples = [sample(10, 1, group) for group in range(12)]
+
+    batches = pack(samples, max_tokens=50, share_prompts=True, device="cpu")
+
+    assert sizes(batches) == [40, 40, 40]
+
+
+def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself() -> None:
+    samples = [sample(5, 2, 0), sample(40, 9, 1), sample(5, 2, 2)]
+
+    batches = pack(samples, max_tokens=16, share_prompts=True, device="cpu")
+
+    assert sizes(batches) == [48, 12]
+    assert batches[0].group_ids.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "max_tokens", "message"),
+    [
+        ([], 8, "samples is empty"),
+        ([sample(1, 1)], 0, "max_tokens = 0"),
+        ([sample(1, 1), sample(0, 1)], 8, r"samples\[1\]\.prompt_ids is empty"),
+        ([sample(1, 0)], 8, r"samples\[0\]\.completion_ids is empty"),
+        ([replace(sample(1, 2), loss_mask=(True,))], 8, r"loss_mask has 1 entries for 2 completion tokens"),
+    ],
+)
+def test_bad_input_is_named(samples: list[Sample], max_tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(samples, max_tokens=max_tokens, share_prompts=True, device="cpu")

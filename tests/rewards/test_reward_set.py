@@ -1,0 +1,326 @@
+import asyncio
+import logging
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_fast.config import RewardConfig
+from grpo_fast.data import Prompt
+from grpo_fast.rewards import Reward, RewardError, RewardSet, load_rewards
+from grpo_fast.rollout import Completion
+
+PROMPTS = ["one?", "two?", "three?"]
+COMPLETIONS = ["1", "22", "333"]
+
+
+def score(*rewards, prompts=PROMPTS, completions=COMPLETIONS, columns=None, **options):
+    return RewardSet(rewards).score(prompts, completions, columns or {}, **options)
+
+
+def lengths(completions):
+    return [len(text) for text in completions]
+
+
+def constant(*values, name="constant", **settings):
+    return Reward(name, lambda completions: list(values), **settings)
+
+
+class TestTotals:
+    def test_the_total_is_the_weighted_sum(self):
+        result = score(Reward("length", lengths, 0.5), constant(1, 0, 1, weight=2.0))
+        assert result.table.tolist() == [[1, 1], [2, 0], [3, 1]]
+        assert result.total.tolist() == [2.5, 1.0, 3.5]
+        assert result.table.dtype == result.total.dtype == torch.float32
+
+    def test_none_does_not_apply_and_adds_nothing(self):
+        result = score(Reward("length", lengths), constant(None, 5, None))
+        assert result.table[:, 1].isnan().tolist() == [True, False, True]
+        assert result.total.tolist() == [1, 7, 3]
+
+    def test_a_sample_that_nothing_applies_to_has_no_total_and_is_reported(self, caplog):
+        with caplog.at_level(logging.WARNING):
+            result = score(constant(1, None, 1, name="a"), constant(1, None, None, name="b"))
+        assert result.total.isnan().tolist() == [False, True, False]
+        assert "reward 'a, b' gave None for 1 of 3 completions" in caplog.text
+        assert "prompt: 'two?'" in caplog.text
+
+    def test_a_batch_that_nothing_applies_to_is_refused(self):
+        with pytest.raises(RewardError, match=r"'a' gave None for 3 of 3 completions: nothing scores them"):
+            score(constant(None, None, None, name="a"))
+
+    @pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
+    def test_arrays_tensors_and_tuples_are_lists_of_numbers(self, kind):
+        result = score(Reward("kind", lambda completions: kind([1.0, 2.0, 3.0])))
+        assert result.total.tolist() == [1, 2, 3]
+
+    def test_booleans_and_scalars_are_numbers(self):
+        assert score(constant(True, np.float32(2), torch.tensor(3.0))).total.tolist() == [1, 2, 3]
+
+
+class TestArguments:
+    def test_a_function_gets_what_its_signature_names(self):
+        def reward(prompts, completions, answer):
+            return [f"{p}{a}" == f"{p}{c}" for p, c, a in zip(prompts, completions, answer, strict=True)]
+
+        result = score(Reward("named", reward), columns={"answer": ["1", "2", "333"], "other": [0, 0, 0]})
+        assert result.total.tolist() == [1, 0, 1]
+
+    def test_a_function_with_keyword_arguments_gets_everything(self):
+        seen = {}
+
+        def reward(**everything):
+            seen.update(everything)
+            return [0, 0, 0]
+
+        score(Reward("all", reward), columns={"answer": [1, 2, 3]}, completion_ids=[(1,), (2,), (3,)])
+        assert seen == {
+            "prompts": PROMPTS,
+            "completions": COMPLETIONS,
+            "completion_ids": [[1], [2], [3]],
+            "answer": [1, 2, 3],
+        }
+
+    def test_the_completion_of_a_conversation_is_one(self):
+        seen = []
+        conversation = [{"role": "user", "content": "one?"}]
+        score(
+            Reward("seen", lambda completions: seen.extend(completions) or [0, 0]),
+            prompts=[conversation, "two?"],
+            completions=["1", "2"],
+        )
+        assert seen == [[{"role": "assistant", "content": "1"}], "2"]
+
+    def test_labels_are_the_answers_and_context_the_columns(self):
+        seen = []
+
+        def reward(completions, labels, context):
+            seen.append((labels, context))
+            return [0, 0, 0]
+
+        columns = {"answer": [1, 2, 3], "topic": ["a", "b", "c"]}
+        score(Reward("axolotl", reward), columns=columns)
+        assert seen == [([1, 2, 3], columns)]
+
+    def test_a_column_named_labels_comes_before_the_answers(self):
+        reward = Reward("axolotl", lambda completions, labels: labels)
+        assert score(reward, columns={"answer": [1, 2, 3], "labels": [4, 5, 6]}).total.tolist() == [4, 5, 6]
+
+    def test_an_option_wins_over_a_column_of_its_name(self):
+        reward = Reward("target", lambda completions, target: [target] * 3, options={"target": 7})
+        assert score(reward, columns={"target": [1, 2, 3]}).total.tolist() == [7, 7, 7]
+
+    def test_a_missing_column_is_named_before_anything_is_generated(self):
+        rewards = RewardSet([Reward("r", lambda completions, anser: [])])
+        with pytest.raises(
+            RewardError, match=r"'r' asks for 'anser', .* there are answer, question; did you mean"
+        ):
+            rewards.check_columns(["question", "answer"])
+
+    def test_a_missing_answer_column_of_a_built_in_is_named_before_anything_is_generated(self):
+        rewards = load_rewards([RewardConfig(reward="exact_match", options={"answer_column": "solution"})])
+        rewards.check_columns(["solution"])
+        with pytest.raises(RewardError, match=r"'exact_match' reads the column 'solution' \(answer_column\)"):
+            rewards.check_columns(["answer"])
+
+    def test_lengths_that_differ_are_refused(self):
+        with pytest.raises(ValueError, match=r"columns\['answer'\] has 2 entries for 3 completions"):
+            score(constant(1, 1, 1), columns={"answer": [1, 2]})
+
+    def test_groups_of_completions_are_scored_in_order(self):
+        prompts = [Prompt(0, "a", (1,), {"answer": "1"}), Prompt(1, "b", (2,), {"answer": "2", "extra": 5})]
+        groups = [
+            [Completion((7,), (0.0,), text, False) for text in texts] for texts in (["1", "2"], ["2", "x"])
+        ]
+        seen = {}
+
+        def reward(prompts, completions, answer, completion_ids, extra):
+            seen.update(prompts=prompts, ids=completion_ids, extra=extra)
+            return [a == c for a, c in zip(answer, completions, strict=True)]
+
+        result = RewardSet([Reward("r", reward)]).score_completions(prompts, groups)
+        assert result.total.tolist() == [1, 0, 1, 0]
+        assert seen == {"prompts": ["a", "a", "b", "b"], "ids": [[7]] * 4, "extra": [None, None, 5, 5]}
+
+
+class TestFailures:
+    def test_an_exception_names_the_reward_and_the_sample_that_raises_alone(self):
+        def reward(completions, answer):
+            return [1 / (len(text) - 2) for text in completions]
+
+        with pytest.raises(RewardError, match="'inverse' raised ZeroDivisionError") as caught:
+            score(Reward("inverse", reward), columns={"answer": ["x", "y", "z"]})
+        assert (caught.value.reward, caught.value.sample) == ("inverse", 1)
+        assert "sample 1:\n  prompt: 'two?'\n  completion: '22'\n  answer: 'y'" in str(caught.value)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def test_an_exception_of_the_whole_batch_shows_the_first_sample(self):
+        def reward(completions):
+            if len(completions) > 1:
+                raise KeyError("batch")
+            return [0]
+
+        with pytest.raises(
+            RewardError, match=r"the batch has 3 completions, the first is\nsample 0"
+        ) as caught:
+            score(Reward("r", reward))
+        assert caught.value.sample is None
+
+    def test_a_function_that_exits_fails_like_any_other(self):
+        def reward(completions):
+            raise SystemExit(3)
+
+        with pytest.raises(RewardError, match="raised SystemExit: 3"):
+            score(Reward("r", reward))
+
+    @pytest.mark.parametrize(
+        ("returned", "problem"),
+        [
+            ([1, 2], "returned 2 values for 3 completions; return one each"),
+            (1.0, "must return a list of 3 numbers, got float"),
+            (None, "must return a list of 3 numbers, got NoneType"),
+            ("abc", "must return a list of 3 numbers, got str"),
+            ([1, "2", 3], "returned '2' for sample 1"),
+            ([1, 2, math.nan], "returned nan for sample 2"),
+            ([math.inf, 2, 3], "returned inf for sample 0"),
+        ],
+    )
+    def test_a_wrong_result_is_named(self, returned, problem):
+        with pytest.raises(RewardError, match=problem):
+            score(Reward("r", lambda completions: returned))
+
+    def test_a_wrong_value_names_its_sample(self):
+        with pytest.raises(RewardError) as caught:
+            score(constant(1, "2", 3))
+        assert caught.value.sample == 1
+        assert "completion: '22'" in str(caught.value)
+
+    def test_a_function_that_hangs_fails_after_its_timeout(self):
+        release = threading.Event()
+        with pytest.raises(RewardError, match=r"'slow' did not return within its timeout of 0\.05 seconds"):
+            score(Reward("slow", lambda completions: release.wait(60) and [], timeout=0.05))
+        release.set()
+
+    def test_a_failure_is_skipped_and_reported_where_so_configured(self, caplog):
+        def broken(completions):
+            raise ValueError("no")
+
+        with caplog.at_level(logging.WARNING):
+            result = score(Reward("broken", broken, on_error="skip"), Reward("length", lengths))
+        assert result.skipped == {"broken": "raised ValueError: no"}
+        assert result.table[:, 0].isnan().all()
+        assert result.total.tolist() == [1, 2, 3]
+        assert "reward 'broken' raised ValueError: no; skipped for 3 completions" in caplog.text
+
+    def test_the_total_is_nan_where_only_skipped_functions_might_have_applied(self):
+        def broken(completions):
+            raise ValueError("no")
+
+        result = score(Reward("broken", broken, on_error="skip"), constant(None, 2, None))
+        assert result.total.isnan().tolist() == [True, False, True]
+
+    def test_a_function_that_still_hangs_is_not_started_again(self):
+        release, starts = threading.Event(), []
+
+        def slow(completions):
+            starts.append(1)
+            release.wait(60)
+            return [0] * len(completions)
+
+        rewards = RewardSet([Reward("slow", slow, timeout=0.05, on_error="skip"), Reward("length", lengths)])
+        rewards.score(PROMPTS, COMPLETIONS, {})
+        again = rewards.score(PROMPTS, COMPLETIONS, {})
+        release.set()
+        assert again.skipped == {"slow": "has not returned from an earlier call yet"}
+        assert len(starts) == 1
+
+    def test_a_set_without_rewards_or_with_one_name_twice_is_refused(self):
+        with pytest.raises(ValueError, match="at least one reward"):
+            RewardSet([])
+        with pytest.raises(ValueError, match="each with its own name"):
+            RewardSet([constant(1), constant(2)])
+
+
+class TestAsync:
+    def test_async_functions_run_at_once(self):
+        gates = {}
+
+        async def meet(own, other, completions):
+            gates.setdefault(own, asyncio.Event()).set()
+            await asyncio.wait_for(gates.setdefault(other, asyncio.Event()).wait(), 10)
+            return lengths(completions)
+
+        async def first(completions):
+            return await meet("first", "second", completions)
+
+        async def second(completions):
+            return await meet("second", "first", completions)
+
+        assert score(Reward("first", first), Reward("second", second)).total.tolist() == [2, 4, 6]
+
+    def test_async_functions_work_while_plain_ones_are_called(self):
+        started = threading.Event()
+
+        async def background(completions):
+            started.set()
+            return [0, 0, 0]
+
+        assert score(
+            Reward("plain", lambda completions: [started.wait(10)] * 3), Reward("background", background)
+        ).total.tolist() == [1, 1, 1]
+
+    def test_an_object_with_an_async_call_is_async(self):
+        class Judge:
+            async def __call__(self, completions):
+                await asyncio.sleep(0)
+                return lengths(completions)
+
+        assert score(Reward("judge", Judge())).total.tolist() == [1, 2, 3]
+
+    def test_all_calls_share_one_event_loop(self):
+        loops = []
+
+        async def reward(completions):
+            loops.append(asyncio.get_running_loop())
+            return [0] * len(completions)
+
+        rewards = RewardSet([Reward("r", reward)])
+        rewards.score(PROMPTS, COMPLETIONS, {})
+        rewards.score(PROMPTS, COMPLETIONS, {})
+        assert loops[0] is loops[1]
+
+    def test_an_async_exception_names_the_sample(self):
+        async def reward(completions):
+            return [1 / (len(text) - 3) for text in completions]
+
+        with pytest.raises(RewardError, match="'r' raised ZeroDivisionError") as caught:
+            score(Reward("r", reward))
+        assert caught.value.sample == 2
+
+    def test_an_async_function_that_hangs_fails_after_its_timeout(self):
+        async def reward(completions):
+            await asyncio.sleep(60)
+
+        with pytest.raises(RewardError, match=r"'r' did not return within its timeout of 0\.05 seconds"):
+            score(Reward("r", reward, timeout=0.05))
+
+    def test_a_blocked_event_loop_is_named_and_used_again_when_it_is_free(self):
+        release, freed = threading.Event(), threading.Event()
+
+        async def blocking(completions):
+            release.wait(60)
+            freed.set()
+            return [1, 1, 1]
+
+        rewards = RewardSet([Reward("blocking", blocking, timeout=0.05, on_error="skip")])
+        first = rewards.score(PROMPTS, COMPLETIONS, {})
+        second = rewards.score(PROMPTS, COMPLETIONS, {})
+        release.set()
+        freed.wait(10)
+        rewards._runner._busy["blocking"].result(10)
+        third = rewards.score(PROMPTS, COMPLETIONS, {})
+        assert "an async reward blocks the event loop" in first.skipped["blocking"]
+        assert second.skipped == {"blocking": "has not returned from an earlier call yet"}
+        assert third.total.tolist() == [1, 1, 1]

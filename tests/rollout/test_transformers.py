@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_fast.config import RolloutConfig
+from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout import transformers as engine_module
+from grpo_fast.rollout.decoder import ExpandedDecoder
+from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
+from grpo_fast.rollout.transformers import TransformersEngine
+
+SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
+FAMILIES = ["llama", "qwen3", "mistral", "gemma3"]
+SAMPLING = Sampling(max_completion_length=12, seed=7)
+
+
+def random_prompts(seed: int, count: int, *, system: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [(*system, *(rng.randrange(3, 29) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
+
+
+def engine_for(model, tokenizer, **options) -> TransformersEngine:
+    return TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
+
+
+def without(model: torch.nn.Module, tokens: tuple[int, ...]) -> None:
+    """Make the model never draw these tokens."""
+    bias = torch.zeros(model.config.vocab_size)
+    bias[list(tokens)] = -1e4
+    model.lm_head.bias = torch.nn.Parameter(bias)
+
+
+def token_ids(groups) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def full_logits(model, prompt, completion) -> torch.Tensor:
+    """(C, V) logits of one unpadded, uncached forward."""
+    ids = torch.tensor([[*prompt, *completion]])
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_equal_those_of_a_fresh_full_forward(
+    family, system, temperature, seed, tokenizer, family_model
+):
+    model = family_model(family)
+    prompts = random_prompts(seed, 5, system=system)
+
+    groups = engine_for(model, tokenizer).generate(prompts, 4, replace(SAMPLING, temperature=temperature))
+
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = (full_logits(model, prompt, completion.token_ids) / temperature).log_softmax(-1)
+            expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_generate(family, seed, tokenizer, family_model):
+    model = family_model(family)
+    prompts = random_prompts(seed, 6, system=SYSTEM)
+
+    groups = engine_for(model, tokenizer).generate(prompts, 1, replace(SAMPLING, temperature=0.0))
+
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
+        )
+        assert completion.token_ids == tuple(expected[0, len(prompt) :].tolist())
+
+
+def test_models_with_full_attention_share_prefixes_and_others_do_not(family_model):
+    supported = {family: SharedPrefixDecoder.supports(family_model(family)) for family in FAMILIES}
+
+    assert supported == {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}
+
+
+def test_sharing_prefixes_draws_what_expanding_them_draws(model, seed, tokenizer, monkeypatch):
+    prompts = random_prompts(seed, 5, system=SYSTEM)
+    shared = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
+    monkeypatch.setattr(SharedPrefixDecoder, "supports", staticmethod(lambda model: False))
+    expanded = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
+
+    assert token_ids(shared) == token_ids(expanded)
+
+
+def test_sampled_tokens_follow_the_models_distribution(model, seed, tokenizer):
+    prompt, draws = random_prompts(seed, 1)[0], 6000
+    without(model, (1,))  # every completion has a second token
+    groups = engine_for(model, tokenizer).generate([prompt], draws, Sampling(2, temperature=1.3, seed=seed))
+
+    first = torch.tensor([completion.token_ids[0] for completion in groups[0]])
+    head = (full_logits(model, prompt, (0,))[0] / 1.3).softmax(-1)
+    assert_follows(first, head)
+    common = int(head.argmax())
+    second = torch.tensor([c.token_ids[1] for c in groups[0] if c.token_ids[0] == common])
+    assert_follows(second, (full_logits(model, prompt, (common, 0))[1] / 1.3).softmax(-1))
+
+
+def assert_follows(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    """Chi-square over the tokens expected at least 5 times, the rest pooled; false alarm 1e-6 or less."""
+    counts, expected = torch.bincount(tokens, minlength=len(probs)).double(), probs.double() * len(tokens)
+    often = expected >= 5
+    counts = torch.cat([counts[often], counts[~often].sum()[None]])
+    expected = torch.cat([expected[often], expected[~often].sum()[None].clamp(min=1e-9)])
+    if expected[-1] < 5:
+        counts, expected = counts[:-1], expected[:-1]
+    degrees = max(1, len(expected) - 1)
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    p_value = 1 - torch.special.gammainc(torch.tensor(degrees / 2.0), (statistic / 2).float())
+    assert p_value > 1e-6, f"chi-square {statistic:.1f} with {degrees} degrees of freedom"
+
+
+def test_company_does_not_change_a_prompts_completion(model, seed, tokenizer):
+    prompts = random_prompts(seed, 8)
+    engine, greedy = engine_for(model, tokenizer), replace(SAMPLING, temperature=0.0)
+
+    together = engine.generate(prompts, 2, greedy)
+    alone = [engine.generate([prompt], 2, greedy)[0] for prompt in prompts]
+
+    assert token_ids(together) == token_ids(alone)
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(a[0].logprobs), torch.tensor(b[0].logprobs), atol=1e-4, rtol=0
+        )
+
+
+def test_equal_prompts_get_their_own_completions(model, seed, tokenizer):
+    prompt = random_prompts(seed, 1)[0]
+    without(model, (1,))
+
+    first, second = engine_for(model, tokenizer).generate(
+        [prompt, prompt], 3, replace(SAMPLING, temperature=2.0)
+    )
+
+    assert len(first) == len(second) == 3
+    assert token_ids([first]) != token_ids([second])
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(model, seed, tokenizer):
+    prompts, engine = random_prompts(seed, 4), engine_for(model, tokenizer)
+
+    once, again, other = (
+        engine.generate(prompts, 4, replace(SAMPLING, seed=s)) for s in (seed, seed, seed + 1)
+    )
+
+    assert once == again
+    assert token_ids(once) != token_ids(other)
+
+
+def test_without_a_seed_two_calls_differ(model, seed, tokenizer):
+    prompts, engine = random_prompts(seed, 4), engine_for(model, tokenizer)
+
+    calls = [token_ids(engine.generate(prompts, 4, replace(SAMPLING, seed=None))) for _ in range(2)]
+
+    assert calls[0] != calls[1]
+
+
+def test_the_global_random_state_is_left_alone(model, seed, tokenizer):
+    before = torch.get_rng_state()
+
+    engine_for(model, tokenizer).generate(random_prompts(seed, 2), 2, replace(SAMPLING, seed=None))
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("drop_below", [0.0, 1.0])
+def test_dropping_finished_rows_does_not_change_what_is_drawn(
+    drop_below, model, seed, tokenizer, monkeypatch
+):
+    prompts, engine = (
+        random_prompts(seed, 6, system=SYSTEM),
+        engine_for(model, tokenizer, eos_ids=(1, 4, 5, 6, 7)),
+    )
+    usual = engine.generate(prompts, 4, replace(SAMPLING, temperature=2.0))
+    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
+
+    assert token_ids(engine.generate(prompts, 4, replace(SAMPLING, temperature=2.0))) == token_ids(usual)
+
+
+def test_any_end_token_ends_a_completion_and_stays_in_it(model, seed, tokenizer):
+    ends = (1, 4, 5, 6, 7)
+    groups = engine_for(model, tokenizer, eos_ids=ends).generate(
+        random_prompts(seed, 6), 8, replace(SAMPLING, temperature=2.0)
+    )
+
+    for completion in (completion for group in groups for completion in group):
+        assert not set(completion.token_ids[:-1]) & set(ends)
+        assert completion.truncated == (completion.token_ids[-1] not in ends)
+        assert len(completion.logprobs) == len(completion.token_ids) <= SAMPLING.max_completion_length
+        assert not completion.truncated or len(completion.token_ids) == SAMPLING.max_completion_length
+
+
+def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, tokenizer):
+    without(model, tuple(i for i in range(30) if i != 1))
+
+    (completion,) = engine_for(model, tokenizer).generate(random_prompts(seed, 1), 1, Sampling(1))[0]
+
+    assert completion.token_ids == (1,)
+    assert not completion.truncated
+    assert completion.text == ""
+
+
+def test_a_stop_string_ends_a_completion_even_across_tokens(model, seed, tokenizer):
+    without(model, tuple(i for i in range(30) if i not in (26, 27, 28, 29)))  # draws only x, y, z, xy
+    model.lm_head.weight.data.zero_()
+
+    groups = engine_for(model, tokenizer).generate(
+        random_prompts(seed, 4), 16, replace(SAMPLING, max_completion_length=40, stop=("zxy", "yyy"))
+    )
+
+    completions = [completion for group in groups for completion in group]
+    assert any(not completion.truncated for completion in completions)
+    for completion in completions:
+        before = tokenizer.decode(completion.token_ids[:-1])
+        assert "zxy" not in before and "yyy" not in before
+        assert completion.truncated != ("zxy" in completion.text or "yyy" in completion.text)
+
+
+def test_logprobs_are_those_of_the_restricted_distribution(model, seed, tokenizer):
+    prompts = random_prompts(seed, 4)
+    groups = engine_for(model, tokenizer).generate(prompts, 4, replace(SAMPLING, temperature=1.5, top_k=3))
+
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            logits = full_logits(model, prompt, completion.token_ids) / 1.5
+            top = logits.topk(3)
+            expected = top.values.log_softmax(-1)
+            chosen = top.indices == torch.tensor(completion.token_ids)[:, None]
+            assert chosen.any(-1).all()
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected[chosen], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_token_budget_splits_the_work_and_changes_nothing_greedy(
+    family, seed, tokenizer, family_model, monkeypatch
+):
+    model, prompts = family_model(family), random_prompts(seed, 6)
+    greedy = replace(SAMPLING, temperature=0.0)
+    whole = engine_for(model, tokenizer).generate(prompts, 3, greedy)
+    held = []
+    engine = engine_for(model, tokenizer, max_batch_tokens=70)
+    complete = engine._complete
+    monkeypatch.setattr(engine, "_complete", lambda rows, *rest: held.append(rows) or complete(rows, *rest))
+
+    split = engine.generate(prompts, 3, greedy)
+
+    assert token_ids(split) == token_ids(whole)
+    assert len(held) > 1
+    for rows in held:
+        distinct = {row.prompt for row in rows}
+        kv_tokens = engine._decoder_type.kv_tokens(len(distinct), max(map(len, distinct)), len(rows), 12)
+        assert kv_tokens <= 70
+
+
+def test_a_budget_below_one_completion_is_refused(model, tokenizer):
+    engine = engine_for(model, tokenizer, max_batch_tokens=14)
+
+    with pytest.raises(ValueError, match=r"max_batch_tokens = 14.*at least 15"):
+        engine.generate([(3, 4, 5)], 1, SAMPLING)
+
+
+def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder(model, seed, tokenizer):
+    prompts, engine = random_prompts(seed, 3), engine_for(model, tokenizer)
+    expected = engine.generate(prompts, 2, SAMPLING)
+    model.train()
+    model.model.layers[0].mlp.eval()
+    model.gradient_checkpointing_enable()
+    modes = {name: module.training for name, module in model.named_modules()}
+
+    assert engine.generate(prompts, 2, SAMPLING) == expected
+
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert model.config._attn_implementation == "sdpa"
+    ids = torch.tensor([[3, 4, 5]])
+    model(ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, tokenizer, monkeypatch):
+    model.train()
+    engine = engine_for(model, tokenizer)
+    monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, tokens: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([(3, 4)], 2, SAMPLING)
+
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert engine.memory() == {"kv_cache": 0}
+
+
+def test_lora_adapters_take_part_at_once(model, seed, tokenizer):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    prompts = random_prompts(seed, 3)
+
+    groups = engine_for(adapted, tokenizer).generate(prompts, 2, SAMPLING)
+
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            logprobs = full_logits(adapted.eval(), prompt, completion.token_ids).log_softmax(-1)
+            expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer, monkeypatch):
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda self, x, shared_prefix=None, **rest: forward(self, x, **rest)
+    )
+
+    with pytest.raises(RuntimeError, match="0 of 3 layers"):
+        engine_for(model, tokenizer).generate([(3, 4)], 2, SAMPLING)
+
+
+def test_a_diverged_model_is_reported(model, tokenizer):
+    model.lm_head.weight.data[5] = torch.nan
+
+    with pytest.raises(FloatingPointError, match="diverged"):
+        engine_for(model, tokenizer).generate([(3, 4)], 2, SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "sampling", "message"),
+    [
+        ([(3,), ()], 1, SAMPLING, r"prompts\[1\] has no tokens"),
+        ([(3,)], 0, SAMPLING, "n = 0"),
+        ([(3,)], 1, replace(SAMPLING, temperature=-1.0), r"temperature = -1\.0"),
+        ([(3,)], 1, replace(SAMPLING, top_p=0.0), r"top_p = 0\.0"),
+        ([(3,)], 1, replace(SAMPLING, top_k=-1), "top_k = -1"),
+        ([(3,)], 1, replace(SAMPLING, min_p=2.0), r"min_p = 2\.0"),
+        ([(3,)], 1, replace(SAMPLING, max_completion_length=0), "max_completion_length = 0"),
+        ([(3,)], 1, replace(SAMPLING, stop=("",)), "stop"),
+    ],
+)
+def test_bad_input_is_named(prompts, n, sampling, message, model, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        engine_for(model, tokenizer).generate(prompts, n, sampling)
+
+
+def test_no_prompts_give_no_completions(model, tokenizer):
+    assert engine_for(model, tokenizer).generate([], 4, SAMPLING) == []
+
+
+def test_end_tokens_are_required(model, tokenizer):
+    with pytest.raises(ValueError, match="eos_ids"):
+        engine_for(model, tokenizer, eos_ids=())
+
+
+def test_sleep_and_wake_come_in_pairs(model, tokenizer):
+    engine = engine_for(model, tokenizer)
+    with pytest.raises(RuntimeError, match="awake"):
+        engine.wake()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="sleeping"):
+        engine.sleep()
+    with pytest.raises(RuntimeError, match="call wake"):
+        engine.generate([(3,)], 1, SAMPLING)
+    engine.wake()
+
+    assert len(engine.generate([(3,)], 1, SAMPLING)) == 1
+
+
+def test_sync_refuses_a_policy_with_another_model(model, tokenizer):
+    engine = engine_for(model, tokenizer)
+    engine.sync(SimpleNamespace(model=model))
+
+    with pytest.raises(ValueError, match="another model"):
+        engine.sync(SimpleNamespace(model=torch.nn.Linear(1, 1)))
+
+
+def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
+    policy = SimpleNamespace(model=model, tokenizer=tokenizer, eos_token_ids=(1, 2))
+
+    with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
+        assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))
+        assert engine.max_batch_tokens == 99
+
+
+def test_make_engine_names_an_unknown_engine():
+    with pytest.raises(ValueError, match="'sglang'"):
+        make_engine(RolloutConfig.model_construct(engine="sglang"), None)
+
+
+@pytest.mark.parametrize("decoder", [ExpandedDecoder, SharedPrefixDecoder])
+def test_memory_counts_keys_and_values(decoder, model):
+    instance = decoder(model, max_new=4)
+    model.set_attn_implementation(instance.attention)
+    with torch.no_grad():
+        instance.prefill([(3, 4, 5), (6,)], torch.tensor([0, 0, 1]))
+        instance.step(torch.tensor([3, 4, 5]))
+
+    per_token = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+    held = {ExpandedDecoder: 3 * 3 + 3, SharedPrefixDecoder: 2 * 3 + 3 * 4}
+    assert instance.memory() == held[decoder] * per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, tokenizer, family_model):
+    model = family_model(family).to("cuda", torch.bfloat16)
+    prompts = random_prompts(seed, 5, system=SYSTEM)
+
+    groups = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
+
+    errors = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *completion.token_ids]], device="cuda")).logits[0]
+            logprobs = logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()
+            chosen = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            errors.append(chosen - torch.tensor(completion.logprobs))
+    assert torch.cat(errors).abs().mean() < 0.05

@@ -1,0 +1,340 @@
+"""Configuration files: what is accepted, what is refused, and what the person is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fast.config_io import ConfigError, dump_config, load_config
+from grpo_fast.config_io.foreign_absent import ABSENT
+from grpo_fast.config_io.foreign_names import MOVED
+from grpo_fast.config_io.names import exists, fields, nearest
+from grpo_fast.objective.config import LOSS_TYPES
+
+MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        file = tmp_path / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def problems_of(path: Path | None, overrides: list[str] | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [])
+    assert str(caught.value).count("\n") == len(caught.value.problems)  # one line each
+    return {problem.name: str(problem) for problem in caught.value.problems}
+
+
+def test_a_file_becomes_a_configuration_with_defaults_for_the_rest(write):
+    config = load_config(write(MINIMAL + "optimizer: {learning_rate: 3e-6}"))
+
+    assert config.model.path == "some/model"
+    assert config.optimizer.learning_rate == 3e-6
+    assert config.rollout.num_generations == 8
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["optimizer.learning_rate=1e-5"],
+        ["--optimizer.learning_rate=1e-5"],
+        ["--optimizer.learning_rate", "1e-5"],
+        ["learning_rate=1e-5"],
+        ["--learning-rate", "1e-5"],
+        ["optimizer={learning_rate: 1e-5}"],
+    ],
+)
+def test_an_override_wins_over_the_file_however_it_is_written(write, tokens):
+    path = write(MINIMAL + "optimizer: {learning_rate: 3e-6, weight_decay: 0.1}")
+
+    optimizer = load_config(path, tokens).optimizer
+
+    assert optimizer.learning_rate == 1e-5
+    assert optimizer.weight_decay == 0.1
+
+
+def test_an_override_reaches_into_a_list(write):
+    config = load_config(write(MINIMAL), ["rewards.0.weight=0.5"])
+    assert (config.rewards[0].reward, config.rewards[0].weight) == ("exact_match", 0.5)
+
+
+def test_an_override_of_a_free_form_mapping_replaces_it(write):
+    path = write(MINIMAL.replace("rows.jsonl}", "rows.jsonl, options: {a: 1}}"))
+    assert load_config(path, ["dataset.options={b: 2}"]).dataset.options == {"b": 2}
+
+
+def test_an_override_of_a_section_that_yaml_aliases_share_changes_only_its_own(write):
+    text = (
+        "model: {path: m}\nrewards: [{reward: exact_match}]\n"
+        "dataset: &task {source: rows.jsonl, options: {a: 1}}\n"
+        "evaluation: {dataset: {<<: *task, split: test}}\n"
+    )
+    config = load_config(write(text), ["dataset.options.a=2"])
+
+    assert config.dataset.options == {"a": 2}
+    assert config.evaluation.dataset.options == {"a": 1}
+    assert config.evaluation.dataset.split == "test"
+
+
+def test_exponents_without_a_point_are_numbers_also_in_lists_and_free_form_options(write):
+    config = load_config(
+        write(MINIMAL + "optimizer: {betas: [9e-1, 95e-2]}"),
+        ["dataset.options={tolerance: 1e-6, name: '1e-6'}"],
+    )
+
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.dataset.options == {"tolerance": 1e-6, "name": "1e-6"}
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "value"),
+    [
+        ("num_generations: 4", "rollout.num_generations", 4),
+        ("max_completion_length: 99", "rollout.max_completion_length", 99),
+        ("max_prompt_length: 99", "dataset.max_prompt_length", 99),
+        ("temperature: 0.7", "rollout.temperature", 0.7),
+        ("top_k: -1", "rollout.top_k", 0),
+        ("beta: 0.04", "loss.beta", 0.04),
+        ("epsilon: 0.1", "loss.epsilon_low", 0.1),
+        ("epsilon_high: 0.28", "loss.epsilon_high", 0.28),
+        ("loss_type: dr_grpo", "loss.loss_type", "dr_grpo"),
+        ("scale_rewards: false", "advantage.scale_rewards", "none"),
+        ("mask_truncated_completions: true", "advantage.mask_truncated", True),
+        ("learning_rate: 2e-6", "optimizer.learning_rate", 2e-6),
+        ("lr_scheduler_type: constant_with_warmup", "optimizer.schedule", "constant"),
+        ("warmup_steps: 3", "optimizer.warmup_steps", 3),
+        ("max_grad_norm: 0", "optimizer.max_grad_norm", None),
+        ("adam_beta2: 0.99", "optimizer.betas", (0.9, 0.99)),
+        ("bf16: false", "model.dtype", "float32"),
+        ("gradient_checkpointing: true", "model.gradient_checkpointing", True),
+        ("lora_r: 4", "model.lora.r", 4),
+        ("adapter: lora", "model.lora.r", 16),
+        ("logging_steps: 7", "logging.every", 7),
+        ("save_steps: 7", "checkpoint.every", 7),
+        ("eval_steps: 7", "evaluation.every", 7),
+        ("save_total_limit: 5", "checkpoint.keep", 5),
+        ("report_to: [wandb]", "logging.tensorboard", False),
+        ("repetition_penalty: 1.0", "rollout.temperature", 1.0),
+    ],
+)
+def test_flat_names_known_from_trl_and_axolotl_find_their_place(write, line, place, value):
+    found = load_config(write(MINIMAL + line))
+    for part in place.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "vllm_server_host"],
+)
+def test_a_flat_name_without_an_equivalent_is_refused_with_what_to_do_instead(write, name):
+    message = problems_of(write(MINIMAL), [f"{name}=4"])[name]
+    assert "has no place here: " in message
+    assert len(message) > 60
+
+
+def test_a_flat_name_and_its_place_with_different_values_contradict_each_other(write):
+    text = MINIMAL + "learning_rate: 1e-5\noptimizer: {learning_rate: 1e-6}"
+    assert "learning_rate says 1e-05 and optimizer says 1e-06" in str(problems_of(write(text)))
+
+
+def test_a_flat_name_and_its_place_with_one_value_agree(write):
+    text = MINIMAL + "learning_rate: 1e-5\noptimizer: {learning_rate: 1e-5}"
+    assert load_config(write(text)).optimizer.learning_rate == 1e-5
+
+
+def test_two_overrides_of_one_key_with_different_values_contradict_each_other(write):
+    found = problems_of(write(MINIMAL), ["learning_rate=1e-5", "optimizer.learning_rate=2e-5"])
+    assert list(found) == ["optimizer.learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("optimizer.learning_rat=1", "optimizer.learning_rate"),
+        ("rollout.num_generation=4", "rollout.num_generations"),
+        ("num_generation=4", "num_generations"),
+        ("optimizer.num_generations=4", "rollout.num_generations"),
+        ("rewards.0.weigth=2", "rewards.0.weight"),
+        ("loss.beat=1", "loss.beta"),
+        ("roll_out={}", "rollout"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest_name(write, override, suggestion):
+    name = override.partition("=")[0]
+    message = problems_of(write(MINIMAL), [override])[name]
+    assert f"did you mean {suggestion}" in message
+
+
+def test_an_unknown_key_deep_in_a_file_suggests_the_nearest_name(write):
+    text = MINIMAL.replace("some/model}", "some/model, lora: {alhpa: 3}}")
+    assert "did you mean model.lora.alpha" in problems_of(write(text))["model.lora.alhpa"]
+
+
+def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
+    text = (
+        "model: {path: m, dtype: bfloat}\nrollout: {num_generations: 1}\nrewards: [{weight: 1}]\nfoo_bar: 3\n"
+    )
+    found = problems_of(write(text), ["optimizer.learning_rate=fast", "max_steps.x=1"])
+
+    assert set(found) == {
+        "model.dtype",
+        "rollout.num_generations",
+        "rewards.0.reward",
+        "dataset",
+        "foo_bar",
+        "optimizer.learning_rate",
+        "max_steps.x",
+    }
+    assert "rollout.num_generations = 1: should be greater than or equal to 2" in str(found)
+    assert "did you mean bfloat16?" in found["model.dtype"]
+    assert found["dataset"] == "dataset: is required"
+
+
+def test_settings_that_contradict_each_other_name_the_remedy(write):
+    message = str(problems_of(write(MINIMAL), ["minibatches=40"]))
+    assert "lower minibatches or raise prompts_per_step" in message
+
+
+def test_an_item_beyond_the_end_of_a_list_is_refused(write):
+    assert "rewards has 1 items" in str(problems_of(write(MINIMAL), ["rewards.1.weight=2"]))
+
+
+def test_a_value_for_several_types_is_one_problem(write):
+    found = problems_of(write(MINIMAL), ["model.lora.target_modules=3"])
+    assert list(found) == ["model.lora.target_modules"]
+
+
+def test_a_key_given_twice_is_an_error_with_its_line(write):
+    found = problems_of(write(MINIMAL + "seed: 1\nseed: 1\n"))
+    assert "the key `seed` is given twice" in found["line 5, column 1"]
+
+
+def test_merged_keys_may_be_overridden_without_being_twice(write):
+    text = MINIMAL + "optimizer: &o {eps: 1e-6}\nevaluation: {dataset: null}\n"
+    assert load_config(write(text)).optimizer.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    "text", ["- a\n- b\n", "just words", "a: [1", "a: !!python/object:os.system {}", "a: \x01"]
+)
+def test_a_file_that_holds_no_plain_mapping_is_refused(write, text):
+    problems_of(write(text))
+
+
+def test_a_missing_file_names_the_recipes():
+    with pytest.raises(ConfigError, match="quickstart"):
+        load_config("no_such_recipe")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"\xff\xfe\x00seed")
+    assert "cannot be read" in str(problems_of(path))
+
+
+@pytest.mark.parametrize(
+    "tokens", [["learning_rate"], ["--learning_rate"], ["--learning_rate", "--beta", "1"]]
+)
+def test_an_override_without_a_value_is_refused(write, tokens):
+    assert "is no assignment" in str(problems_of(write(MINIMAL), tokens))
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "gsm8k"])
+def test_the_shipped_recipes_load_and_survive_a_round_trip(write, recipe):
+    config = load_config(recipe)
+    assert load_config(write(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_loss_survives_a_round_trip(write, loss_type):
+    config = load_config(write(MINIMAL), [f"loss_type={loss_type}"])
+    assert load_config(write(dump_config(config))) == config
+
+
+def test_a_runs_directory_stands_for_its_configuration(write):
+    path = write(MINIMAL)
+    assert load_config(path.parent) == load_config(path)
+
+
+def test_the_dump_holds_every_key(write):
+    import yaml
+
+    dumped = yaml.safe_load(dump_config(load_config(write(MINIMAL), ["adapter=lora"])))
+
+    missing = []
+    for name in fields():
+        node = dumped
+        for part in name.split("."):
+            if part in ("dataset",) and node is dumped.get("evaluation"):
+                break  # null unless configured
+            node = node[0] if isinstance(node, list) else node
+            if part not in node:
+                missing.append(name)
+                break
+            node = node[part]
+    assert not missing
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=12)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(TEXT, children, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=st.dictionaries(TEXT, PLAIN, max_size=4), prompt=TEXT)
+def test_any_plain_options_and_text_survive_a_round_trip(tmp_path_factory, options, prompt):
+    base = {"source": "rows.jsonl", "options": options, "system_prompt": prompt}
+    from grpo_fast.config import TrainConfig
+
+    config = TrainConfig(model={"path": "m"}, dataset=base, rewards=[{"reward": "exact_match"}])
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+
+    assert load_config(path) == config
+
+
+def test_names_know_lists_and_free_form_mappings():
+    assert exists("rewards.3.weight")
+    assert exists("dataset.options.any.thing")
+    assert not exists("dataset.anything")
+    assert not exists("rewards.3.wait")
+    assert nearest("zzzzzzzz") == []
+
+
+def test_a_warm_up_share_is_put_in_steps(write):
+    assert load_config(write(MINIMAL + "max_steps: 50\nwarmup_ratio: 0.1")).optimizer.warmup_steps == 5
+    assert "needs max_steps" in str(problems_of(write(MINIMAL + "warmup_ratio: 0.1")))
+
+
+def test_reward_functions_under_trls_names_become_rewards_with_weights():
+    tokens = [
+        "base_model=m",
+        "dataset_name=d",
+        "reward_funcs=[mine.score, exact_match]",
+        "reward_weights=[2, 1]",
+    ]
+    rewards = load_config(None, tokens).rewards
+    assert [(reward.reward, reward.weight) for reward in rewards] == [("mine:score", 2), ("exact_match", 1)]
+
+
+def test_the_table_of_foreign_names_leads_only_to_places_that_exist():
+    astray = {place for rule in MOVED.values() for place in rule.places if not exists(place)}
+    assert not astray
+
+
+def test_no_foreign_name_has_both_a_place_and_a_reason_for_none():
+    assert not set(MOVED) & set(ABSENT)
