@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}
-"""Bytes of shared memory one program may use, by compute capability. The compiler does not check them."""
+from benchmarks.aot_cases import SHARED_MEMORY, shipped_cases
 
 TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA"}
 """Instruction by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
@@ -50,8 +49,8 @@ class Report:
         found = []
         if self.spills:
             found.append(f"spills ({self.spills} local memory instructions)")
-        if self.shared > SHARED_LIMIT[self.capability]:
-            found.append(f"shared memory {self.shared} > {SHARED_LIMIT[self.capability]}")
+        if self.shared > SHARED_MEMORY[self.capability]:
+            found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.capability]}")
         if self.dots and not self.tensor_core:
             found.append(f"no {TENSOR_CORE[self.capability]} for a tl.dot")
         return found
@@ -108,9 +107,8 @@ def inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capa
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
-        code = _cuobjdump("-sass", file.name)
-    registers, static_shared = (int(_found(rf"{name}:(\d+)", usage)) for name in ("REG", "SHARED"))
+        code = _cuobjdump("-res-usage", "-sass", file.name)
+    registers, static_shared = (int(_found(rf"\b{name}:(\d+)", code)) for name in ("REG", "SHARED"))
     metadata = binary.metadata
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
@@ -172,17 +170,15 @@ def table(rows: list[Report]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     import triton
 
-    from benchmarks.aot_cases import shipped_cases
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__.splitlines()[0])
-    parser.add_argument("--capability", type=int, choices=sorted(SHARED_LIMIT), default=90)
+    parser.add_argument("--capability", type=int, choices=sorted(SHARED_MEMORY), default=90)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
     cases = {name: run for name, run in shipped_cases(options.capability).items() if options.only in name}
     rows = reports(options.capability, cases)
     if options.json:
-        print(json.dumps([asdict(row) | {"faults": row.faults()} for row in rows]))
+        print(json.dumps([asdict(row) for row in rows]))
     else:
         print(f"Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.\n")
         print(table(rows))

@@ -3,67 +3,151 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 ROWS = 16_384
-VOCABULARY = 151_936
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes of shared memory one program may use, by compute capability."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Meta tensors of one head. `depth` not a multiple of 8 has rows that no tensor descriptor can take."""
+
+    dtype: torch.dtype = torch.bfloat16
+    depth: int = 2048
+    vocabulary: int = 151_936
+    bias: bool = False
+    temperature: bool = False
+    softcap: float | None = None
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype or self.dtype, device="meta")
+
+    def vector(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(ROWS, dtype=dtype, device="meta")
+
+    @property
+    def transform(self) -> dict[str, object]:
+        return {
+            "bias": self.matrix(self.vocabulary, 1)[:, 0].contiguous() if self.bias else None,
+            "inv_temperature": self.vector() if self.temperature else None,
+            "logit_scale": 1.0,
+            "softcap": self.softcap,
+        }
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight = self.matrix(ROWS, self.depth), self.matrix(self.vocabulary, self.depth)
+        return hidden, weight, self.vector(torch.int64)
+
+
+BATCHES = {
+    "bfloat16": Batch(),
+    "float16": Batch(dtype=torch.float16),
+    "float32": Batch(dtype=torch.float32),
+    "H=1000": Batch(depth=1000),
+    "H=2044": Batch(depth=2044),
+    "H=4096 V=128256": Batch(depth=4096, vocabulary=128_256),
+    "H=7168 V=129280": Batch(depth=7168, vocabulary=129_280),
+    "H=640 V=262144 softcap": Batch(depth=640, vocabulary=262_144, softcap=30.0),
+    "V=50257": Batch(depth=768, vocabulary=50_257),
+    "temperature": Batch(temperature=True),
+    "bias, temperature": Batch(bias=True, temperature=True),
+    "bias, temperature, softcap": Batch(bias=True, temperature=True, softcap=30.0),
+    "float32, bias, temperature, softcap": Batch(torch.float32, bias=True, temperature=True, softcap=30.0),
+    "H=2044, bias, temperature, softcap": Batch(depth=2044, bias=True, temperature=True, softcap=30.0),
+}
+"""What changes the machine code: dtypes, alignment, vocabulary edges, the way from a product to a logit."""
 
 
 def shipped_cases(capability: int) -> dict[str, Callable[[], None]]:
     """Name of the case to the call that launches its kernels."""
-    return sparse_cases()
-
-
-def sparse_cases() -> dict[str, Callable[[], None]]:
-    """Every dtype and option that changes the machine code of the certified sparse backward."""
-    cases = {}
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        name = str(dtype).removeprefix("torch.")
-        cases[f"sparse {name} H=2048"] = partial(_sparse_backward, dtype, 2048)
-    plain = partial(_sparse_backward, torch.bfloat16)
-    for width in (896, 1536, 4096, 7168):
-        cases[f"sparse bfloat16 H={width}"] = partial(plain, width)
-    cases["sparse bfloat16 H=2044 (odd)"] = partial(plain, 2044)
-    cases["sparse bfloat16 frozen head"] = partial(plain, 2048, want_weight=False)
-    cases["sparse bfloat16 frozen body"] = partial(plain, 2048, want_hidden=False)
-    cases["sparse bfloat16 bias, temperature, softcap"] = partial(plain, 2048, transformed=True)
-    cases["sparse bfloat16 into a float32 gradient"] = partial(plain, 2048, accumulate=True)
-    cases["sparse bfloat16 V=262144"] = partial(plain, 2048, vocabulary=262_144)
+    cases: dict[str, Callable[[], None]] = {}
+    for name, batch in BATCHES.items():
+        cases[f"forward, {name}"] = partial(_forward, batch, capability)
+        cases[f"sparse, {name}"] = partial(_sparse_backward, batch, want_bias=batch.bias)
+        cases[f"dense, {name}"] = partial(_dense_backward, batch, capability)
+    for name in ("bfloat16", "bias, temperature, softcap"):
+        batch = BATCHES[name]
+        cases[f"forward with all statistics, {name}"] = partial(_forward, batch, capability, everything=True)
+        cases[f"dense of entropy and mean, {name}"] = partial(
+            _dense_backward, batch, capability, everything=True
+        )
+        cases[f"sparse with a frozen head, {name}"] = partial(_sparse_backward, batch, want_weight=False)
+        cases[f"sparse with a frozen body, {name}"] = partial(_sparse_backward, batch, want_hidden=False)
+    cases["sparse into a float32 gradient"] = partial(_sparse_backward, Batch(), accumulate=True)
     return cases
 
 
-def _sparse_backward(
-    dtype: torch.dtype,
-    depth: int,
-    *,
-    vocabulary: int = VOCABULARY,
-    want_hidden: bool = True,
-    want_weight: bool = True,
-    transformed: bool = False,
-    accumulate: bool = False,
-) -> None:
+def _plan(batch: Batch, capability: int, *, everything: bool):
+    from grpo_fast.head.plan import Device, Workload, plan_head
+
+    device = Device("cuda", divmod(capability, 10), SHARED_MEMORY[capability], has_triton=True)
+    work = Workload(
+        rows=ROWS,
+        vocabulary=batch.vocabulary,
+        dtype=batch.dtype,
+        softcap=batch.softcap is not None,
+        extra_statistics=everything,
+        dense_gradient=everything,
+        aligned=batch.depth * batch.dtype.itemsize % 16 == 0,
+    )
+    return plan_head(device, work)
+
+
+def _forward(batch: Batch, capability: int, *, everything: bool = False) -> None:
+    from grpo_fast.kernels.forward import Wanted, row_results, tile_statistics
+
+    targets, count = batch.vector(torch.int64), torch.empty((), dtype=torch.int32, device="meta")
+    tiles = tile_statistics(
+        *batch.operands,
+        count,
+        **batch.transform,
+        wanted=Wanted(everything, everything, everything, everything),
+        tile=_plan(batch, capability, everything=everything).forward_tile,
+    )
+    row_results(tiles, targets, batch.vector(torch.int64), count, batch.vocabulary)
+
+
+def _dense_backward(batch: Batch, capability: int, *, everything: bool = False) -> None:
+    from grpo_fast.kernels.dense import LogitGradient, dense_backward
+
+    plan = _plan(batch, capability, everything=everything)
+    optional = batch.vector() if everything else None
+    dense_backward(
+        *batch.operands,
+        LogitGradient(batch.vector(), batch.vector(), batch.vector(), optional, optional, optional),
+        **batch.transform,
+        tile=plan.backward_tile,
+        columns=plan.dense_columns,
+        need_hidden=True,
+        need_weight=True,
+        need_bias=batch.bias,
+    )
+
+
+def _sparse_backward(batch: Batch, *, accumulate: bool = False, **wanted: bool) -> None:
     from grpo_fast.kernels import TILE
     from grpo_fast.kernels.select import select_pairs
     from grpo_fast.kernels.sparse import sparse_backward
 
-    def vector(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(ROWS, dtype=dtype, device="meta")
-
-    def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device="meta")
-
-    hidden, weight = matrix(ROWS, depth, dtype), matrix(vocabulary, depth, dtype)
-    targets, logsumexp = vector(torch.int64), vector()
+    hidden, weight, targets = batch.operands
     pairs = select_pairs(
-        matrix(-(-vocabulary // TILE), ROWS, torch.float32), logsumexp, targets, vector(), vector(),
-        vocabulary=vocabulary, tolerance=1.0, itemsize=dtype.itemsize,
-    )  # fmt: skip
+        batch.matrix(-(-batch.vocabulary // TILE), ROWS, torch.float32),
+        batch.vector(),
+        targets,
+        batch.vector(),
+        batch.vector(),
+        vocabulary=batch.vocabulary,
+        tolerance=1.0,
+        itemsize=batch.dtype.itemsize,
+    )
+    gradient = batch.matrix(batch.vocabulary, batch.depth, torch.float32) if accumulate else None
     sparse_backward(
-        hidden, weight, targets, logsumexp, pairs, want_hidden=want_hidden, want_weight=want_weight,
-        bias=weight[:, 0] if transformed else None, want_bias=transformed,
-        inv_temperature=vector() if transformed else None, softcap=30.0 if transformed else None,
-        weight_gradient=matrix(vocabulary, depth, torch.float32) if accumulate else None,
-    )  # fmt: skip
+        hidden, weight, targets, batch.vector(), pairs, **batch.transform, weight_gradient=gradient, **wanted
+    )

@@ -96,8 +96,8 @@ def report_error(error: Exception) -> int:
     from grpo_fast.config_io import ConfigError
 
     text = str(error).strip()
-    expected = isinstance(error, ValueError | RuntimeError | OSError | ImportError) and text
-    if not expected:
+    ours = type(error).__module__.startswith("grpo_fast.")
+    if not (text and (ours or isinstance(error, ValueError | RuntimeError | OSError | ImportError))):
         text = f"unexpected {type(error).__name__}: {text or 'no message'}; --debug shows the traceback"
     print(f"grpo-fast: {text}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILURE
@@ -109,7 +109,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action=Version, nargs=0, help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (add_train, add_eval, add_generate, add_export, add_report, add_convert, add_doctor):
+    for add in (
+        *(add_train, add_eval, add_generate, add_groups),
+        *(add_export, add_report, add_convert, add_doctor),
+    ):
         add(subparsers)
     return parser, dict(subparsers.choices)
 
@@ -165,6 +168,18 @@ def add_generate(subparsers: Any) -> None:
     command.set_defaults(handler="generate", takes_overrides=True)
     command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     command.add_argument("--num-prompts", type=int, default=2, metavar="N", help="prompts to show (2)")
+
+
+def add_groups(subparsers: Any) -> None:
+    command = subparsers.add_parser(
+        "groups",
+        help="look at how the prompts would be grouped: sizes, likeness, examples",
+        epilog=OVERRIDES_HELP,
+    )
+    command.set_defaults(handler="groups", takes_overrides=True)
+    command.add_argument("action", choices=["describe"], help="what to do")
+    command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    command.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
 
 
 def add_export(subparsers: Any) -> None:

@@ -91,6 +91,29 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
+    config = load_config(args.config, overrides)
+
+    from grpo_fast.data import load_prompts
+    from grpo_fast.groups.describe import describe_groups
+    from grpo_fast.policy import load_tokenizer
+    from grpo_fast.stages import resolve_stages
+
+    tokenizer = load_tokenizer(config.model)
+    shown: list[tuple[object, ...]] = []
+    for stage in resolve_stages(config):
+        settings = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
+        if settings in shown:
+            continue
+        shown.append(settings)
+        if stage.name:
+            print(f"stage {stage.name}:")
+        dataset = load_prompts(stage.config.dataset, tokenizer)
+        print(describe_groups(dataset, stage.config, examples=args.examples))
+    return 0
+
+
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast export`"""
     from grpo_fast.export import export_run

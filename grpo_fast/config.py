@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from grpo_fast.alerts import AlertsConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, CurriculumConfig, GroupConfig
 from grpo_fast.objective.config import GRPOLossConfig
+from grpo_fast.preference.sections import PreferenceConfig
 from grpo_fast.section import Fraction, PositiveInt, Section
 
 
@@ -68,7 +69,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Fraction = 0.0
-    stop: list[str] = []
+    stop: list[str] = Field([], description="texts that end a completion")
     max_batch_tokens: PositiveInt | None = Field(None, description="KV tokens in flight at once; none: all")
 
 
@@ -76,7 +77,8 @@ class AdvantageConfig(Section):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     baseline: Literal["mean", "leave_one_out"] = "mean"
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        "sum_then_normalize", description="normalize_then_sum scales each reward by itself before they are added (GDPO)"
+        "sum_then_normalize",
+        description="normalize_then_sum scales each reward by itself before they are added (GDPO)",
     )
     skip_flat_groups: bool = Field(True, description="groups whose rewards are all equal leave the update")
     dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
@@ -87,8 +89,8 @@ class AdvantageConfig(Section):
     def _consistent(self) -> AdvantageConfig:
         if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards == "none":
             raise ValueError(
-                "advantage.multi_objective_aggregation = 'normalize_then_sum' contradicts scale_rewards = 'none', which "
-                "normalises nothing; set scale_rewards to group or batch, or sum_then_normalize"
+                "advantage.multi_objective_aggregation = 'normalize_then_sum' contradicts scale_rewards = "
+                "'none', which normalises nothing; set scale_rewards to group or batch, or sum_then_normalize"
             )
         return self
 
@@ -134,16 +136,30 @@ class StageConfig(Section):
 
     name: Annotated[str, Field(min_length=1)]
     steps: PositiveInt | None = Field(None, description="none, for the last stage: until max_steps")
-    fresh_optimizer: bool = Field(False, description="forget the moments, and begin the learning rate's schedule anew")
-    overrides: dict[str, Any] = Field(
-        {}, description="sections as at the top level; a new source, loss_type, strategy or method replaces its section"
+    fresh_optimizer: bool = Field(
+        False, description="forget the moments, and begin the learning rate's schedule anew"
     )
+    overrides: dict[str, Any] = Field(
+        {},
+        description="sections as at the top level; a new source, loss_type, strategy or method replaces its "
+        "section",
+    )
+
+
+# What only training on the policy's own completions reads.
+_SAMPLING = (
+    *("rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"),
+    *("groups", "curriculum", "adaptive_weights", "stages"),
+    *(f"evaluation.{key}" for key in ("num_samples", "temperature", "threshold", "reward")),
+)
 
 
 class TrainConfig(Section):
     """A whole run. `grpo-fast train --print-config` prints one."""
 
-    algorithm: Literal["grpo"] = "grpo"
+    algorithm: Literal["grpo", "dpo", "rank"] = Field(
+        "grpo", description="dpo: preference pairs; rank: ranked groups; both on fixed completions"
+    )
     output_dir: str = "runs/default"
     seed: int = 0
     max_steps: PositiveInt = 100
@@ -154,19 +170,38 @@ class TrainConfig(Section):
     threads: PositiveInt | None = Field(None, description="CPU threads; none: torch's choice")
     model: ModelConfig
     dataset: DatasetConfig
-    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: GRPOLossConfig = GRPOLossConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     groups: GroupConfig = GroupConfig()
     curriculum: CurriculumConfig | None = None
     adaptive_weights: AdaptiveWeightsConfig | None = None
-    stages: list[StageConfig] = []
+    stages: list[StageConfig] = Field([], description="in order; what they leave is as here")
     optimizer: OptimizerConfig = OptimizerConfig()
     alerts: AlertsConfig = AlertsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _of_one_algorithm(self) -> TrainConfig:
+        if self.algorithm == "grpo" and not self.rewards:
+            raise ValueError("rewards is empty: algorithm = 'grpo' maximises them; give at least one")
+        unread = {
+            "grpo": ("preference",),
+            "dpo": (*_SAMPLING, "preference.ranking"),
+            "rank": (*_SAMPLING, "preference.loss", "preference.beta"),
+        }
+        for name in unread[self.algorithm]:
+            section, _, key = name.partition(".")
+            value, default = getattr(self, section), type(self).model_fields[section].get_default()
+            if key:
+                value, default = getattr(value, key), getattr(default, key)
+            if value != default:
+                raise ValueError(f"{name} is not read by algorithm = {self.algorithm!r}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -177,8 +212,8 @@ class TrainConfig(Section):
             )
         if self.curriculum is not None and self.groups.shares_baselines:
             raise ValueError(
-                f"curriculum and groups.strategy = {self.groups.strategy!r} both decide which prompts come together; "
-                "keep one of them, or give them to different stages"
+                f"curriculum and groups.strategy = {self.groups.strategy!r} both decide which prompts come "
+                "together; keep one of them, or give them to different stages"
             )
         if self.optimizer.warmup_steps >= self.max_steps:
             raise ValueError(

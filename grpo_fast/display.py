@@ -38,11 +38,15 @@ class Field:
 
 LEARNING = (
     Field("flat groups", "flat", "groups/flat", "percent"),
+    Field("preferred", "preferred", "rewards/accuracies", "percent"),
+    Field("reward gap", "gap", "rewards/margins", ".3g"),
+    Field("ranked right", "ranked", "ranking/pairwise_accuracy", "percent"),
     Field("loss", "loss", "loss", ".4g"),
     Field("gradient norm", "grad_norm", "grad_norm", ".3g"),
     Field("learning rate", "lr", "learning_rate", ".3g"),
 )
 POLICY = (
+    Field("beta", "beta", "beta", ".3g"),
     Field("KL", "kl", "kl", ".3g"),
     Field("clip fraction", "clip", "clip_ratio/region_mean", "percent"),
     Field("entropy", "entropy", "entropy", ".3g"),

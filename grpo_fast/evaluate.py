@@ -59,6 +59,11 @@ class Evaluation:
         answers = [completion for group in self.completions for completion in group]
         return sum(completion.truncated for completion in answers) / len(answers)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a run records beside `score`."""
+        return {"reward": self.mean_reward, "truncated": self.truncated}
+
     def pass_at(self, k: int) -> float:
         """Expected share of questions with at least one right answer among `k`.
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from grpo_fast.config import AdvantageConfig
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups import group_advantages
+from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages, weighted_sum
+from grpo_fast.groups.quality import length_reward_correlation
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import RewardSet
@@ -34,13 +35,22 @@ def score_groups(
     completions: Sequence[Sequence[Completion]],
     rewards: RewardSet,
     config: AdvantageConfig,
+    *,
+    weights: Sequence[float] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> list[Group]:
-    """Rewards and advantages of G prompts with n completions each."""
+    """Rewards and advantages of G prompts with n completions each.
+
+    Args:
+        weights: of the F reward functions in place of their own.
+        shared: for each prompt a number, the same where they share a baseline; None: nobody does.
+    """
     n = len(completions[0])
     result = rewards.score_completions(prompts, completions)
-    totals = result.total.view(len(prompts), n)
+    totals = result.total if weights is None else weighted_sum(result.table, weights)
+    totals = totals.view(len(prompts), n)
     table = result.table.view(len(prompts), n, -1)
-    scored = group_advantages(totals, scale_rewards=config.scale_rewards, baseline=config.baseline)
+    scored = compare(totals, table, weights or rewards.weights, config, shared)
     return [
         Group(
             prompt=prompt,
@@ -55,6 +65,20 @@ def score_groups(
         )
         for g, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
     ]
+
+
+def compare(
+    totals: Tensor,
+    table: Tensor,
+    weights: Sequence[float],
+    config: AdvantageConfig,
+    shared: Sequence[int] | None,
+) -> Advantages:
+    """Advantages of rewards (G, n), or of their parts (G, n, F) where each is to be scaled by itself."""
+    options = {"scale_rewards": config.scale_rewards, "baseline": config.baseline, "shared": shared}
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        return decoupled_advantages(table, weights, **options)
+    return group_advantages(totals, **options)
 
 
 def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list[Sample], StepTotals]:
@@ -103,4 +127,7 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
     table = torch.cat([group.reward_table for group in groups])
     for name, column in zip(reward_names, table.unbind(1), strict=True):
         metrics[f"reward/{name}/mean"] = column.nanmean().item()
+    correlation = length_reward_correlation(lengths.view(len(groups), -1), rewards.view(len(groups), -1))
+    if correlation is not None:
+        metrics["completion/length_reward_correlation"] = correlation
     return metrics

@@ -62,7 +62,10 @@ def _load_checkpoint(run_dir: Path, checkpoint_dir: Path | None) -> Checkpoint:
     from grpo_fast.checkpoint import CheckpointStore
 
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
-    return store.load_latest() if checkpoint_dir is None else store.load(checkpoint_dir)
+    checkpoint = store.load_latest() if checkpoint_dir is None else store.load(checkpoint_dir)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{run_dir} has no checkpoint yet; let it reach its first, or its end")
+    return checkpoint
 
 
 def _restored(config: TrainConfig, checkpoint: Checkpoint) -> Policy:

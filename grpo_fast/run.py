@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from grpo_fast.alerts import ALERTS_FILE, AlertMonitor
 from grpo_fast.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -22,23 +24,61 @@ from grpo_fast.checkpoint import (
 )
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
-from grpo_fast.data import PromptSampler, exclude_overlap, load_prompts
+from grpo_fast.data import load_prompts
 from grpo_fast.display import Display
-from grpo_fast.evaluate import Evaluation
-from grpo_fast.experience import Group
-from grpo_fast.jsonl import read_jsonl
+from grpo_fast.jsonl import JsonlLog, read_jsonl
 from grpo_fast.metrics import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, SampleRecord
-from grpo_fast.policy import PolicyOptimizer, load_policy
+from grpo_fast.policy import Policy, PolicyOptimizer, load_policy
+from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.report import write_report
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine
-from grpo_fast.summary import Score, before_after
+from grpo_fast.stage_parts import build_parts
+from grpo_fast.stages import schedule_steps, resolve_stages
+from grpo_fast.summary import Interval, Score, before_after
 from grpo_fast.trainer import StepResult, Trainer
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_DIR = "checkpoints"
 # What a resumed run may do differently and still be the same run.
-CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging"}
+CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts"}
+
+
+class Evaluated(Protocol):
+    """A held-out score, of whatever an algorithm evaluates."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def score(self) -> float: ...
+
+    @property
+    def interval(self) -> Interval: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Algorithm(Protocol):
+    """What a run drives: a trainer of any algorithm."""
+
+    config: TrainConfig
+    policy: Policy
+    optimizer: PolicyOptimizer
+    engine: AbstractContextManager[Any]
+    held_out: Sequence[Any]
+    step: int
+
+    def train_step(self) -> StepResult: ...
+
+    def evaluate(self, size: int | None = None) -> Evaluated: ...
+
+    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> Path:
@@ -98,45 +138,45 @@ def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
     return [key for key in new_values if key not in CHANGEABLE and new_values[key] != old_values.get(key)]
 
 
-def build_trainer(config: TrainConfig) -> Trainer:
+def build_trainer(config: TrainConfig) -> Algorithm:
     """Every part that the configuration names, at step 0."""
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    rewards = load_rewards(config.rewards)
-    policy = load_policy(config.model, needs_reference=config.loss.needs_reference)
-    prompts = load_prompts(config.dataset, policy.tokenizer)
-    rewards.check_columns(list(prompts[0].columns))
-    held_out = ()
+    return build_grpo_trainer(config) if config.algorithm == "grpo" else build_preference_trainer(config)
+
+
+def build_grpo_trainer(config: TrainConfig) -> Trainer:
+    judges = load_rewards(config.rewards)
+    stages = resolve_stages(config)
+    needs_reference = any(stage.config.loss.needs_reference for stage in stages)
+    policy = load_policy(config.model, needs_reference=needs_reference)
+    held_out = None
     if config.evaluation.dataset is not None:
         held_out = load_prompts(config.evaluation.dataset, policy.tokenizer)
-        prompts = exclude_overlap(prompts, held_out)
     return Trainer(
         config,
         policy=policy,
         engine=make_engine(config.rollout, policy),
-        optimizer=PolicyOptimizer(policy.trainable(), config.optimizer, total_steps=optimizer_steps(config)),
-        prompts=PromptSampler(prompts, config.prompts_per_step, seed=config.seed),
-        rewards=rewards,
-        held_out=held_out,
+        optimizer=PolicyOptimizer(
+            policy.trainable(), config.optimizer, total_steps=schedule_steps(stages, 0)
+        ),
+        stages=build_parts(stages, policy.tokenizer, held_out),
+        judges=judges,
+        held_out=held_out or (),
     )
 
 
-def optimizer_steps(config: TrainConfig) -> int:
-    return config.max_steps * config.num_iterations * config.minibatches
-
-
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
     """Put a trainer where the checkpoint left it."""
     trainer.optimizer.load_state_tensors(checkpoint.tensors["optimizer"])
     trainer.optimizer.load_state(checkpoint.state["optimizer"])
-    trainer.prompts.load_state_dict(checkpoint.state["prompts"])
-    trainer.entropy_controller.load_state_dict(checkpoint.state["entropy_controller"])
+    trainer.load_state_dict(checkpoint.state["trainer"])
     restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
     trainer.step = checkpoint.step
 
 
-def checkpoint_bytes(trainer: Trainer) -> int:
+def checkpoint_bytes(trainer: Algorithm) -> int:
     """Size of one checkpoint, the optimizer's two moments and fp32 masters included."""
     return sum(p.numel() * (p.element_size() + 12) for p in trainer.policy.trainable().values())
 
@@ -167,7 +207,7 @@ class Run:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Algorithm,
         run_dir: Path,
         store: CheckpointStore,
         stop: StopRequest,
@@ -183,6 +223,10 @@ class Run:
         self.metrics = MetricsLog(run_dir, self.config.logging, run_name=run_dir.name)
         self.samples = SampleLog(run_dir)
         self.evaluations = EvaluationLog(run_dir)
+        self.alerts = JsonlLog(run_dir / ALERTS_FILE)
+        self.monitor = AlertMonitor(self.config.alerts)
+        if checkpoint:
+            self.monitor.load_state_dict(checkpoint.state["alerts"])
         offsets = checkpoint.state["offsets"] if checkpoint else {}
         for name, log in self.logs().items():
             stack.callback(log.close)
@@ -190,8 +234,13 @@ class Run:
         display = Display(self.config.max_steps, start_step=trainer.step)
         self.display = stack.enter_context(display) if show else None
 
-    def logs(self) -> dict[str, MetricsLog | SampleLog | EvaluationLog]:
-        return {"metrics": self.metrics, "samples": self.samples, "evaluations": self.evaluations}
+    def logs(self) -> dict[str, MetricsLog | JsonlLog]:
+        return {
+            "metrics": self.metrics,
+            "samples": self.samples,
+            "evaluations": self.evaluations,
+            "alerts": self.alerts,
+        }
 
     def execute(self) -> None:
         """Steps until the last one or a stop request; then the closing score, the checkpoint and the report."""
@@ -220,21 +269,24 @@ class Run:
             metrics = metrics | self.evaluate(None if last else config.evaluation.size)
         self.metrics.log(step, metrics, timings)
         if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
-            self.samples.write(step, self.pick_samples(result.groups))
+            self.samples.write(step, self.trainer.pick_samples(result, config.logging.samples))
         if self.display:
             self.display.update(step, metrics, timings)
+        for alert in self.monitor.update(step, metrics):
+            self.alerts.append(alert.record())
+            self.say(alert.text)
 
     def evaluate(self, size: int | None) -> dict[str, float]:
         """Score the held-out questions, write it down, show it."""
         if not self.trainer.held_out:
             return {}
-        evaluation: Evaluation = self.trainer.evaluate(size)
+        evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
         self.evaluations.write(step, name, evaluation.score, evaluation.interval, n)
         if self.display:
             self.display.evaluation(step, evaluation.score, evaluation.interval, n)
-        return {"eval/score": evaluation.score}
+        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def save(self, *, must: bool = False) -> int | None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on."""
@@ -250,8 +302,8 @@ class Run:
                 },
                 state={
                     "optimizer": trainer.optimizer.state(),
-                    "prompts": trainer.prompts.state_dict(),
-                    "entropy_controller": trainer.entropy_controller.state_dict(),
+                    "trainer": trainer.state_dict(),
+                    "alerts": self.monitor.state_dict(),
                     "rng": rng_state,
                     "offsets": {name: log.offset for name, log in self.logs().items()},
                 },
@@ -262,22 +314,6 @@ class Run:
             self.say(f"checkpoint of step {trainer.step} not saved: {error}; training goes on")
             return None
         return trainer.step
-
-    def pick_samples(self, groups: list[Group]) -> list[SampleRecord]:
-        """The first completion of each of a few groups."""
-        names = self.trainer.rewards.names
-        return [
-            SampleRecord(
-                prompt=self.trainer.policy.tokenizer.decode(group.prompt.token_ids),
-                completion=group.completions[0].text,
-                rewards=dict(zip(names, group.reward_table[0].tolist(), strict=True)),
-                reward=group.rewards[0].item(),
-                advantage=group.advantages[0][0],
-                truncated=group.completions[0].truncated,
-                num_tokens=len(group.completions[0].token_ids),
-            )
-            for group in groups[: self.config.logging.samples]
-        ]
 
     def outcome(self) -> str:
         """Held-out score before → after."""
@@ -292,7 +328,7 @@ class Run:
             self.display.message(text)
 
 
-def peak_memory(trainer: Trainer) -> int:
+def peak_memory(trainer: Algorithm) -> int:
     """Bytes at the highest: of the GPU's allocator, else of the process."""
     if trainer.policy.device.type == "cuda":
         return torch.cuda.max_memory_allocated(trainer.policy.device)

@@ -12,20 +12,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.data import PromptSampler
+from grpo_fast.config import RolloutConfig, TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, describe, make_samples, score_groups
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_grpo_loss, linear_logprob
+from grpo_fast.metrics import SampleRecord
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Sampling
+from grpo_fast.stage_parts import StageParts
+from grpo_fast.stages import schedule_steps, stage_at
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
@@ -57,7 +60,13 @@ class StepResult:
 
 
 class Trainer:
-    """The state of a run, and the verbs that change it."""
+    """The state of a run, and the verbs that change it.
+
+    Args:
+        config: the run's; evaluation goes by it in every stage.
+        stages: at least one; each brings the configuration, rewards and prompts that it trains with.
+        judges: the rewards of evaluation, the same in every stage.
+    """
 
     def __init__(
         self,
@@ -66,36 +75,58 @@ class Trainer:
         policy: Policy,
         engine: Engine,
         optimizer: PolicyOptimizer,
-        prompts: PromptSampler,
-        rewards: RewardSet,
+        stages: Sequence[StageParts],
+        judges: RewardSet,
         held_out: Sequence[Prompt] = (),
     ) -> None:
-        self.config = config
         self.policy = policy
         self.engine = engine
         self.optimizer = optimizer
-        self.prompts = prompts
-        self.rewards = rewards
+        self.stages = stages
+        self.judges = judges
         self.held_out = held_out
         self.step = 0
-        self.entropy_controller = EntropyController.of(config.loss)
-        self.sampling = Sampling(
-            max_completion_length=config.rollout.max_completion_length,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            min_p=config.rollout.min_p,
-            stop=tuple(config.rollout.stop),
+        self.evaluation_sampling = replace(
+            sampling_of(config.rollout), temperature=config.evaluation.temperature, seed=config.seed
         )
+        self.entropy_controller = EntropyController.of(stages[0].stage.config.loss)
+        self.enter(0)
+
+    def enter(self, index: int) -> None:
+        """Go on with a stage's configuration, rewards and prompts."""
+        parts = self.stages[index]
+        self.stage = index
+        self.config = parts.stage.config
+        self.rewards = parts.rewards
+        self.prompts = parts.prompts
+        self.adaptive_weights = parts.adaptive_weights
+        self.sampling = sampling_of(self.config.rollout)
+        total_steps = schedule_steps([parts.stage for parts in self.stages], index)
+        self.optimizer.configure(self.config.optimizer, total_steps=total_steps)
+
+    def advance(self) -> None:
+        """Enter the stage that the coming step belongs to, where it is another one."""
+        due = stage_at([parts.stage for parts in self.stages], self.step)
+        if due == self.stage:
+            return
+        loss = self.config.loss
+        self.enter(due)
+        if self.config.loss != loss:
+            self.entropy_controller = EntropyController.of(self.config.loss)
+        if self.stages[due].stage.fresh_optimizer:
+            self.optimizer.forget()
 
     def train_step(self) -> StepResult:
         """Rollout, rewards, advantages, update."""
+        self.advance()
         clock = Clock()
         with clock("step"):
             groups, metrics = self.collect(clock)
             samples, totals = make_samples(groups, self.config.advantage)
-            metrics |= self.update(samples, totals, clock)
+            with self.engine_asleep(clock):
+                metrics |= self.update(samples, totals, clock)
         self.step += 1
+        self.optimizer.advance()
         tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
         timings = clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]}
         return StepResult(groups, metrics, timings)
@@ -110,10 +141,24 @@ class Trainer:
             live = [group for group in drawn if not group.flat]
             if len(live) >= wanted:
                 break
-        metrics = describe(drawn, self.rewards.names)
+        metrics = describe(drawn, self.rewards.names) | self.learn(drawn)
         if not config.dynamic_sampling:
             return drawn, metrics
         return live[:wanted], metrics | {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
+        prompts = [group.prompt for group in groups]
+        metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
+        if len(self.stages) > 1:
+            metrics["stage"] = self.stage
+        rewards = torch.stack([group.rewards for group in groups])
+        table = torch.stack([group.reward_table for group in groups])
+        self.prompts.observe(prompts, rewards, table)
+        if self.adaptive_weights is not None:
+            metrics |= self.adaptive_weights.metrics()
+            self.adaptive_weights.update(table)
+        return metrics
 
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
         """Completions of each prompt, scored against each other."""
@@ -125,7 +170,26 @@ class Trainer:
                 replace(self.sampling, seed=seed),
             )
         with clock("reward"):
-            return score_groups(prompts, completions, self.rewards, self.config.advantage)
+            return score_groups(
+                prompts,
+                completions,
+                self.rewards,
+                self.config.advantage,
+                weights=None if self.adaptive_weights is None else self.adaptive_weights.weights,
+                shared=self.prompts.shared(prompts),
+            )
+
+    @contextmanager
+    def engine_asleep(self, clock: Clock) -> Iterator[None]:
+        """The engine gives its memory to the update, then takes over the new weights; also after an error."""
+        with clock("sleep"):
+            self.engine.sleep()
+        try:
+            yield
+        finally:
+            with clock("wake"):
+                self.engine.wake()
+                self.engine.sync(self.policy)
 
     def update(self, samples: Sequence[Sample], totals: StepTotals, clock: Clock) -> dict[str, float]:
         """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics."""
@@ -246,12 +310,55 @@ class Trainer:
         return evaluate(
             self.engine,
             self.held_out[:size],
-            self.rewards,
-            sampling=replace(self.sampling, temperature=config.temperature, seed=self.config.seed),
+            self.judges,
+            sampling=self.evaluation_sampling,
             num_samples=config.num_samples,
             threshold=config.threshold,
             reward_name=config.reward,
         )
+
+    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]:
+        """The first completion of each of the first `count` groups."""
+        return [
+            SampleRecord(
+                prompt=self.policy.tokenizer.decode(group.prompt.token_ids),
+                completion=group.completions[0].text,
+                rewards=dict(zip(self.rewards.names, group.reward_table[0].tolist(), strict=True)),
+                reward=group.rewards[0].item(),
+                advantage=group.advantages[0][0],
+                truncated=group.completions[0].truncated,
+                num_tokens=len(group.completions[0].token_ids),
+            )
+            for group in result.groups[:count]
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; what a resumed run needs besides the weights and the optimizer."""
+        return {
+            "stage": self.stage,
+            "prompts": self.prompts.state_dict(),
+            "adaptive_weights": self.adaptive_weights and self.adaptive_weights.state_dict(),
+            "entropy_controller": self.entropy_controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.enter(state["stage"])
+        self.prompts.load_state_dict(state["prompts"])
+        if self.adaptive_weights is not None:
+            self.adaptive_weights.load_state_dict(state["adaptive_weights"])
+        self.entropy_controller = EntropyController.of(self.config.loss)
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+
+
+def sampling_of(config: RolloutConfig) -> Sampling:
+    return Sampling(
+        max_completion_length=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=tuple(config.stop),
+    )
 
 
 def sum_metrics(shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

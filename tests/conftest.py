@@ -11,6 +11,7 @@ corrects Triton's interpreter builder; `tests/kernels/test_interpreter.py` holds
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -135,3 +136,55 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(builder, "get_bf16", constant, raising=False)
     reductions = interpreter.ReduceScanOpInterface
     patch.setattr(reductions, "check_tensor", refuse(reductions.check_tensor))
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A whole run in seconds: a random model, 32 prompts, and a reward for words near `w7`. Overrides of TrainConfig."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy")
+    words = {"<unk>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 24)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder / "model")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(words),
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                bos_token_id=None,
+                eos_token_id=1,
+                pad_token_id=None,
+                tie_word_embeddings=True,
+            )
+        )
+    model.save_pretrained(folder / "model")
+    prompts = [{"prompt": f"w{2 + i % 11} w{13 + i % 11} w{2 + (5 * i) % 22}"} for i in range(32)]
+    held_out = [{"prompt": f"w{2 + i} w{13 + i} w3 w4"} for i in range(10)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "held_out.jsonl").write_text("\n".join(map(json.dumps, held_out)))
+    (folder / "rewards.py").write_text(
+        "def near_w7(completions, **columns):\n"
+        "    numbers = [[int(word[1:]) for word in text.split()] for text in completions]\n"
+        "    return [sum(1 / (1 + abs(n - 7)) for n in row) / max(1, len(row)) for row in numbers]\n"
+    )
+    return {
+        "max_steps": 6,
+        "prompts_per_step": 4,
+        "micro_batch_tokens": 64,
+        "model": {"path": str(folder / "model"), "dtype": "float32", "device": "cpu"},
+        "dataset": {"source": str(folder / "prompts.jsonl")},
+        "rewards": [{"reward": f"{folder / 'rewards.py'}:near_w7"}],
+        "rollout": {"num_generations": 6, "max_completion_length": 8},
+        "optimizer": {"learning_rate": 3e-3},
+        "evaluation": {"dataset": {"source": str(folder / "held_out.jsonl")}, "threshold": 0.5},
+        "logging": {"tensorboard": False},
+    }

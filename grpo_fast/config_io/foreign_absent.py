@@ -17,7 +17,6 @@ _COMPILE = "the model runs as loaded; the head has its own kernels"
 _PACKING = "sequences are always packed flat, without padding"
 _REFERENCE = "the reference stays the model that training started from"
 _ENGINE = "the rollout engine sets itself up; see the keys of `rollout`"
-_DPO = "belongs to preference training; the algorithm here is grpo"
 _TEXT = "models here read and write text"
 
 
@@ -217,10 +216,6 @@ ABSENT: dict[str, Absent] = {
         vllm_tensor_parallel_size=(None, 1),
     ),
     **_absent("answers are single turns, without tools", max_tool_calling_iterations=None),
-    **_absent(
-        "the weighted rewards are summed, then scaled",
-        multi_objective_aggregation=(None, "sum_then_normalize"),
-    ),
     **_absent(_REFERENCE, ref_model_mixup_alpha=(), ref_model_sync_steps=(), sync_ref_model=False),
     **_absent(
         "sampled completions are saved every logging.samples_every steps",
@@ -229,18 +224,21 @@ ABSENT: dict[str, Absent] = {
     ),
     **_absent(_TEXT, log_multimodal=(True, False)),
     **_absent(
-        _DPO,
+        "the preference loss has no such term; see preference.loss",
         activation_offloading=False,
         discopop_tau=(),
         f_alpha_divergence_coef=(),
-        f_divergence_type=(),
-        label_smoothing=(None, 0),
+        f_divergence_type=(None, "reverse_kl"),
         ld_alpha=None,
-        loss_weights=None,
-        pad_token=None,
-        precompute_ref_batch_size=None,
-        precompute_ref_log_probs=False,
-        truncation_mode=(),
         use_weighting=False,
+    ),
+    **_absent("set preference.loss", label_smoothing=(None, 0), loss_weights=None),
+    **_absent(
+        "reference log-probabilities are computed once and kept",
+        precompute_ref_batch_size=None,
+        precompute_ref_log_probs=(True, False),
+    ),
+    **_absent(
+        "too long prompts are dataset.overlong_prompts; nothing is padded", pad_token=None, truncation_mode=()
     ),
 }

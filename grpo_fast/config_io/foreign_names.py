@@ -88,6 +88,7 @@ MOVED: dict[str, Moved] = {
     "scale_rewards": rules.choice(
         "advantage.scale_rewards", _SCALES, "has no equivalent; it is group, batch or none"
     ),
+    "multi_objective_aggregation": to("advantage.multi_objective_aggregation"),
     "mask_truncated_completions": to("advantage.mask_truncated"),
     "algorithm": to("algorithm"),
     "rl": rules.choice("algorithm", {"grpo": "grpo"}, "has no equivalent; the algorithm here is grpo"),

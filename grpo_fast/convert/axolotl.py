@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Account, Conversion
-from grpo_fast.convert.trl import BATCH, PREFERENCE, STEPS, put_batch, put_defaults, put_steps
+from grpo_fast.convert.preference import AXOLOTL_LOSSES
+from grpo_fast.convert.trl import BATCH, STEPS, put_batch, put_defaults, put_steps
 
 # Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
 DEFAULTS: dict[str, Any] = {"max_completion_length": 512, "lr_scheduler": "cosine", "adam_beta2": 0.999}
@@ -53,16 +54,15 @@ REASONS = {
 
 def convert_axolotl(document: Mapping[str, Any]) -> Conversion:
     """Every key of the document and of its blocks is in the account."""
-    account = Account("Axolotl")
+    rl = document.get("rl")
+    account = Account("Axolotl", preference=rl in AXOLOTL_LOSSES)
     block = dict(document.get("trl") or {})
     siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **block}.items()}
     siblings.setdefault("adapter", None)
-    rl = document.get("rl")
-    grpo = rl in (None, "grpo", "gdpo")
     entries = [(f"trl.{key}", key, value) for key, value in block.items()]
     entries += [(key, SYNONYMS.get(key, key), value) for key, value in document.items() if key not in BLOCKS]
     labels = {name: key for key, name, _ in entries}
-    per_rollout = put_batch(account, siblings, labels) if grpo else 1
+    per_rollout = put_batch(account, siblings, labels)
     for key, name, value in sorted(entries, key=lambda entry: entry[1] != "loss_type"):
         if key == "rl":
             put_algorithm(account, value)
@@ -70,11 +70,9 @@ def convert_axolotl(document: Mapping[str, Any]) -> Conversion:
             put_datasets(account, key, value)
         elif name in REASONS:
             account.leave(key, value, REASONS[name])
-        elif not grpo and name in ("loss_type", "beta", "rl_beta"):
-            account.leave(key, value, PREFERENCE)
         elif name in STEPS:
             put_steps(account, key, name, value, siblings, per_rollout)
-        elif name not in BATCH or not grpo:
+        elif name not in BATCH:
             account.by_table(key, name, value, siblings)
     for key, value in (document.get("vllm") or {}).items():
         account.leave(f"vllm.{key}", value, ENGINE)
@@ -84,12 +82,14 @@ def convert_axolotl(document: Mapping[str, Any]) -> Conversion:
 
 def put_algorithm(account: Account, value: Any) -> None:
     if value == "gdpo":
-        reason = "weighted rewards are summed, then scaled; GDPO normalises each of them first"
-        account.leave("rl", value, reason)
+        places = {"algorithm": "grpo", "advantage.multi_objective_aggregation": "normalize_then_sum"}
+        account.put("rl", value, places)
     elif value == "grpo":
         account.put("rl", value, {"algorithm": "grpo"})
+    elif value in AXOLOTL_LOSSES:
+        account.put("rl", value, {"algorithm": "dpo", "preference.loss.loss_type": AXOLOTL_LOSSES[value]})
     else:
-        account.leave("rl", value, PREFERENCE)
+        account.leave("rl", value, f"is not offered; it is grpo, gdpo or one of {', '.join(AXOLOTL_LOSSES)}")
 
 
 def put_datasets(account: Account, key: str, value: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from grpo_fast.config_io.errors import short
 from grpo_fast.config_io.foreign_names import RULES
-from grpo_fast.config_io.foreign_rules import Absent, Places
+from grpo_fast.config_io.foreign_rules import Absent, Places, Translate
 from grpo_fast.config_io.yaml_text import dump_yaml
+from grpo_fast.convert import preference
 from grpo_fast.objective.catalog import CATALOG
 
 FILL_IN = "FILL_IN"
@@ -89,9 +90,15 @@ class Account:
     """A conversion under way."""
 
     source: str
+    preference: bool = False  # trains on pairs instead of the policy's own completions
     places: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     set_by: dict[str, str] = field(default_factory=dict)  # place -> the key that set it
+
+    def __post_init__(self) -> None:
+        if self.preference:
+            self.places["algorithm"] = "dpo"
+            self.set_by["algorithm"] = "the kind of file"
 
     def put(self, key: str, value: Any, places: Places, reason: str = "", *, default: bool = False) -> None:
         """A key that sets these places, unless another key has set them or the loss would not read them."""
@@ -113,18 +120,25 @@ class Account:
     def by_table(self, key: str, name: str, value: Any, siblings: Mapping[str, Any]) -> None:
         """A key by the one table of foreign names."""
         rule = RULES.get(name)
-        if rule is None:
+        if self.preference and name in preference.TERMS:
+            self.translate(key, value, preference.TERMS[name], siblings)
+        elif rule is None:
             self.leave(key, value, UNKNOWN)
         elif isinstance(rule, Absent):
             self.leave(key, value, rule.reason)
         else:
-            try:
-                self.put(key, value, rule.translate(value, siblings))
-            except (ValueError, TypeError) as error:
-                self.leave(key, value, str(error))
+            self.translate(key, value, rule.translate, siblings)
+
+    def translate(self, key: str, value: Any, translate: Translate, siblings: Mapping[str, Any]) -> None:
+        """A key by a translation, which may say that the value has no equivalent."""
+        try:
+            self.put(key, value, translate(value, siblings))
+        except (ValueError, TypeError) as error:
+            self.leave(key, value, str(error))
 
     def finish(self) -> Conversion:
-        missing = tuple(place for place in REQUIRED if place not in self.places)
+        wanted = [place for place in REQUIRED if not (self.preference and place in preference.SAMPLING)]
+        missing = tuple(place for place in wanted if place not in self.places)
         places = {**{place: REQUIRED[place] for place in missing}, **self.places}
         if "max_steps" not in places:  # the source counts epochs; ours has a default that nobody chose
             missing += ("max_steps",)
@@ -136,7 +150,9 @@ class Account:
         return ""
 
     def _unread(self, place: str, value: Any) -> str:
-        """Why a term of the loss would be refused beside the loss that is chosen."""
+        """Why a place would be refused beside the algorithm and the loss that are chosen."""
+        if self.preference and place.partition(".")[0] in preference.SAMPLING:
+            return preference.UNREAD
         section, _, name = place.rpartition(".")
         facts = CATALOG.get(self.places.get("loss.loss_type", "dapo"))
         if section != "loss" or facts is None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_fast.config_io.foreign_names import RULES
 from grpo_fast.config_io.foreign_rules import Places
 from grpo_fast.convert.conversion import UNKNOWN, Account, Conversion
 from grpo_fast.convert.nemo_rl_keys import MOVED, reason_for
 from grpo_fast.convert.references import flatten, resolve
-from grpo_fast.convert.trl import PREFERENCE
 
 Leaves = Mapping[str, Any]
 
@@ -19,59 +17,51 @@ def convert_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     """Every leaf of the document is in the account, references resolved."""
     leaves = resolve(flatten(document))
     name = leaves.get("algorithm.name", leaves.get("algorithm", "dpo" if "dpo" in document else "grpo"))
-    account = Account("NeMo-RL")
+    account = Account("NeMo-RL", preference=name == "dpo")
     for key in sorted(leaves, key=lambda key: not key.startswith("loss_fn.")):
-        put_leaf(account, key, leaves[key], leaves, preference=name != "grpo")
+        put_leaf(account, key, leaves[key], leaves)
     return account.finish()
 
 
-def put_leaf(account: Account, key: str, value: Any, leaves: Leaves, *, preference: bool) -> None:
+def put_leaf(account: Account, key: str, value: Any, leaves: Leaves) -> None:
     """One leaf, by the first of: a translation of its own, its place, a reason, the table of flat names."""
     if isinstance(value, str) and "${" in value:
         account.leave(key, value, "refers to something outside this file; set it by hand")
-    elif key in ("algorithm", "algorithm.name") or (preference and key.startswith("dpo.")):
-        put_algorithm(account, key, value, preference=preference)
+    elif key in ("algorithm", "algorithm.name"):
+        put_algorithm(account, key, value)
     elif key in TRANSLATED:
-        try:
-            account.put(key, value, TRANSLATED[key](value, leaves))
-        except (ValueError, TypeError) as error:
-            account.leave(key, value, str(error))
+        account.translate(key, value, TRANSLATED[key], leaves)
     elif key in MOVED:
         account.put(key, value, {} if value is None else {MOVED[key]: value})
     elif key.startswith("algorithm."):
-        put_algorithm_leaf(account, key, value, leaves, preference=preference)
+        put_algorithm_leaf(account, key, value, leaves)
     else:
         account.leave(key, value, reason_for(key) or UNKNOWN)
 
 
-def put_algorithm(account: Account, key: str, value: Any, *, preference: bool) -> None:
-    if preference:
-        account.leave(key, value, PREFERENCE)
-    else:
+def put_algorithm(account: Account, key: str, value: Any) -> None:
+    if value in ("grpo", "dpo"):
         account.put(key, value, {"algorithm": value})
+    else:
+        account.leave(key, value, "is not offered; the algorithms here are grpo and dpo")
 
 
-def put_algorithm_leaf(account: Account, key: str, value: Any, leaves: Leaves, *, preference: bool) -> None:
+def put_algorithm_leaf(account: Account, key: str, value: Any, leaves: Leaves) -> None:
     """A leaf of the one-section form, under NeMo-RL's own names or the common flat ones."""
     name = key.removeprefix("algorithm.")
-    for section in ("grpo", "loss_fn"):
+    for section in ("dpo",) if account.preference else ("grpo", "loss_fn"):
         known = f"{section}.{name}"
-        if known in TRANSLATED or known in MOVED or reason_for(known):
-            place = Account(account.source)
-            put_leaf(place, known, value, {**leaves, known: value}, preference=False)
-            row = place.rows[0]
+        if known in TRANSLATED or known in MOVED:
+            probe = Account(account.source, account.preference)
+            put_leaf(probe, known, value, {**leaves, known: value})
+            row = probe.rows[0]
             if row.outcome == "not applicable":
                 account.leave(key, value, row.reason)
             else:
-                account.put(key, value, place.places)
+                account.put(key, value, {place: probe.places[place] for place in row.places})
             return
-    if preference and name in ("beta", "loss_type"):
-        account.leave(key, value, PREFERENCE)
-    elif name in RULES:
-        siblings = {leaf.removeprefix("algorithm."): item for leaf, item in leaves.items()}
-        account.by_table(key, name, value, siblings)
-    else:
-        account.leave(key, value, UNKNOWN)
+    siblings = {leaf.removeprefix("algorithm."): item for leaf, item in leaves.items()}
+    account.by_table(key, name, value, siblings)
 
 
 def loss_type(value: Any, leaves: Leaves) -> Places:
@@ -144,6 +134,8 @@ def correction_part(place: str | None) -> Callable[[Any, Leaves], Places]:
 
 
 def minibatches(value: Any, leaves: Leaves) -> Places:
+    if any(key.startswith("dpo.") for key in leaves):
+        return {"prompts_per_step": value}
     prompts, group = leaves.get("grpo.num_prompts_per_step"), leaves.get("grpo.num_generations_per_prompt")
     if not (prompts and group) or prompts * group % value:
         raise ValueError("does not divide the completions of a step; set minibatches")
@@ -220,6 +212,11 @@ TRANSLATED: dict[str, Callable[[Any, Leaves], Places]] = {
     "checkpointing.enabled": checkpoints,
     "data.train.output_key": answer_column,
     "data.output_key": answer_column,
+    "dpo.preference_average_log_probs": only_false(
+        "loss_type ipo and simpo compare per token; sigmoid does not"
+    ),
+    "dpo.sft_average_log_probs": only_false("see preference.loss.loss_type, which takes a sum with sft"),
+    "dpo.sft_loss_weight": only_false("see preference.loss.loss_type, which takes a sum with sft"),
     "env.math.math_verify_impl": math_reward,
     "grpo.adv_estimator.name": estimator,
     "grpo.adv_estimator.normalize_rewards": scale,

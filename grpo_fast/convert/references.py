@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-_DEPTH = 20
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -47,12 +46,10 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _resolved(name: str, value: Any, leaves: Mapping[str, Any], depth: int = 0) -> Any:
-    for _ in range(_DEPTH):  # a chain longer than this is a circle
-        match = _INNERMOST.search(value) if isinstance(value, str) else None
-        if match is None:
-            return value
-        found = _look_up(name, match.group(1), leaves, depth)
+def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozenset[str] = frozenset()) -> Any:
+    """`waiting`: the keys whose value waits for this one; a reference to one of them is a circle."""
+    while isinstance(value, str) and (match := _INNERMOST.search(value)):
+        found = _look_up(name, match.group(1), leaves, waiting | {name})
         if found is ...:
             return value
         whole = match.span() == (0, len(value))
@@ -60,7 +57,7 @@ def _resolved(name: str, value: Any, leaves: Mapping[str, Any], depth: int = 0) 
     return value
 
 
-def _look_up(name: str, reference: str, leaves: Mapping[str, Any], depth: int) -> Any:
+def _look_up(name: str, reference: str, leaves: Mapping[str, Any], waiting: frozenset[str]) -> Any:
     function, colon, arguments = reference.partition(":")
     if colon:
         return _product(arguments) if function.strip() == "mul" else ...
@@ -68,10 +65,10 @@ def _look_up(name: str, reference: str, leaves: Mapping[str, Any], depth: int) -
     if target.startswith("."):
         dots = len(target) - len(target.lstrip("."))
         target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
-    if target not in leaves or depth == _DEPTH:
+    if target not in leaves or target in waiting:
         return ...
-    # A reference that is relative is so to the key that holds it.
-    return _resolved(target, leaves[target], leaves, depth + 1)
+    # Resolved under its own name, to which a relative reference in it is relative.
+    return _resolved(target, leaves[target], leaves, waiting)
 
 
 def _product(arguments: str) -> Any:

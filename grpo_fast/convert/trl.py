@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Account, Conversion
+from grpo_fast.convert.preference import SAMPLING
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS: dict[str, Any] = {
@@ -22,29 +23,26 @@ BATCH = (
 )
 STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps")
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
-PREFERENCE = "belongs to preference training; the algorithm here is grpo"
 
 
 def convert_trl(document: Mapping[str, Any]) -> Conversion:
     """Every key of the document is in the account, and so is every default that differs from ours."""
-    account = Account("TRL")
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
-    per_rollout = 1 if preference else put_batch(account, document, {})
+    account = Account("TRL", preference)
+    per_rollout = put_batch(account, document, {})
     # The loss first: which of its terms are read depends on it.
     for key in sorted(document, key=lambda key: key != "loss_type"):
         value = document[key]
-        if preference and key in ("loss_type", "beta"):
-            account.leave(key, value, PREFERENCE)
-        elif key in STEPS:
+        if key in STEPS:
             put_steps(account, key, key, value, document, per_rollout)
-        elif key not in BATCH or preference:
+        elif key not in BATCH:
             account.by_table(key, key, value, document)
     defaults = dict(DEFAULTS)
     if document.get("use_vllm"):
         defaults["vllm_importance_sampling_correction"] = True
-    if document.get("beta"):
+    if document.get("beta") and not preference:
         defaults["use_bias_correction_kl"] = True
-    put_defaults(account, {} if preference else defaults, document)
+    put_defaults(account, defaults, document)
     return account.finish()
 
 
@@ -54,7 +52,9 @@ def put_defaults(account: Account, defaults: Mapping[str, Any], document: Mappin
         if document.get(key) is None:
             probe = Account(account.source)
             probe.by_table(key, key, value, {**document, key: value})
-            if not set(probe.places) & set(account.places):
+            ours = set(probe.places) & set(account.places)
+            unread = account.preference and any(place.split(".")[0] in SAMPLING for place in probe.places)
+            if not ours and not unread:
                 account.put(key, value, probe.places, f"{account.source}'s default", default=True)
 
 
@@ -67,7 +67,7 @@ def put_batch(account: Account, document: Mapping[str, Any], labels: Mapping[str
     steps_per_generation, and makes an optimiser step of every `gradient_accumulation_steps` batches of them.
     """
     given = {key: document[key] for key in BATCH if document.get(key) is not None}
-    group = document.get("num_generations") or 8
+    group = 1 if account.preference else document.get("num_generations") or 8
     batch = given.get("per_device_train_batch_size", 8)
     accumulation = given.get("gradient_accumulation_steps", 1)
     per_rollout = given.get("steps_per_generation") or accumulation
@@ -75,7 +75,7 @@ def put_batch(account: Account, document: Mapping[str, Any], labels: Mapping[str
     prompts, prompts_rest = divmod(rollout, group)
     minibatches, minibatches_rest = divmod(rollout, batch * accumulation)
     whole = prompts and minibatches and not prompts_rest and not minibatches_rest and minibatches <= prompts
-    places = {"prompts_per_step": prompts, "minibatches": minibatches}
+    places = {"prompts_per_step": prompts} | ({} if account.preference else {"minibatches": minibatches})
     reason = f"one process: {rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
     for key in [key for key in BATCH if key in document]:
         label = labels.get(key, key)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.types import Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PromptSampler:
     """Draws batches of prompts, each prompt once an epoch, in an order that `seed` decides.
 
-    The last batch of an epoch is filled from the next one.
+    The last batch of an epoch is filled from the next one. Other samplers change the order, learn from the
+    rewards (`observe`), or let prompts share a baseline (`shared`).
     """
 
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
@@ -42,6 +46,17 @@ class PromptSampler:
         self.drawn += self.batch_size
         return batch
 
+    def shared(self, prompts: Sequence[Prompt]) -> list[int] | None:
+        """For each prompt of a batch a number, the same where they share a baseline. None: nobody does."""
+        return None
+
+    def observe(self, prompts: Sequence[Prompt], rewards: Tensor, table: Tensor) -> None:
+        """What a batch of G prompts earned: totals (G, n), and (G, n, F) by function; NaN: not scored."""
+
+    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Figures of a step's prompts that only the sampler knows."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; the same prompts follow after `load_state_dict`."""
         return {"drawn": self.drawn, "seed": self.seed, "dataset": self._fingerprint}
@@ -62,10 +77,15 @@ class PromptSampler:
     def _at(self, position: int) -> Prompt:
         epoch, place = divmod(position, len(self.dataset))
         if epoch != self._epoch:
-            self._order = list(range(len(self.dataset)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._order = self._order_of(epoch)
             self._epoch = epoch
         return self.dataset[self._order[place]]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        """Every position of the dataset once."""
+        order = list(range(len(self.dataset)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
 
 
 def _fingerprint(dataset: Sequence[Prompt]) -> str:

@@ -1,7 +1,8 @@
-"""Rewards become advantages: each completion against the others of its prompt."""
+"""Rewards become advantages: each completion against the others of its group."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,23 +12,27 @@ from torch import Tensor
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
 
+Scale = Literal["group", "batch", "none"]
+Baseline = Literal["mean", "leave_one_out"]
+
 
 @dataclass(frozen=True)
 class Advantages:
-    """G groups of n completions."""
+    """G prompts with n completions each. A group: a prompt's completions, or all that share its baseline."""
 
     advantages: Tensor  # (G, n) float32, zero where the reward is not a number
     flat: Tensor  # (G,) bool: every reward of the group is the same, nothing to learn
-    mean: Tensor  # (G,) float32, of the rewards
-    std: Tensor  # (G,) float32, unbiased
+    mean: Tensor  # (G,) float32, of the group's rewards
+    std: Tensor  # (G,) float32, of the group's rewards, unbiased
 
 
 def group_advantages(
     rewards: Tensor,
     *,
-    scale_rewards: Literal["group", "batch", "none"] = "group",
-    baseline: Literal["mean", "leave_one_out"] = "mean",
+    scale_rewards: Scale = "group",
+    baseline: Baseline = "mean",
     eps: float = 1e-4,
+    shared: Sequence[int] | Tensor | None = None,
 ) -> Advantages:
     """Advantage of each completion over its group.
 
@@ -41,24 +46,39 @@ def group_advantages(
         scale_rewards: divide by the group's deviation, the whole batch's, or not at all.
         baseline: the group's mean, or for each completion the mean of the others.
         eps: added to the deviation before dividing.
+        shared: G integers; prompts with the same one are one group of all their completions. None: each
+            prompt is its own.
 
     Raises:
-        ValueError: `rewards` is not (G, n) with n >= 2.
+        ValueError: `rewards` is not (G, n) with n >= 2, or `shared` has not G entries.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
-            f"rewards has shape {tuple(rewards.shape)}; a group needs at least two completions: pass (groups, n >= 2)"
+            f"rewards has shape {tuple(rewards.shape)}; a group needs at least two completions: pass "
+            "(groups, n >= 2)"
         )
     rewards = rewards.float()
+    of_prompt, groups = _group_index(shared, rewards)
     valid = rewards.isfinite()
-    count = valid.sum(1, keepdim=True)
     filled = rewards.where(valid, 0.0)
-    mean = filled.sum(1, keepdim=True) / count.clamp(min=1)
-    spread = rewards.where(valid, -torch.inf).amax(1) - rewards.where(valid, torch.inf).amin(1)
-    flat = ~(spread > FLAT_SPREAD)
+
+    def total(values: Tensor) -> Tensor:  # (G, n) -> (G, 1), summed over the group
+        sums = torch.zeros(groups, dtype=values.dtype, device=values.device)
+        return sums.index_add(0, of_prompt, values.sum(1))[of_prompt, None]
+
+    def extreme(values: Tensor, reduce: Literal["amax", "amin"]) -> Tensor:  # (G, n) -> (G,)
+        result = values.new_empty(groups)
+        return result.scatter_reduce(0, of_prompt, getattr(values, reduce)(1), reduce, include_self=False)[
+            of_prompt
+        ]
+
+    count = total(valid.long())
+    mean = total(filled) / count.clamp(min=1)
+    highest = extreme(rewards.where(valid, -torch.inf), "amax")
+    flat = ~(highest - extreme(rewards.where(valid, torch.inf), "amin") > FLAT_SPREAD)
     # A flat group's deviations from its rounded mean are noise that the division would blow up.
     centred = (rewards - mean).where(valid & ~flat[:, None], 0.0)
-    std = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    std = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
 
     advantages = centred
     if baseline == "leave_one_out":
@@ -67,12 +87,81 @@ def group_advantages(
     if scale_rewards == "group":
         advantages = advantages / (std + eps)
     elif scale_rewards == "batch":
-        everything = rewards[valid]
-        deviation = everything.std() if everything.numel() > 1 else everything.new_zeros(())
-        advantages = advantages / (deviation + eps)
+        advantages = advantages / (_deviation(rewards[valid]) + eps)
     return Advantages(
         advantages=advantages,
         flat=flat,
         mean=mean.squeeze(1),
         std=std.squeeze(1),
     )
+
+
+def decoupled_advantages(
+    table: Tensor,
+    weights: Sequence[float],
+    *,
+    scale_rewards: Literal["group", "batch"] = "group",
+    baseline: Baseline = "mean",
+    eps: float = 1e-4,
+    shared: Sequence[int] | Tensor | None = None,
+) -> Advantages:
+    """Each reward normalised by itself, then summed with its weight, then scaled by the batch's deviation.
+
+    GDPO (Liu et al. 2026, arXiv:2601.05242, section 3): summing first lets different combinations of rewards
+    fall on the same total, and lets a reward of large spread drown the others. The batch's mean is not
+    subtracted, for it is zero: each reward's advantages add up to zero in every group.
+
+    Args:
+        table: (G, n, F) float, NaN where a function does not apply to a completion.
+        weights: F numbers.
+        scale_rewards: what each reward is divided by before they are summed.
+        baseline, eps, shared: as for `group_advantages`.
+
+    Returns:
+        `mean` and `std` are those of the weighted sum of the raw rewards; a group is `flat` when every reward
+        of non-zero weight is.
+
+    Raises:
+        ValueError: `table` is not (G, n >= 2, F), or there are not F weights.
+    """
+    if table.ndim != 3 or table.shape[-1] != len(weights):
+        raise ValueError(
+            f"table has shape {tuple(table.shape)} and there are {len(weights)} weights; pass (groups, n, "
+            "rewards) with one weight a reward"
+        )
+    parts = [
+        group_advantages(column, scale_rewards=scale_rewards, baseline=baseline, eps=eps, shared=shared)
+        for column in table.unbind(-1)
+    ]
+    counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    summed = sum(
+        (weight * part.advantages for part, weight in counting), torch.zeros_like(parts[0].advantages)
+    )
+    flat = torch.stack([part.flat for part, _ in counting] or [torch.ones_like(parts[0].flat)]).all(0)
+    scored = table.isfinite().any(-1)
+    raw = group_advantages(weighted_sum(table, weights), shared=shared)
+    advantages = summed.where(scored & ~flat[:, None], 0.0) / (_deviation(summed[scored]) + eps)
+    return Advantages(advantages=advantages, flat=flat, mean=raw.mean, std=raw.std)
+
+
+def weighted_sum(table: Tensor, weights: Sequence[float]) -> Tensor:
+    """(..., F) -> (...) float32: weight × value over the functions that apply, NaN where none does."""
+    # In float64: two sums that are equal on paper must not differ by rounding.
+    total = (table.double() * torch.tensor(weights, dtype=torch.float64, device=table.device)).nansum(-1)
+    return total.where(table.isfinite().any(-1), torch.nan).float()
+
+
+def _group_index(shared: Sequence[int] | Tensor | None, rewards: Tensor) -> tuple[Tensor, int]:
+    """(index of each prompt's group (G,) int64, number of groups)."""
+    prompts = len(rewards)
+    if shared is None:
+        return torch.arange(prompts, device=rewards.device), prompts
+    if len(shared) != prompts:
+        raise ValueError(f"shared has {len(shared)} entries for {prompts} prompts; give one each")
+    distinct, index = torch.as_tensor(shared, device=rewards.device).unique(return_inverse=True)
+    return index, len(distinct)
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """() unbiased standard deviation; zero of fewer than two values."""
+    return values.std() if values.numel() > 1 else values.new_zeros(())

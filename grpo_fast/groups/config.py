@@ -11,8 +11,8 @@ from grpo_fast.section import Fraction, PositiveInt, Section
 
 class CriterionConfig(Section):
     by: str = Field(
-        description="`embedding`, `prefix`, `length`, `column:NAME`, or `module:function` giving a number or a "
-        "vector for each prompt"
+        description="`embedding`, `prefix`, `length`, `column:NAME`, or `module:function` giving a number or "
+        "a vector for each prompt"
     )
     weight: Annotated[float, Field(gt=0)] = 1.0
 
@@ -30,14 +30,15 @@ GROUP_STRATEGIES: dict[str, set[str]] = {
 
 
 class GroupConfig(Section):
-    """Whose completions share a baseline. A schedule of strategies is a list of `stages` that override this."""
+    """Whose completions share a baseline. A schedule of strategies is a list of `stages` overriding this."""
 
     strategy: str = Field(
         "prompt",
-        description="`prompt`, `similarity`, `prefix`, `combined`, or `module:function` giving a key for each prompt",
+        description="`prompt`, `similarity`, `prefix`, `combined`, or `module:function` giving a key for "
+        "each prompt",
     )
     similarity_threshold: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="cosine similarity that joins prompts; for combined criteria 1 - distance"
+        0.4, description="cosine similarity that joins prompts; for combined criteria 1 - distance"
     )
     min_group_size: PositiveInt = Field(2, description="prompts; smaller groups are leftovers")
     max_group_size: PositiveInt = Field(4, description="prompts that share a baseline at most")
@@ -45,8 +46,10 @@ class GroupConfig(Section):
         "own", description="own: each prompt's own baseline; nearest: the nearest group that has room"
     )
     embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
-    prefix_turns: PositiveInt | None = Field(None, description="turns that must agree; none: all but the last")
-    criteria: list[CriterionConfig] = []
+    prefix_turns: PositiveInt | None = Field(
+        None, description="turns that must agree; none: all but the last"
+    )
+    criteria: list[CriterionConfig] = Field([], description="for strategy: combined")
 
     @property
     def shares_baselines(self) -> bool:
@@ -59,20 +62,20 @@ class GroupConfig(Section):
         if not own and self.strategy not in GROUP_STRATEGIES:
             known = ", ".join(name for name in GROUP_STRATEGIES if name)
             raise ValueError(
-                f"groups.strategy = {self.strategy!r} is unknown; choose one of {known}, or give your own function "
-                "as 'module:function'"
+                f"groups.strategy = {self.strategy!r} is unknown; choose one of {known}, or give your own "
+                "function as 'module:function'"
             )
         read = GROUP_STRATEGIES["" if own else self.strategy]
         for name, field in type(self).model_fields.items():
             if name != "strategy" and name not in read and getattr(self, name) != field.default:
                 raise ValueError(
-                    f"groups.{name} = {getattr(self, name)!r} is not read by strategy = {self.strategy!r}; leave it "
-                    "out, or choose another strategy"
+                    f"groups.{name} = {getattr(self, name)!r} is not read by strategy = {self.strategy!r}; "
+                    "leave it out, or choose another strategy"
                 )
         if self.min_group_size > self.max_group_size:
             raise ValueError(
-                f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = {self.max_group_size}; "
-                "raise max_group_size"
+                f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = "
+                f"{self.max_group_size}; raise max_group_size"
             )
         if (self.strategy == "combined") != bool(self.criteria):
             raise ValueError(
@@ -82,13 +85,14 @@ class GroupConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Prompts drawn by difficulty: their running pass rates fall into buckets, each with its share of a batch."""
+    """Prompts drawn by difficulty: running pass rates fall into buckets, each with its share of a batch."""
 
     bucket_edges: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=1)] = Field(
         [0.2, 0.8], description="pass rates that part the buckets, rising"
     )
     bucket_weights: list[Annotated[float, Field(gt=0)]] = Field(
-        [1.0, 2.0, 1.0], description="share of each bucket, hardest first; positive, so that no prompt is lost"
+        [1.0, 2.0, 1.0],
+        description="share of each bucket, hardest first; positive, so that no prompt is lost",
     )
     final_bucket_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
         None, description="shares that bucket_weights move to, in a straight line, over ramp_batches"
@@ -125,7 +129,7 @@ class AdaptiveWeightsConfig(Section):
     """Reward weights that move: each is its configured weight times a factor within bounds."""
 
     method: Literal["inverse_std", "target"] = Field(
-        description="inverse_std: equal spread for all rewards; target: more weight below a wanted mean, less above"
+        description="inverse_std: equal spread for all rewards; target: more weight below a wanted mean"
     )
     targets: dict[str, float] = Field({}, description="reward -> mean wanted; for method: target")
     rate: Annotated[float, Field(gt=0)] = Field(0.05, description="how fast factors follow, a step")
@@ -138,7 +142,9 @@ class AdaptiveWeightsConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> AdaptiveWeightsConfig:
         if (self.method == "target") != bool(self.targets):
-            problem = "needs adaptive_weights.targets" if not self.targets else "reads no adaptive_weights.targets"
+            problem = (
+                "needs adaptive_weights.targets" if not self.targets else "reads no adaptive_weights.targets"
+            )
             remedy = "give {reward: mean}" if not self.targets else "remove them, or set method: target"
             raise ValueError(f"adaptive_weights.method = {self.method!r} {problem}; {remedy}")
         return self

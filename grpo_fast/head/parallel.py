@@ -15,6 +15,7 @@ gradient of the hidden states is summed over ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,9 +26,6 @@ from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 from grpo_fast.head.problem import ROW_IGNORED, HeadProblem, Request, RowStatistics
-
-_LARGE = 500.0
-"""Finite stand-in for infinity where it is multiplied by a share of zero."""
 
 
 @functools.cache
@@ -64,31 +62,31 @@ def parallel_statistics(
     )
     here = (problem.targets >= start) & (problem.targets < start + problem.vocabulary)
     logsumexp = _LogSumExp.apply(local.logsumexp, group)
-    empty = local.logsumexp.isneginf()
-    behind = torch.where(empty, torch.inf, logsumexp - local.logsumexp)
-    share = (-behind).exp()
+    behind = (logsumexp - local.logsumexp).detach()
+    behind = torch.where(local.logsumexp.isneginf(), torch.inf, behind)
+    worked = problem.targets >= 0
 
-    def spread(value: Tensor) -> Tensor:
-        return torch.where(empty, 0, value)
+    def finish(statistic: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        """Statistics that were not asked for are empty; ignored rows are zero."""
+        return (
+            torch.where(worked, combine(statistic), 0) if statistic.numel() == worked.numel() else statistic
+        )
 
     statistics = RowStatistics(
-        logprob=_Sum.apply(torch.where(here, local.logprob - behind, 0), group),
-        logsumexp=logsumexp,
-        entropy=_Sum.apply(share * (spread(local.entropy) + behind.clamp_max(_LARGE)), group)
-        if request.entropy
-        else local.entropy,
-        mean_logit=_Sum.apply(local.mean_logit * (problem.vocabulary / total), group)
-        if request.mean_logit
-        else local.mean_logit,
-        max_logit=_all_reduce(local.max_logit, dist.ReduceOp.MAX, group)
-        if request.max_logit
-        else local.max_logit,
-        target_logit=_all_reduce(local.target_logit, dist.ReduceOp.SUM, group)
-        if request.max_logit
-        else local.target_logit,
-        log_sum_sq=_log_sum_exp(spread(local.log_sum_sq) - 2 * behind, group)
-        if request.log_sum_sq
-        else local.log_sum_sq,
+        logprob=finish(
+            local.logprob, lambda value: _LogProb.apply(value, local.logsumexp, behind, here, group)
+        ),
+        logsumexp=torch.where(worked, logsumexp, 0),
+        entropy=finish(local.entropy, lambda value: _Entropy.apply(value, local.logsumexp, behind, group)),
+        mean_logit=finish(
+            local.mean_logit, lambda value: _Sum.apply(value * (problem.vocabulary / total), group)
+        ),
+        max_logit=finish(local.max_logit, lambda value: _all_reduce(value, dist.ReduceOp.MAX, group)),
+        target_logit=finish(local.target_logit, lambda value: _all_reduce(value, dist.ReduceOp.SUM, group)),
+        log_sum_sq=finish(
+            local.log_sum_sq,
+            lambda value: _log_sum_exp(torch.where(behind.isinf(), 0, value) - 2 * behind, group),
+        ),
     )
     return statistics, certificate
 
@@ -126,7 +124,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the group; every rank's loss is a copy, so the gradient passes as it is."""
+    """Sum over the group. Every rank's loss is a copy, here and below: the gradient passes as it is."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -138,15 +136,49 @@ class _Sum(torch.autograd.Function):
 
 
 class _LogSumExp(torch.autograd.Function):
-    """log Σ_r exp(value_r); the gradient of value_r is its share of the sum."""
+    """log Σ_r exp(lse_r); the gradient of lse_r is its share w_r."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        result = _log_sum_exp(values, group)
-        ctx.save_for_backward(values, result)
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        result = _log_sum_exp(local, group)
+        ctx.save_for_backward(local, result)
         return result
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        values, result = ctx.saved_tensors
-        return gradient * (values - result).exp(), None
+        local, result = ctx.saved_tensors
+        return gradient * (local - result).exp(), None
+
+
+class _LogProb(torch.autograd.Function):
+    """log p from the rank that holds the target; its lse_r gets 1 - w_r of the gradient, the others' -w_r."""
+
+    @staticmethod
+    def forward(
+        ctx, logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(behind, here)
+        return _all_reduce(torch.where(here, logprob - behind, 0), dist.ReduceOp.SUM, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        behind, here = ctx.saved_tensors
+        of_logsumexp = gradient * torch.where(here, -torch.expm1(-behind), -(-behind).exp())
+        return torch.where(here, gradient, 0), of_logsumexp, None, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    """Σ_r w_r a_r, a_r = entropy_r + lse - lse_r; the gradient of lse_r is w_r (a_r - entropy)."""
+
+    @staticmethod
+    def forward(ctx, entropy: Tensor, logsumexp: Tensor, behind: Tensor, group: dist.ProcessGroup) -> Tensor:
+        share = (-behind).exp()
+        own = torch.where(share > 0, entropy + behind, 0)
+        result = _all_reduce(share * own, dist.ReduceOp.SUM, group)
+        ctx.save_for_backward(share, own, result)
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        share, own, result = ctx.saved_tensors
+        return gradient * share, gradient * share * (own - result), None, None

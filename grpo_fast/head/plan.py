@@ -72,13 +72,14 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     # A softcap and many statistics together, or the entropy's gradient, need the registers of half a tile.
     forward_wide = not (work.softcap and work.extra_statistics)
     backward_wide = not (work.softcap or work.dense_gradient)
-    backward_tile = _tile(device, work, wide=backward_wide)
+    forward_tile = _descriptor_tile(device, work, wide=forward_wide) or _pointer_tile(work, backward=False)
+    backward_tile = _descriptor_tile(device, work, wide=backward_wide) or _pointer_tile(work, backward=True)
     return HeadPlan(
         path=_path(device, work.dtype),
         backward="dense" if exact else "sparse",
         tolerance=tolerance,
         chunks=_chunks(device, work),
-        forward_tile=_tile(device, work, wide=forward_wide),
+        forward_tile=forward_tile,
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
     )
@@ -98,29 +99,26 @@ def _chunks(device: Device, work: Workload) -> Chunks:
     return Chunks(height, max(1, min(width, work.vocabulary)))
 
 
-def _tile(device: Device, work: Workload, *, wide: bool) -> ProductTile:
-    """The largest tile that fits: fewer operand bytes per product keep the tensor cores fed.
-
-    Ampere's products take registers for their operands too, so only Hopper's are wide in the backward's
-    epilogue.
-    """
-    hopper = device.capability[0] in (9, 10)
-    descriptors = work.aligned and hopper
-    group = 16 if hopper else 8
+def _descriptor_tile(device: Device, work: Workload, *, wide: bool) -> ProductTile | None:
+    """Hopper's tile, as large as registers allow: operand bytes per product keep the tensor cores fed."""
+    if not work.aligned or device.capability[0] not in (9, 10):
+        return None
     if work.dtype == torch.float32:
-        return ProductTile(64, 128, 32, warps=4, stages=3, group=group, descriptors=descriptors)
-    columns = 256 if wide and hopper else 128
-    for stages in (4, 3):
-        tile = ProductTile(128, columns, 64, warps=8, stages=stages, group=group, descriptors=descriptors)
-        if _shared_bytes(tile, work.dtype) <= device.shared_memory:
-            return tile
-    return ProductTile(128, 128, 64, warps=8, stages=2, group=group, descriptors=descriptors)
+        tile = ProductTile(64, 128, 32, warps=4, stages=3, group=16, descriptors=True)
+    else:
+        tile = ProductTile(128, 256 if wide else 128, 64, warps=8, stages=4, group=16, descriptors=True)
+    results = tile.rows * TILE * work.dtype.itemsize
+    needed = tile.shared_bytes(work.dtype.itemsize) + results + _SCRATCH_BYTES
+    return tile if needed <= device.shared_memory else None
 
 
-def _shared_bytes(tile: ProductTile, dtype: torch.dtype) -> int:
-    """Operands in flight, and with descriptors the logit gradient on its way out."""
-    results = tile.rows * TILE * dtype.itemsize if tile.descriptors else 0
-    return tile.shared_bytes(dtype.itemsize) + results + _SCRATCH_BYTES
+def _pointer_tile(work: Workload, *, backward: bool) -> ProductTile:
+    """Everyone else's tile. Addresses, and operands that pass through registers, leave room for less."""
+    if work.dtype == torch.float32:
+        return ProductTile(64, 128, 32, warps=8, stages=3, group=8, descriptors=False)
+    if backward:
+        return ProductTile(64, 128, 64, warps=8, stages=3, group=8, descriptors=False)
+    return ProductTile(128, 128, 32, warps=8, stages=4, group=8, descriptors=False)
 
 
 def _dense_columns(work: Workload, multiple: int) -> int:

@@ -19,8 +19,8 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
         loss = Σ_t w_t (keep_t · c_t · surrogate_t + β · kl_t) − entropy_coef · Σ_t e_t · entropy_t
 
     w: the loss's aggregation over the whole step (`StepTotals`); keep: the entropy and off-policy masks;
-    c: the sampler correction; e: a mean over the tokens that the entropy mask keeps. Losses and metrics of a
-    step's micro-batches add up to the step's.
+    c: the sampler correction, times `LossInputs.policy_weights`; e: a mean over the tokens that the entropy
+    mask keeps. Losses and metrics of a step's micro-batches add up to the step's.
 
     Returns:
         `loss` () and `metrics`, see `LossOutputs`. A custom loss (`module:function`) returns its own.
@@ -37,6 +37,8 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     terms = surrogate.loss
     if config.needs_sampler and not surrogate.uses_sampler_weight:
         terms = terms * batch.tokens.sampler_weight
+    if inputs.policy_weights is not None:
+        terms = terms * torch.where(inputs.loss_mask, inputs.policy_weights, 0)
     terms = torch.where(batch.keep, terms, 0)
 
     if batch.ref_logprobs is not None:

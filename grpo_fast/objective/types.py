@@ -41,6 +41,7 @@ class LossInputs:
         None  # (N,) float32, differentiable: a value head's prediction, where there is one
     )
     returns: Tensor | None = None  # (N,) float32: what `values` should predict
+    policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
 
 
 @dataclass(frozen=True)

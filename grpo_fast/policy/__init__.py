@@ -1,7 +1,7 @@
 """The policy: loading, packing, the forward to hidden states, the optimiser, export."""
 
 from grpo_fast.policy.head import HeadParameters
-from grpo_fast.policy.load import load_policy
+from grpo_fast.policy.load import load_policy, load_tokenizer
 from grpo_fast.policy.optimizer import PolicyOptimizer
 from grpo_fast.policy.packing import PackedBatch, Sample, pack
 from grpo_fast.policy.policy import Policy, ReferencePolicy
@@ -14,5 +14,6 @@ __all__ = [
     "ReferencePolicy",
     "Sample",
     "load_policy",
+    "load_tokenizer",
     "pack",
 ]

@@ -152,6 +152,15 @@ def _load_model(source: str, config: ModelConfig, device: torch.device, attentio
     return model.to(device)
 
 
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, for a look at the data.
+
+    Raises:
+        ValueError: a wrong path or template.
+    """
+    return _load_tokenizer(resolve_source(config.path), config, _read_template(config.chat_template))
+
+
 def _load_tokenizer(source: str, config: ModelConfig, template: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 

@@ -41,7 +41,7 @@ class PolicyOptimizer:
     Args:
         parameters: by name, as `Policy.trainable` gives them; they stay the model's.
         config: the run's `optimizer` section.
-        total_steps: optimiser steps of the whole run, for the schedule.
+        total_steps: training steps of the whole run, for the schedule.
 
     Raises:
         ValueError: nothing to train.
@@ -52,8 +52,6 @@ class PolicyOptimizer:
     ) -> None:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
-        self._config = config
-        self._total_steps = total_steps
         self._steps = 0
         self._parameters = dict(parameters)
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
@@ -63,21 +61,26 @@ class PolicyOptimizer:
                 parameter.register_post_accumulate_grad_hook(_absorb_into(master))
         matrices = [master for master in self._masters.values() if master.ndim >= 2]
         vectors = [master for master in self._masters.values() if master.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+        self._adam = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
+        self.configure(config, total_steps=total_steps)
+
+    def configure(self, config: OptimizerConfig, *, total_steps: int) -> None:
+        """Take over other constants and another schedule; steps and moments stay."""
+        self._config = config
+        self._total_steps = total_steps
+        for group in self._adam.param_groups:
+            decay = config.weight_decay if group["decays"] else 0.0
+            group |= {"betas": config.betas, "eps": config.eps, "weight_decay": decay}
+
+    def forget(self) -> None:
+        """Drop the moments and begin the schedule anew; the weights stay, in full precision."""
+        self._steps = 0
+        self._adam.state.clear()
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the coming step will have."""
+        """The rate of every optimiser step in the coming training step."""
         return learning_rate_at(self._config, self._steps, self._total_steps)
 
     def step(self) -> float:
@@ -103,10 +106,13 @@ class PolicyOptimizer:
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
         self._adam.step()
-        self._steps += 1
         self._write_back()
         self.zero_grad()
         return grad_norm
+
+    def advance(self) -> None:
+        """A training step is over, however many optimiser steps it took: the schedule moves on."""
+        self._steps += 1
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""

@@ -1,16 +1,16 @@
-"""Right answers against plausible wrong ones: preference data from any task whose answer is a whole number."""
+"""Right answers against plausible wrong ones: preference data from any task with whole numbers as answers."""
 
 from __future__ import annotations
 
 import random
 
-from grpo_fast.config import AnswersConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.preference.ranked import RankedGroup, RankedResponse
+from grpo_fast.preference.sections import AnswersConfig
 
 
 def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
-    """The right answer, and `config.wrong` wrong ones graded by how near they are; the same for the same seed.
+    """The right answer and `config.wrong` wrong ones, graded by nearness; the same for the same seed.
 
     Raises:
         ValueError: the row has no such column, or its value is no whole number.
@@ -25,8 +25,8 @@ def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGrou
         right = int(text)
     except ValueError:
         raise ValueError(
-            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which preference.answers "
-            "makes wrong ones; give pairs or groups in the data instead"
+            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which "
+            "preference.answers makes wrong ones; give pairs or groups in the data instead"
         ) from None
     wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
     return RankedGroup(
@@ -39,8 +39,10 @@ def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGrou
 
 
 def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
-    """`n` different numbers that careless arithmetic gives for `right`: slips by one or two, a lost or extra carry,
-    swapped digits, a turned sign."""
+    """`n` different numbers that careless arithmetic gives for `right`.
+
+    Slips by one or two, a lost or extra carry, swapped digits, a turned sign.
+    """
     slips = {right + step for step in (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)}
     digits = str(abs(right))
     if len(digits) > 1:
@@ -48,5 +50,7 @@ def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
     slips.add(-right)
     slips.discard(right)
     if n > len(slips):
-        raise ValueError(f"preference.answers.wrong = {n} exceeds the {len(slips)} plausible errors for {right}")
+        raise ValueError(
+            f"preference.answers.wrong = {n} exceeds the {len(slips)} plausible errors for {right}"
+        )
     return rng.sample(sorted(slips), n)

@@ -9,7 +9,7 @@ from grpo_fast.data.types import Prompt
 
 @dataclass(frozen=True)
 class Comparison:
-    """n completions of one prompt, tokenised; n = 2 for a pair, the chosen first, and 1 for a labelled completion."""
+    """n completions of one prompt: a pair (the chosen first), one with a label, or a ranked group."""
 
     prompt: Prompt
     completion_ids: tuple[tuple[int, ...], ...]  # n, the end token included
@@ -24,8 +24,3 @@ class Comparison:
     def sequences(self) -> tuple[tuple[int, ...], ...]:
         """Every completion that the reference model must score."""
         return self.completion_ids + ((self.mismatched_ids,) if self.mismatched_ids else ())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt and its completions, the prompt counted once."""
-        return len(self.prompt.token_ids) + sum(map(len, self.completion_ids))

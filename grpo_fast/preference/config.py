@@ -95,8 +95,8 @@ class PreferenceLossConfig:
             )
         if len({facts.paired for facts in self.facts}) > 1:
             raise ValueError(
-                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses of "
-                "pairs; train with one kind"
+                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses "
+                "of pairs; train with one kind"
             )
 
     def _refuse_unread(self) -> None:

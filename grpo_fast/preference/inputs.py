@@ -61,7 +61,7 @@ def preference_inputs(
 def ranked_inputs(
     comparisons: Sequence[Comparison], logprobs: Tensor, reference: Tensor | None, total_groups: int
 ) -> RankedInputs:
-    """Groups of any sizes. The arguments are those of `preference_inputs`; `total_groups` are the whole step's."""
+    """Groups of any sizes; arguments as `preference_inputs` has them, `total_groups` of the whole step."""
     device = logprobs.device
     sizes = torch.tensor([len(comparison.completion_ids) for comparison in comparisons], device=device)
     grades = [grade for comparison in comparisons for grade in comparison.grades]

@@ -64,11 +64,11 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
         if len(config.objectives) > 1:
             metrics[f"loss/{name}"] = part.detach()
     first = _scored(inputs, config.facts[0], totals)
-    return LossOutputs(loss, metrics | preference_metrics(first, config))
+    return LossOutputs(loss, metrics | _metrics(first, config))
 
 
 def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with other prompts than theirs.
+    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
 
     Clamped at zero and without gradient, as the paper has it (section 4).
     """
@@ -190,7 +190,7 @@ def _scored(inputs: PreferenceInputs, facts: PreferenceFacts, totals: Preference
     return Scored(chosen, rejected, margin, inputs, totals)
 
 
-def preference_metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
+def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
     """Rewards are β × score, as TRL reports them; ranges are over the pairs of the step."""
     beta, totals = config.beta, s.totals
     chosen, rejected = beta * s.chosen.detach(), beta * s.rejected.detach()
@@ -206,7 +206,8 @@ def preference_metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Ten
         metrics["rewards/accuracies"] = (chosen > rejected).to(chosen.dtype).sum() / of_chosen
         metrics |= _range("rewards/margins", chosen - rejected)
     else:
-        metrics["kl"] = s.inputs.kl.detach() * (len(chosen) + len(rejected)) / (of_chosen + of_rejected)
+        share = (len(chosen) + len(rejected)) / (totals.num_chosen + totals.num_rejected)
+        metrics["kl"] = s.inputs.kl.detach() * share
     return metrics | _range("rewards/chosen", chosen) | _range("rewards/rejected", rejected)
 
 
@@ -230,11 +231,11 @@ def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
         raise ValueError("kl is None, but kto compares with it: give kto_reference_point of the step")
     if inputs.margins is not None and not any(facts.takes_margins for facts in config.facts):
         raise ValueError(
-            f"margins were given, but loss_type = {config.loss_type!r} compares no pair with its own partner; "
-            "leave them out, or use weights"
+            f"margins were given, but loss_type = {config.loss_type!r} compares no pair with its own "
+            "partner; leave them out, or use weights"
         )
     if inputs.weights is not None and config.couples:
         raise ValueError(
-            f"weights were given, but loss_type = {config.loss_type!r} sorts the pairs, so that no term belongs "
-            "to one of them; leave them out"
+            f"weights were given, but loss_type = {config.loss_type!r} sorts the pairs, so that no term "
+            "belongs to one of them; leave them out"
         )

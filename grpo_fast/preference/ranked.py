@@ -1,4 +1,4 @@
-"""Ranked groups in a file: one JSON object a line, `{"prompt", "group": [{"response", "rank" | "score"}], ...}`.
+"""Ranked groups in a file: one JSON object a line, `{"prompt", "group": [{"response", "rank"}, ...]}`.
 
 | field | |
 |---|---|
@@ -86,7 +86,9 @@ def read_ranked(path: str | Path) -> list[RankedGroup]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
-    return [parse_group(row, f"{path}, line {number}") for number, row in enumerate(read_jsonl(path), start=1)]
+    return [
+        parse_group(row, f"{path}, line {number}") for number, row in enumerate(read_jsonl(path), start=1)
+    ]
 
 
 def write_ranked(path: str | Path, groups: Iterable[RankedGroup]) -> None:
@@ -144,7 +146,9 @@ def _response(item: Mapping[str, Any], kind: str, where: str) -> RankedResponse:
     if logprob is not None:
         logprob = _number(logprob, f"{where}.logprob")
         if logprob > 0:
-            raise ValueError(f"{where}.logprob = {logprob} must not be above zero: it is the log of a probability")
+            raise ValueError(
+                f"{where}.logprob = {logprob} must not be above zero: it is the log of a probability"
+            )
     return RankedResponse(text, -grade if kind == "rank" else grade, logprob)
 
 
@@ -154,7 +158,8 @@ def _check_contradictions(responses: Sequence[RankedResponse], where: str) -> No
         earlier = first.setdefault(response.response, i)
         if responses[earlier].grade != response.grade:
             raise ValueError(
-                f"{where}: group[{earlier}] and group[{i}] are the same response with different grades; keep one"
+                f"{where}: group[{earlier}] and group[{i}] are the same response with different grades; "
+                "keep one"
             )
 
 

@@ -38,14 +38,17 @@ class RankingLossConfig:
     objective: RankingObjective = "plackett_luce"
     score: Literal["logratio", "logprob"] = "logratio"  # against the reference model, or without one
     length_normalised: bool = False  # scores per token
-    temperature: float | None = None  # divides scores (its inverse is DPO's beta); None: 10 summed, 1 per token
+    temperature: float | None = (
+        None  # divides scores (its inverse is DPO's beta); None: 10 summed, 1 per token
+    )
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(RankingObjective):
             raise ValueError(
-                f"objective = {self.objective!r} is unknown; choose among {', '.join(get_args(RankingObjective))}"
+                f"objective = {self.objective!r} is unknown; choose among "
+                f"{', '.join(get_args(RankingObjective))}"
             )
         for f in fields(self):
             value = getattr(self, f.name)

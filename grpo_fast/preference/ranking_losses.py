@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.preference.ranking_config import RankingLossConfig
 
-# Nodes of the quadrature over the logarithm of time. Beyond them lies less than 1e-17 of an exponential clock's
-# probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), far below rounding.
+# Nodes of the quadrature over the logarithm of time: start, end, step. Beyond them lies less than 1e-17 of
+# the clock's probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), nothing.
 _LOG_TIMES = (-40.0, 6.0, 0.125)
 
 
@@ -34,7 +34,7 @@ class RankedInputs:
 
 
 def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs:
-    """The mean over the step's groups of the configured objective; a group that is all ties adds nothing to the sum.
+    """The configured objective's mean over the step's groups; a group that is all ties adds zero.
 
     Raises:
         ValueError: reference log-probabilities are needed and missing.
@@ -54,11 +54,12 @@ def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs
 def plackett_luce(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     """(G,): −log probability of each group's order under Plackett-Luce with log-strengths `scores` (S,).
 
-    The responses of a tier come in an order that nobody gave, so the tier's probability is the sum over all of
-    its orders. In the exponential race that defines the model it is the probability that the tier finishes before
-    every response below it, ∫ Π_i (1 − exp(−t eˢⁱ / Λ)) e^(−t) dt with Λ = Σ eˢʲ below: exact for any number of
-    ties, where a sum over orders is not computable and Efron's and Breslow's formulas are approximations.
-    A single response's factor is the usual softmax (Plackett 1975; for policies: DPO, arXiv 2305.18290, A.3).
+    The responses of a tier come in an order that nobody gave, so the tier's probability is the sum over all
+    of its orders. In the exponential race that defines the model it is the probability that the tier
+    finishes before every response below it, ∫ Π_i (1 − exp(−t eˢⁱ / Λ)) e^(−t) dt with Λ = Σ eˢʲ below:
+    exact for any number of ties, where a sum over orders is not computable and Efron's and Breslow's
+    formulas are approximations. A single response's factor is the usual softmax (Plackett 1975; for
+    policies: DPO, arXiv 2305.18290, A.3).
     """
     same = group_ids[:, None] == group_ids[None, :]
     below = same & (grades[None, :] < grades[:, None])
@@ -75,12 +76,14 @@ def plackett_luce(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups:
     if not alone.all():
         tier = tied[races].to(torch.int8).argmax(dim=1)[~alone]  # named by its first response
         tiers, member_of = tier.unique(return_inverse=True)
-        losses = losses.index_add(0, group_ids[tiers], _tier_losses(log_strength[~alone], member_of, len(tiers)))
+        losses = losses.index_add(
+            0, group_ids[tiers], _tier_losses(log_strength[~alone], member_of, len(tiers))
+        )
     return losses.to(scores.dtype)
 
 
 def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Tensor:
-    """(num_tiers,): −log probability that all members (M,) of a tier finish before an exponential clock of rate 1."""
+    """(num_tiers,): −log probability that a tier's members (M,) all finish before a clock of rate 1 rings."""
     start, end, step = _LOG_TIMES
     log_time = torch.arange(start, end, step, dtype=torch.float64, device=log_strength.device)
     log_hazard = log_strength[:, None] + log_time  # (M, Q)
@@ -93,7 +96,7 @@ def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Ten
 
 
 def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(G,): mean over a group's pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
+    """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
     better, worse = _ordered_pairs(grades, group_ids)
     losses = -logsigmoid(scores[better] - scores[worse])
     counts = _group_sum(torch.ones_like(losses), group_ids[better], num_groups)
@@ -101,12 +104,14 @@ def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_gro
 
 
 def grade_advantages(grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(S,) float64: grades with mean 0 and standard deviation 1 within their group, 0 in a group that is all ties."""
+    """(S,) float64: grades with mean 0 and standard deviation 1 in their group, 0 in one that is all ties."""
     centred = grades - _group_mean(grades, group_ids, num_groups)[group_ids]
     deviation = _group_mean(centred.square(), group_ids, num_groups).sqrt()[group_ids]
     highest = grades.new_full((num_groups,), -math.inf).scatter_reduce(0, group_ids, grades, "amax")
     # Equal grades whose mean is rounded have a deviation, though not a spread.
-    spread = (_group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups) > 0)[group_ids]
+    spread = (_group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups) > 0)[
+        group_ids
+    ]
     return torch.where(spread, centred / torch.where(spread, deviation, 1.0), 0.0)
 
 
@@ -121,8 +126,8 @@ def _pairwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
 def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     """GSPO's clipped sequence ratio (arXiv 2507.18071, eq. 5 and 7) to the policy that wrote the responses.
 
-    Where the data do not hold that policy's log-probability the reference stands in for it: training starts there,
-    and the clip keeps the policy where the ratio still says something.
+    Where the data do not hold that policy's log-probability the reference stands in for it: training starts
+    there, and the clip keeps the policy where the ratio still says something.
     """
     behaviour = inputs.ref_logprobs
     if inputs.behaviour_logprobs is not None:
@@ -137,8 +142,8 @@ def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
 def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     """Advantage-weighted regression (AWR, arXiv 1910.00177), its weights normalised within the group.
 
-    Every weight is positive, so the loss is a likelihood and needs no correction for who wrote the responses; a
-    group that is all ties is left out, for it would only imitate.
+    Every weight is positive, so the loss is a likelihood and needs no correction for who wrote the
+    responses; a group that is all ties is left out, for it would only imitate.
     """
     advantages = _advantages(inputs)
     weights = torch.exp(advantages / config.temperature)
@@ -175,7 +180,9 @@ def _group_sum(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 
 
 def _group_mean(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    return _group_sum(values, group_ids, num_groups) / _group_sum(torch.ones_like(values), group_ids, num_groups)
+    return _group_sum(values, group_ids, num_groups) / _group_sum(
+        torch.ones_like(values), group_ids, num_groups
+    )
 
 
 def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:

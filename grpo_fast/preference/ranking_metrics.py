@@ -1,4 +1,4 @@
-"""How well scores order the responses of a group: Kendall's τ-b, pairwise and top-1 accuracy, by group type."""
+"""How well scores order the responses of a group: Kendall's τ-b, pairwise and top-1 accuracy, consistency."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GroupRanking:
 
 @dataclass(frozen=True)
 class RankingEvaluation:
-    """Agreement of a policy's log-probabilities with the grades of G groups. Groups that are all ties don't count."""
+    """Agreement of log-probabilities with the grades of G groups. Groups that are all ties don't count."""
 
     groups: tuple[GroupRanking, ...]
     averaged: bool  # whether `score` compares log-probabilities per token
@@ -99,8 +99,8 @@ class RankingEvaluation:
     def metrics(self) -> dict[str, float]:
         """Every measure for summed (`sum`) and length-normalised (`mean`) log-probability, and by group type.
 
-        `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a type: 1
-        when the policy ranks all of them equally well.
+        `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a
+        type: 1 when the policy ranks all of them equally well.
         """
         found: dict[str, float] = {}
         for averaged, name in ((False, "sum"), (True, "mean")):

@@ -1,4 +1,4 @@
-"""Reference log-probabilities: one pass of the untrained policy, kept on disk; no reference model stays in memory."""
+"""The reference: one pass of the untrained policy, kept on disk instead of a model in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.scoring import Request, score
 
-_UNRELATED = ("_name_or_path", "transformers_version", "dtype")  # of the model's configuration; dtype is the weights'
+_UNRELATED = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+)  # of the model's configuration; dtype is the weights'
 
 
 def reference_logprobs(
     policy: Policy, comparisons: Mapping[int, Comparison], *, max_tokens: int, folder: Path | None = None
 ) -> dict[int, Tensor]:
-    """For each comparison the log-probabilities of its `sequences` under the policy as it is now, before training.
+    """For each comparison the log-probabilities of its `sequences` under the policy as it is before training.
 
-    Read from `folder` when a run with the same weights and the same tokens has been there, else computed and written.
+    Read from `folder` when a run with the same weights and the same tokens has been there, else computed
+    and written.
 
     Args:
         policy: untrained; new adapters change nothing yet.
@@ -52,12 +57,15 @@ def reference_logprobs(
 def fingerprint(policy: Policy, comparisons: Mapping[int, Comparison]) -> str:
     """A hash of everything that the reference log-probabilities depend on.
 
-    The weights, bit by bit; what the model does with them; and the tokens, in which data and chat template show.
+    The weights, bit by bit; what the model does with them; and the tokens, in which data and chat template
+    show.
     """
     digest = hashlib.sha256()
     settings = policy.base_model.config.to_dict()
     settings = {name: value for name, value in settings.items() if name not in _UNRELATED}
-    digest.update(json.dumps([settings, policy.attention, policy.device.type], sort_keys=True, default=str).encode())
+    digest.update(
+        json.dumps([settings, policy.attention, policy.device.type], sort_keys=True, default=str).encode()
+    )
     for name, weight in policy.named_weights():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -73,7 +81,9 @@ def _load(path: Path, count: int) -> Tensor:
     try:
         flat = load_file(path).get("logprobs")
     except SafetensorError as error:
-        raise ValueError(f"the cached reference log-probabilities {path} are damaged ({error}); delete the file") from error
+        raise ValueError(
+            f"the cached reference log-probabilities {path} are damaged ({error}); delete the file"
+        ) from error
     if flat is None or flat.shape != (count,):
         raise ValueError(f"the cached reference log-probabilities {path} hold other data; delete the file")
     return flat

@@ -1,4 +1,4 @@
-"""Log-probabilities of whole completions: packed by prompt, so that the completions of one share its tokens."""
+"""Log-probabilities of whole completions, packed so that the completions of a prompt share its tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Request:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, counted once, and of its completions."""
-        return len(self.prompt_ids) + sum(map(len, self.completion_ids))
+    def num_tokens(self, *, shared: bool = True) -> int:
+        """Tokens of the completions and of the prompt, which they share or have one each."""
+        prompts = 1 if shared else len(self.completion_ids)
+        return prompts * len(self.prompt_ids) + sum(map(len, self.completion_ids))
 
 
 def split_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -43,6 +43,11 @@ def split_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
+def split_requests(requests: Sequence[Request], policy: Policy, max_tokens: int) -> list[list[int]]:
+    """Indices of the requests of each micro-batch; the completions of a request stay together."""
+    return split_by_tokens([r.num_tokens(shared=policy.shares_prompts) for r in requests], max_tokens)
+
+
 def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
     """One batch; its sequences are the completions in the order given."""
     samples = [
@@ -57,10 +62,8 @@ def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
         for group_id, request in enumerate(requests)
         for completion in request.completion_ids
     ]
-    everything = sum(request.num_tokens * len(request.completion_ids) for request in requests)
-    (batch,) = pack(
-        samples, max_tokens=everything, share_prompts=policy.shares_prompts, device=policy.device
-    )
+    everything = sum(request.num_tokens(shared=False) for request in requests)
+    (batch,) = pack(samples, max_tokens=everything, share_prompts=policy.shares_prompts, device=policy.device)
     return batch
 
 
@@ -80,9 +83,9 @@ def sequence_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
 
 @torch.no_grad()
 def score(policy: Policy, requests: Sequence[Request], max_tokens: int) -> list[Tensor]:
-    """For each request the log-probabilities (n,) of its completions, float32 on the CPU, without gradient."""
+    """For each request the log-probabilities (n,) of its completions: float32, on the CPU, no gradient."""
     scores: list[Tensor] = [torch.empty(0)] * len(requests)
-    for part in split_by_tokens([request.num_tokens for request in requests], max_tokens):
+    for part in split_requests(requests, policy, max_tokens):
         members = [requests[i] for i in part]
         found = sequence_logprobs(policy, pack_requests(members, policy)).cpu()
         for i, own in zip(part, found.split([len(m.completion_ids) for m in members]), strict=True):

@@ -1,7 +1,7 @@
 """Training on fixed completions of known worth: preferences and ranked groups.
 
-Draw prompts with their completions, ask the policy for the log-probability of each, let the loss compare them, step.
-The reference model has spoken before the first step and is not in memory. Nothing is generated.
+Draw prompts with their completions, ask the policy for the log-probability of each, let the loss compare
+them, step. The reference model has spoken before the first step and is not in memory. Nothing is generated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_fast.preference.inputs import preference_inputs, preference_totals, ra
 from grpo_fast.preference.losses import kto_reference_point, preference_loss
 from grpo_fast.preference.ranking_losses import ranking_loss
 from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
-from grpo_fast.preference.scoring import Request, pack_requests, score, sequence_logprobs, split_by_tokens
+from grpo_fast.preference.scoring import Request, pack_requests, score, sequence_logprobs, split_requests
 from grpo_fast.preference.types import PreferenceTotals
 from grpo_fast.trainer import Clock, StepResult, sum_metrics
 
@@ -47,7 +47,8 @@ class PreferenceTrainer:
     Args:
         prompts: draws what a step compares.
         comparisons: the completions of each prompt, by its row.
-        reference: log-probabilities of each comparison's `sequences`, by row; empty when the loss has no reference.
+        reference: log-probabilities of each comparison's `sequences`, by row; empty when the loss has no
+            reference.
         held_out: comparisons for evaluation, each with an order to agree with.
     """
 
@@ -82,8 +83,11 @@ class PreferenceTrainer:
             comparisons = [self.comparisons[prompt.index] for prompt in self.prompts.next()]
             metrics = self.update(comparisons, clock)
         self.step += 1
-        tokens = sum(comparison.num_tokens for comparison in comparisons)
-        return StepResult([], metrics, clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]})
+        self.optimizer.advance()
+        tokens = sum(request.num_tokens() for request in requests_of(comparisons))
+        return StepResult(
+            [], metrics, clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]}
+        )
 
     def update(self, comparisons: Sequence[Comparison], clock: Clock) -> dict[str, float]:
         """Backward through every micro-batch, then the step; the losses of the micro-batches add up."""
@@ -97,7 +101,10 @@ class PreferenceTrainer:
                 results = [self.backward(part, constants) for part in parts]
                 shares, learns = [metrics for metrics, _ in results], any(grad for _, grad in results)
             learning_rate = self.optimizer.learning_rate
-            metrics = sum_metrics(shares) | {"learning_rate": learning_rate, "update/skipped": float(not learns)}
+            metrics = sum_metrics(shares) | {
+                "learning_rate": learning_rate,
+                "update/skipped": float(not learns),
+            }
             if learns:
                 metrics["grad_norm"] = self.optimizer.step()
         if not self.ranks:
@@ -118,16 +125,16 @@ class PreferenceTrainer:
 
     def micro_batches(self, comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
         """Whole comparisons, within `micro_batch_tokens`."""
-        sizes = [comparison.num_tokens for comparison in comparisons]
-        parts = split_by_tokens(sizes, self.config.micro_batch_tokens)
+        parts = split_requests(requests_of(comparisons), self.policy, self.config.micro_batch_tokens)
         return [[comparisons[i] for i in part] for part in parts]
 
     def logprobs(self, comparisons: Sequence[Comparison]) -> Tensor:
         """(S,) log-probability of every completion, with gradient."""
-        requests = [Request(c.prompt.token_ids, c.completion_ids) for c in comparisons]
-        return sequence_logprobs(self.policy, pack_requests(requests, self.policy))
+        return sequence_logprobs(self.policy, pack_requests(requests_of(comparisons), self.policy))
 
-    def loss(self, comparisons: Sequence[Comparison], logprobs: Tensor, constants: StepConstants) -> LossOutputs:
+    def loss(
+        self, comparisons: Sequence[Comparison], logprobs: Tensor, constants: StepConstants
+    ) -> LossOutputs:
         """These comparisons' share of the step's loss; `logprobs` (S,) are of their completions, in order."""
         reference = None
         if self.reference:
@@ -151,8 +158,11 @@ class PreferenceTrainer:
     def backward_coupled(
         self, parts: Sequence[Sequence[Comparison]], constants: StepConstants
     ) -> tuple[list[dict[str, Tensor]], bool]:
-        """For a loss that compares all pairs of the step: its gradient in the log-probabilities first, which takes
-        a forward more, then each micro-batch's share of it (as GradCache, arXiv 2101.06983)."""
+        """For a loss that compares all pairs of the step, at the price of one forward more.
+
+        Its gradient in the log-probabilities comes first, then each micro-batch's share of it (GradCache,
+        arXiv 2101.06983).
+        """
         with torch.no_grad():
             values = torch.cat([self.logprobs(part) for part in parts])
         leaves = values.requires_grad_()
@@ -165,10 +175,9 @@ class PreferenceTrainer:
         return [out.metrics | {"loss": out.loss.detach()}], True
 
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
-        """How the policy's log-probabilities order held-out completions, or those of the first `size` prompts."""
+        """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
         chosen = self.held_out[:size]
-        requests = [Request(c.prompt.token_ids, c.completion_ids) for c in chosen]
-        scores = score(self.policy, requests, self.config.micro_batch_tokens)
+        scores = score(self.policy, requests_of(chosen), self.config.micro_batch_tokens)
         section = self.config.preference
         return RankingEvaluation(
             tuple(
@@ -189,3 +198,7 @@ class PreferenceTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.beta.load_state_dict(state["beta"])
+
+
+def requests_of(comparisons: Sequence[Comparison]) -> list[Request]:
+    return [Request(comparison.prompt.token_ids, comparison.completion_ids) for comparison in comparisons]

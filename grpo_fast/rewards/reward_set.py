@@ -15,6 +15,7 @@ import torch
 from grpo_fast.config import RewardConfig
 from grpo_fast.data.names import choices
 from grpo_fast.data.types import Message, Prompt
+from grpo_fast.groups.advantages import weighted_sum
 from grpo_fast.rewards.batch import Batch, arguments, make_batch
 from grpo_fast.rewards.builtins.options import column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Raised, Runner, check_values, is_async
@@ -120,9 +121,7 @@ class RewardSet:
         table = torch.tensor(values, dtype=torch.float64).T.contiguous()
         applies = ~table.isnan()
         self._report_unscored(applies, skipped, batch)
-        total = (table * torch.tensor(self.weights, dtype=torch.float64)).nansum(dim=1)
-        total[~applies.any(dim=1)] = math.nan
-        return RewardResult(table.float(), total.float(), skipped)
+        return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
 
     def _call_all(self, batch: Batch) -> tuple[list[list[float]], dict[str, str]]:
         """F lists of N values, and why some of them are all NaN."""

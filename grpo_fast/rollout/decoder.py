@@ -52,6 +52,15 @@ def left_pad(prompts: Sequence[Prompt], device: torch.device) -> tuple[Tensor, T
     return torch.tensor(ids, device=device), mask.to(device)
 
 
+def last_position(ids: Tensor) -> Tensor:
+    """The index of the last column, for `logits_to_keep`.
+
+    A number would make the model slice its hidden states; the product with the head then repeats the whole
+    head for every row (torch.matmul does not fold a strided batch). An index copies the rows instead.
+    """
+    return torch.tensor([ids.shape[1] - 1], device=ids.device)
+
+
 class ExpandedDecoder:
     """The model's own attention over a `DynamicCache` with one entry a row."""
 
@@ -93,5 +102,5 @@ class ExpandedDecoder:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last_position(ids),
         ).logits[:, -1]

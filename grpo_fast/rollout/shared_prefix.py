@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_fast.rollout.decoder import Prompt, left_pad
+from grpo_fast.rollout.decoder import Prompt, last_position, left_pad
 
 NAME = "grpo_fast_shared_prefix"
 WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
@@ -210,7 +210,7 @@ class SharedPrefixDecoder:
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last_position(ids),
             **kwargs,
         ).logits[:, -1]
 

@@ -43,7 +43,7 @@ class LogitGradient:
     mean: Tensor | None  # g_mean_logit / V
 
 
-@triton.jit(do_not_specialize=["rows", "programs"])
+@triton.jit(do_not_specialize=["rows", "start", "width", "vocabulary", "programs"])
 def logit_gradient_kernel(
     hidden,  # (N, H): see tile_product
     weight,  # (V, H)
@@ -131,9 +131,14 @@ def logit_gradient_kernel(
         if HAS_MEAN:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
         gradient = untransform_gradient(gradient, z, it, logit_scale, softcap, HAS_SOFTCAP, HAS_SCALE)
-        at = row[:, None].to(tl.int64) * gradient_stride + (column - start)[None, :]
+        # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
+        line = gradient_out + row.to(tl.int64) * gradient_stride
         kept = live[:, None] & (column < start + width)[None, :]
-        tl.store(gradient_out + at, (gradient * factor).to(gradient_out.dtype.element_ty), mask=kept)
+        tl.store(
+            line[:, None] + (column - start)[None, :],
+            (gradient * factor).to(gradient_out.dtype.element_ty),
+            mask=kept,
+        )
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class RowResults:
     log_sum_sq: Tensor | None
 
 
-@triton.jit(do_not_specialize=["capacity", "programs"])
+@triton.jit(do_not_specialize=["capacity", "vocabulary", "programs"])
 def forward_kernel(
     hidden,  # (N, H): see tile_product
     weight,  # (V, H)

@@ -6,20 +6,20 @@ of the tiles left out is known, not estimated, and bounds the error of row i's h
 
     ‖ΔdX_i‖ ≤ |c_i|·μ_i·max|dz/d(x·w)|·max_v‖W_v‖
 
-**Tolerance.** Rounding the logit gradient G to bfloat16, as a dense backward does, errs by ρ·‖G‖ in root mean
-square, ρ = 1.66e-3, and ‖G‖² ≥ Σ_i own_i², own_i being the entry of row i's target. The selection guarantees
+**Tolerance.** Rounding the logit gradient G to bfloat16, as a dense backward does, has the same kind of
+bound: every entry errs by up to u = 2^-8 of itself, so row i's hidden gradient by up to
+u·Σ_v|G_iv|·max_v‖W_v‖. The selection guarantees
 
-    sqrt(Σ_i (|c_i|·μ_i)²) ≤ tolerance · ρ · sqrt(Σ_i own_i²):
+    sqrt(Σ_i (|c_i|·μ_i)²) ≤ tolerance · u · sqrt(Σ_i (Σ_v|G_iv|)²):
 
-at `tolerance = 1` all that is left out is, even if it added up in one direction, no larger than that
-rounding. Row i's share is  ½·own_i² + ½·mean(own²):  uncertain rows get more, and rows that hardly matter
-to the batch (confident, or with a small upstream gradient) are not refined beyond what matters. Half the
-allowance is spent here on whole pairs, half by the hidden gradient on single entries within the live ones.
+at `tolerance = 1` the certified error of the batch is what rounding G to bfloat16 is certified to cost. Both
+bounds assume that all errors add up in one direction; both true errors are several times smaller.
+`PAIR_SHARE` of the tolerance is spent here on whole pairs, the rest by the hidden gradient on single
+entries.
 
-Within a row the smallest tiles go first: the threshold on m_it is bisected over the row's tiles, held in
-registers, until the sum of what is below it meets the allowance. A pair is live if it is not below, or
-holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it reaches the
-gradient.
+Each row leaves out its smallest tiles, up to a threshold that `balance` sets. A pair is live if it is not
+below, or holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it
+reaches the gradient.
 
 Everything stays on the device, in buffers of fixed capacity, and every list is in ascending order:
 bit-equal from run to run.
@@ -35,11 +35,11 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE
+from .balance import LEVELS, balance, log_levels
 from .sparse_config import BF16_ROUNDING, SparseConfig, sparse_config
 
-_ENTRY_SHARE = 0.5
-_RESOLUTION = 2.0**-20
-"""Share of a row's gradient below which float32 logits cannot tell it from zero."""
+PAIR_SHARE = 0.7
+"""Of the tolerance, what whole pairs may spend."""
 
 
 @dataclass(frozen=True)
@@ -62,39 +62,50 @@ class Pairs:
     overflow: Tensor  # (1,) int32
     target_gradient: Tensor  # (N,) float32: dL/dz of the target
     mass_gradient: Tensor  # (N,) float32: c; dL/dz is −c·p elsewhere
+    log_threshold: Tensor  # (N,) float32: tiles with a smaller log mass are left out
     left_out: Tensor  # (N,) float32: μ, the probability in no live pair
-    entry_allowance: Tensor  # (N,) float32: probability that the hidden gradient may leave out per live pair
+    norm: Tensor  # () float32: sqrt(Σ_i (Σ_v|G_iv|)²)
     tolerance: float
     config: SparseConfig
 
-    def metrics(self) -> dict[str, Tensor]:
+    def budget(self, share: float) -> Tensor:
+        """() float32: what Σ (c·μ)² may reach."""
+        return (share * self.tolerance * BF16_ROUNDING * self.norm).square()
+
+    def metrics(self, left_out: Tensor | None = None) -> dict[str, Tensor]:
         """Detached scalars on the device; nothing waits for it.
 
         `density`: live pairs of all pairs. `left_out_mean`, `left_out_max`: probability in no visited
-        entry, over the rows with a gradient. `error_bound`: the certified error of the logit gradient in
-        units of the rounding to bfloat16, at most `tolerance` unless float32 cannot resolve it.
+        entry, over the rows with a gradient. `error_bound`: the certified error in units of the certified
+        error of rounding the logit gradient to bfloat16; at most `tolerance`.
+
+        Args:
+            left_out: (N,) float32, `SparseGradients.left_out`; by default what the pairs leave out, which is
+                what the weight's gradient misses.
         """
         rows, tiles = self.left_out.numel(), self.offsets.numel() - 1
-        active = self.live_count > 0
-        mass = torch.where(active, self.left_out + self.live_count * self.entry_allowance, 0.0)
-        error = (self.mass_gradient * mass).square().sum().sqrt()
-        rounding = BF16_ROUNDING * self.target_gradient.square().sum().sqrt()
+        left_out = self.left_out if left_out is None else left_out
+        active = (self.live_count > 0).sum().clamp(min=1)
+        error = (self.mass_gradient * left_out).nan_to_num().square().sum().sqrt()
         return {
             "density": self.total[0] / max(rows * tiles, 1),
-            "left_out_mean": mass.sum() / active.sum().clamp(min=1),
-            "left_out_max": mass.max() if rows else mass.sum(),
-            "error_bound": torch.where(error > 0, error / rounding, 0.0),
+            "left_out_mean": left_out.sum() / active,
+            "left_out_max": left_out.max() if rows else left_out.sum(),
+            "error_bound": torch.where(error > 0, error / (BF16_ROUNDING * self.norm), 0.0),
         }
 
-    def hidden_bound(self, slope: Tensor | float, weight_norm: Tensor | float) -> Tensor:
+    def hidden_bound(
+        self, slope: Tensor | float, weight_norm: Tensor | float, left_out: Tensor | None = None
+    ) -> Tensor:
         """(N,) float32: the most by which a row's hidden gradient can differ from the dense one, in L2.
 
         Args:
             slope: largest dz/d(x·w) of the row, |logit_scale|·inv_temperature: () or (N,).
             weight_norm: max_v ‖W_v‖.
+            left_out: as for `metrics`.
         """
-        mass = self.left_out + self.live_count * self.entry_allowance
-        return self.mass_gradient.abs() * mass * slope * weight_norm
+        left_out = self.left_out if left_out is None else left_out
+        return self.mass_gradient.abs() * left_out * slope * weight_norm
 
 
 def select_pairs(
@@ -138,7 +149,8 @@ def select_pairs(
     if tile_lse.shape != (tiles, rows):
         raise ValueError(f"tile_lse is {tuple(tile_lse.shape)}, expected {(tiles, rows)}: (tiles, rows)")
     config = config or sparse_config(torch.float32 if itemsize == 4 else torch.bfloat16)
-    target_gradient, mass_gradient, allowance = _allowances(targets, logprob, g, g_logsumexp, tolerance)
+    target_gradient, mass_gradient, norm = _row_gradients(targets, logprob, g, g_logsumexp)
+    working = (target_gradient != 0) | (mass_gradient != 0)  # true for NaN
     capacity, chunk_pairs = config.pair_capacity(rows, tiles), config.chunk_pairs(rows, itemsize)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -146,7 +158,7 @@ def select_pairs(
 
     words = -(-tiles // 32)
     live_bits, rank_base, live_count = empty(words, rows), empty(words, rows), empty(rows)
-    left_out = empty(rows, dtype=torch.float32)
+    curve = empty(LEVELS, rows, dtype=torch.float32)
     block_tiles = max(32, triton.next_power_of_2(tiles))
     block_rows = max(1, min(64, _MARK_ELEMENTS // block_tiles))
     counts, offsets, block_offsets = empty(tiles), empty(tiles + 1, dtype=torch.int64), empty(tiles + 1)
@@ -154,12 +166,27 @@ def select_pairs(
     chunk_tiles, total, overflow = empty(chunks + 1), empty(1, dtype=torch.int64), empty(1)
     pair_rows, block_tile = empty(capacity), empty(config.block_capacity(rows, tiles))
 
+    levels = log_levels(tile_lse.device)
+    inputs = tile_lse, logsumexp, targets, working
+    sizes = {"TILE": TILE, "BLOCK_TILES": block_tiles, "BLOCK_ROWS": block_rows, "num_warps": 8}
+    if rows:
+        _mass_curve[(triton.cdiv(rows, block_rows),)](
+            *inputs, levels, curve, rows, tiles, vocabulary, LEVELS=LEVELS, **sizes
+        )
+    budget = (PAIR_SHARE * tolerance * BF16_ROUNDING * norm).square()
+    balanced = balance(curve, levels, mass_gradient, budget)
     if rows:
         _mark_live[(triton.cdiv(rows, block_rows),)](
-            tile_lse, logsumexp, targets, allowance, live_bits, rank_base, live_count, left_out,
-            rows, tiles, vocabulary, 1.0 - _ENTRY_SHARE,
-            TILE=TILE, BLOCK_TILES=block_tiles, BLOCK_ROWS=block_rows, STEPS=_BISECTIONS, num_warps=8,
-        )  # fmt: skip
+            *inputs,
+            balanced.log_threshold,
+            live_bits,
+            rank_base,
+            live_count,
+            rows,
+            tiles,
+            vocabulary,
+            **sizes,
+        )
     _count_tile[(tiles,)](live_bits, counts, rows, BLOCK=_SCAN_BLOCK)
     _lay_out[(1,)](
         counts, offsets, block_offsets, chunk_tiles, total, overflow, tiles, capacity, chunk_pairs, chunks,
@@ -172,96 +199,113 @@ def select_pairs(
         rows=pair_rows, offsets=offsets, block_offsets=block_offsets, block_tile=block_tile,
         chunk_tiles=chunk_tiles, live_bits=live_bits, rank_base=rank_base,
         row_ends=live_count.cumsum(0), live_count=live_count, total=total, overflow=overflow,
-        target_gradient=target_gradient, mass_gradient=mass_gradient, left_out=left_out,
-        entry_allowance=_ENTRY_SHARE * allowance.clamp(min=0) / live_count.clamp(min=1),
+        target_gradient=target_gradient, mass_gradient=mass_gradient,
+        log_threshold=balanced.log_threshold, left_out=balanced.left_out, norm=norm,
         tolerance=tolerance, config=config,
     )  # fmt: skip
 
 
 _MARK_ELEMENTS = 16384
-"""(tiles, rows) elements of one program of `_mark_live`: 64 per thread."""
-
-_BISECTIONS = 10
-"""The bracket spans about 25 octaves: the threshold is met within 2 %."""
+"""(tiles, rows) elements of one program of `_mass_curve` and `_mark_live`: 64 per thread."""
 
 _SCAN_BLOCK = 2048
 
 
-def _allowances(
-    targets: Tensor, logprob: Tensor, g: Tensor, g_logsumexp: Tensor | None, tolerance: float
+def _row_gradients(
+    targets: Tensor, logprob: Tensor, g: Tensor, g_logsumexp: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row: the target's logit gradient, c, and the mass that may be left out (-1: the row has no work).
+    """Per row the target's logit gradient and c, both zero without work; and the norm over the batch.
 
-    The target's entry is −g·expm1(logprob): near p = 1 the difference 1 − p is rounding noise.
+    The target's entry is −g·expm1(logprob): near p = 1 the difference 1 − p is rounding noise. The others
+    sum to −c·(1 − p). A row of NaN is left out of the norm.
     """
     working = targets >= 0
     g = torch.where(working, g.float(), 0.0)
-    target_gradient, mass_gradient = -g * torch.expm1(logprob), g
+    others = -torch.expm1(logprob)
+    target_gradient, mass_gradient = g * others, g
     if g_logsumexp is not None:
         from_logsumexp = torch.where(working, g_logsumexp.float(), 0.0)
         target_gradient = target_gradient + from_logsumexp * torch.exp(logprob)
         mass_gradient = g - from_logsumexp
-        working = working & ((g != 0) | (from_logsumexp != 0))
-    else:
-        working = working & (g != 0)
     target_gradient = torch.where(working, target_gradient, 0.0)
-    magnitude = mass_gradient.abs()
-    own = torch.maximum(target_gradient.abs(), magnitude * _RESOLUTION).square()
-    mean = own.sum() / working.sum().clamp(min=1)
-    error = tolerance * BF16_ROUNDING * (0.5 * (own + mean)).sqrt()
-    allowance = torch.where(magnitude > 0, error / magnitude, 1.0).clamp(max=1.0)
-    return target_gradient, mass_gradient, torch.where(working, allowance, -1.0)
+    total = target_gradient.abs() + mass_gradient.abs() * torch.where(working, others, 0.0)
+    return target_gradient, mass_gradient, total.nan_to_num(nan=0.0).square().sum().sqrt()
+
+
+@triton.jit
+def _load_log_mass(
+    tile_lse,  # (T, N) float32
+    logsumexp,  # (N,) float32
+    targets,  # (N,) int64
+    working,  # (N,) bool
+    rows,
+    tiles,
+    vocabulary,
+    TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """All tiles of a few rows in registers: log mass and where the target is, (BLOCK_TILES, BLOCK_ROWS)."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tile = tl.arange(0, BLOCK_TILES)
+    target = tl.load(targets + row, mask=row < rows, other=-1)
+    target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
+    active = tl.load(working + row, mask=row < rows, other=0) != 0
+    inside = (tile < tiles)[:, None] & active[None, :]
+    place = tile[:, None].to(tl.int64) * rows + row[None, :]
+    log_mass = tl.load(tile_lse + place, mask=inside, other=float("-inf"))
+    log_mass -= tl.load(logsumexp + row, mask=row < rows, other=0.0)[None, :]
+    return log_mass, (tile[:, None] == target_tile[None, :]) & inside, inside, row
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
+def _mass_curve(
+    tile_lse,
+    logsumexp,
+    targets,
+    working,
+    levels,  # (LEVELS,) float32
+    curve,  # (LEVELS, N) float32, written: mass of the tiles below each level, the target's excepted
+    rows,
+    tiles,
+    vocabulary,
+    LEVELS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    log_mass, is_target, inside, row = _load_log_mass(
+        tile_lse, logsumexp, targets, working, rows, tiles, vocabulary, TILE, BLOCK_TILES, BLOCK_ROWS
+    )
+    mass = tl.where(inside & ~is_target, tl.exp(log_mass), 0.0)
+    for level in range(LEVELS):
+        below = tl.sum(tl.where(log_mass < tl.load(levels + level), mass, 0.0), axis=0)
+        tl.store(curve + level * rows.to(tl.int64) + row, below, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
 def _mark_live(
-    tile_lse,  # (T, N) float32
-    logsumexp,  # (N,) float32
-    targets,  # (N,) int64
-    allowance,  # (N,) float32; negative: no work
+    tile_lse,
+    logsumexp,
+    targets,
+    working,
+    log_threshold,  # (N,) float32
     live_bits,  # (ceil(T / 32), N) int32, written
     rank_base,  # (ceil(T / 32), N) int32, written
     live_count,  # (N,) int32, written
-    left_out,  # (N,) float32, written
     rows,
     tiles,
     vocabulary,
-    share,
     TILE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
-    """All tiles of a few rows in registers: threshold, live bits, the mass below."""
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    in_rows = row < rows
-    tile = tl.arange(0, BLOCK_TILES)
-    target = tl.load(targets + row, mask=in_rows, other=-1)
-    target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
-    allowed = tl.load(allowance + row, mask=in_rows, other=-1.0)
-    working = ~(allowed < 0)
-    allowed *= share
-
-    inside = (tile < tiles)[:, None] & in_rows[None, :]
-    log_mass = tl.load(
-        tile_lse + tile[:, None].to(tl.int64) * rows + row[None, :], mask=inside, other=float("-inf")
+    log_mass, is_target, inside, row = _load_log_mass(
+        tile_lse, logsumexp, targets, working, rows, tiles, vocabulary, TILE, BLOCK_TILES, BLOCK_ROWS
     )
-    log_mass -= tl.load(logsumexp + row, mask=in_rows, other=0.0)[None, :]
-    is_target = tile[:, None] == target_tile[None, :]
-    mass = tl.where(is_target, 0.0, tl.exp(log_mass))
-
-    low = tl.log(tl.maximum(allowed, 0.0) / tiles)
-    high = tl.zeros_like(low)
-    for _ in tl.static_range(STEPS):
-        middle = 0.5 * (low + high)
-        fits = tl.sum(tl.where(log_mass < middle[None, :], mass, 0.0), axis=0) <= allowed
-        low = tl.where(fits, middle, low)
-        high = tl.where(fits, high, middle)
-    threshold = tl.where(tl.sum(mass, axis=0) <= allowed, float("inf"), low)
-
-    below = (log_mass < threshold[None, :]) | (mass == 0.0)
-    live = (~below | is_target) & working[None, :] & inside
-    tl.store(left_out + row, tl.where(working, tl.sum(tl.where(below, mass, 0.0), axis=0), 0.0), mask=in_rows)
+    threshold = tl.load(log_threshold + row, mask=row < rows, other=0.0)
+    below = (log_mass < threshold[None, :]) | (tl.exp(log_mass) == 0.0)
+    live = (~below | is_target) & inside
 
     WORDS: tl.constexpr = BLOCK_TILES // 32
     bits = tl.reshape(live.to(tl.int32), (WORDS, 32, BLOCK_ROWS))
@@ -269,10 +313,10 @@ def _mark_live(
     packed = tl.sum(bits << tl.arange(0, 32)[None, :, None], axis=1)
     word = tl.arange(0, WORDS)
     place = word[:, None] * rows + row[None, :]
-    stored = (word < tl.cdiv(tiles, 32))[:, None] & in_rows[None, :]
+    stored = (word < tl.cdiv(tiles, 32))[:, None] & (row < rows)[None, :]
     tl.store(live_bits + place, packed, mask=stored)
     tl.store(rank_base + place, tl.cumsum(in_word, axis=0) - in_word, mask=stored)
-    tl.store(live_count + row, tl.sum(in_word, axis=0), mask=in_rows)
+    tl.store(live_count + row, tl.sum(in_word, axis=0), mask=row < rows)
 
 
 @triton.jit

@@ -30,14 +30,16 @@ class SparseGradients:
 
     `dense` is (2,) int32 on the device. Where `dense[0]` is set nothing was written: the pairs overflowed.
     Where
-    `dense[1]` is set `hidden` was not written: pairs or entries overflowed. The dense path fills in what is
-    missing, either guarded by the flag on the device or after the host has read it.
+    `dense[1]` is set `hidden` must come from elsewhere too: pairs or entries overflowed, or the entries
+    miss the tolerance. The dense path fills in what is missing, guarded by the flag on the device or after
+    the host has read it.
     """
 
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H)
     bias: Tensor | None  # (V,)
     dense: Tensor
+    left_out: Tensor  # (N,) float32: probability that the hidden gradient, else the weight's, leaves out
 
 
 def sparse_backward(
@@ -80,7 +82,8 @@ def sparse_backward(
     _check(hidden, weight, weight_gradient)
     operands = SparseOperands(
         hidden, weight, targets, logsumexp, bias, inv_temperature, logit_scale, softcap, pairs,
-        unit=_gradient_unit(hidden.dtype, pairs),
+        unit=_gradient_unit(hidden.dtype, pairs, inv_temperature, logit_scale),
+        row_scale=_row_scale(pairs.mass_gradient, inv_temperature, logit_scale),
     )  # fmt: skip
     lists = EntryLists.allocate(pairs, operands.rows) if want_hidden else None
     if want_weight or want_bias:
@@ -98,11 +101,16 @@ def sparse_backward(
                 add_bias_gradient(operands, workspace, bias_gradient, chunk, add_to_bias)
     elif want_hidden:
         pair_gradient(operands, None, lists, 0)
+    d_hidden, missing, left_out = None, pairs.overflow, pairs.left_out
+    if want_hidden:
+        d_hidden, balanced = hidden_gradient(hidden, weight, targets, operands.row_scale, pairs, lists)
+        missing, left_out = missing | lists.overflow() | balanced.unmet, balanced.left_out
     return SparseGradients(
-        hidden=hidden_gradient(hidden, weight, pairs, lists) if want_hidden else None,
+        hidden=d_hidden,
         weight=weight_gradient if want_weight else None,
         bias=bias_gradient if want_bias else None,
-        dense=_overflows(pairs, lists),
+        dense=torch.cat([pairs.overflow, missing]),
+        left_out=left_out,
     )
 
 
@@ -115,21 +123,25 @@ def _check(hidden: Tensor, weight: Tensor, weight_gradient: Tensor | None) -> No
             raise ValueError(f"{name} has stride {stride} in its last dimension: pass {name}.contiguous()")
 
 
-def _overflows(pairs: Pairs, lists: EntryLists | None) -> Tensor:
-    entries = pairs.overflow if lists is None else pairs.overflow | lists.overflow()
-    return torch.cat([pairs.overflow, entries])
+def _row_scale(gradient: Tensor, inv_temperature: Tensor | None, logit_scale: float) -> Tensor:
+    """Steepest slope of the logit in the product: a softcap only flattens it."""
+    scale = gradient.abs() * abs(logit_scale)
+    return scale if inv_temperature is None else scale * inv_temperature
 
 
-def _gradient_unit(dtype: torch.dtype, pairs: Pairs) -> Tensor:
+def _gradient_unit(
+    dtype: torch.dtype, pairs: Pairs, inv_temperature: Tensor | None, logit_scale: float
+) -> Tensor:
     """(1,) float32 power of two by which stored logit gradients are multiplied.
 
-    float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of 1e-6
-    stays normal.
+    float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of 1e-6 stays
+    normal.
     """
     if dtype != torch.float16 or not pairs.left_out.numel():
         return torch.ones(1, dtype=torch.float32, device=pairs.left_out.device)
-    largest = torch.maximum(pairs.mass_gradient.abs().amax(), pairs.target_gradient.abs().amax())
-    exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
+    gradient = torch.maximum(pairs.mass_gradient.abs(), pairs.target_gradient.abs())
+    largest = _row_scale(gradient, inv_temperature, logit_scale)
+    exponent = torch.floor(13 - torch.log2(largest.amax().clamp(min=2.0**-100))).clamp(-100, 100)
     return torch.exp2(exponent).reshape(1)
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from . import TILE
+from .balance import LEVELS
 
-BF16_ROUNDING = 2.0**-8 / math.sqrt(8 * math.log(2))
-"""1.66e-3: root mean square of the relative error of rounding to bfloat16, for log-uniform mantissas."""
+BF16_ROUNDING = 2.0**-8
+"""Largest relative error of rounding to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class SparseConfig:
     weight_programs: int = 2
     row_entries: int = 4  # entries in flight per program of dX
     row_warps: int = 16
-    pair_density: float = 0.25  # live pairs that fit, of all N·T; denser batches go to the dense path
-    entries_per_row: int = 256  # entries that fit, on average over the rows
+    pair_density: float = 0.2  # live pairs that fit, of all N·T; denser batches go to the dense path
+    entries_per_row: int = 384  # entries that fit, on average over the rows
     least_pairs: int = 1 << 18  # capacities of small problems
     least_entries: int = 1 << 20
-    chunk_bytes: int = 128 << 20  # logit gradients held at one time
+    chunk_bytes: int = 64 << 20  # logit gradients held at one time
 
     def pair_capacity(self, rows: int, tiles: int) -> int:
         """Live pairs that fit."""
@@ -63,6 +64,7 @@ class SparseConfig:
         """Bytes the selection and the backward hold beside their inputs and outputs."""
         pairs = self.pair_capacity(rows, tiles)
         total = 4 * pairs + 8 * math.ceil(tiles / 32) * rows + 4 * self.block_capacity(rows, tiles)
+        total += 4 * LEVELS * rows * (2 if hidden else 1)
         if hidden:
             total += 12 * pairs + 2 * 8 * self.entry_capacity(rows)
         if weight:

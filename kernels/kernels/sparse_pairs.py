@@ -4,10 +4,11 @@ One program per block of gathered rows of one vocabulary tile. The product stays
 things leave them: for dW the gradients themselves, rounded to the operands' dtype, into a workspace that
 holds a chunk of tiles at a time; for dX the *entries*, the few columns of a tile that matter, in float32.
 
-Which entries a pair leaves out is decided exactly: the largest of eight thresholds whose left-out sum stays
-within the pair's allowance. Emitting with one atomic per entry spilled and cost more than the product; here
-a row's entries are counted first, one atomic per program reserves a run for all of them, and the columns
-are scanned in quarters.
+An entry leaves when it is not far below the row's threshold for tiles; what stays behind is summed per
+pair, so that
+`sparse_rows` knows what it starts from. Emitting with one atomic per entry spilled and cost more than
+the product; here a row's entries are counted first, one atomic per program reserves a run for all of them,
+and the columns are scanned in quarters.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .sparse_config import persistent_programs
 from .sparse_rows import EntryLists, popcount
 from .transform import transform_logits, untransform_gradient
 
+_EMIT_SHARE = 1 / 32
+"""Of a row's threshold for tiles, the probability above which an entry is emitted."""
+
 
 @dataclass(frozen=True)
 class SparseOperands:
@@ -40,6 +44,7 @@ class SparseOperands:
     softcap: float | None
     pairs: Pairs
     unit: Tensor
+    row_scale: Tensor  # (N,) float32: largest |dL/d(x·w)| per probability, |c·dz/d(x·w)|
 
     @property
     def rows(self) -> int:
@@ -70,24 +75,24 @@ def pair_gradient(
     has_scale = inv_temperature is not None or operands.logit_scale != 1.0
     if has_scale and inv_temperature is None:
         inv_temperature = torch.ones_like(operands.logsumexp)
-    # A transformed logit or unaligned rows need the registers of half a block.
-    aligned = all(t.stride(0) * t.element_size() % 16 == 0 for t in (hidden, weight))
-    plain = aligned and operands.bias is None and operands.softcap is None and not has_scale
-    entries = (None,) * 5
+    # A softcap, and rows not known to be aligned, need the registers of half a block.
+    aligned = all(size % 16 == 0 for size in (hidden.shape[1], hidden.stride(0), weight.stride(0)))
+    whole = aligned and operands.softcap is None
+    entries = (None,) * 6
     if lists is not None:
-        entries = lists.columns, lists.values, lists.used, lists.starts, lists.counts
+        entries = lists.columns, lists.values, lists.used, lists.starts, lists.counts, lists.dropped
     _pair_gradient[(persistent_programs(hidden.device, config.pair_programs),)](
         hidden, weight, operands.targets, operands.logsumexp, pairs.target_gradient, pairs.mass_gradient,
         operands.bias, inv_temperature, float(operands.logit_scale), float(operands.softcap or 0.0),
         pairs.rows, pairs.offsets, pairs.block_offsets, pairs.block_tile, pairs.chunk_tiles,
-        pairs.live_bits, pairs.rank_base, pairs.row_ends, pairs.live_count, pairs.entry_allowance,
-        workspace, operands.unit, *entries,
+        pairs.live_bits, pairs.rank_base, pairs.row_ends, pairs.live_count, pairs.log_threshold,
+        operands.row_scale, workspace, operands.unit, *entries,
         operands.rows, weight.shape[0], hidden.shape[1], hidden.stride(0), weight.stride(0),
         chunk, operands.chunk_pairs, 0 if lists is None else lists.columns.numel(),
         HAS_BIAS=operands.bias is not None, HAS_SOFTCAP=operands.softcap is not None, HAS_SCALE=has_scale,
         TILE=TILE, STORE=workspace is not None, EMIT=lists is not None, PRECISION=operands.precision,
-        BLOCK=config.pair_rows, PARTS=1 if plain else 2, DEPTH=config.pair_depth,
-        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
+        BLOCK=config.pair_rows, PARTS=1 if whole else 2, DEPTH=config.pair_depth,
+        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=_EMIT_SHARE,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
     )  # fmt: skip
 
@@ -113,14 +118,16 @@ def _pair_gradient(
     rank_base,
     row_ends,
     live_count,
-    entry_allowance,
+    log_threshold,
+    row_scale,
     workspace,  # (chunk_pairs + N, TILE), written when STORE
     unit,  # (1,) float32
     entry_columns,  # (entry_capacity,) int32, written when EMIT
     entry_values,  # (entry_capacity,) float32
     entries_used,  # (1,) int64
-    entry_starts,  # (pairs,) int64 in row-major order
-    entry_counts,  # (pairs,) int32 in row-major order
+    entry_starts,  # (pairs,) int32 in row-major order, as the next two
+    entry_counts,  # (pairs,) int32
+    entry_dropped,  # (pairs,) float32: Σ |gradient| of what stays behind
     rows,
     vocabulary,
     depth,
@@ -140,6 +147,7 @@ def _pair_gradient(
     PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
+    EMIT_SHARE: tl.constexpr,
 ):
     """Logit gradients of the chunk's row blocks; of all where none is stored. Persistent."""
     if STORE:
@@ -204,11 +212,9 @@ def _pair_gradient(
             )
         if EMIT:
             magnitude = tl.where(is_target, 0.0, tl.abs(gradient))
-            allowed = tl.load(entry_allowance + row) * tl.abs(tl.load(mass_gradient + row))
-            if HAS_SCALE:
-                allowed *= tl.abs(inverse * logit_scale)
-            threshold = _entry_threshold(magnitude, allowed)
+            threshold = tl.exp(tl.load(log_threshold + row)) * tl.load(row_scale + row) * EMIT_SHARE
             below = (magnitude < threshold[:, None]) & ~is_target
+            dropped = tl.sum(tl.where(below, magnitude, 0.0), axis=1)
             entries = tl.where(below, 0.0, gradient)  # from here on an entry is what is not zero
             kept = tl.sum((entries != 0.0).to(tl.int32), axis=1)
             start = tl.atomic_add(entries_used, tl.sum(kept).to(tl.int64), sem="relaxed")
@@ -220,8 +226,9 @@ def _pair_gradient(
             lower = tl.load(live_bits + word) & ((1 << (tile % 32)) - 1)
             in_row = tl.load(row_ends + row) - tl.load(live_count + row)
             in_row += tl.load(rank_base + word) + popcount(lower)
-            tl.store(entry_starts + in_row, start, mask=valid)
+            tl.store(entry_starts + in_row, start.to(tl.int32), mask=valid)
             tl.store(entry_counts + in_row, kept, mask=valid)
+            tl.store(entry_dropped + in_row, dropped, mask=valid)
 
 
 @triton.jit
@@ -252,14 +259,3 @@ def _emit(entries, first_column, start, space, entry_columns, entry_values, SPLI
         column = first_column + tl.arange(0, keep.shape[1])[None, :] + tl.zeros_like(keep)
         tl.store((entry_columns + start)[:, None] + rank, column, mask=fits)
         tl.store((entry_values + start)[:, None] + rank, entries, mask=fits)
-
-
-@triton.jit
-def _entry_threshold(magnitude, allowed):
-    """Largest of allowed·2^-7 … allowed whose left-out sum is within `allowed`; the first always is."""
-    threshold = allowed * 0.0078125
-    for octave in tl.static_range(1, 8):
-        candidate = allowed * (0.0078125 * (1 << octave))
-        left_out = tl.sum(tl.where(magnitude < candidate[:, None], magnitude, 0.0), axis=1)
-        threshold = tl.where(left_out <= allowed, candidate, threshold)
-    return threshold

@@ -5,9 +5,10 @@ entries in a fixed order (by vocabulary tile, then column), so results are bit-e
 Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
 2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower.
 
-The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs happened
-to finish.
-`_gather_entries` brings them together through the pairs' row-major table.
+The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs finished.
+`_gather_entries` brings them together through the pairs' row-major table; `_entry_curve` sums what each
+threshold would leave out of them, and `balance` sets the threshold that spends what the pairs left of the
+tolerance.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .balance import LEVELS, Balance, balance, log_levels
 from .select import Pairs
 
 
@@ -29,12 +31,14 @@ class EntryLists:
     columns: Tensor  # (capacity,) int32: vocabulary entry
     values: Tensor  # (capacity,) float32: dL/d(x·w)
     used: Tensor  # (2,) int64: entries emitted, entries gathered
-    starts: Tensor  # (pairs,) int64: first entry of each pair, pairs in row-major order
+    starts: Tensor  # (pairs,) int32: first entry of each pair, pairs in row-major order
     counts: Tensor  # (pairs,) int32
+    dropped: Tensor  # (pairs,) float32: Σ |gradient| of what was not emitted
     row_columns: Tensor  # (capacity,) int32
     row_values: Tensor  # (capacity,) float32
     row_starts: Tensor  # (N,) int64
     row_counts: Tensor  # (N,) int32
+    row_dropped: Tensor  # (N,) float32
 
     @classmethod
     def allocate(cls, pairs: Pairs, rows: int) -> EntryLists:
@@ -47,12 +51,14 @@ class EntryLists:
             columns=empty(capacity, torch.int32),
             values=empty(capacity, torch.float32),
             used=torch.zeros(2, dtype=torch.int64, device=pairs.rows.device),
-            starts=empty(pairs.rows.numel(), torch.int64),
+            starts=empty(pairs.rows.numel(), torch.int32),
             counts=empty(pairs.rows.numel(), torch.int32),
+            dropped=empty(pairs.rows.numel(), torch.float32),
             row_columns=empty(capacity, torch.int32),
             row_values=empty(capacity, torch.float32),
             row_starts=empty(rows, torch.int64),
             row_counts=empty(rows, torch.int32),
+            row_dropped=empty(rows, torch.float32),
         )
 
     def overflow(self) -> Tensor:
@@ -60,24 +66,39 @@ class EntryLists:
         return (self.used[:1] > self.columns.numel()).int()
 
 
-def hidden_gradient(hidden: Tensor, weight: Tensor, pairs: Pairs, lists: EntryLists) -> Tensor:
-    """(N, H) in the dtype of hidden; left unwritten when pairs or entries overflowed."""
+def hidden_gradient(
+    hidden: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, pairs: Pairs, lists: EntryLists
+) -> tuple[Tensor, Balance]:
+    """(N, H) in the dtype of hidden, and what each row leaves out; unwritten when pairs or entries
+    overflowed.
+
+    Args:
+        row_scale: (N,) float32, largest |dL/d(x·w)| per probability.
+    """
     rows, depth = hidden.shape
     gradient = torch.empty((rows, depth), dtype=hidden.dtype, device=hidden.device)
-    if not rows:
-        return gradient
+    curve = torch.empty((LEVELS, rows), dtype=torch.float32, device=hidden.device)
+    levels = log_levels(hidden.device)
     config, capacity = pairs.config, lists.columns.numel()
-    _gather_entries[(rows,)](
-        lists.columns, lists.values, lists.used, lists.starts, lists.counts, pairs.row_ends, pairs.live_count,
-        pairs.overflow, lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts, capacity,
-        BLOCK=32, RUN=8, num_warps=1,
-    )  # fmt: skip
-    _hidden_gradient[(rows,)](
-        weight, lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts, lists.used,
-        pairs.overflow, gradient, depth, weight.stride(0), capacity,
-        BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
-    )  # fmt: skip
-    return gradient
+    gathered = lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts
+    if rows:
+        _gather_entries[(rows,)](
+            lists.columns, lists.values, lists.used, lists.starts, lists.counts, lists.dropped,
+            pairs.row_ends, pairs.live_count, pairs.overflow, *gathered, lists.row_dropped, capacity,
+            BLOCK=32, RUN=8, num_warps=1,
+        )  # fmt: skip
+        _entry_curve[(rows,)](
+            *gathered, lists.row_dropped, pairs.left_out, targets, row_scale, levels, curve, rows,
+            LEVELS=LEVELS, BLOCK_LEVELS=triton.next_power_of_2(LEVELS), BLOCK=32, num_warps=1,
+        )  # fmt: skip
+    balanced = balance(curve, levels, pairs.mass_gradient, pairs.budget(1.0))
+    if rows:
+        _hidden_gradient[(rows,)](
+            weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow,
+            gradient, depth, weight.stride(0), capacity,
+            BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
+        )  # fmt: skip
+    return gradient, balanced
 
 
 @triton.jit
@@ -98,6 +119,7 @@ def _gather_entries(
     used,  # (2,) int64
     starts,
     counts,
+    dropped,
     row_ends,
     live_count,
     overflow,
@@ -105,6 +127,7 @@ def _gather_entries(
     row_values,
     row_starts,
     row_counts,
+    row_dropped,
     capacity,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
@@ -117,11 +140,15 @@ def _gather_entries(
     first = tl.load(row_ends + row) - pairs
     lane = tl.arange(0, BLOCK)
     total = 0
+    left = 0.0
     for start in range(0, pairs, BLOCK):
-        total += tl.sum(tl.load(counts + first + start + lane, mask=start + lane < pairs, other=0))
+        inside = start + lane < pairs
+        total += tl.sum(tl.load(counts + first + start + lane, mask=inside, other=0))
+        left += tl.sum(tl.load(dropped + first + start + lane, mask=inside, other=0.0))
     place = tl.atomic_add(used + 1, total.to(tl.int64), sem="relaxed")
     tl.store(row_starts + row, place)
     tl.store(row_counts + row, total)
+    tl.store(row_dropped + row, left)
     for start in range(0, pairs, BLOCK):
         inside = start + lane < pairs
         count = tl.load(counts + first + start + lane, mask=inside, other=0)
@@ -137,6 +164,47 @@ def _gather_entries(
         place += tl.sum(count)
 
 
+@triton.jit
+def _probability(values, scale):
+    """What an entry counts as; nothing where the row's gradient is only the target's."""
+    return tl.where(scale == 0.0, 0.0, tl.abs(values) / scale)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _entry_curve(
+    row_columns,
+    row_values,
+    row_starts,
+    row_counts,
+    row_dropped,
+    left_out,  # (N,) float32: by the pairs
+    targets,  # (N,) int64
+    row_scale,  # (N,) float32
+    levels,  # (LEVELS,) float32
+    curve,  # (LEVELS, N) float32, written
+    rows,
+    LEVELS: tl.constexpr,
+    BLOCK_LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What one row leaves out at each threshold: what it has left out so far, and its entries below."""
+    row = tl.program_id(0)
+    first, count = tl.load(row_starts + row), tl.load(row_counts + row)
+    scale, target = tl.load(row_scale + row), tl.load(targets + row)
+    level = tl.arange(0, BLOCK_LEVELS)
+    threshold = tl.exp(tl.load(levels + level, mask=level < LEVELS, other=float("-inf")))
+    below = tl.zeros((BLOCK_LEVELS,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        present = entry < count
+        share = _probability(tl.load(row_values + first + entry, mask=present, other=0.0), scale)
+        is_target = tl.load(row_columns + first + entry, mask=present, other=0) == target
+        share = tl.where(is_target, 0.0, share)
+        below += tl.sum(tl.where(share[:, None] < threshold[None, :], share[:, None], 0.0), axis=0)
+    so_far = tl.load(left_out + row) + _probability(tl.load(row_dropped + row), scale)
+    tl.store(curve + level.to(tl.int64) * rows + row, so_far + below, mask=level < LEVELS)
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _hidden_gradient(
     weight,  # (V, H)
@@ -144,6 +212,9 @@ def _hidden_gradient(
     row_values,
     row_starts,
     row_counts,
+    targets,
+    row_scale,
+    log_threshold,
     used,
     overflow,
     gradient,  # (N, H), written
@@ -157,6 +228,8 @@ def _hidden_gradient(
     row = tl.program_id(0)
     if (tl.load(overflow) == 0) & (tl.load(used) <= capacity):
         first, count = tl.load(row_starts + row), tl.load(row_counts + row)
+        threshold, scale = tl.exp(tl.load(log_threshold + row)), tl.load(row_scale + row)
+        target = tl.load(targets + row)
         column = tl.arange(0, BLOCK)
         inside = column < depth
         total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
@@ -165,6 +238,8 @@ def _hidden_gradient(
             present = entry < count
             token = tl.load(row_columns + first + entry, mask=present, other=0).to(tl.int64)
             value = tl.load(row_values + first + entry, mask=present, other=0.0)
+            present &= (token == target) | ~(_probability(value, scale) < threshold)
+            value = tl.where(present, value, 0.0)
             w = tl.load(
                 weight + token[:, None] * weight_stride + column[None, :],
                 mask=present[:, None] & inside[None, :],

@@ -208,17 +208,30 @@ def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
 @pytest.mark.parametrize(
     "text",
     [
-        "algorithm: {name: dpo, beta: 0.1, loss_type: ipo}\npolicy: {model_name: a/b}",
-        "dpo: {reference_policy_kl_penalty: 0.1}\npolicy: {model_name: a/b}",
-        "base_model: a/b\nrl: dpo\nbeta: 0.1",
-        "{beta: 0.1, loss_type: [sigmoid], truncation_mode: keep_start, model_name_or_path: a/b}",
+        "algorithm: {name: dpo, beta: 0.2, loss_type: ipo}\npolicy: {model_name: a/b}",
+        "dpo: {reference_policy_kl_penalty: 0.2}\npolicy: {model_name: a/b}",
+        "base_model: a/b\nrl: dpo\nrl_beta: 0.2\ntrl: {max_completion_length: 9}",
+        "{beta: 0.2, loss_type: [sigmoid], truncation_mode: keep_start, model_name_or_path: a/b}",
     ],
 )
 def test_preference_terms_are_not_taken_for_grpos(text):
-    conversion = convert(parse(text))
-    assert "loss.beta" not in conversion.places
-    assert any("preference training" in row.reason for row in conversion.rows)
-    assert "rewards" in conversion.fill_in
+    places = convert(parse(text)).places
+
+    assert places["algorithm"] == "dpo"
+    assert places["preference.loss.beta"] == 0.2
+    assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in places)
+
+
+def test_trls_sigmoid_with_smoothed_labels_is_cdpo():
+    document = {"loss_type": ["sigmoid"], "label_smoothing": 0.1, "truncation_mode": "keep_start"}
+    places = convert(document).places
+    assert places["preference.loss.loss_type"] == "cdpo"
+    assert places["preference.loss.label_smoothing"] == 0.1
+
+
+def test_a_preference_loss_that_is_not_offered_is_left_with_the_reason():
+    conversion = convert({"loss_type": ["nca_pair"], "truncation_mode": "keep_start"})
+    assert outcomes(conversion)["loss_type"] == "not applicable"
 
 
 def test_trls_batch_sizes_become_prompts_and_minibatches_and_its_steps_rollouts():

@@ -39,7 +39,8 @@ def calls(draw, Call):
     vocabulary = draw(st.sampled_from([1, 2, 127, 128, 129, 255, 256, 257, 300]))
     depth = draw(st.integers(1, 33))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
-    spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e4]))
+    # Gradients of the weight grow with the hidden states, and float16 ends at 65,504.
+    spread = draw(st.sampled_from([0.0, 1.0, 30.0, 100.0 if dtype == torch.float16 else 1e4]))
     note(f"seed {seed}")
 
     def normal(*size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
-from grpo_fast.kernels.sparse_config import BF16_ROUNDING, FULL, HALF, SparseConfig
+from grpo_fast.kernels.sparse_config import FULL, HALF, SparseConfig
 
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
 QUICK = replace(HALF, pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
@@ -45,7 +45,8 @@ def test_tolerance_zero_is_the_dense_gradient(make_head, transformed, g_logsumex
 
     pairs, got = run(head, want_bias=transformed)
 
-    assert pairs.metrics()["error_bound"] == 0
+    assert pairs.metrics(got.left_out)["error_bound"] == 0
+    assert got.dense.tolist() == [0, 0]
     assert relative(got.hidden, head.d_hidden) < 1e-6
     assert relative(got.weight, head.d_weight) < 1e-6
     if transformed:
@@ -60,12 +61,12 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
     pairs, got = run(head, tolerance)
 
     slope = 1.0 if head.inv_temperature is None else head.inv_temperature * head.logit_scale
-    bound = pairs.hidden_bound(slope, head.weight.norm(dim=1).max())
+    bound = pairs.hidden_bound(slope, head.weight.norm(dim=1).max(), got.left_out)
     error = (got.hidden.double() - head.d_hidden).norm(dim=1)
     assert (error <= bound + 1e-6 * head.d_hidden.norm(dim=1)).all()
-    assert pairs.metrics()["error_bound"] <= tolerance * (1 + 1e-4)
-    if shape["peak"]:
-        assert (error > 1e-5 * head.d_hidden.norm(dim=1)).any()  # something was left out
+    within = pairs.metrics(got.left_out)["error_bound"] <= tolerance * (1 + 1e-4)
+    assert within == (got.dense[1] == 0)
+    assert (error > 1e-5 * head.d_hidden.norm(dim=1)).any()  # something was left out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,11 +79,13 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
     )  # fmt: skip
     dense = straightforward(replace(head, **({} if dtype == torch.bfloat16 else _unscaled(head, magnitude))))
 
-    _, got = run(head, 1.0, weight_gradient=torch.zeros_like(head.weight, dtype=torch.float32))
+    pairs, got = run(head, 1.0, weight_gradient=torch.zeros_like(head.weight, dtype=torch.float32))
 
-    exact_hidden = head.d_hidden.to(dtype)
-    assert relative(got.hidden, head.d_hidden) <= relative(exact_hidden, head.d_hidden) + BF16_ROUNDING
-    assert relative(got.weight, head.d_weight) <= dense["weight"] + BF16_ROUNDING
+    certified = pairs.hidden_bound(1.0, head.weight.double().norm(dim=1).max(), got.left_out).norm()
+    rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
+    assert relative(got.hidden, head.d_hidden) <= rounded + certified / head.d_hidden.norm() + 1e-5
+    certified = pairs.hidden_bound(1.0, head.hidden.double().norm(dim=1)).sum()
+    assert relative(got.weight, head.d_weight) <= dense["weight"] + certified / head.d_weight.norm() + 1e-5
 
 
 def _unscaled(head, magnitude: float) -> dict[str, torch.Tensor]:
@@ -123,12 +126,11 @@ def test_gradients_add_into_existing_ones_in_place(make_head, rng, dtype):
     _, got = run(head, want_bias=True, weight_gradient=weight, bias_gradient=bias)
 
     assert got.weight is weight and got.bias is bias
-    assert relative(weight, expected[0]) < (1e-6 if dtype == torch.float32 else 2 * BF16_ROUNDING)
-    assert relative(bias, expected[1]) < (1e-6 if dtype == torch.float32 else 2 * BF16_ROUNDING)
+    assert relative(weight, expected[0]) < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert relative(bias, expected[1]) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 127, 129, 256])
-@pytest.mark.parametrize("depth", [1, 33, 64])
+@pytest.mark.parametrize(("vocabulary", "depth"), [(1, 1), (127, 33), (129, 64), (256, 65)])
 def test_vocabularies_and_hidden_sizes_around_every_edge(make_head, vocabulary, depth):
     head = make_head(12, vocabulary, depth, peak=1.0)
 
@@ -147,7 +149,8 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
         for t in (head.hidden, head.weight)
     )
 
-    _, got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=FULL)
+    config = replace(FULL, row_entries=64)
+    _, got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config)
 
     assert relative(got.hidden, head.d_hidden) < 1e-6
     assert relative(got.weight, head.d_weight) < 1e-6

@@ -101,7 +101,9 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
 
     def load(family: str = "llama", *, needs_reference: bool = False, **settings: object) -> Policy:
         settings = {"dtype": "float32", "device": "cpu", **settings}
-        return load_policy(ModelConfig(path=str(folder_of(family)), **settings), needs_reference=needs_reference)
+        return load_policy(
+            ModelConfig(path=str(folder_of(family)), **settings), needs_reference=needs_reference
+        )
 
     return load
 

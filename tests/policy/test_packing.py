@@ -57,7 +57,9 @@ def test_long_completions_of_a_short_prompt_do_not_share_a_document() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=25),
+    lengths=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=25
+    ),
     max_tokens=st.integers(1, 120),
     share=st.booleans(),
 )

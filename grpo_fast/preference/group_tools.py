@@ -26,7 +26,8 @@ def group_from_scores(
     """A group graded by scores, higher is better.
 
     Args:
-        tie_width: scores are rounded to multiples of it, so that differences of noise become ties; 0 keeps them.
+        tie_width: scores are rounded to multiples of it, so that differences of noise become ties; 0 keeps
+            them.
 
     Raises:
         ValueError: fewer than two responses, not one score each, or a negative width.
@@ -86,7 +87,9 @@ def group_from_criteria(
     _check_lengths(responses, **criteria)
     weights = dict.fromkeys(criteria, 1.0) if weights is None else weights
     if set(weights) != set(criteria):
-        raise ValueError(f"weights are of {sorted(weights)} and criteria of {sorted(criteria)}; give the same names")
+        raise ValueError(
+            f"weights are of {sorted(weights)} and criteria of {sorted(criteria)}; give the same names"
+        )
     total = sum(weights.values())
     if total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"weights = {dict(weights)} must not be negative, and one must be above zero")
@@ -101,8 +104,8 @@ def group_from_criteria(
 def groups_from_rollouts(groups: Iterable[Group], *, group_type: str | None = None) -> list[RankedGroup]:
     """What a policy sampled, graded by its rewards, with the log-probabilities it was sampled at.
 
-    A completion drawn twice counts once. Groups left with one response, or with rewards all equal, order nothing
-    and are left out; so is a completion whose reward is not applicable (NaN).
+    A completion drawn twice counts once. Groups left with one response, or with rewards all equal, order
+    nothing and are left out; so is a completion whose reward is not applicable (NaN).
     """
     ranked = []
     for group in groups:
@@ -117,10 +120,12 @@ def groups_from_rollouts(groups: Iterable[Group], *, group_type: str | None = No
 
 
 def pairs_from_group(group: RankedGroup, *, every: bool = False) -> list[dict[str, Prompt]]:
-    """Rows `prompt`, `chosen`, `rejected`: the best against the worst response, or every two of different grade."""
+    """Rows `prompt`, `chosen`, `rejected`: the best and the worst response, or every two that differ."""
     ordered = sorted(group.responses, key=lambda response: -response.grade)
     candidates = (
-        [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]] if every else [(ordered[0], ordered[-1])]
+        [(a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]]
+        if every
+        else [(ordered[0], ordered[-1])]
     )
     return [
         {"prompt": group.prompt, "chosen": better.response, "rejected": worse.response}
@@ -141,12 +146,17 @@ def _check_lengths(responses: Sequence[str], **values: Sequence[float]) -> None:
         raise ValueError(f"{len(responses)} responses have no order; give at least two")
     for name, given in values.items():
         if len(given) != len(responses):
-            raise ValueError(f"{name} has {len(given)} values for {len(responses)} responses; give one for each")
+            raise ValueError(
+                f"{name} has {len(given)} values for {len(responses)} responses; give one for each"
+            )
 
 
 def _shared_places(ranks: Sequence[int]) -> list[float]:
     """Ranks made comparable between people: tied responses share the mean of the places they take."""
-    return [sum(other < rank for other in ranks) + (sum(other == rank for other in ranks) + 1) / 2 for rank in ranks]
+    return [
+        sum(other < rank for other in ranks) + (sum(other == rank for other in ranks) + 1) / 2
+        for rank in ranks
+    ]
 
 
 def _standardised(scores: Sequence[float]) -> list[float]:

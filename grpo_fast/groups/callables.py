@@ -1,0 +1,28 @@
+"""A user's own function by import path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def load_callable(path: str, key: str) -> Callable[..., Any]:
+    """The function at `package.module:function`; `key` is the configuration's, for the error.
+
+    Raises:
+        ValueError: the path leads to no function.
+    """
+    module, colon, name = path.partition(":")
+    try:
+        if not colon:
+            raise ImportError("there is no ':' in it")
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"{key} = {path!r} cannot be imported ({error}); write it as 'package.module:function' and see "
+            "that the module is on the Python path"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{key} = {path!r} is a {type(function).__name__}, not a function")
+    return function

@@ -1,0 +1,224 @@
+"""What makes two prompts alike: each criterion is a distance from 0 to 1, and they add up with weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from grpo_fast.data.names import choices
+from grpo_fast.data.types import Message, Prompt
+from grpo_fast.groups.callables import load_callable
+from grpo_fast.groups.config import CriterionConfig, GroupConfig
+
+HASH_BITS = 10
+EMBEDDING_WIDTH = 2**HASH_BITS
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One criterion over N prompts."""
+
+    kind: Literal["vector", "number", "label"]
+    values: Tensor  # vector: (N, D) float32 of length one; number: (N,) float32 in [0, 1]; label: (N,) int64
+    weight: float = 1.0
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether any two prompts differ: without spread a criterion would only dilute the others."""
+        return bool((self.values != self.values[:1]).any())
+
+    def distance(self, rows: Tensor, others: Tensor) -> Tensor:
+        """(R, O) float32 in [0, 1] between prompts by position; vectors at right angles or more are at 1."""
+        a, b = self.values[rows], self.values[others]
+        if self.kind == "vector":
+            return (1 - a @ b.T).clamp(0, 1)
+        if self.kind == "number":
+            return (a[:, None] - b[None]).abs()
+        return (a[:, None] != b[None]).float()
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """Weighted mean of the distances of several criteria."""
+
+    criteria: tuple[Criterion, ...]  # those that tell prompts apart
+
+    def distance(self, rows: Tensor, others: Tensor) -> Tensor:
+        """(R, O) float32 in [0, 1] between prompts by position."""
+        total = sum(criterion.weight for criterion in self.criteria)
+        parts = [criterion.weight / total * criterion.distance(rows, others) for criterion in self.criteria]
+        return sum(parts, torch.zeros(len(rows), len(others)))
+
+
+def make_likeness(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0) -> Likeness:
+    """The distance that the configured strategy groups by.
+
+    Args:
+        prompts: N.
+        config: of strategy `similarity` or `combined`.
+        example_turns: turns at the start of each conversation that the configuration put there.
+
+    Raises:
+        ValueError: a criterion that is unknown, or that does not fit the prompts.
+    """
+    wanted = config.criteria or [CriterionConfig(by="embedding")]
+    criteria = [_criterion(prompts, item, config, example_turns) for item in wanted]
+    return Likeness(tuple(criterion for criterion in criteria if criterion.tells_apart))
+
+
+def conversation_prefix(
+    prompt: Prompt, prefix_turns: int | None, example_turns: int
+) -> tuple[tuple[str, str], ...] | None:
+    """The turns that a prompt shares with others of its conversation; None where it has none.
+
+    Args:
+        prefix_turns: how many turns; none: all but the last.
+        example_turns: turns that the configuration put before the row's own; they and a system message are
+            the same for all prompts and say nothing.
+    """
+    if isinstance(prompt.prompt, str):
+        return None
+    turns = own_turns(prompt.prompt, example_turns)
+    length = len(turns) - 1 if prefix_turns is None else prefix_turns
+    if not 0 < length <= len(turns):
+        return None
+    return tuple((turn["role"], turn["content"]) for turn in turns[:length])
+
+
+def own_turns(turns: Sequence[Message], example_turns: int) -> Sequence[Message]:
+    """A row's own turns: without the system message and the configuration's examples."""
+    return turns[(turns[0]["role"] == "system") + example_turns :]
+
+
+def label_ids(keys: Iterable[Hashable | None]) -> Tensor:
+    """(N,) int64, the same for equal keys; None equals nothing, not even None."""
+    known: dict[Hashable, int] = {}
+    ids = [known.setdefault(object() if key is None else key, len(known)) for key in keys]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
+    """(N, 1024) float32 rows of length one from N token sequences.
+
+    Sublinear term frequency times log(1 + N / document frequency) (Salton and Buckley 1988, Information
+    Processing & Management 24, p. 513), hashed with signs into a fixed width, which keeps dot products up to
+    noise of 1/32 (Weinberger et al. 2009, arXiv:0902.2206). What all prompts have, such as a chat template,
+    counts next to nothing.
+    """
+    counts = [Counter(tokens) for tokens in token_lists]
+    documents = Counter(token for count in counts for token in count)
+    rows, tokens, values = [], [], []
+    for row, count in enumerate(counts):
+        for token, times in count.items():
+            rows.append(row)
+            tokens.append(token)
+            values.append((1 + math.log(times)) * math.log(1 + len(counts) / documents[token]))
+    # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the top bits of a product.
+    hashed = torch.tensor(tokens, dtype=torch.int64) * 2654435761 % 2**32
+    columns, odd = hashed >> (32 - HASH_BITS), hashed >> (31 - HASH_BITS) & 1
+    flat = torch.zeros(len(counts) * EMBEDDING_WIDTH)
+    flat.index_add_(
+        0,
+        torch.tensor(rows, dtype=torch.int64) * EMBEDDING_WIDTH + columns,
+        torch.tensor(values) * (1 - 2 * odd),
+    )
+    return normalize(flat.view(-1, EMBEDDING_WIDTH))
+
+
+def _criterion(
+    prompts: Sequence[Prompt], item: CriterionConfig, config: GroupConfig, example_turns: int
+) -> Criterion:
+    if item.by == "embedding":
+        return Criterion("vector", _embed(prompts, config.embedding, example_turns), item.weight)
+    if item.by == "length":
+        return _numbers([len(prompt.token_ids) for prompt in prompts], item)
+    if item.by == "prefix":
+        keys = [conversation_prefix(prompt, config.prefix_turns, example_turns) for prompt in prompts]
+        return Criterion("label", label_ids(keys), item.weight)
+    if item.by.startswith("column:"):
+        return _column(prompts, item)
+    if ":" in item.by:
+        function = load_callable(item.by, "groups.criteria.by")
+        values = _tensor(function(prompts), len(prompts), f"groups.criteria.by = {item.by!r}")
+        if values.ndim == 1:
+            return _numbers(values.tolist(), item)
+        return Criterion("vector", normalize(values), item.weight)
+    raise ValueError(
+        f"groups.criteria.by = {item.by!r} is unknown; choose embedding, prefix, length or column:NAME, or "
+        "give your own function as 'module:function'"
+    )
+
+
+def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Tensor:
+    if embedding == "tfidf":
+        return tfidf([prompt.token_ids for prompt in prompts])
+    if ":" not in embedding:
+        raise ValueError(
+            f"groups.embedding = {embedding!r} is unknown; use tfidf, or give your own function as "
+            "'module:function'"
+        )
+    function = load_callable(embedding, "groups.embedding")
+    values = _tensor(
+        function([text_of(prompt, example_turns) for prompt in prompts]),
+        len(prompts),
+        f"groups.embedding = {embedding!r}",
+    )
+    if values.ndim != 2:
+        raise ValueError(f"groups.embedding = {embedding!r} gave one number a text; return one vector a text")
+    return normalize(values)
+
+
+def text_of(prompt: Prompt, example_turns: int = 0) -> str:
+    """A prompt as text: its own turns, one a line, where it is a conversation."""
+    if isinstance(prompt.prompt, str):
+        return prompt.prompt
+    return "\n".join(turn["content"] for turn in own_turns(prompt.prompt, example_turns))
+
+
+def _column(prompts: Sequence[Prompt], item: CriterionConfig) -> Criterion:
+    name = item.by.removeprefix("column:")
+    if name not in prompts[0].columns:
+        raise ValueError(
+            f"groups.criteria.by = {item.by!r}: there is no such column: {choices(name, prompts[0].columns)}"
+        )
+    values = [prompt.columns.get(name) for prompt in prompts]
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return _numbers(values, item)
+    return Criterion(
+        "label", label_ids(None if value is None else repr(value) for value in values), item.weight
+    )
+
+
+def _numbers(values: Sequence[float], item: CriterionConfig) -> Criterion:
+    """Numbers over their range, so that the largest distance is one."""
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if not numbers.isfinite().all():
+        raise ValueError(
+            f"groups.criteria.by = {item.by!r} holds values that are not finite; clean the column"
+        )
+    low, high = numbers.min(), numbers.max()
+    spread = high - low if high > low else torch.ones(())
+    return Criterion("number", ((numbers - low) / spread).float(), item.weight)
+
+
+def _tensor(values: Any, n: int, source: str) -> Tensor:
+    try:
+        tensor = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{source} returned no array of numbers ({error}); return one number or vector each"
+        ) from None
+    if tensor.ndim not in (1, 2) or len(tensor) != n:
+        raise ValueError(
+            f"{source} returned shape {tuple(tensor.shape)} for {n} prompts; return ({n},) or ({n}, D)"
+        )
+    if not tensor.isfinite().all():
+        raise ValueError(f"{source} returned values that are not finite; return finite numbers")
+    return tensor

@@ -1,0 +1,216 @@
+"""NeMo-RL 0.6: our policy losses behind its `LossFunction`, and our head under its fused log-probabilities.
+
+In a run script, after `setup(...)`: `loss_fn = PolicyLoss(GRPOLossConfig(...))`, handed to `grpo_train`.
+With `policy.megatron_cfg.use_fused_linear_logprobs=true`, `patch()` in the policy worker replaces the chunked
+head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_fast.head.api import linear_logprob
+from grpo_fast.integrations.host import padded_policy_loss, require
+from grpo_fast.objective import GRPOLossConfig, StepTotals
+
+KNOWN_VERSIONS = ("0.6",)
+
+_NAMES = {
+    "kl": "kl_penalty",
+    "policy/ratio_mean": "probs_ratio",
+    "policy/ratio_min": "probs_ratio_min",
+    "policy/ratio_max": "probs_ratio_max",
+    "sampling/importance_ratio_mean": "sampling_importance_ratio",
+}
+_TOKEN_METRICS = (
+    *("kl_penalty", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"),
+    *("sampling/logp_difference_mean", "sampling/kl", "sampling/rejected_mean", "policy/masked_mean"),
+)
+_originals: dict[str, Any] = {}
+
+
+class PolicyLoss:
+    """A loss of our catalogue, or `module:function`, as NeMo-RL's `LossFunction` on log-probabilities.
+
+    The KL to the reference (`config.beta`) and the sampler corrections are ours; set NeMo-RL's own aside.
+
+    Args:
+        config: the loss. Terms that need the entropy are not available: NeMo-RL hands none to a loss.
+        use_fused_linear_logprobs: `policy.megatron_cfg.use_fused_linear_logprobs` of the run.
+        exactly_on_policy: one update per rollout: previous log-probabilities are not read.
+
+    Raises:
+        ImportError: NeMo-RL is missing, or of a version this adapter does not know.
+        ValueError: the loss needs the entropy or a value head.
+    """
+
+    def __init__(
+        self,
+        config: GRPOLossConfig,
+        use_fused_linear_logprobs: bool = False,
+        exactly_on_policy: bool = False,
+    ) -> None:
+        require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
+        from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
+
+        if config.needs_entropy or config.value_coef:
+            raise ValueError(
+                "config needs the entropy or a value head, which NeMo-RL does not hand to a loss; leave "
+                "entropy_coef, use_adaptive_entropy, top_entropy_quantile and value_coef at their defaults"
+            )
+        self.config = config
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        # NeMo-RL's name: its trainer then skips the forward that would compute them.
+        self.force_on_policy_ratio = exactly_on_policy
+        self.input_type = LossInputType.LOGPROB
+        per_token = config.is_custom or config.facts.aggregation == "token_mean"
+        self.loss_type = LossType.TOKEN_LEVEL if per_token else LossType.SEQUENCE_LEVEL
+        self.metric_normalizations = {
+            "loss": MetricNormalizer.TOKENS if per_token else MetricNormalizer.SEQUENCES,
+            **dict.fromkeys(_TOKEN_METRICS, MetricNormalizer.TOKENS),
+            **dict.fromkeys(
+                ("num_valid_samples", "probs_ratio_min", "probs_ratio_max"), MetricNormalizer.NONE
+            ),
+        }
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """NeMo-RL's protocol.
+
+        Args:
+            next_token_logprobs: (B, T − 1), differentiable.
+            data: `advantages`, `prev_logprobs`, `generation_logprobs`, `token_mask` (B, T), `sample_mask`
+                (B,), and `reference_policy_logprobs` where `config.beta` > 0.
+            global_valid_seqs, global_valid_toks: () counts over the optimiser step.
+
+        Returns:
+            The loss (), and metrics that add up over micro-batches.
+        """
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+
+        def given(name: str, needed: bool = True) -> Tensor | None:
+            return data[name][:, 1:] if needed else None
+
+        generation = given("generation_logprobs")
+        previous = given("prev_logprobs", not self.force_on_policy_ratio)
+        result = padded_policy_loss(
+            self.config,
+            mask,
+            StepTotals(float(global_valid_toks), float(global_valid_seqs)),
+            logprobs=next_token_logprobs,
+            advantages=given("advantages"),
+            old_logprobs=previous,
+            ref_logprobs=given("reference_policy_logprobs", self.config.needs_reference),
+            sampler_logprobs=generation,
+        )
+        current = next_token_logprobs.detach()
+        live = mask != 0
+
+        def token_mean(values: Tensor) -> float:
+            return float(values[live].sum() / global_valid_toks)
+
+        return result.loss, _renamed(result.metrics) | {
+            "loss": result.loss.item(),
+            "token_mult_prob_error": token_mean(
+                (generation - (current if previous is None else previous)).abs().exp()
+            ),
+            "approx_entropy": token_mean(-(current - generation).exp() * current),
+            "num_valid_samples": float(data["sample_mask"].sum()),
+        }
+
+
+def _renamed(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """NeMo-RL's names where it has them, ours beside; it adds up all but the extremes it knows."""
+    return {
+        _NAMES.get(name, name): value.item()
+        for name, value in metrics.items()
+        if name in _NAMES or not name.endswith(("_min", "_max"))
+    }
+
+
+def patch() -> None:
+    """Compute NeMo-RL's fused log-probabilities (Megatron) by `linear_logprob`. Idempotent.
+
+    Raises:
+        ImportError: NeMo-RL is missing, or of a version this adapter does not know.
+    """
+    if _originals:
+        return
+    require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
+    from nemo_rl.distributed import model_utils
+
+    _originals["logprobs"] = model_utils.from_parallel_hidden_states_to_logprobs
+    model_utils.from_parallel_hidden_states_to_logprobs = hidden_states_to_logprobs
+
+
+def unpatch() -> None:
+    """Undo `patch`."""
+    if _originals:
+        from nemo_rl.distributed import model_utils
+
+        model_utils.from_parallel_hidden_states_to_logprobs = _originals.pop("logprobs")
+
+
+def hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """NeMo-RL's `from_parallel_hidden_states_to_logprobs`, same arguments.
+
+    Args:
+        tensor_parallel_hidden_states: (T/P, B, H), this rank's positions of P tensor-parallel ranks.
+        output_weight_layer: (V/P, H), this rank's rows.
+        runtime_gather_output, chunk_size: have no meaning here: nothing of vocabulary width is formed.
+        target: (B, T) token ids, not shifted.
+        vocab_start_index, vocab_end_index: implied by the ranks' order and rows.
+
+    Returns:
+        (B, T − 1) float32: of each next token.
+
+    Raises:
+        ValueError: context parallelism is on.
+    """
+    if cp_group is not None and dist.get_world_size(cp_group) > 1:
+        raise ValueError("fused log-probabilities do not support context parallelism; set its size to 1")
+    group = tp_group if dist.get_world_size(tp_group) > 1 else None
+    hidden = tensor_parallel_hidden_states
+    if group is not None:
+        hidden = _GatherPositions.apply(hidden, group)
+    targets = target.roll(shifts=-1, dims=-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        out = linear_logprob(
+            hidden.transpose(0, 1)[:, :-1], output_weight_layer, targets[:, :-1], process_group=group
+        )
+    return out.logprob
+
+
+class _GatherPositions(torch.autograd.Function):
+    """(T/P, B, H) of every rank to (T, B, H). The head sums the gradient; each rank takes its part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.positions = dist.get_rank(group), part.shape[0]
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.narrow(0, ctx.rank * ctx.positions, ctx.positions), None

@@ -1,0 +1,21 @@
+"""TRL's trainers on our head.
+
+`patch()` puts `linear_logprob` under the fused LM head of GRPO, RLOO, DPO, KTO and SFT. `FastGRPOTrainer`, a
+`trl.GRPOTrainer`, goes further; it is looked up on first use, since it loads TRL's trainers.
+"""
+
+from grpo_fast.integrations.trl.seam import require_trl
+
+require_trl()
+
+from grpo_fast.integrations.trl.patch import patch, patched, unpatch  # noqa: E402
+
+__all__ = ["FastGRPOTrainer", "patch", "patched", "unpatch"]
+
+
+def __getattr__(name: str) -> type:
+    if name == "FastGRPOTrainer":
+        from grpo_fast.integrations.trl.trainer import FastGRPOTrainer
+
+        return FastGRPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

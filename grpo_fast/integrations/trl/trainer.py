@@ -1,0 +1,169 @@
+"""`trl.GRPOTrainer` whose loss is known in the forward, on the rows that have one."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import ProcessorMixin
+from trl import GRPOTrainer
+
+from grpo_fast.integrations.recipe import Recipe, loss_recipe
+from grpo_fast.integrations.trl.gathered import is_zero3_enabled
+from grpo_fast.integrations.trl.loss import Batch, LossAtHead, add_loss_to_forward, live_tokens, step_scale
+from grpo_fast.integrations.trl.patch import patched
+from grpo_fast.integrations.trl.seam import trl_utils
+
+logger = logging.getLogger(__name__)
+
+Scores = tuple[Tensor | None, Tensor | None, Tensor | None]  # log-probabilities, entropies, auxiliary loss
+
+
+class FastGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` with the same arguments, numbers and metrics, and less work.
+
+    The loss is computed inside the model's forward by `linear_grpo_loss`, on packed live rows; rows without
+    gradient cost nothing in the backward. Log-probabilities that the coming training forward finds anyway are
+    not computed beforehand. Metrics are TRL's own code on our log-probabilities.
+
+    What `linear_grpo_loss` does not compute as TRL does runs through TRL's own loss on our head instead;
+    `fallback_reason` says why, and a warning says it once. It is None where nothing falls back.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        trl_utils()
+        super().__init__(*args, **kwargs)
+        self.fallback_reason: str | None = None
+        self._scored: Scores | None = None  # what the next scoring pass shall return
+        self._skip_old_pass = False
+        try:
+            self._recipe = self._loss_recipe()
+        except ValueError as error:
+            self.fallback_reason = str(error)
+            logger.warning("FastGRPOTrainer uses TRL's own loss: %s", self.fallback_reason)
+        else:
+            model = self.model
+            add_loss_to_forward(model.get_base_model() if isinstance(model, PeftModel) else model)
+
+    def _loss_recipe(self) -> Recipe:
+        """Raises ValueError, with the reason, where TRL's loss must be computed by TRL."""
+        reason = self._unsupported()
+        if reason is not None:
+            raise ValueError(reason)
+        names = ("delta", "sapo_temperature_pos", "sapo_temperature_neg")
+        vespo = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+        return loss_recipe(
+            self.loss_type,
+            self.importance_sampling_level,
+            beta=self.beta,
+            max_completion_length=self.max_completion_length,
+            use_bias_correction_kl=self.args.use_bias_correction_kl,
+            top_entropy_quantile=self.top_entropy_quantile,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            **{name: getattr(self.args, name) for name in names + vespo},
+        )
+
+    def _unsupported(self) -> str | None:
+        if self._entropy_bonus_enabled:
+            return "the entropy bonus is a mean over each micro-batch, whatever the loss's own normaliser"
+        if self.top_entropy_quantile < 1 and self.accelerator.num_processes > 1:
+            return "top_entropy_quantile < 1 takes its threshold over all processes"
+        if self.aux_loss_enabled:
+            return "the load-balancing loss of a mixture of experts is TRL's"
+        if isinstance(self.processing_class, ProcessorMixin):
+            return "a multimodal batch is cut up by TRL"
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            return "prompt learning puts tokens of its own before the batch's"
+        if self.use_vllm and self.off_policy_mask_threshold is not None:
+            return "off_policy_mask_threshold reads the sampler's log-probabilities, which may have gaps"
+        if is_zero3_enabled():
+            return "DeepSpeed ZeRO-3 takes the head's weight away before the backward"
+        return None
+
+    @property
+    def _corrects_sampler(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
+
+    @property
+    def _old_is_known_at_first_use(self) -> bool:
+        """Whether TRL would score the completions beforehand, to find what training finds itself.
+
+        A micro-batch trained on before the optimiser's next step is exactly on-policy: its training forward
+        yields the old log-probabilities, for this use and for later iterations over the same completions.
+        """
+        accumulated, generated = self.args.gradient_accumulation_steps, self.args.steps_per_generation
+        trl_scores = accumulated % (generated * self.num_iterations) != 0
+        # The sampler's correction is made of the old log-probabilities before the loss is: TRL's pass stays.
+        return trl_scores and accumulated % generated == 0 and not self._corrects_sampler
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        self._skip_old_pass = self._old_is_known_at_first_use
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._skip_old_pass = False
+
+    def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Scores:
+        if self._skip_old_pass:
+            # The first pass after generation is for the old log-probabilities; the reference's follows.
+            self._skip_old_pass = False
+            return None, None, None
+        if self._scored is not None:
+            return self._scored
+        with patched():
+            scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if kwargs.get("compute_entropy"):
+            self._training_logps = scores[0].detach()
+        return scores
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+        if self.fallback_reason is None:
+            loss = self._loss_in_forward(model, inputs)
+        else:
+            loss = super()._compute_loss(model, inputs)
+        reused = self.model.training and self.num_iterations > 1 and self._old_is_known_at_first_use
+        if reused and "old_per_token_logps" not in inputs:
+            inputs["old_per_token_logps"] = self._training_logps
+        return loss
+
+    def _loss_in_forward(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+        head = LossAtHead(inputs, self._recipe, self._scale(inputs))
+        with self.accelerator.autocast():
+            output = model(
+                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                labels=head.labels(),
+                fused_lm_head=True,
+                loss_at_head=head,
+            )
+        length = inputs["completion_ids"].shape[1]
+        self._training_logps = output.log_probs[:, -length:]
+        self._record_metrics(model, inputs, output.entropy[:, -length:])
+        return output.loss
+
+    def _record_metrics(self, model: torch.nn.Module, inputs: Batch, entropies: Tensor) -> None:
+        """TRL's own metrics, which its loss function records beside the loss."""
+        mask = live_tokens(inputs) != 0
+        masked = {
+            name: torch.where(mask, inputs[name], 0)
+            for name in ("old_per_token_logps", "ref_per_token_logps")
+            if name in inputs
+        }
+        self._scored = (self._training_logps, entropies, None)
+        try:
+            with torch.no_grad():
+                super()._compute_loss(model, {**inputs, **masked})
+        finally:
+            self._scored = None
+
+    def _scale(self, inputs: Batch) -> Tensor | float:
+        """From the mean over this micro-batch to TRL's normaliser over the optimiser's step."""
+        training = self.model.training
+        accumulated = self.current_gradient_accumulation_steps if training else 1
+        generated = self.args.steps_per_generation if training else 1
+        return step_scale(self.loss_type, inputs, self.accelerator.num_processes, accumulated, generated)

@@ -1,0 +1,229 @@
+"""verl 0.9: our head under its fused kernels, our policy losses under their names.
+
+Set `actor_rollout_ref.model.external_lib=grpo_fast.integrations.verl`: verl imports this module in every
+worker, and importing it patches. With `use_fused_kernels=True` both backends, `triton` and `torch`, then run
+on `linear_logprob`, and a loss of our catalogue is `actor.policy_loss.loss_mode=grpo_fast_<name>`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_fast.head.api import linear_logprob
+from grpo_fast.integrations.host import padded_local_loss, require
+from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+
+KNOWN_VERSIONS = ("0.9",)
+PREFIX = "grpo_fast_"
+
+_AGGREGATION = {
+    "token_mean": "token-mean",
+    "sequence_mean": "seq-mean-token-mean",
+    "sequence_sum": "seq-mean-token-sum",
+    "constant_length": "seq-mean-token-sum-norm",
+}
+_originals: dict[str, Any] = {}
+
+
+def patch() -> None:
+    """Put our head under verl's fused linear cross-entropy, and register our losses. Idempotent.
+
+    Raises:
+        ImportError: verl is missing, or of a version this adapter does not know.
+    """
+    if _originals:
+        return
+    require("verl", "verl", KNOWN_VERSIONS)
+    from verl.trainer.ppo.core_algos import register_policy_loss
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+    from verl.utils.kernel import linear_cross_entropy as kernel
+
+    _originals["kernel"] = kernel.linear_cross_entropy
+    _originals["forward"] = FusedLinearForPPO.forward
+    _rebind(kernel.linear_cross_entropy, fused_linear_cross_entropy)
+    FusedLinearForPPO.forward = _fused_linear_for_ppo
+    for name in LOSS_TYPES:
+        register_policy_loss(PREFIX + name)(_policy_loss_named(name))
+
+
+def unpatch() -> None:
+    """Undo `patch`."""
+    if not _originals:
+        return
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    _rebind(fused_linear_cross_entropy, _originals["kernel"])
+    FusedLinearForPPO.forward = _originals["forward"]
+    for name in LOSS_TYPES:
+        POLICY_LOSS_REGISTRY.pop(PREFIX + name, None)
+    _originals.clear()
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """verl's `linear_cross_entropy`: log-probabilities and entropies of flattened tokens.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H), or this rank's rows of it under `dist_process_group`.
+        labels: (...) int64.
+        reduction: of the log-probabilities: "none", "sum" or "mean".
+        dist_process_group: tensor-parallel ranks. As with verl's kernel, the gradients of `hidden` are to be
+            summed over them by the caller (Megatron's sequence-parallel gather does).
+
+    Returns:
+        Log-probabilities (N,) or () float32, entropies (N,) float32.
+    """
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    group = dist_process_group if dist_process_group and dist.get_world_size(dist_process_group) > 1 else None
+    if group is not None:
+        hidden = _PartOfGradient.apply(hidden, dist.get_world_size(group))
+    out = linear_logprob(
+        hidden,
+        weight,
+        labels.reshape(-1),
+        temperature=temperature,
+        outputs=("logprob", "entropy"),
+        process_group=group,
+    )
+    logprobs = out.logprob if reduction == "none" else getattr(out.logprob, reduction)()
+    return logprobs, out.entropy
+
+
+def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int) -> GRPOLossConfig:
+    """The loss `name` with the constants of verl's `ActorConfig`.
+
+    Raises:
+        ValueError: `loss_agg_mode` is not the loss's own.
+    """
+    facts = CATALOG[name]
+    if loss_agg_mode != _AGGREGATION[facts.aggregation]:
+        raise ValueError(
+            f"loss_agg_mode = {loss_agg_mode!r} contradicts loss_mode = '{PREFIX}{name}', which averages by "
+            f"{_AGGREGATION[facts.aggregation]!r}; set actor.loss_agg_mode to that"
+        )
+    clip, low, high = actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high
+    high = clip if high is None else high
+    options = {
+        "epsilon_low": clip if low is None else low,
+        "epsilon_high": 1 + high if name == "cispo" else high,
+        "sapo_temperature_pos": actor.tau_pos,
+        "sapo_temperature_neg": actor.tau_neg,
+        "clip_cov_ratio": actor.policy_loss.clip_cov_ratio,
+        "clip_cov_low": actor.policy_loss.clip_cov_lb,
+        "clip_cov_high": actor.policy_loss.clip_cov_ub,
+        "kl_cov_ratio": actor.policy_loss.kl_cov_ratio,
+        "kl_cov_coef": actor.policy_loss.ppo_kl_coef,
+    }
+    if facts.level == "token":
+        options["delta"] = actor.clip_ratio_c
+    chosen = {field: value for field, value in options.items() if field in facts.fields}
+    if facts.aggregation == "constant_length":
+        chosen["max_completion_length"] = actor.loss_scale_factor or response_length
+    return GRPOLossConfig(loss_type=name, **chosen)
+
+
+def _policy_loss_named(name: str) -> Any:
+    def compute(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        info = config.global_batch_info
+        result = padded_local_loss(
+            loss_config(name, config, loss_agg_mode, response_mask.shape[-1]),
+            response_mask,
+            _totals(info),
+            logprobs=log_prob,
+            advantages=advantages,
+            old_logprobs=old_log_prob,
+            policy_weights=rollout_is_weights,
+        )
+        return result.loss * info.get("dp_size", 1), _metrics(
+            result.metrics, log_prob, old_log_prob, response_mask
+        )
+
+    return compute
+
+
+def _totals(info: dict[str, Any]) -> StepTotals | None:
+    tokens, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
+    if tokens is None and sequences is None:
+        if info.get("dp_size", 1) > 1:
+            raise ValueError(
+                "batch_num_tokens and global_batch_size are missing from config.global_batch_info, but "
+                f"dp_size = {info['dp_size']}; set them, or every rank would divide by its own counts"
+            )
+        return None
+    # A count that verl left out is one its aggregation does not divide by.
+    return StepTotals(num_tokens=float(tokens or 1), num_sequences=float(sequences or 1))
+
+
+def _metrics(
+    metrics: dict[str, Tensor], log_prob: Tensor, old_log_prob: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """verl's three names, and our means. verl averages what it gets, so extremes are left out."""
+    live = mask != 0
+    kl = (old_log_prob - log_prob.detach()).masked_fill(~live, 0).sum() / live.sum().clamp(min=1)
+    found = {name: value.item() for name, value in metrics.items() if not name.endswith(("_min", "_max"))}
+    return {f"actor/{name}": value for name, value in found.items()} | {
+        "actor/ppo_kl": kl.item(),
+        "actor/pg_clipfrac": found.get("clip_ratio/region_mean", found.get("clip_ratio/high_mean", 0.0)),
+        "actor/pg_clipfrac_lower": found.get("clip_ratio/delta_mean", 0.0),
+    }
+
+
+def _fused_linear_for_ppo(
+    self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """verl's `FusedLinearForPPO.forward`, same arguments; both results have the shape of `input_ids`."""
+    out = linear_logprob(
+        hidden_states,
+        vocab_weights,
+        input_ids.to(torch.int64),
+        temperature=temperature,
+        outputs=("logprob", "entropy"),
+    )
+    return out.logprob, out.entropy
+
+
+class _PartOfGradient(torch.autograd.Function):
+    """Identity; backward hands on 1/size of the gradient, so that the ranks' gradients add up to it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.size, None
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """In every loaded module of verl that holds `old` as `linear_cross_entropy`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verl.") and vars(module).get("linear_cross_entropy") is old:
+            module.linear_cross_entropy = new
+
+
+patch()

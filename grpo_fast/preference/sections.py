@@ -1,0 +1,71 @@
+"""The `preference` section of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_fast.preference.config import PreferenceLossConfig
+from grpo_fast.preference.ranking_config import RankingLossConfig
+from grpo_fast.section import Fraction, PositiveInt, Section
+
+
+class BetaConfig(Section):
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final: Annotated[float, Field(gt=0)] | None = Field(None, description="beta of the last step")
+    gap_gain: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
+    )
+    gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
+    min: Annotated[float, Field(gt=0)] | None = None
+    max: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> BetaConfig:
+        if (self.schedule == "constant") != (self.final is None):
+            raise ValueError(
+                f"schedule = {self.schedule!r} and final = {self.final} contradict each other: linear and "
+                "cosine lead to a final beta, constant to none"
+            )
+        if self.gap_gain and (self.min is None or self.max is None):
+            raise ValueError(f"gap_gain = {self.gap_gain} lets beta move freely; bound it with min and max")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min = {self.min} exceeds max = {self.max}; swap them")
+        return self
+
+
+class AnswersConfig(Section):
+    template: str = Field("{answer}", description="str.format; makes a completion of an answer")
+    column: str = Field("answer", description="the column with the right answer, a whole number")
+    wrong: PositiveInt = Field(1, description="plausible wrong answers for each prompt")
+
+    @field_validator("template")
+    @classmethod
+    def _has_answer(cls, template: str) -> str:
+        try:
+            first, second = (template.format(answer=value) for value in (1, 2))
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"{template!r} is malformed ({error!r}); write {{answer}} where the answer goes"
+            ) from None
+        if first == second:
+            raise ValueError(f"{template!r} has no {{answer}}, so that right and wrong would read the same")
+        return template
+
+
+class PreferenceConfig(Section):
+    """Training on fixed completions: `algorithm: dpo` reads `loss` and `beta`, `rank` reads `ranking`."""
+
+    loss: PreferenceLossConfig = PreferenceLossConfig()
+    beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` moves during the run")
+    ranking: RankingLossConfig = RankingLossConfig()
+    answers: AnswersConfig | None = Field(
+        None, description="makes the completions from the right answer, where the data hold none"
+    )
+    max_completion_length: PositiveInt | None = Field(
+        None, description="tokens; a longer completion is an error"
+    )
+    reference_cache: str | None = Field(
+        None, description="folder for reference log-probabilities; none: the package's cache"
+    )

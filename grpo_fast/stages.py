@@ -1,0 +1,155 @@
+"""A run in stages: what each trains with, and which one a step belongs to.
+
+A stage overrides sections of the configuration and leaves the rest: `loss: {beta: 0.05}` changes one key.
+An override that names what a section is made of (`dataset.source`, `loss.loss_type`, `groups.strategy`,
+`adaptive_weights.method`) replaces the whole section, since the other keys belonged to the old choice.
+The stage follows from the step, so a resumed run is in the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from grpo_fast.config import StageConfig, TrainConfig
+
+# One engine, one model and one record of the run serve all stages.
+OVERRIDABLE = (
+    "dataset",
+    "rewards",
+    "rollout",
+    "advantage",
+    "loss",
+    "groups",
+    "curriculum",
+    "adaptive_weights",
+    "optimizer",
+    "prompts_per_step",
+    "num_iterations",
+    "minibatches",
+)
+# The engine is made once; a stage changes only how it samples.
+ENGINE_KEYS = ("engine", "max_batch_tokens")
+MADE_OF = {"dataset": "source", "loss": "loss_type", "groups": "strategy", "adaptive_weights": "method"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of a run."""
+
+    name: str
+    start: int  # its first step, counted from 0
+    end: int  # the step after its last
+    config: TrainConfig  # of this stage; `stages` is empty
+    fresh_optimizer: bool
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.start
+
+
+def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
+    """The stages of a run in order; one that is the whole run where none are configured.
+
+    Raises:
+        ValueError: names that repeat, steps that don't add up to max_steps, or overrides that are not allowed
+            or make no valid configuration; the message names the stage.
+    """
+    if not config.stages:
+        return (Stage("", 0, config.max_steps, config, fresh_optimizer=False),)
+    names = [stage.name for stage in config.stages]
+    if len(set(names)) < len(names):
+        raise ValueError(f"stages = {names}: two have one name; rename one")
+    base = config.model_dump() | {"stages": []}
+    starts = _starts(config)
+    stages = tuple(
+        Stage(stage.name, start, end, _configure(stage, base), stage.fresh_optimizer)
+        for stage, start, end in zip(config.stages, starts[:-1], starts[1:], strict=True)
+    )
+    _check_warmup(stages)
+    return stages
+
+
+def stage_at(stages: Sequence[Stage], step: int) -> int:
+    """Index of the stage that trains `step`; beyond the end, of the last one."""
+    return next((i for i, stage in enumerate(stages) if step < stage.end), len(stages) - 1)
+
+
+def schedule_steps(stages: Sequence[Stage], index: int) -> int:
+    """Steps from one fresh optimizer to the next, around stage `index`: what its schedule spans."""
+    first = max((i for i in range(1, index + 1) if stages[i].fresh_optimizer), default=0)
+    last = next((i for i in range(index + 1, len(stages)) if stages[i].fresh_optimizer), len(stages))
+    return sum(stage.steps for stage in stages[first:last])
+
+
+def _starts(config: TrainConfig) -> list[int]:
+    """Where each stage starts, and the end."""
+    *earlier, last = config.stages
+    for stage in earlier:
+        if stage.steps is None:
+            raise ValueError(f"stages: {stage.name!r} has no steps; only the last stage may leave them out")
+    starts = [0]
+    for stage in earlier:
+        starts.append(starts[-1] + stage.steps)
+    end = config.max_steps if last.steps is None else starts[-1] + last.steps
+    if end != config.max_steps or starts[-1] >= end:
+        raise ValueError(
+            f"stages take {end if last.steps else starts[-1]} steps and max_steps is {config.max_steps}: set "
+            "max_steps to their sum, or leave out the steps of the last stage, which then takes what remains"
+        )
+    return [*starts, end]
+
+
+def _check_overrides(stage: StageConfig) -> None:
+    for key, value in stage.overrides.items():
+        if key not in OVERRIDABLE:
+            raise ValueError(
+                f"stage {stage.name!r} overrides {key!r}, which is the same for the whole run; a stage may "
+                f"override {', '.join(OVERRIDABLE)}"
+            )
+        sampling = value if key == "rollout" and isinstance(value, Mapping) else {}
+        engine = [name for name in ENGINE_KEYS if name in sampling]
+        if engine:
+            raise ValueError(
+                f"stage {stage.name!r} overrides rollout.{engine[0]}, but one engine serves all stages; "
+                "set it at the top level"
+            )
+    if "optimizer" in stage.overrides and not stage.fresh_optimizer:
+        raise ValueError(
+            f"stage {stage.name!r} overrides the optimizer, whose state goes on from the stage before; add "
+            "fresh_optimizer: true"
+        )
+
+
+def _check_warmup(stages: Sequence[Stage]) -> None:
+    for index, stage in enumerate(stages):
+        warmup, steps = stage.config.optimizer.warmup_steps, schedule_steps(stages, index)
+        if warmup >= steps:
+            raise ValueError(
+                f"stage {stage.name!r}: optimizer.warmup_steps = {warmup} leaves no step of the {steps} "
+                "until the next fresh optimizer at the full rate; lower it"
+            )
+
+
+def _configure(stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
+    _check_overrides(stage)
+    merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
+    try:
+        return TrainConfig.model_validate(merged)
+    except ValidationError as error:
+        problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
+        raise ValueError(f"stage {stage.name!r}: {problems}") from None
+
+
+def _merge(key: str, below: Any, above: Any) -> Any:
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)) or MADE_OF.get(key) in above:
+        return above
+    return {**below, **above}
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, item["loc"]))
+    return f"{place + ': ' if place else ''}{item['msg'].removeprefix('Value error, ')}"

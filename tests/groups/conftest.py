@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.data import Prompt
+
+
+@pytest.fixture
+def seed() -> int:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return seed
+
+
+@pytest.fixture
+def make_prompts(seed: int) -> Callable[..., list[Prompt]]:
+    """Random prompts of a few topics; rows have gaps, as after filtering."""
+
+    def make(count: int, topics: int = 4) -> list[Prompt]:
+        rng = random.Random(seed)
+        prompts = []
+        for place in range(count):
+            topic = rng.randrange(topics)
+            words = [100 * (topic + 1) + rng.randrange(8) for _ in range(rng.randrange(4, 12))]
+            text = " ".join(f"w{word}" for word in words)
+            columns = {"topic": f"t{topic}", "level": rng.random(), "same": 1.0}
+            prompts.append(Prompt(3 * place + 1, text, tuple(words), columns))
+        return prompts
+
+    return make
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Puts a module on the path; gives `module:function`."""
+
+    def write(function: str, code: str) -> str:
+        name = f"user_{tmp_path.name.replace('-', '_')}_{function}"
+        (tmp_path / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        return f"{name}:{function}"
+
+    return write

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_fast.groups.config import CurriculumConfig
+from grpo_fast.groups.curriculum import DifficultySampler
+
+NAMES = ["right", "short"]
+
+
+@pytest.fixture
+def make(make_prompts, seed):
+    prompts = make_prompts(40)
+
+    def make(batch_size: int = 8, **settings) -> DifficultySampler:
+        return DifficultySampler(prompts, batch_size, CurriculumConfig(**settings), NAMES, seed)
+
+    return make
+
+
+def answer(sampler: DifficultySampler, batch, rng: random.Random) -> None:
+    """Rewards that come out as hard as each prompt's `level` says."""
+    rewards = [[float(rng.random() < p.columns["level"]) for _ in range(4)] for p in batch]
+    table = torch.tensor(rewards)[..., None].expand(-1, -1, 2)
+    sampler.observe(batch, torch.tensor(rewards), table)
+
+
+def test_no_prompt_comes_twice_in_a_batch_and_none_is_lost(make, seed):
+    sampler, rng = make(), random.Random(seed)
+    drawn = Counter()
+    for _ in range(60):
+        batch = sampler.next()
+        assert len({p.index for p in batch}) == 8
+        drawn.update(p.index for p in batch)
+        answer(sampler, batch, rng)
+    assert len(drawn) == 40
+
+
+def test_buckets_get_their_shares_in_every_batch(make):
+    sampler = make(batch_size=10, bucket_weights=[1.0, 3.5, 0.5])
+    sampler.pass_rates = [0.1] * 15 + [0.5] * 15 + [0.9] * 10
+    for _ in range(20):
+        found = Counter(sampler.pass_rates[sampler.dataset.index(p)] for p in sampler.next())
+        assert (found[0.1], found[0.5], found[0.9]) == (2, 7, 1)
+
+
+def test_a_small_share_comes_true_over_many_batches(make):
+    sampler = make(batch_size=4, bucket_weights=[0.05, 1.0, 0.05])
+    sampler.pass_rates = [0.0] * 10 + [0.5] * 20 + [1.0] * 10
+    drawn = Counter(sampler.pass_rates[sampler.dataset.index(p)] for _ in range(400) for p in sampler.next())
+    assert drawn[0.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.015)
+    assert drawn[1.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.015)
+
+
+def test_what_a_bucket_cannot_give_the_others_do(make):
+    sampler = make(batch_size=20, bucket_weights=[1.0, 1.0, 98.0])
+    sampler.pass_rates = [0.0] * 30 + [0.5] * 8 + [1.0] * 2
+    drawn = Counter(sampler.pass_rates[sampler.dataset.index(p)] for p in sampler.next())
+    assert drawn[1.0] == 2 and drawn[0.5] == 8 and drawn[0.0] == 10
+
+
+def test_within_a_bucket_the_least_drawn_come_first(make):
+    sampler = make(batch_size=8)  # nothing observed: all in one bucket
+    drawn = [p.index for _ in range(5) for p in sampler.next()]
+    assert sorted(drawn) == sorted(p.index for p in sampler.dataset)
+
+
+def test_the_shares_move_along_the_ramp(make):
+    ramp = {"bucket_weights": [1.0, 1.0, 8.0], "final_bucket_weights": [8.0, 1.0, 1.0], "ramp_batches": 4}
+    sampler = make(**ramp)
+    seen = []
+    for _ in range(6):
+        seen.append(sampler.weights()[0])
+        sampler.next()
+    assert seen == pytest.approx([1.0, 2.75, 4.5, 6.25, 8.0, 8.0])
+
+
+@pytest.mark.parametrize(("reward", "expected"), [(None, 0.75), ("right", 0.25), ("short", 1.0)])
+def test_a_pass_rate_follows_the_deciding_reward(make, reward, expected):
+    sampler = make(smoothing=1.0, threshold=0.7, reward=reward)
+    prompt = sampler.dataset[3]
+    table = torch.tensor([[[1.0, 0.7], [0.0, 0.9], [0.0, 1.0], [0.0, 1.0]]])
+    sampler.observe([prompt], torch.tensor([[0.9, 0.1, 0.7, 0.8]]), table)
+    assert sampler.pass_rates[3] == pytest.approx(expected)
+
+
+def test_a_pass_rate_is_smoothed_and_ignores_completions_without_a_reward(make):
+    sampler = make(smoothing=0.25, initial_pass_rate=0.6)
+    nan = float("nan")
+    rewards = torch.tensor([[1.0, nan, 0.0, nan], [nan, nan, nan, nan]])
+    sampler.observe(sampler.dataset[:2], rewards, rewards[..., None])
+    assert sampler.pass_rates[:2] == pytest.approx([0.6 + 0.25 * (0.5 - 0.6), 0.6])
+
+
+@pytest.mark.parametrize("before", [0, 1, 6])
+def test_a_resumed_sampler_goes_on_exactly(make, seed, before):
+    original, rng = make(), random.Random(seed)
+    for _ in range(before):
+        answer(original, original.next(), rng)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    for _ in range(6):
+        batch = original.next()
+        assert [p.index for p in resumed.next()] == [p.index for p in batch]
+        state = rng.getstate()
+        answer(original, batch, rng)
+        rng.setstate(state)
+        answer(resumed, batch, rng)
+        assert resumed.state_dict() == original.state_dict()
+
+
+def test_known_pass_rates_come_from_a_column(make_prompts, seed):
+    prompts = make_prompts(5)
+    prompts[2] = replace(prompts[2], columns={"level": None})
+    sampler = DifficultySampler(prompts, 2, CurriculumConfig(pass_rate_column="level"), NAMES, seed)
+    expected = [p.columns["level"] for p in prompts]
+    expected[2] = 0.5
+    assert sampler.pass_rates == expected
+
+
+def test_metrics_show_where_the_dataset_stands(make):
+    sampler = make()
+    sampler.pass_rates = [0.0] * 10 + [0.2] * 10 + [1.0] * 20
+    metrics = sampler.metrics([])
+    assert metrics["curriculum/pass_rate"] == pytest.approx(0.55)
+    assert [metrics[f"curriculum/bucket_{i}"] for i in range(3)] == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": "shrot"}, "is no reward of this run: .*did you mean 'short'"),
+        ({"pass_rate_column": "levle"}, "is no column of the dataset: .*did you mean 'level'"),
+        ({"pass_rate_column": "topic"}, "holds 't[0-3]' in row 1; a pass rate lies between 0 and 1"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_remedy(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from grpo_fast.groups.config import AdaptiveWeightsConfig
+from grpo_fast.groups.weights import AdaptiveWeights
+
+
+def make(names=("a", "b"), base=(1.0, 1.0), **settings) -> AdaptiveWeights:
+    settings = {"method": "inverse_std", **settings}
+    return AdaptiveWeights(AdaptiveWeightsConfig(**settings), names, base)
+
+
+def test_at_first_the_weights_are_the_configured_ones():
+    assert make(base=(0.5, -2.0)).weights == (0.5, -2.0)
+
+
+def test_inverse_std_gives_every_reward_the_same_spread_in_proportion_to_its_weight(rng):
+    weights = make(("a", "b", "c"), (1.0, 2.0, -1.0), rate=1.0, min_factor=0.01, max_factor=100.0)
+    scales = torch.tensor([1.0, 5.0, 0.2])
+    table = torch.randn(4, 8, 3, generator=rng)
+    table /= (table - table.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
+
+    weights.update(table * scales)
+
+    spread = [w * s for w, s in zip(weights.weights, scales.tolist(), strict=True)]
+    assert spread[1] == pytest.approx(2 * spread[0], rel=1e-4)
+    assert spread[2] == pytest.approx(-spread[0], rel=1e-4)
+    assert sum(map(abs, weights.weights)) == pytest.approx(4.0, rel=1e-4)
+
+
+def test_factors_move_slowly_and_stay_within_their_bounds(rng):
+    weights = make(rate=0.1, min_factor=0.5, max_factor=1.5)
+    table = torch.randn(4, 8, 2, generator=rng) * torch.tensor([100.0, 0.01])
+    seen = []
+    for _ in range(100):
+        weights.update(table)
+        seen.append(weights.factors)
+    for before, after in itertools.pairwise(seen):
+        assert all(abs(a - b) <= 0.2 for a, b in zip(before, after, strict=True))
+    assert seen[-1] == [0.5, 1.5]
+
+
+def test_a_reward_without_spread_or_that_never_applies_keeps_its_factor(rng):
+    weights = make(("a", "b", "c"), (1.0, 1.0, 1.0), rate=1.0)
+    table = torch.randn(3, 4, 3, generator=rng)
+    table[..., 1] = 0.7
+    table[..., 2] = float("nan")
+    weights.update(table)
+    assert weights.factors[1:] == [1.0, 1.0]
+    assert weights.factors[0] == pytest.approx(1.0)
+
+
+def test_the_running_figures_are_smoothed(rng):
+    weights = make(smoothing=0.25)
+    tables = [torch.rand(3, 4, 2, generator=rng) for _ in range(2)]
+    for table in tables:
+        weights.update(table)
+    first, second = (table[..., 0].double().mean().item() for table in tables)
+    assert weights.means[0] == pytest.approx(first + 0.25 * (second - first))
+
+
+def test_a_reward_below_its_target_gains_weight_and_one_above_loses_it():
+    weights = make(("a", "b", "c"), (1.0, 1.0, 1.0), method="target", targets={"a": 0.8, "b": 0.1}, rate=0.5)
+    weights.update(torch.full((2, 3, 3), 0.4))
+    assert weights.factors == pytest.approx([math.exp(0.5 * 0.4), math.exp(-0.5 * 0.3), 1.0])
+
+
+def test_a_penalty_above_its_target_gains_weight():
+    weights = make(("a",), (-1.0,), method="target", targets={"a": 0.1})
+    weights.update(torch.full((2, 3, 1), 0.6))
+    assert weights.factors[0] > 1 and weights.weights[0] < -1
+
+
+def test_a_target_in_large_units_does_not_overflow():
+    weights = make(("a",), (1.0,), method="target", targets={"a": 1e9})
+    weights.update(torch.zeros(2, 3, 1))
+    assert weights.factors == [5.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "target", "targets": {"a": 0.5}}])
+def test_resumed_weights_go_on_exactly(rng, settings):
+    tables = [torch.randn(3, 4, 2, generator=rng) for _ in range(6)]
+    original = make(**settings)
+    for table in tables[:3]:
+        original.update(table)
+    resumed = make(**settings)
+    resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    for table in tables[3:]:
+        original.update(table)
+        resumed.update(table)
+    assert resumed.weights == original.weights and resumed.state_dict() == original.state_dict()
+
+
+def test_metrics_name_the_weights_in_force():
+    assert make(base=(0.5, 2.0)).metrics() == {"reward/a/weight": 0.5, "reward/b/weight": 2.0}
+
+
+def test_a_target_of_no_reward_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="did you mean 'accuracy'"):
+        make(("accuracy",), (1.0,), method="target", targets={"acuracy": 1.0})
+
+
+def test_the_state_of_other_rewards_is_refused():
+    with pytest.raises(ValueError, match="of 2 rewards, this run has 1"):
+        make(("a",), (1.0,)).load_state_dict(make().state_dict())

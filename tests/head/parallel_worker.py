@@ -1,0 +1,66 @@
+"""One rank of `test_parallel.py`: `python parallel_worker.py RANK STORE RESULT`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from grpo_fast import linear_cross_entropy, linear_logprob
+
+OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
+SPLIT = 130  # of 300: the shards need not be equal
+
+
+def batch() -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(5)
+    hidden = torch.randn(14, 12, generator=rng, dtype=torch.float64)
+    weight = torch.randn(300, 12, generator=rng, dtype=torch.float64)
+    bias = torch.randn(300, generator=rng, dtype=torch.float64)
+    bias[140:] = torch.where(torch.rand(160, generator=rng) < 0.5, bias[140:], -torch.inf)
+    targets = torch.randint(0, 140, (14,), generator=rng)
+    targets[3] = -100
+    return hidden, weight, bias, targets
+
+
+def everything(hidden, weight, bias, targets, group) -> list[torch.Tensor]:
+    """Outputs and gradients of everything differentiable."""
+    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+    out = linear_logprob(
+        leaves[0],
+        leaves[1],
+        targets,
+        bias=leaves[2],
+        softcap=None,
+        outputs=OUTPUTS,
+        topk=3,
+        process_group=group,
+    )
+    scale = torch.linspace(-1, 2, 14, dtype=torch.float64)
+    loss = ((out.logprob + 0.5 * out.entropy + 0.1 * out.logsumexp) * scale).sum()
+    loss = loss + linear_cross_entropy(leaves[0], leaves[1], targets, process_group=group)
+    gradients = torch.autograd.grad(loss, leaves)
+    return [getattr(out, name) for name in OUTPUTS] + [out.topk_ids, out.topk_logprobs, loss, *gradients]
+
+
+def rows_of(rank: int) -> slice:
+    return slice(0, SPLIT) if rank == 0 else slice(SPLIT, None)
+
+
+def main(rank: int, store: str, result: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    hidden, weight, bias, targets = batch()
+    rows = rows_of(rank)
+    found = everything(hidden, weight[rows], bias[rows], targets, dist.group.WORLD)
+    save_file({str(i): t.detach().contiguous() for i, t in enumerate(found)}, result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,519 @@
+"""TRL's trainers as they are, patched, and ours: same log-probabilities, losses, gradients and metrics."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+trl = pytest.importorskip("trl", reason="pip install --no-deps 'trl~=1.16.0'")
+if importlib.metadata.version("trl").split(".")[:2] != ["1", "16"]:
+    pytest.skip("the side-by-side needs TRL 1.16, whose own head runs on CPU", allow_module_level=True)
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed  # noqa: E402
+from trl.kernels import ChunkedLogProbFunction  # noqa: E402
+from trl.trainer import utils  # noqa: E402
+
+from benchmarks.trl_side_by_side import Setting, differences, reward, save_model, side_by_side  # noqa: E402
+from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
+from grpo_fast.integrations.trl import FastGRPOTrainer, patch, patched, unpatch  # noqa: E402
+from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
+
+NOISE = 2e-5
+patch_module = importlib.import_module("grpo_fast.integrations.trl.patch")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    unpatch()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder)
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------- the head
+
+
+HEADS = {
+    "plain": {},
+    "bias and temperature": {"bias": True, "temperature": 0.7},
+    "softcap and scale": {"softcap": 5.0, "scale": 0.5, "temperature": 1.3},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16 rows, float32 weight": {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
+    "autocast": {"autocast": True},
+}
+
+
+@pytest.mark.parametrize("case", list(HEADS))
+def test_the_head_has_trls_signature_results_and_gradients(case, rng):
+    options = HEADS[case]
+    kind = options.get("dtype", torch.float32)
+    hidden = torch.randn(30, 16, generator=rng).to(kind)
+    weight = (0.3 * torch.randn(50, 16, generator=rng)).to(options.get("weight_dtype", kind))
+    bias = torch.randn(50, generator=rng) if options.get("bias") else None
+    targets = torch.randint(50, (30,), generator=rng)
+    upstream = torch.randn(2, 30, generator=rng)
+    tail = (
+        targets,
+        options.get("temperature", 1.0),
+        32768,
+        options.get("softcap"),
+        options.get("scale", 1.0),
+    )
+    results = {}
+    for head in (ChunkedLogProbFunction, FusedHead):
+        leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (hidden, weight, bias)]
+        with torch.autocast("cpu", torch.bfloat16) if options.get("autocast") else nullcontext():
+            out = head.apply(*leaves, *tail)
+        (out[0] @ upstream[0] + out[1] @ upstream[1]).backward()
+        results[head] = (*out, *(leaf.grad for leaf in leaves if leaf is not None))
+    theirs, ours = results[ChunkedLogProbFunction], results[FusedHead]
+
+    # TRL's logits are bfloat16 where its inputs are; ours are float32 there too.
+    rounded = kind == torch.bfloat16 or options.get("autocast")
+    limits = {"rtol": 0.05, "atol": 0.05} if rounded else {"rtol": 1e-4, "atol": 1e-5}
+    assert len(theirs) == len(ours)
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.dtype == other.dtype and mine.shape == other.shape
+        if position != 4 or not rounded:  # a rounded maximum may be another entry's
+            torch.testing.assert_close(mine, other, **limits)
+    assert [value.requires_grad for value in ours[:5]] == [True, True, False, False, False]
+
+
+def test_results_that_are_not_asked_for_are_none(rng):
+    out = FusedHead.apply(
+        torch.randn(3, 4, generator=rng),
+        torch.randn(5, 4, generator=rng),
+        None,
+        torch.tensor([0, 1, 4]),
+        1.0,
+        8,
+        outputs=("log_probs", "is_top1"),
+    )
+
+    assert [value is None for value in out] == [False, True, True, True, False]
+
+
+def test_the_head_is_walked_while_zero3_has_gathered_it(rng, monkeypatch):
+    """ZeRO-3 as the head meets it: the parameter holds its entries at two moments only."""
+    whole, hidden = torch.randn(20, 8, generator=rng), torch.randn(6, 8, generator=rng)
+    targets = torch.randint(20, (6,), generator=rng)
+    gathered_tensors = []
+
+    @contextmanager
+    def gathered(weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+        gathered_tensors.append(weight)
+        weight.data = whole.clone()
+        yield
+        weight.data = torch.full_like(whole, torch.nan)
+
+    def run(weight: torch.nn.Parameter, context: AbstractContextManager) -> tuple[Tensor, ...]:
+        rows = hidden.clone().requires_grad_()
+        with context:
+            out = FusedHead.apply(rows, weight, None, targets, 1.0, 8)
+        (out[0].sum() + 0.1 * out[1].sum()).backward()
+        return *out, rows.grad, weight.grad
+
+    plain = run(torch.nn.Parameter(whole.clone()), nullcontext())
+    monkeypatch.setattr(patch_module, "is_zero3_enabled", lambda: True)
+    monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gathered)
+    partitioned = torch.nn.Parameter(whole.clone())
+    results = run(partitioned, gathered(partitioned, None))
+
+    assert [tensor is partitioned for tensor in gathered_tensors] == [True, True]
+    torch.testing.assert_close(results, plain)
+
+
+# ---------------------------------------------------------------------------------------------- the patch
+
+
+def standing() -> tuple[Any, Any]:
+    return utils._ChunkedLogProbFunction, utils._use_triton
+
+
+def test_undoing_restores_the_very_objects():
+    before = standing()
+
+    patch()
+    patch()
+    during = standing()
+    unpatch()
+    after = standing()
+    unpatch()
+
+    assert during[0] is FusedHead
+    assert all(mine is theirs for mine, theirs in zip(after, before, strict=True))
+    assert standing() == before
+
+
+def test_a_block_inside_a_patch_leaves_it_in_force_and_one_outside_does_not():
+    before = standing()
+    with patched():
+        with patched():
+            pass
+        assert utils._ChunkedLogProbFunction is FusedHead
+    assert standing() == before
+
+
+def test_an_unknown_version_is_refused_with_its_number(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.99.0")
+
+    with pytest.raises(RuntimeError, match=r"TRL 1\.99\.0 is installed, .* TRL 1\.15 and 1\.16 only"):
+        patch()
+
+
+def test_importing_without_trl_says_what_to_install(monkeypatch):
+    def missing(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.delitem(sys.modules, "grpo_fast.integrations.trl")
+
+    with pytest.raises(ImportError, match=r"needs TRL, which is not installed: pip install 'trl~=1\.16\.0'"):
+        __import__("grpo_fast.integrations.trl")
+
+
+def scored_model(folder: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    utils.add_fused_lm_head(
+        model, outputs=("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    )
+    return model
+
+
+def watch_head(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call of our head gets."""
+    rows, apply = [], FusedHead.apply
+
+    def watching(hidden: Tensor, *arguments: Any) -> Any:
+        rows.append(len(hidden))
+        return apply(hidden, *arguments)
+
+    monkeypatch.setattr(FusedHead, "apply", watching)
+    return rows
+
+
+def test_masked_rows_never_reach_the_head(model_folder, monkeypatch, rng):
+    rows = watch_head(monkeypatch)
+    labels = torch.randint(60, (3, 8), generator=rng)
+    labels[torch.rand(3, 8, generator=rng) < 0.5] = -100
+
+    with patched():
+        scored_model(model_folder)(input_ids=labels.clamp(min=0), labels=labels, fused_lm_head=True)
+
+    assert rows == [int((labels[:, 1:] != -100).sum())]
+
+
+def test_a_batch_without_labels_gives_a_differentiable_zero(model_folder):
+    model = scored_model(model_folder)
+    ids = torch.ones(2, 5, dtype=torch.int64)
+
+    with patched():
+        out = model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    out.loss.backward()
+
+    assert out.loss == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+
+ON_CPU = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "report_to": []}
+
+
+def train_one(kind: str, folder: Path, output: Path) -> list[dict[str, float]]:
+    """Two steps of one of TRL's trainers."""
+    config, trainer, rows = {
+        "SFT": (trl.SFTConfig, trl.SFTTrainer, {"prompt": "w1 w2", "completion": " w3 w4 w5"}),
+        "DPO": (trl.DPOConfig, trl.DPOTrainer, {"prompt": "w1", "chosen": " w3 w4", "rejected": " w9"}),
+        "KTO": (trl.KTOConfig, trl.KTOTrainer, {"prompt": "w1", "completion": " w3 w4", "label": True}),
+        "RLOO": (trl.RLOOConfig, trl.RLOOTrainer, {"prompt": "w1 w2"}),
+    }[kind]
+    data = [
+        {**rows, "prompt": f"{rows['prompt']} w{i}", **({"label": i % 2 == 0} if "label" in rows else {})}
+        for i in range(8)
+    ]
+    options = {"num_generations": 2, "max_completion_length": 4} if kind == "RLOO" else {}
+    set_seed(3)
+    built = trainer(
+        model=str(folder),
+        **({"reward_funcs": reward} if kind == "RLOO" else {}),
+        args=config(
+            output_dir=str(output),
+            use_cpu=True,
+            bf16=False,
+            max_steps=2,
+            per_device_train_batch_size=4,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            learning_rate=1e-3,
+            **options,
+        ),
+        train_dataset=Dataset.from_list(data),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+    )
+    built.train()
+    return [entry for entry in built.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "RLOO"])
+def test_the_other_trainers_train_the_same_with_the_patch(kind, model_folder, tmp_path, monkeypatch):
+    plain = train_one(kind, model_folder, tmp_path)
+    calls = watch_head(monkeypatch)
+    with patched():
+        ours = train_one(kind, model_folder, tmp_path)
+
+    assert calls
+    assert max(differences(plain, ours).values()) < NOISE
+
+
+# -------------------------------------------------------------------------------------------- the trainer
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_five_steps_of_training_are_the_same_three_times(loss_type, lora, model_folder):
+    """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
+    runs = side_by_side(Setting(loss_type, lora), model_folder, steps=5)
+
+    gaps = {name: differences(runs["TRL"].history, run.history) for name, run in runs.items()}
+
+    print({name: max(gap.items(), key=lambda item: item[1]) for name, gap in gaps.items()})
+    assert len(runs["TRL"].history) == 5
+    assert max(gaps["patched"].values()) < NOISE
+    assert max(gaps["FastGRPOTrainer"].values()) < NOISE
+
+
+def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monkeypatch):
+    """The training forward of the first yields the old log-probabilities of the second."""
+    scored = defaultdict(int)
+    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def counting(self: Any, *arguments: Any, **options: Any) -> Any:
+        scored[type(self).__name__] += not options.get("compute_entropy")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
+    options = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}
+
+    runs = side_by_side(Setting("dapo", options=options), model_folder, steps=4)
+
+    assert max(differences(runs["TRL"].history, runs["FastGRPOTrainer"].history).values()) < NOISE
+    assert scored == {"GRPOTrainer": 4}  # two generations each, unpatched and patched
+
+
+def trainer_of(kind: type, folder: Path, output: Path, **options: Any) -> Any:
+    set_seed(3)
+    built = kind(
+        model=str(folder),
+        reward_funcs=reward,
+        args=trl.GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            report_to=[],
+            max_completion_length=6,
+            gradient_accumulation_steps=2,
+            steps_per_generation=4,
+            **options,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "w1"}] * 4),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+    )
+    built.current_gradient_accumulation_steps = 2
+    return built
+
+
+def loss_of(trainer: Any, inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Loss and metrics, and gradients."""
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, dict(inputs))
+    loss.backward()
+    metrics = {name: value for name, (value,) in trainer._metrics["train"].items()}
+    gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+    return {"loss": loss.item(), **metrics}, gradients
+
+
+@pytest.fixture
+def make_batch(rng: torch.Generator):
+    def make(**extra: Any) -> dict[str, Any]:
+        completion_mask = (torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None]).long()
+        prompt_mask = torch.ones(4, 3, dtype=torch.int64)
+        prompt_mask[1, 0] = 0
+        return {
+            "prompt_ids": torch.randint(60, (4, 3), generator=rng),
+            "prompt_mask": prompt_mask,
+            "completion_ids": torch.randint(60, (4, 6), generator=rng),
+            "completion_mask": completion_mask,
+            "advantages": torch.randn(4, generator=rng),
+            "num_items_in_batch": torch.tensor(41),
+            "old_per_token_logps": (0.3 * torch.randn(4, 6, generator=rng) - 5) * completion_mask,
+            "ref_per_token_logps": (0.3 * torch.randn(4, 6, generator=rng) - 5) * completion_mask,
+            **extra,
+        }
+
+    return make
+
+
+CONFIGURATIONS = {
+    "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1},
+    "GSPO, plain KL": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "beta": 0.1,
+        "use_bias_correction_kl": False,
+    },
+    "LUSPO on tokens": {"loss_type": "luspo", "beta": 0.1},
+    "two-sided clip": {"loss_type": "dapo", "delta": 1.5, "epsilon": 0.1, "epsilon_high": 0.3},
+    "high entropies only": {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
+    "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.05},
+    "temperature": {"loss_type": "dr_grpo", "temperature": 0.6},
+    "head in float32": {"loss_type": "cispo", "cast_lm_head_to_fp32": True, "epsilon_high": 2.0},
+    "SAPO": {"loss_type": "sapo", "beta": 0.1},
+    "VESPO": {"loss_type": "vespo", "beta": 0.1},
+}
+
+
+def compare(folder: Path, output: Path, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Our trainer, after its loss, metrics and gradients were found to be TRL's."""
+    theirs, their_gradients = loss_of(trainer_of(trl.GRPOTrainer, folder, output, **options), inputs)
+    mine = trainer_of(FastGRPOTrainer, folder, output, **options)
+    ours, our_gradients = loss_of(mine, inputs)
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5, nan_ok=True)
+    torch.testing.assert_close(our_gradients, their_gradients, rtol=1e-3, atol=1e-5)
+    return mine
+
+
+@pytest.mark.parametrize("case", list(CONFIGURATIONS))
+def test_loss_metrics_and_gradients_of_a_batch_are_trls(case, model_folder, tmp_path, make_batch):
+    mine = compare(model_folder, tmp_path, make_batch(), CONFIGURATIONS[case])
+
+    assert mine.fallback_reason is None
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_tokens_of_tools_and_empty_completions_stay_out_of_the_loss(
+    loss_type, model_folder, tmp_path, make_batch
+):
+    batch = make_batch()
+    batch["tool_mask"] = torch.ones(4, 6, dtype=torch.int64)
+    batch["tool_mask"][0, 2:4] = 0
+    batch["tool_mask"][2] = 0
+
+    mine = compare(model_folder, tmp_path, batch, {"loss_type": loss_type, "beta": 0.1})
+
+    assert mine.fallback_reason is None
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_a_batch_without_any_token_trains_nothing(loss_type, model_folder, tmp_path, make_batch):
+    batch = make_batch(
+        completion_mask=torch.zeros(4, 6, dtype=torch.int64), num_items_in_batch=torch.tensor(0)
+    )
+
+    results, gradients = loss_of(
+        trainer_of(FastGRPOTrainer, model_folder, tmp_path, loss_type=loss_type), batch
+    )
+
+    assert results["loss"] == 0
+    assert not any(gradient is not None and gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_a_samplers_ratio_corrects_as_in_trl(
+    loss_type, per, model_folder, tmp_path, make_batch, monkeypatch, rng
+):
+    if loss_type == "vespo" and per == "sequence":
+        return  # TRL refuses it
+    batch = make_batch()
+    ratio = torch.rand(4, 6 if per == "token" else 1, generator=rng) + 0.4
+    ratio[3] = 0
+    batch["importance_sampling_ratio"] = (
+        ratio if per == "sequence" else torch.where(batch["completion_mask"] != 0, ratio, 1)
+    )
+    original = trl.GRPOTrainer.__init__
+
+    def with_sampler(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        self.use_vllm, self.vllm_importance_sampling_correction = True, True
+
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", with_sampler)
+
+    mine = compare(model_folder, tmp_path, batch, {"loss_type": loss_type, "beta": 0.1})
+
+    assert mine.fallback_reason is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"entropy_coef": 0.01}, "the entropy bonus"),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level = 'sequence'",
+        ),
+        ({"delta": 1.1}, "delta = 1.1 must exceed"),
+    ],
+)
+def test_what_is_not_computed_as_trl_does_runs_through_trls_own_loss_and_says_why(
+    options, reason, model_folder, tmp_path, make_batch, caplog
+):
+    mine = compare(model_folder, tmp_path, make_batch(), options)
+
+    assert mine.fallback_reason.startswith(reason)
+    assert f"FastGRPOTrainer uses TRL's own loss: {reason}" in caplog.text
+
+
+def test_evaluation_is_the_same(model_folder, tmp_path, make_batch):
+    batch, losses = make_batch(), []
+    for kind in (trl.GRPOTrainer, FastGRPOTrainer):
+        trainer = trainer_of(kind, model_folder, tmp_path, loss_type="dapo", beta=0.1)
+        trainer.model.eval()
+        with torch.no_grad():
+            losses.append(trainer.compute_loss(trainer.model, dict(batch)).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_seam_is_trls_again_after_a_loss(model_folder, tmp_path, make_batch):
+    before = standing()
+
+    loss_of(trainer_of(FastGRPOTrainer, model_folder, tmp_path), make_batch())
+
+    assert standing() == before
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_normalise_by_the_tokens_of_both(mode, model_folder):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+
+    done = subprocess.run(
+        [*command, str(root / "tests/integrations/trl_worker.py"), mode, str(model_folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]

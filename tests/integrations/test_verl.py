@@ -1,0 +1,271 @@
+"""verl's own fused head and policy losses against ours in their place.
+
+The real verl runs here; what it imports beside (ray, tensordict, ...) is stubbed where it is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+if find_spec("verl") is None:
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+
+def load(name: str) -> Any:
+    spec = spec_from_file_location(name, HERE / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HEAVY = ("ray", "tensordict", "omegaconf", "hydra", "codetiming", "orjson", "torchdata", "cloudpickle")
+
+
+@pytest.fixture(scope="module")
+def verl() -> Iterator[SimpleNamespace]:
+    """The adapter, and verl's own functions as they are without it."""
+    with load("host_stubs").stubbed(*HEAVY):
+        from verl.models.transformers import dense_common
+        from verl.trainer.ppo import core_algos
+        from verl.utils.experimental import torch_functional
+        from verl.utils.kernel import linear_cross_entropy
+
+        before = torch_functional.FusedLinearForPPO.forward, linear_cross_entropy.linear_cross_entropy
+        import grpo_fast.integrations.verl as adapter
+
+        yield SimpleNamespace(
+            adapter=adapter,
+            dense=dense_common,
+            algos=core_algos,
+            fused=torch_functional,
+            kernel=linear_cross_entropy,
+            before=before,
+        )
+        adapter.unpatch()
+        for name in [n for n in sys.modules if n == "verl" or n.startswith("verl.")]:
+            del sys.modules[name]
+        del sys.modules["grpo_fast.integrations.verl"]
+
+
+def rows(rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(3, 7, 16, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(53, 16, generator=rng, dtype=torch.float64, requires_grad=True)
+    return hidden, weight, torch.randint(0, 53, (3, 7), generator=rng)
+
+
+def gradients(outputs: tuple[Tensor, Tensor], leaves: tuple[Tensor, ...]) -> list[Tensor]:
+    logprobs, entropy = (output.flatten().double() for output in outputs)
+    scale = torch.linspace(-1, 2, logprobs.numel(), dtype=torch.float64)
+    loss = (scale * logprobs).sum() + (scale.flip(0) * entropy).sum()
+    return [logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def test_importing_the_adapter_patches_and_unpatching_restores(verl: SimpleNamespace) -> None:
+    forward, kernel = verl.before
+    assert verl.kernel.linear_cross_entropy is verl.adapter.fused_linear_cross_entropy
+    assert verl.fused.FusedLinearForPPO.forward is not forward
+
+    verl.adapter.unpatch()
+    assert verl.kernel.linear_cross_entropy is kernel
+    assert verl.fused.FusedLinearForPPO.forward is forward
+    assert not [name for name in verl.algos.POLICY_LOSS_REGISTRY if name.startswith("grpo_fast_")]
+
+    verl.adapter.patch()
+    assert verl.algos.get_policy_loss_fn("grpo_fast_dapo")
+
+
+def test_an_unknown_version_is_refused(verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    verl.adapter.unpatch()
+    monkeypatch.setattr(sys.modules["verl"], "__version__", "0.10.0")
+    with pytest.raises(ImportError, match=r"verl is version 0\.10\.0, but this adapter knows 0\.9 only"):
+        verl.adapter.patch()
+    monkeypatch.undo()
+    verl.adapter.patch()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_fused_head_is_verls_own(verl: SimpleNamespace, rng: torch.Generator, temperature: float) -> None:
+    hidden, weight, labels = rows(rng)
+    module = verl.fused.FusedLinearForPPO(chunk_size=5)
+    forward, _ = verl.before
+    expected = gradients(forward(module, hidden, weight, labels, temperature), (hidden, weight))
+
+    found = module(hidden, weight, labels, temperature)
+    assert found[0].shape == found[1].shape == labels.shape
+    # verl rounds float64 logits to float32.
+    torch.testing.assert_close(gradients(found, (hidden, weight)), expected, rtol=1e-4, atol=1e-5)
+
+    kernel = verl.kernel.linear_cross_entropy(hidden, weight, labels, temperature, "none")
+    assert kernel[0].shape == (21,)
+    torch.testing.assert_close(gradients(kernel, (hidden, weight)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_log_probabilities_are_reduced_as_asked(
+    verl: SimpleNamespace, rng: torch.Generator, reduction: str
+) -> None:
+    hidden, weight, labels = rows(rng)
+    every, entropy = verl.kernel.linear_cross_entropy(hidden, weight, labels)
+    reduced, same_entropy = verl.kernel.linear_cross_entropy(hidden, weight, labels, 1.0, reduction)
+    torch.testing.assert_close(reduced, getattr(every, reduction)())
+    torch.testing.assert_close(same_entropy, entropy)
+    with pytest.raises(ValueError, match="reduction"):
+        verl.kernel.linear_cross_entropy(hidden, weight, labels, 1.0, "max")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_model_under_verls_forward_returns_our_numbers(
+    verl: SimpleNamespace, rng: torch.Generator, backend: str
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=53,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    ).eval()
+    ids = torch.randint(0, 53, (2, 6), generator=rng)
+    logits = model(ids).logits / 0.8
+    expected = logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None])[..., 0]
+
+    forward = getattr(verl.dense, f"forward_with_{backend}_backend")
+    found = forward(model, input_ids=ids, temperature=0.8, return_dict=True)
+
+    torch.testing.assert_close(found.log_probs.reshape(2, 6), expected, rtol=1e-4, atol=1e-5)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(found.entropy.reshape(2, 6), entropy, rtol=1e-4, atol=1e-5)
+
+
+def actor(**changes: Any) -> SimpleNamespace:
+    """The fields of verl's `ActorConfig` that a policy loss reads, with verl's defaults."""
+    values = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
+        "clip_ratio_c": 3.0,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+        "loss_scale_factor": None,
+        "global_batch_info": {},
+        "policy_loss": SimpleNamespace(
+            clip_cov_ratio=2e-4, clip_cov_lb=1.0, clip_cov_ub=5.0, kl_cov_ratio=2e-4, ppo_kl_coef=0.1
+        ),
+    } | changes
+    result = SimpleNamespace(**values)
+    result.get = lambda name, default=None: getattr(result, name, default)
+    return result
+
+
+def padded(rng: torch.Generator) -> dict[str, Tensor]:
+    """Random padded batch; masked entries of what verl reads are finite, as verl multiplies by the mask."""
+    old = -torch.rand(4, 9, generator=rng, dtype=torch.float64) * 3
+    mask = torch.arange(9) < torch.tensor([[9], [4], [0], [6]])
+    return {
+        "old_log_prob": old,
+        "log_prob": (old + 0.5 * torch.randn(4, 9, generator=rng, dtype=torch.float64)).requires_grad_(),
+        "advantages": torch.randn(4, 1, generator=rng, dtype=torch.float64).expand(4, 9).contiguous(),
+        "response_mask": mask,
+    }
+
+
+HOST_LOSSES = {
+    "dapo": ("vanilla", "token-mean"),
+    "grpo": ("vanilla", "seq-mean-token-mean"),
+    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+}
+STEP = {"dp_size": 2, "batch_num_tokens": 57, "global_batch_size": 8}
+
+
+@pytest.mark.parametrize("info", [{}, STEP], ids=["own counts", "two ranks"])
+@pytest.mark.parametrize("name", HOST_LOSSES)
+def test_a_policy_loss_is_verls_own(
+    verl: SimpleNamespace, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, name: str, info: dict
+) -> None:
+    host, aggregation = HOST_LOSSES[name]
+    batch = padded(rng)
+    config = actor(global_batch_info=info)
+    monkeypatch.setattr(
+        verl.algos, "ActorConfig", SimpleNamespace
+    )  # its own __init__ wants the whole of verl
+    weights = torch.rand(4, 9, generator=rng, dtype=torch.float64)
+
+    results = []
+    for mode in (host, f"grpo_fast_{name}"):
+        loss, metrics = verl.algos.get_policy_loss_fn(mode)(
+            **batch, loss_agg_mode=aggregation, config=config, rollout_is_weights=weights
+        )
+        results.append((loss, torch.autograd.grad(loss, batch["log_prob"])[0], metrics))
+
+    (loss, gradient, metrics), (our_loss, our_gradient, our_metrics) = results
+    torch.testing.assert_close(our_loss, loss)
+    torch.testing.assert_close(our_gradient, gradient)
+    for metric in ("actor/ppo_kl", "actor/pg_clipfrac") if host == "vanilla" else ("actor/ppo_kl",):
+        assert our_metrics[metric] == pytest.approx(metrics[metric], abs=1e-6)
+    assert all(isinstance(value, float) for value in our_metrics.values())
+
+
+def test_every_loss_of_the_catalogue_is_registered_and_differentiable(
+    verl: SimpleNamespace, rng: torch.Generator
+) -> None:
+    from grpo_fast.objective.catalog import CATALOG
+
+    for name, facts in CATALOG.items():
+        batch = padded(rng)
+        aggregation = verl.adapter._AGGREGATION[facts.aggregation]
+        loss, _ = verl.algos.get_policy_loss_fn(f"grpo_fast_{name}")(
+            **batch, loss_agg_mode=aggregation, config=actor()
+        )
+        (gradient,) = torch.autograd.grad(loss, batch["log_prob"])
+        assert gradient.isfinite().all() and not gradient[~batch["response_mask"]].any(), name
+
+
+def test_an_aggregation_that_is_not_the_losss_is_refused(verl: SimpleNamespace, rng: torch.Generator) -> None:
+    with pytest.raises(ValueError, match=r"set actor\.loss_agg_mode"):
+        verl.algos.get_policy_loss_fn("grpo_fast_grpo")(**padded(rng), config=actor())
+
+
+def test_several_ranks_without_counts_of_the_step_are_refused(
+    verl: SimpleNamespace, rng: torch.Generator
+) -> None:
+    with pytest.raises(ValueError, match="batch_num_tokens"):
+        verl.algos.get_policy_loss_fn("grpo_fast_dapo")(
+            **padded(rng), config=actor(global_batch_info={"dp_size": 2})
+        )
+
+
+def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "verl_worker.py"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+def test_the_example_runs_as_it_stands() -> None:
+    import grpo_fast.integrations.examples as examples
+
+    path = Path(next(iter(examples.__path__))) / "verl_losses.py"
+    assert len(path.read_text().splitlines()) <= 30
+    program = f"exec(compile(open({str(path)!r}).read(), 'example', 'exec'))"
+    stub = f"import sys; sys.path.insert(0, {str(HERE)!r}); from host_stubs import stubbed\n"
+    program = stub + f"with stubbed(*{HEAVY!r}):\n    {program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "log-probability" in done.stdout

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_fast.config import OptimizerConfig
+from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.optimizer import learning_rate_at
+
+CONFIG = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
+)
+
+
+def build(
+    dtype: torch.dtype, config: OptimizerConfig = CONFIG, steps: int = 10
+) -> tuple[nn.Module, PolicyOptimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps)
+
+
+def backward(model: nn.Module, rng: torch.Generator, rows: int = 5) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(rows, 6, generator=rng).to(dtype)).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_optimiser_continues_to_the_bit(rng: torch.Generator, dtype: torch.dtype) -> None:
+    model, optimizer = build(dtype)
+    for _ in range(3):
+        backward(model, rng)
+        optimizer.step()
+        optimizer.advance()
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    state = json.loads(json.dumps(optimizer.state()))
+    resumed_model, resumed = build(dtype)
+    resumed.load_state_tensors(saved)
+    resumed.load_state(state)
+    seed = int(torch.randint(2**31, (), generator=rng))
+
+    for one_model, one in ((model, optimizer), (resumed_model, resumed)):
+        fresh = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            backward(one_model, fresh)
+            one.step()
+            one.advance()
+
+    assert resumed.learning_rate == optimizer.learning_rate
+    for ours, theirs in zip(model.parameters(), resumed_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for name, tensor in optimizer.state_tensors().items():
+        assert torch.equal(tensor, resumed.state_tensors()[name]), name
+
+
+def test_masters_keep_updates_that_sixteen_bits_would_lose() -> None:
+    config = OptimizerConfig(learning_rate=1e-4, max_grad_norm=None)
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=100)
+
+    for _ in range(50):  # each moves the weight by 1e-4, a fortieth of a bf16 step at 1
+        weight.sum().backward()
+        optimizer.step()
+
+    torch.testing.assert_close(weight.float(), torch.full((4, 4), 1 - 50e-4), rtol=0, atol=2**-9)
+    assert weight[0, 0] < 1
+
+
+def test_a_float32_model_follows_plain_adamw(rng: torch.Generator) -> None:
+    config = OptimizerConfig(learning_rate=1e-2, max_grad_norm=None)
+    model, optimizer = build(torch.float32, config)
+    twin, _ = build(torch.float32, config)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=config.betas, weight_decay=0.0)
+    seed = int(torch.randint(2**31, (), generator=rng))
+    ours, theirs = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
+
+    for _ in range(4):
+        backward(model, ours)
+        optimizer.step()
+        backward(twin, theirs)
+        plain.step()
+        plain.zero_grad()
+
+    for mine, reference in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(max_grad_norm=None), total_steps=1)
+
+    (weight * 256.0).sum().backward()
+    for _ in range(8):  # in bf16, 256 + 1 is 256
+        weight.sum().backward()
+
+    assert weight.grad is None
+    assert optimizer.step() == 264.0
+
+
+def test_gradients_are_clipped_and_the_norm_before_is_returned(rng: torch.Generator) -> None:
+    weight = nn.Parameter(torch.randn(4, 4, generator=rng))
+    start = weight.detach().clone()
+    config = OptimizerConfig(learning_rate=1.0, max_grad_norm=1e-12, eps=1.0)
+    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=1)
+
+    (3 * weight).sum().backward()
+    norm = optimizer.step()
+
+    assert norm == pytest.approx(12.0)
+    torch.testing.assert_close(weight.detach(), start, rtol=0, atol=1e-10)
+
+
+def test_vectors_do_not_decay() -> None:
+    parameters = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(2))}
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizer = PolicyOptimizer(parameters, config, total_steps=1)
+
+    sum((0.0 * p).sum() for p in parameters.values()).backward()
+    optimizer.step()
+
+    assert torch.equal(parameters["norm"], torch.ones(2))
+    torch.testing.assert_close(parameters["matrix"].detach(), torch.full((2, 2), 0.95))
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(), total_steps=1)
+    (weight * math.inf).sum().backward()
+
+    with pytest.raises(FloatingPointError, match="gradient norm of step 0 is inf"):
+        optimizer.step()
+
+    assert torch.equal(weight, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1, 1, 0.868, 0.55, 0.232]),
+    ],
+)
+def test_the_schedule_warms_up_and_falls_to_its_floor(schedule: str, expected: list[float]) -> None:
+    config = OptimizerConfig(
+        learning_rate=1.0, schedule=schedule, warmup_steps=2, min_learning_rate_ratio=0.1
+    )
+
+    rates = [learning_rate_at(config, step, 6) for step in range(6)]
+
+    assert rates == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_step_without_gradients_is_an_error() -> None:
+    _, optimizer = build(torch.float32)
+
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    _, optimizer = build(torch.float32)
+    tensors = optimizer.state_tensors()
+    tensors["master.9.weight"] = tensors.pop("master.0.weight")
+
+    with pytest.raises(ValueError, match=r"'0\.weight' and 1 more"):
+        build(torch.float32)[1].load_state_tensors(tensors)
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(ValueError, match="everything in the model is frozen"):
+        PolicyOptimizer({}, CONFIG, total_steps=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
+    rng: torch.Generator, dtype: torch.dtype
+) -> None:
+    other = OptimizerConfig(learning_rate=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    model, optimizer = build(dtype)
+    for _ in range(3):
+        backward(model, rng)
+        optimizer.step()
+        optimizer.advance()
+    fresh_model, fresh = build(dtype, other, steps=4)
+    masters = {k: v.clone() for k, v in optimizer.state_tensors().items() if k.startswith("master.")}
+    fresh.load_state_tensors(masters)
+
+    optimizer.configure(other, total_steps=4)
+    optimizer.forget()
+
+    for _ in range(4):
+        state = rng.get_state()
+        backward(model, rng)
+        rng.set_state(state)
+        backward(fresh_model, rng)
+        assert optimizer.learning_rate == fresh.learning_rate
+        assert optimizer.step() == fresh.step()
+        optimizer.advance()
+        fresh.advance()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, fresh_model.get_parameter(name))
+
+
+def test_other_constants_leave_the_moments_and_the_step(rng: torch.Generator) -> None:
+    model, optimizer = build(torch.float32)
+    backward(model, rng)
+    optimizer.step()
+    optimizer.advance()
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    optimizer.configure(OptimizerConfig(learning_rate=5e-3, schedule="linear"), total_steps=2)
+    assert optimizer.learning_rate == 2.5e-3
+    assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
+
+
+def test_all_optimiser_steps_of_a_training_step_have_one_rate(rng: torch.Generator) -> None:
+    config = OptimizerConfig(learning_rate=1.0, schedule="linear")
+    model, optimizer = build(torch.float32, config, steps=4)
+    rates = []
+    for _ in range(4):
+        for _ in range(2):
+            rates.append(optimizer.learning_rate)
+            backward(model, rng)
+            optimizer.step()
+        optimizer.advance()
+    assert rates == [1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+
+LORA = {"r": 4, "alpha": 8.0}
+
+
+def batch_of(samples: list[Sample]) -> PackedBatch:
+    (batch,) = pack(samples, max_tokens=10_000, share_prompts=True, device="cpu")
+    return batch
+
+
+def shake(policy: Policy) -> None:
+    """Move every trainable weight, as training would; LoRA starts as the identity."""
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+
+
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
+def test_the_reference_stays_what_was_loaded(
+    load: Callable[..., Policy], samples: list[Sample], settings: dict
+) -> None:
+    policy, batch = load("llama", needs_reference=True, **settings), batch_of(samples)
+    before = policy.hidden_states(batch).detach()
+    trainable = policy.trainable().keys()
+    shake(policy)
+
+    with policy.reference() as reference:
+        frozen = reference.hidden_states(batch)
+        head = reference.head.weight
+
+    assert torch.equal(frozen, before)
+    assert not frozen.requires_grad
+    assert head.shape == policy.head.weight.shape
+    assert not torch.allclose(policy.hidden_states(batch), before)
+    assert policy.trainable().keys() == trainable
+
+
+def test_a_reference_that_was_not_asked_for_is_an_error(load: Callable[..., Policy]) -> None:
+    with (
+        pytest.raises(RuntimeError, match="needs_reference=True"),
+        load("llama").reference(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
+def test_an_exported_model_computes_what_the_policy_does(
+    load: Callable[..., Policy], tmp_path: Path, family: str, settings: dict
+) -> None:
+    policy = load(family, **settings)
+    shake(policy)
+    ids = torch.arange(4, 20)[None]
+
+    policy.save_pretrained(tmp_path)
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, use_safetensors=True)
+    policy.model.eval()
+    with torch.no_grad():
+        # The policy honours Gemma's score softcap, which transformers' own SDPA leaves out.
+        exported.set_attn_implementation("eager")
+        torch.testing.assert_close(exported(ids).logits, policy.model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert exported.generation_config.eos_token_id == [2, 3]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_exporting_leaves_the_policy_as_it_was(load: Callable[..., Policy], tmp_path: Path) -> None:
+    policy = load("llama", lora=LORA, dtype="bfloat16")
+    shake(policy)
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+
+    policy.save_pretrained(tmp_path)
+
+    after = policy.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_named_weights_have_the_checkpoints_names_and_a_tied_head_once(load: Callable[..., Policy]) -> None:
+    adapted = dict(load("llama", lora=LORA).named_weights())
+    plain = dict(load("llama").named_weights())
+
+    assert adapted.keys() == plain.keys()
+    assert "lm_head.weight" not in plain
+    for name, tensor in plain.items():
+        torch.testing.assert_close(adapted[name], tensor)
+
+
+def test_trainable_weights_move_from_one_policy_to_another(
+    load: Callable[..., Policy], samples: list[Sample]
+) -> None:
+    source, target, batch = load("llama", lora=LORA), load("llama", lora=LORA), batch_of(samples)
+    shake(source)
+
+    target.load_trainable({name: p.detach().clone() for name, p in source.trainable().items()})
+
+    assert torch.equal(source.hidden_states(batch), target.hidden_states(batch))
+
+
+def test_trainable_weights_of_another_model_are_refused(load: Callable[..., Policy]) -> None:
+    with pytest.raises(ValueError, match="do not belong to this model"):
+        load("llama", lora=LORA).load_trainable(load("llama").trainable())
+
+
+def test_every_end_token_counts(load: Callable[..., Policy]) -> None:
+    policy = load("llama")
+
+    assert policy.eos_token_ids == (2, 3)
+
+    policy.base_model.generation_config.eos_token_id = 9
+    assert policy.eos_token_ids == (2, 9)

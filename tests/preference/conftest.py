@@ -1,0 +1,124 @@
+"""Random preference inputs in float64, for comparisons to the last digits, and runs in seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.preference import PreferenceInputs
+
+
+@pytest.fixture
+def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
+    """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""
+
+    def make(num_chosen: int = 7, num_rejected: int | None = None, **changes: object) -> PreferenceInputs:
+        num_rejected = num_chosen if num_rejected is None else num_rejected
+
+        def lengths(n: int) -> torch.Tensor:
+            return torch.randint(1, 41, (n,), generator=rng).double()
+
+        def logprobs(of: torch.Tensor) -> torch.Tensor:
+            return -of * (0.05 + torch.rand(len(of), generator=rng, dtype=torch.float64))
+
+        def noise(n: int) -> torch.Tensor:
+            return 3 * torch.randn(n, generator=rng, dtype=torch.float64)
+
+        chosen, rejected = lengths(num_chosen), lengths(num_rejected)
+        inputs = {
+            "chosen_logprobs": logprobs(chosen).requires_grad_(),
+            "rejected_logprobs": logprobs(rejected).requires_grad_(),
+            "chosen_lengths": chosen,
+            "rejected_lengths": rejected,
+        }
+        inputs["ref_chosen_logprobs"] = inputs["chosen_logprobs"].detach() + noise(num_chosen)
+        inputs["ref_rejected_logprobs"] = inputs["rejected_logprobs"].detach() + noise(num_rejected)
+        return PreferenceInputs(**(inputs | changes))
+
+    return make
+
+
+WORDS = [f"w{i}" for i in range(2, 24)]
+
+
+def phrase(draw: random.Random, words: list[str], length: int | None = None) -> str:
+    return " ".join(draw.choice(words) for _ in range(length or draw.randint(1, 5)))
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed, printed so that a failure can be repeated."""
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    return seed
+
+
+@pytest.fixture
+def make_run(toy: dict[str, Any], tmp_path: Path, seed: int) -> Callable[..., TrainConfig]:
+    """Runs in seconds: words from the first half of the vocabulary are better than the others."""
+    draw = random.Random(seed)
+    good, bad = WORDS[:11], WORDS[11:]
+
+    def rows(algorithm: str, kto: bool, count: int) -> list[dict[str, Any]]:
+        prompts = [phrase(draw, WORDS) for _ in range(count)]
+        if algorithm == "rank":
+            return [
+                {"prompt": prompt, "group": group(), "group_type": f"type {len(prompt) % 2}"}
+                for prompt in prompts
+            ]
+        if kto:
+            labels = [draw.random() < 0.5 for _ in prompts]
+            return [
+                {"prompt": prompt, "completion": phrase(draw, good if label else bad), "label": label}
+                for prompt, label in zip(prompts, labels, strict=True)
+            ]
+        # Of equal length: a summed log-probability cannot tell a good word from a bad one and an end.
+        lengths = [draw.randint(1, 5) for _ in prompts]
+        return [
+            {"prompt": prompt, "chosen": phrase(draw, good, n), "rejected": phrase(draw, bad, n)}
+            for prompt, n in zip(prompts, lengths, strict=True)
+        ]
+
+    def group() -> list[dict[str, Any]]:
+        """Graded by the number of good words, of three; ragged, often with ties."""
+        made: dict[str, int] = {}
+        for _ in range(draw.randint(2, 6)):
+            n = draw.randint(0, 3)
+            text = " ".join(draw.choice(good) if i < n else draw.choice(bad) for i in range(3))
+            made[text] = n
+        while len(made) < 2:
+            made[phrase(draw, bad)] = 0
+        return [{"response": text, "score": grade} for text, grade in made.items()]
+
+    def write(name: str, content: list[dict[str, Any]]) -> dict[str, str]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+        return {"source": str(path)}
+
+    def make(algorithm: str, preference: dict[str, Any], *, size: int = 64, **changes: Any) -> TrainConfig:
+        kto = preference.get("loss", {}).get("loss_type") == "kto"
+        common = {name: toy[name] for name in ("model", "optimizer", "logging")}
+        return TrainConfig(
+            **{
+                **common,
+                "algorithm": algorithm,
+                "output_dir": str(tmp_path / "run"),
+                "max_steps": 4,
+                "prompts_per_step": 8,
+                "micro_batch_tokens": 10_000,
+                "seed": seed % 1000,
+                "dataset": write("train", rows(algorithm, kto, size)),
+                "evaluation": {"dataset": write("held_out", rows(algorithm, False, 80))},
+                "preference": {"reference_cache": str(tmp_path / "cache"), **preference},
+                **changes,
+            }
+        )
+
+    return make

@@ -1,0 +1,72 @@
+"""Beta's schedules, and how it follows the gap."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_fast.preference.beta import BetaController
+from grpo_fast.preference.sections import BetaConfig
+
+
+def controller(total_steps: int = 5, **config: object) -> BetaController:
+    return BetaController(0.1, BetaConfig(**config), total_steps=total_steps)
+
+
+def test_schedules_lead_from_the_first_step_to_the_last():
+    linear = controller(schedule="linear", final=0.5)
+    cosine = controller(schedule="cosine", final=0.5)
+    assert [linear.value(step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [cosine.value(step) for step in (0, 2, 4, 9)] == pytest.approx([0.1, 0.3, 0.5, 0.5])
+    assert cosine.value(1) == pytest.approx(0.1 + 0.4 * 0.5 * (1 - math.cos(math.pi / 4)))
+    assert [controller().value(step) for step in (0, 4)] == [0.1, 0.1]
+
+
+def test_beta_rises_above_and_falls_below_with_the_gap_of_the_step_before():
+    beta = controller(gap_gain=0.6, gap_smoothing=0.9, min=0.01, max=1.0)
+    assert beta.value(0) == 0.1
+    beta.observe(5.0)
+    assert beta.value(1) == 0.1  # there was nothing to compare the first gap with
+    beta.observe(9.0)
+    # β-DPO, arXiv 2407.08639: (1 + α (M − M₀)) β₀, with M = β₀ × gap and M₀ the mean of earlier ones
+    assert beta.value(2) == pytest.approx((1 + 0.6 * 0.1 * (9.0 - 5.0)) * 0.1)
+    beta.observe(2.0)
+    running = 0.9 * 5.0 + 0.1 * 9.0
+    assert beta.value(3) == pytest.approx((1 + 0.6 * 0.1 * (2.0 - running)) * 0.1)
+
+
+def test_bounds_hold_whatever_the_gap():
+    beta = controller(gap_gain=50.0, min=0.05, max=0.2)
+    beta.observe(0.0)
+    beta.observe(100.0)
+    assert beta.value(2) == 0.2
+    beta.observe(-100.0)
+    assert beta.value(3) == 0.05
+
+
+def test_the_state_survives_json():
+    config = {"gap_gain": 0.6, "min": 0.01, "max": 1.0, "schedule": "linear", "final": 0.3}
+    first, second = controller(**config), controller(**config)
+    for gap in (1.0, 3.0, -2.0):
+        first.observe(gap)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert first.value(3) == second.value(3)
+    first.observe(0.3), second.observe(0.3)
+    assert first.value(4) == second.value(4)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"schedule": "linear"}, "schedule = 'linear' and final = None contradict"),
+        ({"final": 0.3}, "schedule = 'constant' and final = 0.3 contradict"),
+        ({"gap_gain": 1.0, "min": 0.1}, "bound it with min and max"),
+        ({"min": 0.5, "max": 0.1}, "min = 0.5 exceeds max = 0.1"),
+    ],
+)
+def test_a_contradictory_section_is_refused(config, said):
+    with pytest.raises(ValidationError, match=said):
+        BetaConfig(**config)

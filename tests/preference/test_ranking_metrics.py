@@ -1,0 +1,68 @@
+"""Ranking measures against brute force and values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from grpo_fast.preference.ranking_metrics import (
+    GroupRanking,
+    RankingEvaluation,
+    kendall_tau_b,
+    pairwise_accuracy,
+    top1_accuracy,
+)
+
+
+def test_kendalls_tau_b_is_its_definition_for_random_sequences_with_ties():
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    for _ in range(100):
+        n = draw.randrange(2, 9)
+        a = [draw.randrange(4) for _ in range(n)]
+        b = [draw.randrange(4) for _ in range(n)]
+        pairs = [(i, j) for i in range(n) for j in range(i)]
+        concordant = sum((a[i] - a[j]) * (b[i] - b[j]) > 0 for i, j in pairs)
+        discordant = sum((a[i] - a[j]) * (b[i] - b[j]) < 0 for i, j in pairs)
+        ties_a, ties_b = (sum(x[i] == x[j] for i, j in pairs) for x in (a, b))
+        denominator = math.sqrt((len(pairs) - ties_a) * (len(pairs) - ties_b))
+        expected = (concordant - discordant) / denominator if denominator else math.nan
+        assert kendall_tau_b(a, b) == pytest.approx(expected, nan_ok=True)
+
+
+def test_kendalls_tau_b_of_a_published_example():
+    # scipy.stats.kendalltau's documentation: x = [12, 2, 1, 12, 2], y = [1, 4, 7, 1, 0] has tau-b -0.4714...
+    assert kendall_tau_b([12, 2, 1, 12, 2], [1, 4, 7, 1, 0]) == pytest.approx(-0.47140452079103173)
+
+
+def test_sequences_of_different_length_are_refused():
+    with pytest.raises(ValueError, match="a has 2 values and b 1"):
+        kendall_tau_b([1, 2], [1])
+
+
+def test_accuracies_leave_tied_grades_out_and_halve_tied_scores():
+    assert pairwise_accuracy([2, 1, 1], [0.5, 0.1, 0.9]) == 0.5
+    assert pairwise_accuracy([2, 1], [0.3, 0.3]) == 0.5
+    assert top1_accuracy([2, 2, 1], [0.1, 0.9, 0.3]) == 1.0
+    assert top1_accuracy([2, 1, 1], [0.9, 0.9, 0.3]) == 0.5
+    assert math.isnan(pairwise_accuracy([1, 1], [0.1, 0.2])) and math.isnan(top1_accuracy([1, 1], [0.1, 0.2]))
+
+
+def test_an_evaluation_reports_summed_and_normalised_scores_and_consistency_by_type():
+    groups = (
+        # Summed, the short wrong answer wins; per token the long right one does.
+        GroupRanking((1.0, 0.0), (-6.0, -3.0), (12, 2), "sums"),
+        GroupRanking((1.0, 0.0), (-1.0, -3.0), (2, 2), "sums"),
+        GroupRanking((0.0, 0.0), (-1.0, -3.0), (2, 2), "ties"),
+    )
+    summed, averaged = RankingEvaluation(groups, averaged=False), RankingEvaluation(groups, averaged=True)
+    assert (summed.score, averaged.score, summed.n) == (0.5, 1.0, 2)
+    assert summed.interval[0] < 0.5 < summed.interval[1]
+    metrics = summed.metrics
+    assert metrics["ranking/sum/kendall_tau"] == 0.0 and metrics["ranking/mean/kendall_tau"] == 1.0
+    assert metrics["ranking/sum/top1_accuracy"] == 0.5 and metrics["ranking/mean/top1_accuracy"] == 1.0
+    assert metrics["ranking/consistency/sums"] == 0.5 and averaged.metrics["ranking/consistency/sums"] == 1.0
+    assert "ranking/consistency/ties" not in metrics

@@ -1,0 +1,128 @@
+"""Training on fixed completions: gradients whatever the micro-batches, learning, resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.preference.assemble import build_preference_trainer
+from grpo_fast.preference.scoring import Request, score
+from grpo_fast.run import train
+from grpo_fast.trainer import Clock
+
+LOSSES = ["sigmoid", "ipo", "simpo", "orpo", "cpo", "kto", "aot", "aot_unpaired", ["sigmoid", "sft"]]
+OBJECTIVES = ["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
+
+
+def one_step(config: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The weights after a step on fixed comparisons, and its metrics."""
+    torch.manual_seed(0)
+    trainer = build_preference_trainer(config)
+    with torch.no_grad():  # away from the reference, where some losses have no curvature to show
+        for parameter in trainer.policy.trainable().values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    metrics = trainer.update(list(trainer.comparisons.values())[:8], Clock())
+    return {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}, metrics
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "preference"),
+    [("dpo", {"loss": {"loss_type": name}}) for name in LOSSES]
+    + [("rank", {"ranking": {"objective": name}}) for name in OBJECTIVES],
+    ids=lambda value: str(next(iter(value.values()))) if isinstance(value, dict) else value,
+)
+def test_micro_batches_change_nothing(algorithm, preference, make_run):
+    plain_descent = {"learning_rate": 1e-2, "eps": 1.0, "max_grad_norm": None}
+    config = make_run(algorithm, preference, optimizer=plain_descent)
+
+    whole, metrics = one_step(config)
+    split, split_metrics = one_step(config.model_copy(update={"micro_batch_tokens": 25}))
+
+    for name, weight in whole.items():
+        torch.testing.assert_close(split[name], weight, rtol=1e-5, atol=1e-6)
+    assert metrics.keys() == split_metrics.keys()
+    for name, value in metrics.items():
+        assert split_metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run, seed):
+    trainer = build_preference_trainer(make_run("rank", {}))
+    policy = trainer.policy
+    comparisons = list(trainer.comparisons.values())[:12]
+    requests = [Request(c.prompt.token_ids, c.completion_ids) for c in comparisons]
+    for found, request in zip(score(policy, requests, max_tokens=70), requests, strict=True):
+        for value, completion in zip(found, request.completion_ids, strict=True):
+            ids = torch.tensor([request.prompt_ids + completion])
+            logprobs = policy.model(ids).logits[0].log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
+            alone = logprobs.gather(1, torch.tensor(completion)[:, None]).sum()
+            torch.testing.assert_close(value, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "preference", "metric"),
+    [
+        ("dpo", {"loss": {"loss_type": "sigmoid"}}, "rewards/accuracies"),
+        ("dpo", {"loss": {"loss_type": "simpo"}}, "rewards/accuracies"),
+        ("dpo", {"loss": {"loss_type": "kto"}}, "rewards/margins"),
+        ("rank", {"ranking": {"objective": "plackett_luce"}}, "ranking/pairwise_accuracy"),
+        ("rank", {"ranking": {"objective": "advantage_likelihood"}}, "ranking/pairwise_accuracy"),
+    ],
+    ids=["dpo", "simpo", "kto", "plackett-luce", "weighted likelihood"],
+)
+def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_run):
+    config = make_run(algorithm, preference, max_steps=25, size=120, optimizer={"learning_rate": 3e-3})
+    run_dir = train(config, display=False)
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["held-out", "held-out"]
+    print(f"{lines[0]['score']:.3f} -> {lines[1]['score']:.3f}")
+    # Chance is a half.
+    assert lines[1]["score"] > max(0.85, lines[0]["score"] + 0.2)
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1][metric] > steps[1][metric]
+    assert {"eval/ranking/sum/kendall_tau", "eval/ranking/mean/top1_accuracy"} <= steps[-1].keys()
+    assert (run_dir / "report.html").exists()
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
+    beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
+    config = make_run("dpo", {"beta": beta}, max_steps=6, checkpoint={"every": 3})
+
+    def in_folder(name: str, **changes: Any) -> Any:
+        return config.model_copy(update={"output_dir": str(tmp_path / name), **changes})
+
+    train(in_folder("whole"), display=False)
+    # The checkpoint of step 3, as a kill after it would leave it.
+    stopped = train(in_folder("stopped"), display=False)
+    (newest,) = [path for path in (stopped / "checkpoints").iterdir() if "6" in path.name]
+    for path in sorted(newest.rglob("*"), reverse=True):
+        path.unlink()
+    newest.rmdir()
+    train(in_folder("stopped"), resume="latest", display=False)
+
+    whole, resumed = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "stopped"))
+    assert whole == resumed
+    assert len({json.loads(line).get("beta") for line in whole.splitlines()[1:]}) == 6
+
+
+def test_a_step_of_groups_that_are_all_ties_changes_nothing(make_run, tmp_path):
+    config = make_run("rank", {}, evaluation={})
+    group = [{"response": "w3", "rank": 1}, {"response": "w4", "rank": 1}]
+    rows = [{"prompt": f"w{2 + i} w5", "group": group} for i in range(8)]
+    Path(config.dataset.source).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = build_preference_trainer(config)
+    before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+    metrics = trainer.train_step().metrics
+    assert metrics["update/skipped"] == 1.0 and metrics["ranking/flat_groups"] == 1.0
+    assert all(p.equal(before[name]) for name, p in trainer.policy.trainable().items())
+
+
+def test_held_out_groups_without_any_order_are_refused(make_run, tmp_path):
+    config = make_run("rank", {})
+    row = {"prompt": "w2 w2", "group": [{"response": "w3", "rank": 1}, {"response": "w4", "rank": 1}]}
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="there is no order to agree with"):
+        build_preference_trainer(config)

@@ -1,0 +1,162 @@
+"""The life of a run as a process: killed, stopped, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_fast.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
+from grpo_fast.config import TrainConfig
+from grpo_fast.run import train
+
+STEPS = 12
+
+
+@pytest.fixture
+def config_file(toy: dict[str, Any], tmp_path: Path) -> Path:
+    """Checkpoints after every step, a held-out score every third, samples every second."""
+    config = {
+        **toy,
+        "max_steps": STEPS,
+        "threads": 1,
+        "checkpoint": {"every": 1},
+        "evaluation": {**toy["evaluation"], "every": 3, "size": 8},
+        "logging": {"tensorboard": False, "samples_every": 2},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "grpo_fast.cli", "train", str(config_file), f"output_dir={run_dir}", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") <= steps):
+        time.sleep(0.005)
+
+
+def exact_files(run_dir: Path) -> dict[str, bytes]:
+    names = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+    return {name: (run_dir / name).read_bytes() for name in names}
+
+
+def test_a_run_killed_at_random_moments_and_resumed_equals_one_that_was_not(config_file: Path, tmp_path: Path):
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    finish(start(config_file, tmp_path / "whole"))
+    killed = tmp_path / "killed"
+    process = start(config_file, killed)
+    for _ in range(3):
+        done = (killed / "metrics.jsonl").read_bytes().count(b"\n") if killed.exists() else 0
+        # A step takes some 50 ms here, half of it saving: the kill falls anywhere, also into a save.
+        wait_for_steps(process, killed, done + rng.randrange(3))
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        process = start(config_file, killed, "--resume")
+    finish(process)
+    assert exact_files(killed) == exact_files(tmp_path / "whole")
+    whole, resumed = (CheckpointStore(d / "checkpoints").load_latest() for d in (tmp_path / "whole", killed))
+    assert whole.step == resumed.step == STEPS
+    for group, tensors in whole.tensors.items():
+        for name, tensor in tensors.items():
+            assert tensor.equal(resumed.tensors[group][name]), f"{group}/{name}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_finishes_the_step_saves_and_leaves(config_file: Path, tmp_path: Path, number: int):
+    run_dir = tmp_path / "run"
+    process = start(config_file, run_dir, "checkpoint.every=0", "max_steps=500")
+    wait_for_steps(process, run_dir, 2)
+    process.send_signal(number)
+    output = finish(process)
+    saved = CheckpointStore(run_dir / "checkpoints").load_latest()
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert saved.step == steps[-1] < 500
+    assert "--resume" in output and (run_dir / "report.html").exists()
+
+
+def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig(**{**toy, "max_steps": 2, "output_dir": str(run_dir), **changes})
+
+
+def test_a_directory_with_a_run_is_not_overwritten(toy, tmp_path: Path):
+    train(in_process(toy, tmp_path / "run"), display=False)
+    before = exact_files(tmp_path / "run") if (tmp_path / "run" / "samples.jsonl").exists() else None
+    with pytest.raises(CheckpointError, match="--resume"):
+        train(in_process(toy, tmp_path / "run"), display=False)
+    assert before == exact_files(tmp_path / "run")
+
+
+def test_a_run_is_not_resumed_with_another_configuration(toy, tmp_path: Path):
+    train(in_process(toy, tmp_path / "run"), display=False)
+    with pytest.raises(CheckpointError, match="optimizer differ"):
+        changed = in_process(toy, tmp_path / "run", optimizer={"learning_rate": 1.0})
+        train(changed, resume="latest", display=False)
+
+
+def test_a_run_is_resumed_for_more_steps(toy, tmp_path: Path):
+    train(in_process(toy, tmp_path / "run"), display=False)
+    train(in_process(toy, tmp_path / "run", max_steps=4), resume="latest", display=False)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_offered(toy, tmp_path: Path):
+    config = in_process(toy, tmp_path / "run", checkpoint={"every": 1})
+    train(config, display=False)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
+    damaged = newest / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000002.*optimizer.*step-00000001"):
+        train(config, resume="latest", display=False)
+    train(config, resume=str(newest.with_name("step-00000001")), display=False)
+
+
+def test_an_unwritable_directory_is_reported_before_anything_is_loaded(toy, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    config = in_process(toy, tmp_path / "file" / "run", model={"path": str(tmp_path / "no-model")})
+    with pytest.raises(CheckpointError, match="cannot write"):
+        train(config, display=False)
+
+
+def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(toy, tmp_path: Path, monkeypatch, capsys):
+    save, attempts = CheckpointStore.save, []
+
+    def full_once(self, step, *args, **kwargs):
+        attempts.append(step)
+        if step == 1:
+            from grpo_fast.checkpoint import CheckpointSaveError
+
+            raise CheckpointSaveError("no space left on device")
+        return save(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(CheckpointStore, "save", full_once)
+    train(in_process(toy, tmp_path / "run", checkpoint={"every": 1}))
+    assert attempts == [1, 2]
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
+    assert "no space left" in capsys.readouterr().out

@@ -1,0 +1,251 @@
+"""Stages: what each trains with, which step belongs to which, and that a resumed run is in the right one."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from grpo_fast.checkpoint import CheckpointStore
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import dump_config, load_config
+from grpo_fast.run import train
+from grpo_fast.stages import schedule_steps, resolve_stages, stage_at
+
+MINIMAL = {
+    "model": {"path": "some/model"},
+    "dataset": {"source": "rows.jsonl", "rename": {"q": "prompt"}},
+    "rewards": [{"reward": "exact_match"}],
+    "loss": {"loss_type": "grpo", "beta": 0.1, "epsilon_low": 0.3},
+    "max_steps": 10,
+}
+
+
+def stages_of(*stages: dict[str, Any], **changes: Any) -> TrainConfig:
+    return TrainConfig(**{**MINIMAL, "stages": list(stages), **changes})
+
+
+def test_a_run_without_stages_is_one_stage():
+    config = TrainConfig(**MINIMAL)
+    (stage,) = resolve_stages(config)
+    assert (stage.start, stage.end, stage.config) == (0, 10, config)
+
+
+def test_stages_follow_each_other_and_the_last_takes_what_remains():
+    config = stages_of({"name": "a", "steps": 3}, {"name": "b", "steps": 5}, {"name": "c"})
+    stages = resolve_stages(config)
+    assert [(stage.name, stage.start, stage.end) for stage in stages] == [
+        ("a", 0, 3),
+        ("b", 3, 8),
+        ("c", 8, 10),
+    ]
+    assert [stage_at(stages, step) for step in range(12)] == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_an_override_changes_its_keys_and_leaves_the_others():
+    first, second = resolve_stages(
+        stages_of(
+            {"name": "a", "steps": 5, "overrides": {"loss": {"beta": 0.0}, "dataset": {"size": 7}}},
+            {"name": "b", "overrides": {"rewards": [{"reward": "format"}], "prompts_per_step": 3}},
+        )
+    )
+    assert (first.config.loss.beta, first.config.loss.epsilon_low) == (0.0, 0.3)
+    assert first.config.dataset.size == 7 and first.config.dataset.rename == {"q": "prompt"}
+    assert [reward.reward for reward in second.config.rewards] == ["format"]
+    assert second.config.loss == TrainConfig(**MINIMAL).loss and second.config.prompts_per_step == 3
+
+
+def test_another_source_or_loss_replaces_its_whole_section():
+    _, stage = resolve_stages(
+        stages_of(
+            {"name": "a", "steps": 5},
+            {
+                "name": "b",
+                "overrides": {"loss": {"loss_type": "cispo"}, "dataset": {"source": "other.jsonl"}},
+            },
+        )
+    )
+    assert stage.config.loss.loss_type == "cispo" and stage.config.loss.beta == 0
+    assert stage.config.dataset.rename == {}
+
+
+def test_a_schedule_of_grouping_strategies_is_a_list_of_stages():
+    stages = resolve_stages(
+        stages_of(
+            {"name": "a", "steps": 5, "overrides": {"groups": {"strategy": "similarity"}}}, {"name": "b"}
+        )
+    )
+    assert [stage.config.groups.strategy for stage in stages] == ["similarity", "prompt"]
+
+
+def test_a_learning_rate_schedule_spans_from_one_fresh_optimizer_to_the_next():
+    stages = resolve_stages(
+        stages_of(
+            {"name": "a", "steps": 2},
+            {"name": "b", "steps": 4, "overrides": {"num_iterations": 2}},
+            {"name": "c", "steps": 3, "fresh_optimizer": True, "overrides": {"minibatches": 3}},
+            {"name": "d", "steps": 1},
+        )
+    )
+    assert [schedule_steps(stages, i) for i in range(4)] == [6, 6, 4, 4]
+
+
+def test_staged_configurations_survive_a_round_trip(tmp_path: Path):
+    config = stages_of({"name": "a", "steps": 5, "overrides": {"loss": {"beta": 0.0}}}, {"name": "b"})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml", []) == config
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"name": "a", "steps": 5}, {"name": "a"}], "two have one name; rename one"),
+        ([{"name": "a"}, {"name": "b"}], "'a' has no steps; only the last stage may leave them out"),
+        ([{"name": "a", "steps": 5}, {"name": "b", "steps": 6}], "take 11 steps and max_steps is 10"),
+        ([{"name": "a", "steps": 10}, {"name": "b"}], "take 10 steps and max_steps is 10"),
+        (
+            [{"name": "a", "overrides": {"model": {}}}],
+            "overrides 'model', which is the same for the whole run",
+        ),
+        ([{"name": "a", "overrides": {"rollout": {"engine": "auto"}}}], "one engine serves all stages"),
+        ([{"name": "a", "overrides": {"optimizer": {"eps": 1e-6}}}], "add fresh_optimizer: true"),
+        ([{"name": "a", "overrides": {"loss": {"beta": -1}}}], "stage 'a': .*beta"),
+        ([{"name": "a", "overrides": {"rewards": []}}], "stage 'a': .*rewards is empty"),
+        ([{"name": "a", "overrides": {"dataset": {"sice": 3}}}], "stage 'a': dataset.sice"),
+        ([{"name": "a", "overrides": {"loss": 3}}], "stage 'a': loss"),
+        ([{"name": "a", "overrides": {"rollout": None}}], "stage 'a': rollout"),
+        ([{"name": "", "steps": 10}], "at least 1 character"),
+        ([{"name": "a", "overides": {}}], "overides"),
+    ],
+)
+def test_wrong_stages_are_refused_with_the_remedy(stages, message):
+    with pytest.raises(ValidationError, match=message):
+        stages_of(*stages)
+
+
+def test_a_warm_up_longer_than_its_schedule_is_refused():
+    fresh = {"name": "b", "steps": 4, "fresh_optimizer": True}
+    with pytest.raises(ValidationError, match=r"stage 'b': optimizer\.warmup_steps = 5 leaves no step"):
+        stages_of({"name": "a", "steps": 6}, fresh, optimizer={"warmup_steps": 5})
+
+
+def staged(toy: dict[str, Any], tmp_path: Path, run: str, **changes: Any) -> TrainConfig:
+    """Three stages, each with something that must come back exactly: weights, pass rates, groups, moments."""
+    source = (
+        "def {0}(completions, **columns):\n    return [float(len(set(t.split()))) for t in completions]\n"
+    )
+    (tmp_path / "more.py").write_text(source.format("variety"))
+    near = toy["rewards"][0]
+    both = [near, {"reward": f"{tmp_path / 'more.py'}:variety", "weight": 0.1}]
+    config = {
+        **toy,
+        "seed": 3,
+        "threads": 1,
+        "max_steps": 9,
+        "output_dir": str(tmp_path / run),
+        "evaluation": {**toy["evaluation"], "every": 2},
+        "alerts": {"window": 2, "unique_completions": 0.99, "length_reward_correlation": 0.05},
+        "checkpoint": {"every": 1, "keep": 9},
+        "optimizer": {**toy["optimizer"], "schedule": "linear", "warmup_steps": 1},
+        "stages": [
+            {
+                "name": "easy",
+                "steps": 3,
+                "overrides": {"curriculum": {"threshold": 0.2, "smoothing": 0.7}, "rewards": both},
+            },
+            {
+                "name": "groups",
+                "steps": 3,
+                "fresh_optimizer": True,
+                "overrides": {
+                    "groups": {"strategy": "similarity", "similarity_threshold": 0.1},
+                    "rewards": both,
+                    "adaptive_weights": {"method": "inverse_std", "rate": 0.5},
+                    "advantage": {"multi_objective_aggregation": "normalize_then_sum"},
+                    "loss": {"beta": 0.05},
+                },
+            },
+            {"name": "last", "overrides": {"rollout": {"max_completion_length": 5}}},
+        ],
+    }
+    return TrainConfig(**{**config, **changes})
+
+
+FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "alerts.jsonl")
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """What a kill right after a checkpoint leaves: later checkpoints gone, the logs ahead of it."""
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+def test_a_staged_run_resumed_anywhere_equals_one_that_was_not_interrupted(toy, tmp_path: Path):
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    whole = train(staged(toy, tmp_path, "whole"), display=False)
+    expected = CheckpointStore(whole / "checkpoints").load_latest()
+    # Right at the change of stage, and somewhere within one.
+    for step in (3, 6, random.Random(seed).choice([1, 2, 4, 5, 7, 8])):
+        run_dir = tmp_path / f"resumed-{step}"
+        shutil.copytree(whole, run_dir)
+        forget_after(run_dir, step)
+        train(staged(toy, tmp_path, run_dir.name), resume="latest", display=False)
+        found = CheckpointStore(run_dir / "checkpoints").load_latest()
+        assert found.step == 9 and found.state == expected.state
+        for group, tensors in expected.tensors.items():
+            for name, tensor in tensors.items():
+                assert tensor.equal(found.tensors[group][name]), f"from {step}: {group}/{name}"
+        for name in FILES:
+            assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), f"from {step}: {name}"
+
+
+def test_every_stage_trains_with_what_it_overrides(toy, tmp_path: Path):
+    run_dir = train(staged(toy, tmp_path, "run"), display=False)
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [step["stage"] for step in steps] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert ["curriculum/pass_rate" in step for step in steps] == [True] * 3 + [False] * 6
+    assert ["groups/sharing" in step for step in steps] == [False] * 3 + [True] * 3 + [False] * 3
+    assert ["reward/variety/weight" in step for step in steps] == [False] * 3 + [True] * 3 + [False] * 3
+    assert ["reward/variety/mean" in step for step in steps] == [True] * 6 + [False] * 3
+    assert ["kl" in step for step in steps] == [False] * 3 + [True] * 3 + [False] * 3
+    assert all(step["completion/length_max"] <= 5 for step in steps[6:])
+    # The schedule begins anew with the fresh optimizer, and goes on over the last two stages.
+    rates = [step["learning_rate"] for step in steps]
+    assert rates[0] == rates[1] == rates[3] == rates[4] == 3e-3
+    assert rates[2] < rates[1] and rates[4] > rates[5] > rates[6] > rates[7] > rates[8] > 0
+
+
+def test_alerts_are_written_down_and_shown(toy, tmp_path: Path, capsys):
+    config = staged(
+        toy, tmp_path, "run", alerts={"window": 1, "flat_groups": None, "unique_completions": 0.999}
+    )
+    run_dir = train(config)
+    alerts = [json.loads(line) for line in (run_dir / "alerts.jsonl").read_text().splitlines()]
+    shown = capsys.readouterr().out
+    assert alerts and all(alert["text"] in shown for alert in alerts)
+
+
+def test_a_stage_without_fresh_optimizer_keeps_the_moments(toy, tmp_path: Path):
+    stages = [{"name": "a", "steps": 2}, {"name": "b", "overrides": {"rollout": {"temperature": 1.0}}}]
+    runs = {
+        "plain": staged(toy, tmp_path, "plain", max_steps=4, stages=[]),
+        "staged": staged(toy, tmp_path, "staged", max_steps=4, stages=stages),
+        "fresh": staged(
+            toy, tmp_path, "fresh", max_steps=4, stages=[stages[0], {**stages[1], "fresh_optimizer": True}]
+        ),
+    }
+    weights = {
+        name: CheckpointStore(train(config, display=False) / "checkpoints").load_latest().tensors["trainable"]
+        for name, config in runs.items()
+    }
+    same = [torch.equal(weights["plain"][n], weights["staged"][n]) for n in weights["plain"]]
+    other = [torch.equal(weights["plain"][n], weights["fresh"][n]) for n in weights["plain"]]
+    assert all(same) and not all(other)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.experience import make_samples
+from grpo_fast.run import build_trainer
+from grpo_fast.trainer import Clock, Trainer
+
+
+def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
+    merged = {
+        name: {**toy[name], **value} if isinstance(value, dict) and isinstance(toy.get(name), dict) else value
+        for name, value in sections.items()
+    }
+    return build_trainer(TrainConfig(**{**toy, **merged}))
+
+
+def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of one optimiser step, without taking it."""
+    batches = trainer.with_fixed_logprobs(trainer.pack(samples))
+    trainer.optimizer.zero_grad()
+    loss = 0.0
+    for batch in batches:
+        out = trainer.loss(batch, totals, trainer.loss_config())
+        out.loss.backward()
+        loss += out.loss.item()
+    return loss, {name: p.grad.clone() for name, p in trainer.policy.trainable().items() if p.grad is not None}
+
+
+def test_training_raises_the_reward(toy):
+    trainer = make_trainer(toy, max_steps=30, seed=torch.seed() % 2**31)
+    rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(30)]
+    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
+    trainer = make_trainer(toy, loss={"loss_type": loss_type, "beta": beta}, seed=torch.seed() % 2**31)
+    trainer.train_step()  # off the reference, so that the KL term has a gradient
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    results = []
+    for budget in (16, 64, 4096):
+        trainer.config = trainer.config.model_copy(update={"micro_batch_tokens": budget})
+        results.append((len(trainer.pack(samples)), *gradients(trainer, samples, totals)))
+    counts, losses, grads = zip(*results, strict=True)
+    assert counts[0] > counts[1] > counts[2] == 1
+    for loss, grad in zip(losses[:2], grads[:2], strict=True):
+        assert loss == pytest.approx(losses[2], abs=1e-6)
+        for name, expected in grads[2].items():
+            torch.testing.assert_close(grad[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_skipping_groups_without_spread_changes_no_gradient(toy):
+    trainer = make_trainer(toy, seed=torch.seed() % 2**31)
+    groups, _ = trainer.collect(Clock())
+    flat = [
+        replace(g, flat=True, advantages=tuple((0.0,) * len(a) for a in g.advantages)) if i % 2 else g
+        for i, g in enumerate(groups)
+    ]
+    config = trainer.config.advantage
+    skipped, totals = make_samples(flat, config)
+    kept, same_totals = make_samples(flat, config.model_copy(update={"skip_flat_groups": False}))
+    assert len(skipped) < len(kept) and totals == same_totals
+    loss, grads = gradients(trainer, skipped, totals)
+    full_loss, full_grads = gradients(trainer, kept, totals)
+    assert loss == pytest.approx(full_loss, abs=1e-6)
+    for name, expected in full_grads.items():
+        torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_truncated_completions_leave_the_loss_on_request(toy):
+    trainer = make_trainer(toy, advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    finished = [c for g in groups for c in g.completions if not c.truncated]
+    assert totals.num_tokens == sum(len(c.token_ids) for c in finished)
+    assert all(1 in sample.completion_ids for sample in samples)
+
+
+def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(toy, tmp_path: Path):
+    (tmp_path / "coin.py").write_text(
+        "def coin(completions, **columns):\n    return [float(hash(text) % 2) for text in completions]\n"
+    )
+    trainer = make_trainer(
+        toy,
+        prompts_per_step=16,
+        rewards=[{"reward": f"{tmp_path / 'coin.py'}:coin"}],
+        rollout={"num_generations": 2},
+        advantage={"dynamic_sampling": True, "max_draws": 10},
+    )
+    groups, metrics = trainer.collect(Clock())
+    assert len(groups) == 16 and not any(group.flat for group in groups)
+    assert metrics["groups/drawn"] > 16 and metrics["groups/missing"] == 0
+
+
+def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing(toy, tmp_path: Path):
+    (tmp_path / "never.py").write_text("def never(completions, **columns):\n    return [0.0] * len(completions)\n")
+    trainer = make_trainer(
+        toy, rewards=[{"reward": f"{tmp_path / 'never.py'}:never"}], advantage={"dynamic_sampling": True, "max_draws": 2}
+    )
+    before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+    result = trainer.train_step()
+    assert result.metrics["groups/missing"] == trainer.config.prompts_per_step
+    assert result.metrics["update/skipped"] == 1
+    for name, parameter in trainer.policy.trainable().items():
+        torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
+
+
+def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one(toy):
+    trainer = make_trainer(toy)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    assert all(b.old_logprobs is None for b in trainer.with_fixed_logprobs(trainer.pack(samples)))
+    metrics = trainer.update(samples, totals, Clock())
+    assert metrics["clip_ratio/region_mean"] == 0
+    assert metrics["sampling/logp_difference_mean"] < 1e-4
+
+
+def test_further_iterations_are_off_policy_and_clip_against_the_first(toy):
+    trainer = make_trainer(toy, num_iterations=3, minibatches=2, optimizer={"learning_rate": 2e-2})
+    metrics = trainer.train_step().metrics
+    assert metrics["clip_ratio/region_mean"] > 0
+
+
+def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(toy):
+    trainer = make_trainer(toy, model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
+    names = set(trainer.policy.trainable())
+    assert names and all("lora_" in name for name in names)
+    first, second = trainer.train_step().metrics, trainer.train_step().metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
+
+
+def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(toy):
+    loss = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.01}
+    trainer = make_trainer(toy, loss=loss)
+    coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
+    assert coefficients == pytest.approx([0.0, 0.01, 0.02])
