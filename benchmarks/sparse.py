@@ -1,8 +1,8 @@
-"""`python -m benchmarks.sparse`: what each stage of the certified sparse backward takes, and which sizes are best.
+"""`python -m benchmarks.sparse`: the time of each stage of the certified sparse backward, and its best sizes.
 
-Rows are made, not taken from a model: every target's logit is raised until rows are as peaked as asked for, and
-the rest of the logits are normal. The density printed is the one the selection found; compare with a real
-model's before concluding. Times are medians, and multiples of one product X Wᵀ by the vendor's library.
+Rows are made, not taken from a model: every target's logit is raised by `--peak`, the other logits are normal.
+The density printed is the one the selection found; compare with a real model's before concluding. Times are
+medians, and multiples of one product X Wᵀ by the vendor's library. Needs a GPU to mean anything.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def stages(rows: Rows, tolerance: float, changes: dict[str, int], repeats: int) -> dict[str, float]:
-    """Milliseconds of the selection, of the whole backward and of it with one side frozen; and what came out."""
+    """Milliseconds of the selection, the backward, and the backward with a side frozen; what came out."""
     from grpo_fast.kernels.select import select_pairs
     from grpo_fast.kernels.sparse import sparse_backward
     from grpo_fast.kernels.sparse_config import HALF

@@ -21,13 +21,17 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package")
+    path: str = Field(
+        description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package"
+    )
     revision: str | None = None
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "auto"
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
     lora: LoraConfig | None = None
-    train_lm_head: bool = Field(True, description="false freezes the head, tied or not: no gradient of width V")
+    train_lm_head: bool = Field(
+        True, description="false freezes the head, tied or not: no gradient of width V"
+    )
     gradient_checkpointing: bool = False
     liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
     chat_template: str | None = Field(None, description="a Jinja file, when the tokenizer has no template")
@@ -40,12 +44,16 @@ class DatasetConfig(Section):
     split: str = Field("train", description="the hub dataset's split; a file is one split")
     prompt_column: str = "prompt"
     rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
-    prompt_template: str | None = Field(None, description="str.format over the row's columns; makes the prompt")
+    prompt_template: str | None = Field(
+        None, description="str.format over the row's columns; makes the prompt"
+    )
     chat: Literal["auto"] | bool = Field(
         "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
     )
     system_prompt: str | None = None
-    examples: list[tuple[str, str]] = Field([], description="turns (user, assistant) shown before each prompt")
+    examples: list[tuple[str, str]] = Field(
+        [], description="turns (user, assistant) shown before each prompt"
+    )
     max_prompt_length: PositiveInt | None = None
     overlong_prompts: Literal["filter", "truncate", "error"] = "filter"
     size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
@@ -84,6 +92,11 @@ class AdvantageConfig(Section):
     dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
     max_draws: PositiveInt = Field(3, description="batches that dynamic sampling may draw for one step")
     mask_truncated: bool = Field(False, description="truncated completions leave the loss")
+    function: str | None = Field(
+        None,
+        description="`module:function` of your own: (list[Group], rewards (G, n)) -> for each completion a number "
+        "or one number a token",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> AdvantageConfig:
@@ -108,8 +121,12 @@ class OptimizerConfig(Section):
 
 class EvaluationConfig(Section):
     dataset: DatasetConfig | None = None
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between evaluations; 0: before and after only")
-    size: PositiveInt | None = Field(None, description="questions used while training; before and after use all")
+    every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+    size: PositiveInt | None = Field(
+        None, description="questions used while training; before and after use all"
+    )
     num_samples: PositiveInt = 1
     temperature: Annotated[float, Field(ge=0)] = 0.0
     threshold: float = Field(1.0, description="the reward from which an answer counts as right")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_fast.config import AdvantageConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages, weighted_sum
+from grpo_fast.groups.callables import load_callable
 from grpo_fast.groups.quality import length_reward_correlation
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
@@ -38,20 +39,27 @@ def score_groups(
     *,
     weights: Sequence[float] | None = None,
     shared: Sequence[int] | None = None,
+    penalties: Tensor | None = None,
 ) -> list[Group]:
     """Rewards and advantages of G prompts with n completions each.
 
     Args:
         weights: of the F reward functions in place of their own.
         shared: for each prompt a number, the same where they share a baseline; None: nobody does.
+        penalties: (G, n), taken from the total rewards.
+
+    Raises:
+        ValueError: the configured advantage function returns something of the wrong shape.
     """
     n = len(completions[0])
     result = rewards.score_completions(prompts, completions)
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     totals = totals.view(len(prompts), n)
+    if penalties is not None:
+        totals = totals - penalties.to(totals)
     table = result.table.view(len(prompts), n, -1)
     scored = compare(totals, table, weights or rewards.weights, config, shared)
-    return [
+    groups = [
         Group(
             prompt=prompt,
             completions=tuple(group),
@@ -65,6 +73,36 @@ def score_groups(
         )
         for g, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
     ]
+    return groups if config.function is None else own_advantages(groups, totals, config.function)
+
+
+def own_advantages(groups: Sequence[Group], rewards: Tensor, path: str) -> list[Group]:
+    """The groups with the advantages that a user's function gives them; flat where all are zero."""
+    given = load_callable(path, "advantage.function")(list(groups), rewards)
+    if len(given) != len(groups):
+        raise ValueError(f"advantage.function = {path!r} returned {len(given)} groups for {len(groups)}")
+    return [
+        replace(group, advantages=rows, flat=not any(map(any, rows)))
+        for group, rows in (
+            (group, _per_token(row, group, path)) for group, row in zip(groups, given, strict=True)
+        )
+    ]
+
+
+def _per_token(
+    row: Sequence[float | Sequence[float]], group: Group, path: str
+) -> tuple[tuple[float, ...], ...]:
+    lengths = [len(completion.token_ids) for completion in group.completions]
+    tokens = [
+        tuple(map(float, value)) if isinstance(value, (list, tuple)) else (float(value),) * length
+        for value, length in zip(row, lengths, strict=False)
+    ]
+    if [len(values) for values in tokens] != lengths:
+        raise ValueError(
+            f"advantage.function = {path!r} returned {[len(values) for values in tokens]} values for completions of "
+            f"{lengths} tokens; give each completion a number, or a list with one for each of its tokens"
+        )
+    return tuple(tokens)
 
 
 def compare(
@@ -79,6 +117,19 @@ def compare(
     if config.multi_objective_aggregation == "normalize_then_sum":
         return decoupled_advantages(table, weights, **options)
     return group_advantages(totals, **options)
+
+
+def bare_sample(prompt: Prompt, completion: Completion, group_id: int) -> Sample:
+    """A completion that is only to be scored by a model."""
+    length = len(completion.token_ids)
+    return Sample(
+        prompt_ids=prompt.token_ids,
+        completion_ids=completion.token_ids,
+        advantages=(0.0,) * length,
+        group_id=group_id,
+        loss_mask=(True,) * length,
+        sampler_logprobs=completion.logprobs,
+    )
 
 
 def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list[Sample], StepTotals]:
@@ -96,16 +147,7 @@ def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list
             num_tokens += 0 if masked else len(completion.token_ids)
             if masked or (group.flat and config.skip_flat_groups):
                 continue
-            samples.append(
-                Sample(
-                    prompt_ids=group.prompt.token_ids,
-                    completion_ids=completion.token_ids,
-                    advantages=advantages,
-                    group_id=group_id,
-                    loss_mask=(True,) * len(completion.token_ids),
-                    sampler_logprobs=completion.logprobs,
-                )
-            )
+            samples.append(replace(bare_sample(group.prompt, completion, group_id), advantages=advantages))
     return samples, StepTotals(num_tokens=num_tokens, num_sequences=num_sequences)
 
 

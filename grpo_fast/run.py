@@ -122,7 +122,9 @@ def find_checkpoint(
             )
         return None
     if not earlier.exists():
-        raise CheckpointError(f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume")
+        raise CheckpointError(
+            f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume"
+        )
     changed = changed_keys(load_config(earlier, []), config)
     if changed:
         raise CheckpointError(

@@ -19,14 +19,15 @@ import torch
 from grpo_fast.config import RolloutConfig, TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
-from grpo_fast.experience import Group, describe, make_samples, score_groups
+from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_grpo_loss, linear_logprob
 from grpo_fast.metrics import SampleRecord
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
+from grpo_fast.objective.kl import kl_penalty
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout import Engine, Sampling
+from grpo_fast.rollout import Completion, Engine, Sampling
 from grpo_fast.stage_parts import StageParts
 from grpo_fast.stages import schedule_steps, stage_at
 
@@ -144,7 +145,10 @@ class Trainer:
         metrics = describe(drawn, self.rewards.names) | self.learn(drawn)
         if not config.dynamic_sampling:
             return drawn, metrics
-        return live[:wanted], metrics | {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
+        return live[:wanted], metrics | {
+            "groups/drawn": len(drawn),
+            "groups/missing": max(0, wanted - len(live)),
+        }
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
@@ -169,6 +173,10 @@ class Trainer:
                 self.config.rollout.num_generations,
                 replace(self.sampling, seed=seed),
             )
+        penalties = None
+        if self.config.loss.kl_in_reward:
+            with clock("logprobs"):
+                penalties = self.kl_penalties(prompts, completions)
         with clock("reward"):
             return score_groups(
                 prompts,
@@ -177,7 +185,25 @@ class Trainer:
                 self.config.advantage,
                 weights=None if self.adaptive_weights is None else self.adaptive_weights.weights,
                 shared=self.prompts.shared(prompts),
+                penalties=penalties,
             )
+
+    @torch.no_grad()
+    def kl_penalties(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+    ) -> torch.Tensor:
+        """(G, n) what the KL to the reference takes from each completion's reward."""
+        pairs = zip(prompts, completions, strict=True)
+        samples = [bare_sample(prompt, c, g) for g, (prompt, group) in enumerate(pairs) for c in group]
+        penalties = torch.zeros(len(samples))
+        estimator = self.config.loss.kl_estimator or "k1"
+        for batch in self.pack(samples):
+            logprobs = self.head_outputs(self.policy, batch).logprob
+            with self.policy.reference() as reference:
+                ref_logprobs = self.head_outputs(reference, batch).logprob
+            tokens = kl_penalty(logprobs, ref_logprobs, self.config.loss.beta, estimator)
+            penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
+        return penalties.view(len(prompts), -1)
 
     @contextmanager
     def engine_asleep(self, clock: Clock) -> Iterator[None]:
@@ -226,14 +252,12 @@ class Trainer:
         off_policy = self.config.num_iterations * self.config.minibatches > 1
         if off_policy:
             batches = [replace(b, old_logprobs=self.head_outputs(self.policy, b).logprob) for b in batches]
-        if self.config.loss.needs_reference:
+        if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
             with self.policy.reference() as reference:
                 batches = [replace(b, ref_logprobs=self.head_outputs(reference, b).logprob) for b in batches]
         return list(batches)
 
-    def head_outputs(
-        self, policy: Policy | ReferencePolicy, batch: PackedBatch, *outputs: str
-    ) -> HeadOutput:
+    def head_outputs(self, policy: Policy | ReferencePolicy, batch: PackedBatch, *outputs: str) -> HeadOutput:
         """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
         head = policy.head
         return linear_logprob(

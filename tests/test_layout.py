@@ -60,7 +60,17 @@ def hub_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if not request.param:
         return None
     target = tmp_path_factory.mktemp("hub_kernels")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), HUB_KERNELS]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(target),
+        HUB_KERNELS,
+    ]
     if subprocess.run(pip, capture_output=True).returncode:
         pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
     return target
@@ -85,7 +95,9 @@ def test_an_installed_package_loads_kernels_and_transformers(
         assert str(expected) in location
 
 
-@pytest.mark.parametrize("command", [["pytest"], ["python", "-m", "pytest"]], ids=["pytest", "python -m pytest"])
+@pytest.mark.parametrize(
+    "command", [["pytest"], ["python", "-m", "pytest"]], ids=["pytest", "python -m pytest"]
+)
 def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(
     command: list[str], checkout: Path, hub_kernels: Path | None
 ):

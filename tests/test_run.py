@@ -39,7 +39,15 @@ def config_file(toy: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "grpo_fast.cli", "train", str(config_file), f"output_dir={run_dir}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_fast.cli",
+        "train",
+        str(config_file),
+        f"output_dir={run_dir}",
+        *arguments,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -63,7 +71,9 @@ def exact_files(run_dir: Path) -> dict[str, bytes]:
     return {name: (run_dir / name).read_bytes() for name in names}
 
 
-def test_a_run_killed_at_random_moments_and_resumed_equals_one_that_was_not(config_file: Path, tmp_path: Path):
+def test_a_run_killed_at_random_moments_and_resumed_equals_one_that_was_not(
+    config_file: Path, tmp_path: Path
+):
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -144,7 +154,9 @@ def test_an_unwritable_directory_is_reported_before_anything_is_loaded(toy, tmp_
         train(config, display=False)
 
 
-def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(toy, tmp_path: Path, monkeypatch, capsys):
+def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(
+    toy, tmp_path: Path, monkeypatch, capsys
+):
     save, attempts = CheckpointStore.save, []
 
     def full_once(self, step, *args, **kwargs):

@@ -30,7 +30,9 @@ def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, dict[
         out = trainer.loss(batch, totals, trainer.loss_config())
         out.loss.backward()
         loss += out.loss.item()
-    return loss, {name: p.grad.clone() for name, p in trainer.policy.trainable().items() if p.grad is not None}
+    return loss, {
+        name: p.grad.clone() for name, p in trainer.policy.trainable().items() if p.grad is not None
+    }
 
 
 def test_training_raises_the_reward(toy):
@@ -102,9 +104,13 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(to
 
 
 def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing(toy, tmp_path: Path):
-    (tmp_path / "never.py").write_text("def never(completions, **columns):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "never.py").write_text(
+        "def never(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
     trainer = make_trainer(
-        toy, rewards=[{"reward": f"{tmp_path / 'never.py'}:never"}], advantage={"dynamic_sampling": True, "max_draws": 2}
+        toy,
+        rewards=[{"reward": f"{tmp_path / 'never.py'}:never"}],
+        advantage={"dynamic_sampling": True, "max_draws": 2},
     )
     before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
     result = trainer.train_step()
@@ -131,7 +137,9 @@ def test_further_iterations_are_off_policy_and_clip_against_the_first(toy):
 
 
 def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(toy):
-    trainer = make_trainer(toy, model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
+    trainer = make_trainer(
+        toy, model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2}
+    )
     names = set(trainer.policy.trainable())
     assert names and all("lora_" in name for name in names)
     first, second = trainer.train_step().metrics, trainer.train_step().metrics
@@ -143,3 +151,62 @@ def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_
     trainer = make_trainer(toy, loss=loss)
     coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
     assert coefficients == pytest.approx([0.0, 0.01, 0.02])
+
+
+def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(toy):
+    trainer = make_trainer(
+        toy,
+        loss={"beta": 0.5, "kl_in_reward": True},
+        optimizer={"learning_rate": 1e-2},
+        seed=torch.seed() % 2**31,
+    )
+    before = make_trainer(toy, seed=trainer.config.seed)  # the same weights, untrained: the reference
+    trainer.train_step()
+    groups, _ = trainer.collect(Clock())
+    for group in groups:
+        for completion, reward, parts in zip(
+            group.completions, group.rewards, group.reward_table, strict=True
+        ):
+            ids = torch.tensor([group.prompt.token_ids + completion.token_ids])
+            start = len(group.prompt.token_ids)
+            now, then = (
+                t.policy.model(ids)
+                .logits[0, start - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, ids[0, start:, None])
+                .sum()
+                for t in (trainer, before)
+            )
+            assert reward.item() == pytest.approx((parts.sum() - 0.5 * (now - then)).item(), abs=1e-4)
+
+
+ADVANTAGES = """
+def last_token(groups, rewards):
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return [
+        [[0.0] * (len(c.token_ids) - 1) + [a] for c, a in zip(group.completions, row)]
+        for group, row in zip(groups, centred.tolist())
+    ]
+
+def one_too_few(groups, rewards):
+    return [row[:-1] for row in rewards.tolist()]
+"""
+
+
+def test_a_users_function_gives_each_token_its_advantage(toy, tmp_path: Path, monkeypatch):
+    (tmp_path / "own_advantages.py").write_text(ADVANTAGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = make_trainer(toy, advantage={"function": "own_advantages:last_token"})
+    groups, _ = trainer.collect(Clock())
+    samples, _ = make_samples(groups, trainer.config.advantage)
+    expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
+    torch.testing.assert_close(torch.tensor([s.advantages[-1] for s in samples]), expected)
+    assert not any(any(s.advantages[:-1]) for s in samples)
+
+
+def test_an_advantage_function_of_the_wrong_shape_is_named(toy, tmp_path: Path, monkeypatch):
+    (tmp_path / "short_advantages.py").write_text(ADVANTAGES)
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = make_trainer(toy, advantage={"function": "short_advantages:one_too_few"})
+    with pytest.raises(ValueError, match="one_too_few"):
+        trainer.collect(Clock())

@@ -50,6 +50,7 @@ class PackedBatch:
     loss_mask: Tensor  # (N,) bool
     sampler_logprobs: Tensor  # (N,) float32
     num_sequences: int
+    sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
     segment_ids: Tensor | None = None  # (T,) int64, 0 for a document's prompt: None unless prompts are shared
     old_logprobs: Tensor | None = None  # (N,) float32
     ref_logprobs: Tensor | None = None  # (N,) float32
@@ -64,6 +65,7 @@ class PackedBatch:
 class _Document:
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
+    sample_ids: tuple[int, ...]
 
     @property
     def length(self) -> int:
@@ -122,20 +124,21 @@ def _check(sample: Sample, index: int) -> None:
 
 def _documents(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> list[_Document]:
     if not share_prompts:
-        return [_Document(sample.prompt_ids, (sample,)) for sample in samples]
-    families: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}
-    for sample in samples:
-        families.setdefault((sample.group_id, sample.prompt_ids), []).append(sample)
+        return [_Document(sample.prompt_ids, (sample,), (i,)) for i, sample in enumerate(samples)]
+    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, sample in enumerate(samples):
+        families.setdefault((sample.group_id, sample.prompt_ids), []).append(i)
     documents = []
-    for (_, prompt_ids), family in families.items():
-        document = _Document(prompt_ids, (family[0],))
-        for sample in family[1:]:
+    for (_, prompt_ids), (first, *others) in families.items():
+        document = _Document(prompt_ids, (samples[first],), (first,))
+        for i in others:
+            sample = samples[i]
             fits = document.length + _inputs(sample) <= max_tokens
             if fits and _sharing_pays(document.length, len(prompt_ids), _inputs(sample)):
-                document = _Document(prompt_ids, (*document.samples, sample))
+                document = _Document(prompt_ids, (*document.samples, sample), (*document.sample_ids, i))
             else:
                 documents.append(document)
-                document = _Document(prompt_ids, (sample,))
+                document = _Document(prompt_ids, (sample,), (i,))
         documents.append(document)
     return documents
 
@@ -224,5 +227,6 @@ def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch
         loss_mask=flat("loss_mask", torch.bool),
         sampler_logprobs=flat("sampler_logprobs", torch.float32),
         num_sequences=len(samples),
+        sample_ids=torch.tensor([i for document in documents for i in document.sample_ids]),
         segment_ids=torch.tensor(segment_ids) if share_prompts else None,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from grpo_fast.integrations import examples
 from grpo_fast.integrations import liger as ours
 from grpo_fast.integrations.recipe import LOSS_TYPES
 
@@ -265,3 +268,13 @@ def test_kto_is_ligers(average, kl, use_ref_model, make_pairs, reference, monkey
 def test_kto_asks_for_labels(make_pairs):
     with pytest.raises(ValueError, match="preference_labels is None"):
         ours.LigerFusedLinearKTOLoss()(**make_pairs())
+
+
+def test_the_example_runs_as_it_stands(capsys):
+    path = Path(examples.__path__[0]) / "liger_grpo.py"
+
+    result = runpy.run_path(str(path))
+
+    assert len(path.read_text().splitlines()) <= 30
+    assert result["head"].weight.grad.any() and result["hidden"].grad.any()
+    assert "KL" in capsys.readouterr().out

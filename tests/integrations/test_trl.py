@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import runpy
 import subprocess
 import sys
 from collections import defaultdict
@@ -27,6 +28,7 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 from benchmarks.trl_side_by_side import Setting, differences, reward, save_model, side_by_side  # noqa: E402
+from grpo_fast.integrations import examples  # noqa: E402
 from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
@@ -517,3 +519,15 @@ def test_two_processes_normalise_by_the_tokens_of_both(mode, model_folder):
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["trl_patch", "trl_trainer"])
+def test_the_example_trains_as_it_stands(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path(examples.__path__[0]) / f"{name}.py"
+
+    result = runpy.run_path(str(path))
+
+    assert len(path.read_text().splitlines()) <= 30
+    assert result["trainer"].state.global_step == 4
+    assert getattr(result["trainer"], "fallback_reason", None) is None
