@@ -1,6 +1,6 @@
 """`python -m benchmarks.sparse`: the time of each stage of the certified sparse backward, and its best sizes.
 
-Rows are made, not taken from a model: every target's logit is raised by `--peak`, the other logits are normal.
+Rows are made, not taken from a model: each target stands out by `--peak`, the other logits are normal.
 The density printed is the one the selection found; compare with a real model's before concluding. Times are
 medians, and multiples of one product X Wᵀ by the vendor's library. Needs a GPU to mean anything.
 """

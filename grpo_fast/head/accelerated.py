@@ -245,7 +245,7 @@ def _sparse(
         for gradient, missing in ((found.hidden, 1), (found.weight, 0), (found.bias, 0)):
             if gradient is not None:
                 gradient += poison[missing].to(gradient.dtype)
-        return found, pairs.metrics()
+        return found, pairs.metrics(result.left_out)
     nothing_written, no_hidden = result.dense.tolist()
     if nothing_written:
         exact = _dense(rows, plan, need_hidden=need_hidden, need_weight=need_weight, need_bias=need_bias)
@@ -253,7 +253,7 @@ def _sparse(
     if no_hidden and need_hidden:
         exact = _dense(rows, plan, need_hidden=True, need_weight=False, need_bias=False)
         found = HeadGradients(exact.hidden, found.weight, found.bias)
-    return found, pairs.metrics()
+    return found, pairs.metrics(result.left_out)
 
 
 def _rows_with_work_first(targets: Tensor) -> tuple[Tensor, Tensor]:

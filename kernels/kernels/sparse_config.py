@@ -36,7 +36,7 @@ class SparseConfig:
     row_entries: int = 4  # entries in flight per program of dX
     row_warps: int = 16
     pair_density: float = 0.2  # live pairs that fit, of all N·T; denser batches go to the dense path
-    entries_per_row: int = 384  # entries that fit, on average over the rows
+    entries_per_row: int = 352  # entries that fit, on average over the rows
     least_pairs: int = 1 << 18  # capacities of small problems
     least_entries: int = 1 << 20
     chunk_bytes: int = 64 << 20  # logit gradients held at one time

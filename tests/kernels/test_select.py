@@ -219,3 +219,11 @@ def test_a_negative_tolerance_and_a_wrong_shape_are_refused_by_name(make_head):
         select(head, -1.0)
     with pytest.raises(ValueError, match=r"tile_lse is \(3, 20\), expected \(4, 20\)"):
         select(head, vocabulary=400)
+
+
+def test_workspaces_of_a_large_batch_stay_below_300_mib():
+    rows, tiles = 16_384, 1_187  # V = 151,936
+
+    backward = HALF.workspace_bytes(rows, tiles, 2, hidden=True, weight=True)
+
+    assert backward + 4 * rows * tiles < 300 << 20  # with the forward's tile masses

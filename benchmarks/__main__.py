@@ -1,0 +1,49 @@
+"""`python -m benchmarks`: `head`, `rows`, `compare` and `aot`; each explains itself with --help."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
+    "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
+    "compare": ("compare", "two records of `head --json`: what changed beyond noise"),
+}
+DELEGATED = {"aot": "registers, spills and shared memory of the shipped kernels, compiled ahead of time"}
+FAILURE, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0 done, 1 something found, 2 wrong usage, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["aot"]:
+        return importlib.import_module("benchmarks.aot").main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return options.handler(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, ImportError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        found = importlib.import_module(f"benchmarks.{module}")
+        command = commands.add_parser(name, help=summary, description=found.__doc__)
+        found.add_arguments(command)
+        command.set_defaults(handler=found.main)
+    for name, summary in DELEGATED.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""`python -m benchmarks head`: the LM head, ours and the peers', in one run on one device."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.cell import ROUNDS, SKIPPED, Cell, CellRun, Limits
+from benchmarks.environment import environment, gpu_state
+from benchmarks.grid import Grid, cells, default_grid
+from benchmarks.live_tiles import load_histogram
+from benchmarks.peers import Peer, all_peers, choose
+from benchmarks.problem import DTYPES, MODES, Setting
+from benchmarks.record import save
+from benchmarks.row_sources import KINDS, Sources, load_real_rows
+from benchmarks.tables import console, print_cell, print_goals, print_notes, print_skipped
+
+DONE, INTERRUPTED = 0, 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=8.0, help="time budget of the whole command (8)")
+    for name, what in (("hidden", "hidden sizes H"), ("vocab", "vocabularies V"), ("tokens", "tokens N")):
+        parser.add_argument(f"--{name}", type=_positive, nargs="+", help=what)
+    parser.add_argument("--mode", nargs="+", choices=MODES, help="both unless given")
+    head = parser.add_mutually_exclusive_group()
+    head.add_argument("--frozen", action="store_true", help="only with a frozen head")
+    head.add_argument("--trainable", action="store_true", help="only with a trainable head")
+    parser.add_argument("--rows", nargs="+", choices=KINDS, help="those that can be made, unless given")
+    parser.add_argument("--real-rows", type=Path, metavar="FILE", help="safetensors: hidden, target, weight")
+    parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU unless given")
+    parser.add_argument("--impl", nargs="+", metavar="WORD", help="implementations whose name contains it")
+    parser.add_argument("--repeats", type=_positive, default=ROUNDS, help=f"samples at most ({ROUNDS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the made rows (0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one, unless given")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write everything here, after every cell")
+    parser.add_argument(
+        "--oracle", action=argparse.BooleanOptionalAction, default=True, help="judge the results' accuracy"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """
+    Raises:
+        ValueError: a value that cannot be used; the message says which and why.
+    """
+    start = time.monotonic()
+    if not options.minutes >= 0:
+        raise ValueError(f"--minutes must be at least 0, got {options.minutes}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise ValueError(f"--json {options.json}: its folder does not exist")
+    device = _device(options.device)
+    sources = Sources(
+        None if options.real_rows is None else load_real_rows(options.real_rows),
+        None if options.histogram is None else load_histogram(options.histogram),
+    )
+    settings = _settings(options, device, sources)
+    peers = choose(all_peers(), options.impl)
+    limits = Limits(start + 60 * options.minutes, options.repeats, options.oracle, options.seed)
+    return _Session(options, device, sources, peers, limits).run(settings)
+
+
+class _Session:
+    """The cells measured so far, on the screen and in the file."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        device: torch.device,
+        sources: Sources,
+        peers: Sequence[Peer],
+        limits: Limits,
+    ) -> None:
+        self.screen: Console = console()
+        self.path: Path | None = options.json
+        self.device = device
+        self.sources = sources
+        self.peers = list(peers)
+        self.limits = limits
+        self.done: list[Cell] = []
+        self.gpu_states: list[dict[str, str] | None] = []
+        self.environment = environment(device)
+        self.options = {name: _plain(value) for name, value in vars(options).items() if name != "handler"}
+
+    def run(self, settings: Sequence[Setting]) -> int:
+        found = self.environment
+        self.screen.print(
+            f"{found['benchmark_device']}, torch {torch.__version__}, copy "
+            f"{found['copy_gigabytes_per_second']:,.0f} GB/s; {len(settings)} cells, the telling ones first\n"
+        )
+        interrupted = False
+        waiting = list(settings)
+        while waiting and not self.limits.passed and not interrupted:
+            interrupted = self._measure(waiting.pop(0))
+            self._save(waiting, interrupted)
+        self._save(waiting, interrupted)
+        print_skipped(self.screen, self.done)
+        if self.done:
+            print_notes(self.screen)
+        if waiting:
+            why = "interrupted" if interrupted else "the time budget is spent"
+            self.screen.print(f"{why}: {len(waiting)} cells not measured, the first: {waiting[0].title}")
+        if self.device.type == "cuda":
+            print_goals(self.screen, self.done)
+        if self.path is not None:
+            self.screen.print(f"written to {self.path}")
+        return INTERRUPTED if interrupted else DONE
+
+    def _measure(self, setting: Setting) -> bool:
+        """Whether it was interrupted; what it had measured is kept."""
+        run = CellRun(setting, self.sources, self.device, self.limits, self._installed())
+        interrupted = False
+        try:
+            run.measure()
+        except KeyboardInterrupt:
+            interrupted = True
+        self.done.append(run.result())
+        self.gpu_states.append(gpu_state(self.device))
+        print_cell(self.screen, self.done[-1])
+        return interrupted
+
+    def _installed(self) -> list[Peer]:
+        """Without those that turned out not to be there: asking again costs an import each time."""
+        missing = {
+            result.name
+            for cell in self.done
+            for result in cell.results
+            if result.state == SKIPPED and result.reason.startswith("not installed")
+        }
+        return [peer for peer in self.peers if peer.name not in missing]
+
+    def _save(self, waiting: Sequence[Setting], interrupted: bool) -> None:
+        if self.path is None:
+            return
+        save(
+            self.path,
+            self.done,
+            environment=self.environment,
+            options=self.options,
+            gpu_states=self.gpu_states,
+            not_measured=[asdict(setting) for setting in waiting],
+            interrupted=interrupted,
+        )
+
+
+def _settings(options: argparse.Namespace, device: torch.device, sources: Sources) -> list[Setting]:
+    given = {"real": sources.real is not None, "histogram": sources.histogram is not None}
+    rows = options.rows or [kind for kind in ("real", "histogram", "peaked", "flat") if given.get(kind, True)]
+    for kind, flag in (("real", "--real-rows"), ("histogram", "--histogram")):
+        if kind in rows and not given[kind]:
+            raise ValueError(f"--rows {kind} needs {flag} FILE; `python -m benchmarks rows` makes one")
+    usual = default_grid(device.type, tuple(rows))
+    grid = Grid(
+        rows=usual.rows,
+        tokens=tuple(options.tokens or usual.tokens),
+        hidden=tuple(options.hidden or usual.hidden),
+        vocabulary=tuple(options.vocab or usual.vocabulary),
+        modes=tuple(options.mode or usual.modes),
+        trainable=(True,) if options.trainable else (False,) if options.frozen else usual.trainable,
+        dtype=options.dtype or usual.dtype,
+    )
+    return cells(grid, None if sources.real is None else tuple(sources.real.weight.shape))
+
+
+def _device(wanted: str | None) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device")
+    return torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _positive(text: str) -> int:
+    value = int(text.replace(",", "").replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,94 @@
+"""How many vocabulary tiles of a row matter: counting them, and histograms of the counts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TILE = 128
+THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
+_CHUNK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Rows by their number of live tiles, and where they come from."""
+
+    source: str  # the model and how its rows were sampled
+    vocabulary: int
+    rows_by_live_tiles: dict[int, int]
+    tile: int = TILE
+    threshold: float = THRESHOLD
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.vocabulary // self.tile)
+
+    @property
+    def density(self) -> float:
+        rows = sum(self.rows_by_live_tiles.values())
+        return sum(k * n for k, n in self.rows_by_live_tiles.items()) / (rows * self.tiles)
+
+    def draw(self, rows: int, vocabulary: int, generator: torch.Generator) -> Tensor:
+        """(rows,) int64 counts of live tiles; another vocabulary keeps the share of tiles."""
+        counts = torch.tensor(list(self.rows_by_live_tiles), dtype=torch.float64)
+        weights = torch.tensor(list(self.rows_by_live_tiles.values()), dtype=torch.float64)
+        drawn = counts[torch.multinomial(weights, rows, replacement=True, generator=generator)]
+        return (drawn * -(-vocabulary // self.tile) / self.tiles).round().clamp(min=1).long()
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def histogram_of(counts: Tensor, source: str, vocabulary: int) -> Histogram:
+    return Histogram(source, vocabulary, dict(sorted(Counter(counts.tolist()).items())))
+
+
+def load_histogram(path: Path) -> Histogram:
+    """
+    Raises:
+        ValueError: not a file that `python -m benchmarks rows --histogram` wrote.
+    """
+    try:
+        found = json.loads(path.read_text())
+        found["rows_by_live_tiles"] = {int(k): int(n) for k, n in found["rows_by_live_tiles"].items()}
+        histogram = Histogram(**found)
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no histogram ({error}); `python -m benchmarks rows --histogram` writes one"
+        ) from error
+    if (histogram.tile, histogram.threshold) != (TILE, THRESHOLD) or not histogram.rows_by_live_tiles:
+        raise ValueError(
+            f"{path} counts tiles of {histogram.tile} above {histogram.threshold}; this needs {TILE} and "
+            f"{THRESHOLD}, and at least one row"
+        )
+    return histogram
+
+
+def live_tiles(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(N,) int64: tiles with a probability above THRESHOLD. hidden (N, H), weight (V, H)."""
+    return torch.cat(
+        [count_live(hidden[rows].float() @ weight.float().T) for rows in row_chunks(hidden, weight)]
+    )
+
+
+def count_live(logits: Tensor) -> Tensor:
+    """(n, V) float32 -> (n,) int64."""
+    highest = logits.new_full((logits.shape[0], -(-logits.shape[1] // TILE) * TILE), -math.inf)
+    highest[:, : logits.shape[1]] = logits
+    highest = highest.view(logits.shape[0], -1, TILE).amax(2)
+    return (highest > logits.logsumexp(1, keepdim=True) + math.log(THRESHOLD)).sum(1)
+
+
+def row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Rows whose float32 logits fit a fixed memory."""
+    size = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    return (slice(start, start + size) for start in range(0, hidden.shape[0], size))

@@ -1,0 +1,70 @@
+"""The implementations: ours, the peers', and those that installed packages offer.
+
+A package adds its own by an entry point of the group `grpo_fast.benchmark_peers` that names a `Peer` or a
+sequence of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import EntryPoint, entry_points
+
+from benchmarks.peers.protocol import Peer, Unsupported, require_cuda
+from benchmarks.problem import Problem, Run
+
+ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
+MODULES = (
+    "ours",
+    "torch_full",
+    "trl_fused",
+    "cut_cross_entropy_apple",
+    "unsloth_fused",
+    "liger_chunked",
+    "liger_per_token",
+    "verl_triton",
+    "torch_linear_ce",
+    "quack_ce",
+)
+
+__all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda"]
+
+
+def all_peers() -> list[Peer]:
+    """Ours first. Importing a peer's file imports nothing of the peer."""
+    peers = [peer for name in MODULES for peer in importlib.import_module(f"{__name__}.{name}").PEERS]
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        peers += _load(entry)
+    return peers
+
+
+def choose(peers: list[Peer], wanted: list[str] | None) -> list[Peer]:
+    """Those whose name contains one of the wanted words, in any case; all where none is given.
+
+    Raises:
+        ValueError: a word that fits no name.
+    """
+    if not wanted:
+        return peers
+    names = ", ".join(repr(peer.name) for peer in peers)
+    for word in wanted:
+        if not any(word.lower() in peer.name.lower() for peer in peers):
+            raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {names}")
+    return [peer for peer in peers if any(word.lower() in peer.name.lower() for word in wanted)]
+
+
+def _load(entry: EntryPoint) -> list[Peer]:
+    """A broken plugin becomes a peer that raises, so that its failure shows in the table."""
+    try:
+        found = entry.load()
+        found = [found] if isinstance(found, Peer) else list(found)
+        wrong = [item for item in found if not isinstance(item, Peer)]
+        if wrong:
+            raise TypeError(f"entry point {entry.name!r} gives {wrong[0]!r}, not a benchmarks.peers.Peer")
+        return found
+    except Exception as error:
+        failure = error
+
+        def prepare(_: Problem) -> Run:
+            raise failure
+
+        return [Peer(entry.name, prepare)]

@@ -1,0 +1,26 @@
+"""QuACK's cross-entropy kernel on full logits.
+
+Its chunked forms reduce to one number and take no upstream gradient per token, so a policy gradient cannot
+use them.
+"""
+
+from __future__ import annotations
+
+from benchmarks.peers.protocol import Peer, require_cuda
+from benchmarks.problem import Problem, Run
+
+
+def prepare(problem: Problem) -> Run:
+    require_cuda(problem)
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    def run():
+        losses = linear_cross_entropy_func(
+            problem.hidden, problem.weight, None, problem.targets, reduction="none", inplace_backward=True
+        )
+        return problem.finish(-losses)
+
+    return run
+
+
+PEERS = (Peer("QuACK on full logits", prepare),)

@@ -1,0 +1,25 @@
+"""TRL's fused head, with the chunk that its trainers use."""
+
+from __future__ import annotations
+
+from benchmarks.peers.protocol import Peer
+from benchmarks.problem import Problem, Run
+
+CHUNK = 32_768
+
+
+def prepare(problem: Problem) -> Run:
+    from trl.kernels import ChunkedLogProbFunction
+
+    bias, temperature, softcap, scale, outputs = None, 1.0, None, 1.0, ()
+
+    def run():
+        logprobs, *_ = ChunkedLogProbFunction.apply(
+            problem.hidden, problem.weight, bias, problem.targets, temperature, CHUNK, softcap, scale, outputs
+        )
+        return problem.finish(logprobs)
+
+    return run
+
+
+PEERS = (Peer("TRL fused head", prepare),)

@@ -1,0 +1,90 @@
+"""Runs the quickstart over several seeds and records held-out score before → after, with times.
+
+`python -m benchmarks.quickstart --seeds 0 1 2 --json benchmarks/results/quickstart_cpu.json`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_fast.jsonl import read_jsonl
+from grpo_fast.metrics import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
+from grpo_fast.summary import duration_text, score_text
+
+
+def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """One run in a process of its own, and what it recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [
+            sys.executable,
+            "-m",
+            "grpo_fast.cli",
+            "train",
+            recipe,
+            f"output_dir={run_dir}",
+            f"seed={seed}",
+        ]
+        start = time.perf_counter()
+        subprocess.run([*command, "--plain", *overrides], check=True)
+        wall = time.perf_counter() - start
+        before, *_, after = (e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out")
+        timings = read_jsonl(run_dir / TIMINGS_FILE)
+        return {
+            "seed": seed,
+            "before": before,
+            "after": after,
+            "steps": timings[-1]["step"],
+            "seconds_training": sum(line["time/step"] for line in timings),
+            "seconds_wall": wall,  # loading, both evaluations, checkpoint and report included
+            "peak_bytes": max(line["memory/peak_bytes"] for line in timings),
+            "provenance": read_jsonl(run_dir / PROVENANCE_FILE)[0],
+        }
+
+
+def table(runs: Sequence[dict[str, Any]]) -> Table:
+    rows = Table("seed", "before", "after", "gain, points", "questions", "steps", "training", "whole command")
+    for run in runs:
+        before, after = run["before"], run["after"]
+        rows.add_row(
+            str(run["seed"]),
+            score_text(before["score"], before["interval"]),
+            score_text(after["score"], after["interval"]),
+            f"{100 * (after['score'] - before['score']):+.1f}",
+            str(after["n"]),
+            str(run["steps"]),
+            duration_text(run["seconds_training"]),
+            duration_text(run["seconds_wall"]),
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description=__doc__)
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, help="where to write the record; every finished run is in it")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parser.parse_args()
+    runs: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        runs.append(run_recipe(args.recipe, seed, args.overrides))
+        if args.json:
+            record = {"recipe": args.recipe, "overrides": args.overrides, "runs": runs}
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    Console().print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Where a batch's rows come from: made, taken from a model, or made to match a model's live tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.live_tiles import Histogram, count_live, row_chunks
+from benchmarks.problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
+
+KINDS = ("flat", "peaked", "real", "histogram")
+_FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
+_PEAKS = (10.0, 25.0)  # range of what a peaked row's target stands out by
+_HIGHEST_PEAK, _BISECTIONS = 80.0, 24
+
+
+@dataclass(frozen=True)
+class RealRows:
+    """A model's own rows, on the CPU."""
+
+    name: str
+    hidden: Tensor  # (M, H) after the last norm
+    targets: Tensor  # (M,) int64, the tokens that were sampled there
+    weight: Tensor  # (V, H) the model's head
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What `real` and `histogram` rows are made from, where given."""
+
+    real: RealRows | None = None
+    histogram: Histogram | None = None
+
+    def describe(self, setting: Setting) -> str:
+        """One line to print beside the numbers."""
+        if setting.rows == "real":
+            return f"{len(self.real.hidden):,} rows of {self.real.name}, drawn with replacement"
+        if setting.rows == "histogram":
+            of = self.histogram
+            scaled = "" if of.vocabulary == setting.vocabulary else f", scaled from V {of.vocabulary:,}"
+            return (
+                f"random rows made to have the live tiles of {of.source} (density {of.density:.2%}{scaled})"
+            )
+        spread = (
+            f"logits of standard deviation {_FLAT_SPREAD if setting.rows == 'flat' else _PEAKED_SPREAD:g}"
+        )
+        peak = "" if setting.rows == "flat" else f", targets raised by {_PEAKS[0]:g} to {_PEAKS[1]:g}"
+        return f"random rows, {spread}{peak}"
+
+
+def load_real_rows(path: Path) -> RealRows:
+    """Reads a safetensors file with `hidden` (M, H), `target` (M,) int64 and `weight` (V, H), the head.
+
+    Raises:
+        ValueError: a tensor is missing or does not fit the others.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except Exception as error:
+        raise ValueError(f"--real-rows {path} cannot be read as safetensors: {error}") from error
+    missing = [name for name in ("hidden", "target", "weight") if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"--real-rows {path} holds {sorted(tensors)} but no {', '.join(missing)}; "
+            "`python -m benchmarks rows` writes such files (without --no-head)"
+        )
+    hidden, targets, weight = tensors["hidden"], tensors["target"].long(), tensors["weight"]
+    if hidden.shape[0] != targets.shape[0] or hidden.shape[1] != weight.shape[1] or not len(hidden):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        raise ValueError(f"--real-rows {path}: shapes {shapes} are not (M, H), (M,) and (V, H)")
+    if int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]:
+        raise ValueError(f"--real-rows {path}: targets must lie in [0, {weight.shape[0]})")
+    return RealRows(path.stem, hidden, targets, weight)
+
+
+def make_problem(setting: Setting, sources: Sources, device: torch.device, seed: int) -> Problem:
+    """A batch of the setting; another seed gives other rows and another place in memory."""
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden, weight, targets = _rows(setting, sources, device, generator)
+    sequences = math.gcd(setting.tokens, 16)
+    advantages = torch.randn(sequences, device=device, generator=generator)
+    advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)
+    backward = setting.mode == FORWARD_BACKWARD
+    return Problem(
+        hidden=hidden.requires_grad_(backward),
+        weight=weight.requires_grad_(backward and setting.trainable),
+        targets=targets,
+        advantages=advantages.repeat_interleave(setting.tokens // sequences),
+        sequences=sequences,
+        backward=backward,
+    )
+
+
+def _rows(
+    setting: Setting, sources: Sources, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = DTYPES[setting.dtype]
+    if setting.rows == "real":
+        real = sources.real
+        index = torch.randint(len(real.hidden), (setting.tokens,), device=device, generator=generator).cpu()
+        return (
+            real.hidden[index].to(device, dtype),
+            real.weight.to(device, dtype, copy=True),
+            real.targets[index].to(device),
+        )
+    kind = {"device": device, "generator": generator}
+    weight = torch.randn(setting.vocabulary, setting.hidden, dtype=dtype, **kind) / setting.hidden**0.5
+    targets = torch.randint(setting.vocabulary, (setting.tokens,), **kind)
+    noise = torch.randn(setting.tokens, setting.hidden, dtype=dtype, **kind)
+    if setting.rows == "flat":
+        return noise * _FLAT_SPREAD, weight, targets
+    if setting.rows == "peaked":
+        low, high = _PEAKS
+        peak = (low + (high - low) * torch.rand(setting.tokens, 1, **kind)).to(dtype)
+        return noise.mul_(_PEAKED_SPREAD).add_(peak * weight[targets]), weight, targets
+    on_cpu = torch.Generator().manual_seed(generator.initial_seed())
+    wanted = sources.histogram.draw(setting.tokens, setting.vocabulary, on_cpu).to(device)
+    hidden, targets = _with_live_tiles(noise.mul_(_PEAKED_SPREAD), weight, targets, wanted, generator)
+    return hidden, weight, targets
+
+
+def _with_live_tiles(
+    noise: Tensor, weight: Tensor, peaks: Tensor, wanted: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Raises one entry a row until as many tiles are live as wanted; then targets are sampled on-policy.
+
+    The logits of noise + height·W[peak] are z + height·u, so a row's height is found by bisection on two
+    products, and fewer tiles are live the higher it is.
+    """
+    hidden, targets = torch.empty_like(noise), torch.empty_like(peaks)
+    vocabulary = weight.float().T
+    for rows in row_chunks(noise, weight):
+        entry = weight[peaks[rows]]
+        z, u = noise[rows].float() @ vocabulary, entry.float() @ vocabulary
+        low = torch.zeros(len(z), 1, device=z.device)
+        high = torch.full_like(low, _HIGHEST_PEAK)
+        for _ in range(_BISECTIONS):
+            height = (low + high) / 2
+            too_many = (count_live(torch.addcmul(z, height, u)) > wanted[rows])[:, None]
+            low, high = torch.where(too_many, height, low), torch.where(too_many, high, height)
+        hidden[rows] = noise[rows] + high.to(noise.dtype) * entry
+        p = torch.addcmul(z, high, u).softmax(1)
+        targets[rows] = torch.multinomial(p, 1, generator=generator).squeeze(1)
+    return hidden, targets

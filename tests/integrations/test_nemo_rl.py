@@ -1,0 +1,181 @@
+"""NeMo-RL's clipped policy-gradient loss and fused log-probabilities against ours in their place.
+
+The real NeMo-RL source runs here (it must be importable, version 0.6); Ray, Megatron and the loggers are
+stubbed where they are not installed, and so is `nemo_rl.models.policy`, which patches transformers when
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_fast import GRPOLossConfig
+
+HERE = Path(__file__).parent
+HEAVY = (
+    *("ray", "tensordict", "megatron", "zmq", "pynvml", "mlflow", "swanlab", "wandb", "prometheus_client"),
+    "hydra",
+)
+if find_spec("nemo_rl") is None:
+    pytest.skip("nemo_rl is not importable", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SimpleNamespace]:
+    spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
+    stubs = module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nemo_rl.models.policy", MagicMock())
+        from nemo_rl.algorithms.loss import loss_functions
+        from nemo_rl.distributed import model_utils
+
+        from grpo_fast.integrations import nemo_rl as adapter
+
+        yield SimpleNamespace(losses=loss_functions, utils=model_utils, adapter=adapter)
+        adapter.unpatch()
+        for name in [n for n in sys.modules if n == "nemo_rl" or n.startswith("nemo_rl.")]:
+            patch.delitem(sys.modules, name)
+
+
+def batch_of(rng: torch.Generator) -> dict[str, Tensor]:
+    """(4, 10): ragged answers, one sample masked out."""
+    previous = -torch.rand(4, 10, generator=rng) * 3
+    noise = [0.4 * torch.randn(4, 10, generator=rng) for _ in range(3)]
+    lengths = torch.tensor([[10], [5], [8], [7]])
+    return {
+        "prev_logprobs": previous,
+        "generation_logprobs": previous + noise[0],
+        "reference_policy_logprobs": previous + noise[1],
+        "current": previous + noise[2],
+        "advantages": torch.randn(4, 1, generator=rng).expand(4, 10),
+        "token_mask": ((torch.arange(10) >= 2) & (torch.arange(10) < lengths)).float(),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+    }
+
+
+CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
+    "token level": ({"reference_policy_kl_penalty": 0.0}, GRPOLossConfig("dapo")),
+    "sequence level": (
+        {"reference_policy_kl_penalty": 0.0, "token_level_loss": False},
+        GRPOLossConfig("grpo"),
+    ),
+    "dual clip": (
+        {"reference_policy_kl_penalty": 0.0, "ratio_clip_max": 0.28, "ratio_clip_c": 3.0},
+        GRPOLossConfig("dapo", epsilon_low=0.2, epsilon_high=0.28, delta=3.0),
+    ),
+    "gspo": (
+        {
+            "reference_policy_kl_penalty": 0.0,
+            "token_level_loss": False,
+            "sequence_level_importance_ratios": True,
+            "ratio_clip_min": 3e-4,
+            "ratio_clip_max": 4e-4,
+        },
+        GRPOLossConfig("gspo"),
+    ),
+    "truncated sampler ratio": (
+        {
+            "reference_policy_kl_penalty": 0.0,
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_type": "tis",
+            "truncated_importance_sampling_ratio": 1.2,
+        },
+        GRPOLossConfig("dapo", sampler_correction="token_truncate", sampler_clip_max=1.2),
+    ),
+    "on-policy with KL": (
+        {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": True},
+        GRPOLossConfig("dapo", beta=0.1, use_bias_correction_kl=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_the_hosts(host: SimpleNamespace, rng: torch.Generator, name: str) -> None:
+    options, config = CASES[name]
+    data = batch_of(rng)
+    current = data.pop("current")[:, 1:].clone().requires_grad_()
+    counts = {"global_valid_seqs": torch.tensor(6.0), "global_valid_toks": torch.tensor(41.0)}
+    on_policy = options.get("force_on_policy_ratio", False)
+    theirs = host.losses.ClippedPGLossFn(host.losses.ClippedPGLossConfig(**options))
+    ours = host.adapter.PolicyLoss(config, exactly_on_policy=on_policy)
+
+    results = []
+    for function in (theirs, ours):
+        loss, metrics = function(next_token_logprobs=current, data=data, **counts)
+        results.append((loss, torch.autograd.grad(loss, current)[0], metrics))
+
+    (expected, gradient, metrics), (loss, our_gradient, our_metrics) = results
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_gradient, gradient, rtol=1e-5, atol=1e-6)
+    assert ours.loss_type == theirs.loss_type and ours.input_type == theirs.input_type
+    shared = {"loss", "token_mult_prob_error", "approx_entropy", "num_valid_samples"}
+    shared |= {"kl_penalty"} if config.beta else {"probs_ratio", "probs_ratio_min", "probs_ratio_max"}
+    if name == "gspo":  # theirs weighs a sequence's ratio by its tokens
+        shared -= {"probs_ratio"}
+    for metric in shared:
+        assert our_metrics[metric] == pytest.approx(metrics[metric], rel=1e-4, abs=1e-6), metric
+
+
+def test_what_a_loss_is_not_given_is_refused(host: SimpleNamespace) -> None:
+    with pytest.raises(ValueError, match="entropy"):
+        host.adapter.PolicyLoss(GRPOLossConfig("dapo", entropy_coef=0.1))
+
+
+def test_a_loss_travels_to_workers(host: SimpleNamespace) -> None:
+    loss = host.adapter.PolicyLoss(GRPOLossConfig("cispo"))
+    assert pickle.loads(pickle.dumps(loss)).config == loss.config
+
+
+def test_an_unknown_version_is_refused(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_fast.integrations.host._version", lambda *_: "0.7.0")
+    with pytest.raises(ImportError, match=r"nemo-rl is version 0\.7\.0, but this adapter knows 0\.6 only"):
+        host.adapter.PolicyLoss(GRPOLossConfig("dapo"))
+
+
+def test_patching_is_undone(host: SimpleNamespace) -> None:
+    before = host.utils.from_parallel_hidden_states_to_logprobs
+    host.adapter.patch()
+    host.adapter.patch()
+    assert host.utils.from_parallel_hidden_states_to_logprobs is host.adapter.hidden_states_to_logprobs
+    host.adapter.unpatch()
+    assert host.utils.from_parallel_hidden_states_to_logprobs is before
+
+
+def test_two_ranks_of_a_split_vocabulary_give_the_hosts_numbers(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "nemo_rl_worker.py"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+def test_the_example_runs_as_it_stands() -> None:
+    import grpo_fast.integrations.examples as examples
+
+    path = Path(next(iter(examples.__path__))) / "nemo_rl_loss.py"
+    assert len(path.read_text().splitlines()) <= 30
+    program = f"""
+import sys
+from unittest.mock import MagicMock
+sys.path.insert(0, {str(HERE)!r})
+sys.modules["nemo_rl.models.policy"] = MagicMock()
+from host_stubs import stubbed
+with stubbed(*{HEAVY!r}):
+    exec(compile(open({str(path)!r}).read(), "example", "exec"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout

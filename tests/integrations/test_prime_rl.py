@@ -1,0 +1,189 @@
+"""prime-rl's losses and fused output layers against ours in their place.
+
+The real prime-rl source runs here (it must be importable, version 0.8, with jaxtyping and beartype);
+torchtitan and the like are stubbed where they are not installed, and its list of models is not loaded.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+HEAVY = ("torchtitan", "loguru", "pydantic_config", "wandb")
+if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype")):
+    pytest.skip("prime_rl, jaxtyping and beartype are not all importable", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SimpleNamespace]:
+    spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
+    stubs = module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
+        import prime_rl.trainer
+
+        models = ModuleType("prime_rl.trainer.models")
+        models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
+        patch.setitem(sys.modules, models.__name__, models)
+        from prime_rl.trainer.models.layers import lm_head, lm_head_gemma
+        from prime_rl.trainer.rl import loss
+
+        from grpo_fast.integrations import prime_rl as adapter
+
+        yield SimpleNamespace(loss=loss, head=lm_head, gemma=lm_head_gemma, adapter=adapter)
+        adapter.unpatch()
+        for name in [n for n in sys.modules if n == "prime_rl" or n.startswith("prime_rl.")]:
+            patch.delitem(sys.modules, name)
+
+
+@pytest.fixture(autouse=True)
+def unpatched(host: SimpleNamespace) -> Iterator[None]:
+    yield
+    host.adapter.unpatch()
+
+
+def inputs_of(host: SimpleNamespace, rng: torch.Generator, **changes: Any) -> Any:
+    sampler = -torch.rand(12, generator=rng) * 3
+    values = {
+        "trainer_logprobs": (sampler + 0.5 * torch.randn(12, generator=rng)).clamp(max=0).requires_grad_(),
+        "inference_logprobs": sampler,
+        "ref_logprobs": None,
+        "advantages": torch.randn(12, generator=rng),
+        "loss_mask": torch.rand(12, generator=rng) < 0.7,
+    }
+    return host.loss.LossInputs(**values | changes)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dppo_has_the_gradient_of_the_hosts_default_loss(
+    host: SimpleNamespace, rng: torch.Generator, weighted: bool
+) -> None:
+    weights = torch.rand(12, generator=rng) if weighted else None
+    inputs = inputs_of(host, rng, loss_weights=weights)
+    settings = SimpleNamespace(dppo_mask_low=0.15, dppo_mask_high=0.1, adv_tau=1.0, kl_tau=0.0)
+    (expected,) = torch.autograd.grad(
+        host.loss.default_loss_fn(inputs, settings).loss, inputs.trainer_logprobs
+    )
+
+    ours = host.adapter.policy_loss(inputs, loss_type="dppo_tv", epsilon_low=0.15, epsilon_high=0.1)
+
+    assert isinstance(ours, host.loss.LossOutputs)
+    (found,) = torch.autograd.grad(ours.loss, inputs.trainer_logprobs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_clipped_loss_is_a_sum_that_the_host_divides_by_the_steps_tokens(
+    host: SimpleNamespace, rng: torch.Generator
+) -> None:
+    samples = [inputs_of(host, rng) for _ in range(3)]
+    tokens = int(sum(sample.loss_mask.sum() for sample in samples))
+
+    loss, metrics = host.loss.compute_loss(
+        **{
+            name: [getattr(sample, name) for sample in samples]
+            for name in ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
+        },
+        **dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")),
+        rl_loss_fn=lambda inputs: host.adapter.policy_loss(inputs, loss_type="dapo", epsilon_high=0.28),
+        rl_scale=tokens,
+        ce_scale=1,
+        ref_kl_scale=1,
+    )
+
+    terms: list[Tensor] = []
+    for sample in samples:
+        ratio = (sample.trainer_logprobs - sample.inference_logprobs).exp()
+        bounded = ratio.clamp(0.8, 1.28)
+        terms.append(torch.minimum(ratio * sample.advantages, bounded * sample.advantages)[sample.loss_mask])
+    torch.testing.assert_close(loss, -torch.cat(terms).mean(), rtol=1e-5, atol=1e-6)
+    assert metrics["policy/ratio_mean"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "grpo"}, "averages over sequences"),
+        ({"sampler_correction": "token_mask"}, "separate old policy"),
+        ({"entropy_coef": 0.1}, "needs the entropy"),
+        ({"loss_type": "nonsense"}, "unknown"),
+    ],
+)
+def test_what_the_host_cannot_serve_is_refused(
+    host: SimpleNamespace, rng: torch.Generator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        host.adapter.policy_loss(inputs_of(host, rng), **options)
+
+
+def test_weights_beside_a_kl_are_refused(host: SimpleNamespace, rng: torch.Generator) -> None:
+    inputs = inputs_of(host, rng, loss_weights=torch.ones(12), ref_logprobs=torch.zeros(12))
+    with pytest.raises(ValueError, match="beta"):
+        host.adapter.policy_loss(inputs, beta=0.1)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_fused_output_layer_is_the_hosts(
+    host: SimpleNamespace, rng: torch.Generator, softcap: float | None
+) -> None:
+    if softcap is None:
+        layer = host.head.FusedOutputLinear(16, 53, chunk_size=5)
+    else:
+        layer = host.gemma.GemmaFusedOutputLinear(16, 53, chunk_size=5, softcap=softcap)
+    hidden = torch.randn(2, 7, 16, generator=rng, requires_grad=True)
+    labels = torch.randint(0, 53, (2, 7), generator=rng)
+    temperature = 0.5 + torch.rand(2, 7, generator=rng)
+
+    def evaluate() -> list[Tensor]:
+        out = layer(hidden, labels, temperature=temperature)
+        loss = (torch.linspace(-1, 2, 14) * out["logprobs"].flatten()).sum()
+        return [out["logprobs"], out["entropy"], *torch.autograd.grad(loss, (hidden, layer.weight))]
+
+    expected = evaluate()
+    host.adapter.patch()
+    torch.testing.assert_close(evaluate(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unpatching_restores_the_layers(host: SimpleNamespace) -> None:
+    layers = host.head.FusedOutputLinear, host.gemma.GemmaFusedOutputLinear
+    before = [layer.forward for layer in layers]
+    host.adapter.patch()
+    host.adapter.patch()
+    assert [layer.forward for layer in layers] != before
+    host.adapter.unpatch()
+    assert [layer.forward for layer in layers] == before
+
+
+def test_an_unknown_version_is_refused(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_fast.integrations.host._version", lambda *_: "0.9.0")
+    with pytest.raises(ImportError, match=r"prime-rl is version 0\.9\.0, but this adapter knows 0\.8 only"):
+        host.adapter.patch()
+
+
+def test_the_example_runs_as_it_stands() -> None:
+    import grpo_fast.integrations.examples as examples
+
+    path = Path(next(iter(examples.__path__))) / "prime_rl_loss.py"
+    assert len(path.read_text().splitlines()) <= 30
+    program = f"""
+import sys, types
+sys.path.insert(0, {str(HERE)!r})
+from host_stubs import stubbed
+with stubbed(*{HEAVY!r}):
+    import prime_rl.trainer
+    models = sys.modules["prime_rl.trainer.models"] = types.ModuleType("prime_rl.trainer.models")
+    models.__path__ = [path + "/models" for path in prime_rl.trainer.__path__]
+    exec(compile(open({str(path)!r}).read(), "example", "exec"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
