@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: `head`, `rows`, `compare` and `aot`; each explains itself with --help."""
+"""`python -m benchmarks`: `head`, `rows`, `tiles`, `compare` and `aot`; each explains itself with --help."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
+    "tiles": ("tile_histogram", "the histogram of saved rows, with the head of a GGUF file"),
     "compare": ("compare", "two records of `head --json`: what changed beyond noise"),
 }
 DELEGATED = {"aot": "registers, spills and shared memory of the shipped kernels, compiled ahead of time"}

@@ -30,8 +30,13 @@ ROUNDS = 25
 SECONDS_PER_PEER = 1.5
 """Of repetitions: a slow implementation gets fewer samples than a fast one, but at least `FEWEST`."""
 FEWEST = 3
+NOT_INSTALLED = "not installed"
 _MOST_INPUTS = 8
-_PRODUCT_BYTES = 8 << 30
+_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class DeviceLost(RuntimeError):
+    """Nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)
@@ -126,21 +131,15 @@ class CellRun:
         self._contestants = [_Contestant(PRODUCT), *(_Contestant(peer.name) for peer in self.peers)]
         product, *entered = self._contestants
         oracle: list[Oracle] = []
-        failure = self._guard(lambda: self._make_inputs(oracle))
-        if failure:
-            state, reason = failure
-            for contestant in self._contestants:
-                contestant.failure = state, f"while making the inputs: {reason}".rstrip(": ")
+        if not self._guard(lambda: self._make_inputs(oracle), *self._contestants):
             return
-        product.failure = self._guard(lambda: self._enter(product, _prepare_product, None))
+        self._guard(lambda: self._enter(product, _prepare_product, None), product)
+        judge = oracle[0] if oracle else None
         for contestant, peer in zip(entered, self.peers, strict=True):
             if self.limits.passed:
                 contestant.failure = LATE, ""
-                continue
-            judge = oracle[0] if oracle else None
-            contestant.failure = self._guard(
-                lambda c=contestant, p=peer, o=judge: self._enter(c, p.prepare, o)
-            )
+            else:
+                self._guard(lambda c=contestant, p=peer: self._enter(c, p.prepare, judge), contestant)
         self._repeat()
 
     def result(self) -> Cell:
@@ -156,14 +155,16 @@ class CellRun:
 
     def _make_inputs(self, oracle: list[Oracle]) -> None:
         """Enough sets that a turn finds nothing of its inputs in the cache; the first is judged."""
-        make = lambda n: make_problem(self.setting, self.sources, self.device, self.limits.seed + n)  # noqa: E731
-        self._problems.append(make(0))
-        first = self._problems[0]
+        first = self._make(0)
+        self._problems.append(first)
         self._output_bytes = first.output_bytes
         sets = min(_MOST_INPUTS, 1 + 2 * cache_bytes(self.device) // first.input_bytes)
-        self._problems += [make(n) for n in range(1, sets)]
+        self._problems += [self._make(n) for n in range(1, sets)]
         if self.limits.oracle:
             oracle.append(consult(first))
+
+    def _make(self, number: int) -> Problem:
+        return make_problem(self.setting, self.sources, self.device, self.limits.seed + number)
 
     def _enter(
         self, contestant: _Contestant, prepare: Callable[[Problem], Run], oracle: Oracle | None
@@ -187,12 +188,12 @@ class CellRun:
             problem.clear()
 
     def _repeat(self) -> None:
+        """Past the deadline only what has entered gets its fewest samples: a cell begun is worth its end."""
         for turn in range(self.limits.rounds):
             for contestant in self._contestants:
-                if self.limits.passed:
-                    return
-                if contestant.wants_more:
-                    contestant.failure = self._guard(lambda c=contestant, t=turn: self._time(c, t))
+                late = self.limits.passed and len(contestant.seconds) >= FEWEST
+                if contestant.wants_more and not late:
+                    self._guard(lambda c=contestant, t=turn: self._time(c, t), contestant)
 
     def _time(self, contestant: _Contestant, turn: int) -> None:
         which = turn % len(self._problems)
@@ -207,33 +208,48 @@ class CellRun:
         with contextlib.nullcontext() if problem.backward else torch.no_grad():
             return run()
 
-    def _guard(self, action: Callable[[], None]) -> tuple[str, str] | None:
-        """What went wrong, as a state and a reason, with the memory given back; None if nothing did."""
-        failure = None
+    def _guard(self, action: Callable[[], None], *contestants: _Contestant) -> bool:
+        """Whether it went well. What went wrong becomes the contestants' failure; memory is given back.
+
+        Raises:
+            DeviceLost: the device takes no more work, as after an illegal memory access.
+        """
         try:
             action()
             synchronize(self.device)
-        except (ImportError, Unsupported) as error:
-            missing = isinstance(error, ImportError)
-            failure = SKIPPED, f"not installed: {error}" if missing else str(error)
+            return True
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                failure = OOM, ""
-            else:
-                failure = ERROR, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if failure is not None:
+            failure = _failure(error)
+        for contestant in contestants:
+            contestant.failure = failure
+        try:
             for problem in self._problems:
                 problem.clear()
             gc.collect()
+            synchronize(self.device)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return failure
+        except RuntimeError as lost:
+            raise DeviceLost(f"{contestants[0].name} broke the device: {failure[1]}") from lost
+        return False
+
+
+def _failure(error: Exception) -> tuple[str, str]:
+    """State and reason."""
+    if isinstance(error, ImportError):
+        return SKIPPED, f"{NOT_INSTALLED}: {error}"
+    if isinstance(error, Unsupported):
+        return SKIPPED, str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _MEMORY_SIGNS):
+        return OOM, ""
+    return ERROR, f"{type(error).__name__}: {text[:300]}"
 
 
 def _prepare_product(problem: Problem) -> Run:
-    """The vendor's library on the same operands, its result written to memory once, in parts if it is huge."""
+    """The vendor's library on the same operands, its result written to memory; in parts if it is huge."""
     size = problem.hidden.element_size() * problem.weight.shape[0]
-    rows = max(1, min(problem.hidden.shape[0], _PRODUCT_BYTES // size))
+    rows = max(1, min(problem.hidden.shape[0], _product_bytes(problem.hidden.device) // size))
     out = problem.hidden.new_empty((rows, problem.weight.shape[0]), requires_grad=False)
 
     def run() -> Outcome:
@@ -243,3 +259,8 @@ def _prepare_product(problem: Problem) -> Run:
         return Outcome()
 
     return run
+
+
+def _product_bytes(device: torch.device) -> int:
+    """What its result may take, without crowding out the others."""
+    return torch.cuda.mem_get_info(device)[0] // 8 if device.type == "cuda" else 1 << 30

@@ -29,7 +29,8 @@ class Change:
     worse: bool
 
     def __str__(self) -> str:
-        return f"{'REGRESSION' if self.worse else 'improvement'}: {self.name}: {self.what} ({self.setting.title})"
+        kind = "REGRESSION" if self.worse else "improvement"
+        return f"{kind}: {self.name}: {self.what} ({self.setting.title})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from benchmarks.cell import OK, Cell, Result
 from benchmarks.problem import FORWARD, FORWARD_BACKWARD, Setting
 
 TOKENS = 16_384
+TIMES = "\N{MULTIPLICATION SIGN}"
 OURS, EXACT = "ours", "ours, tolerance 0"
 VOCABULARY = {896: 151_936, 2048: 151_936, 4096: 128_256}  # by H
 CERTIFIED = {896: 1.4, 2048: 1.2, 4096: 1.12}  # in products X Wᵀ, trainable head
@@ -53,14 +54,14 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
     for hidden in VOCABULARY:
         trained = _cell(cells, hidden, FORWARD_BACKWARD, True)
         at = f"H = {hidden}"
-        found.append(Verdict(f"{at}, certified", CERTIFIED[hidden], _multiple(trained, OURS), "×"))
-        found.append(Verdict(f"{at}, exact", WITHOUT_LOSS[hidden], _multiple(trained, EXACT), "×"))
+        found.append(Verdict(f"{at}, certified", CERTIFIED[hidden], _multiple(trained, OURS), TIMES))
+        found.append(Verdict(f"{at}, exact", WITHOUT_LOSS[hidden], _multiple(trained, EXACT), TIMES))
         found += _quality(at, trained)
         forward = _cell(cells, hidden, FORWARD, True)
-        found.append(Verdict(f"{at}, forward alone", FORWARD_ALONE, _multiple(forward, OURS), "×"))
+        found.append(Verdict(f"{at}, forward alone", FORWARD_ALONE, _multiple(forward, OURS), TIMES))
         if hidden in FROZEN:
             frozen = _cell(cells, hidden, FORWARD_BACKWARD, False)
-            found.append(Verdict(f"{at}, frozen head", FROZEN[hidden], _multiple(frozen, OURS), "×"))
+            found.append(Verdict(f"{at}, frozen head", FROZEN[hidden], _multiple(frozen, OURS), TIMES))
     return found
 
 

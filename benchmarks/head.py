@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.cell import ROUNDS, SKIPPED, Cell, CellRun, Limits
+from benchmarks.cell import NOT_INSTALLED, ROUNDS, SKIPPED, Cell, CellRun, DeviceLost, Limits
 from benchmarks.environment import environment, gpu_state
 from benchmarks.grid import Grid, cells, default_grid
 from benchmarks.live_tiles import load_histogram
@@ -21,7 +21,8 @@ from benchmarks.record import save
 from benchmarks.row_sources import KINDS, Sources, load_real_rows
 from benchmarks.tables import console, print_cell, print_goals, print_notes, print_skipped
 
-DONE, INTERRUPTED = 0, 130
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+INTERRUPTION = "interrupted"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,36 +96,43 @@ class _Session:
             f"{found['benchmark_device']}, torch {torch.__version__}, copy "
             f"{found['copy_gigabytes_per_second']:,.0f} GB/s; {len(settings)} cells, the telling ones first\n"
         )
-        interrupted = False
         waiting = list(settings)
-        while waiting and not self.limits.passed and not interrupted:
-            interrupted = self._measure(waiting.pop(0))
-            self._save(waiting, interrupted)
-        self._save(waiting, interrupted)
+        stopped = None
+        while waiting and not self.limits.passed and stopped is None:
+            stopped = self._measure(waiting.pop(0))
+            self._save(waiting, stopped)
+        self._save(waiting, stopped)
+        self._close(waiting, stopped)
+        return {None: DONE, INTERRUPTION: INTERRUPTED}.get(stopped, FAILED)
+
+    def _measure(self, setting: Setting) -> str | None:
+        """Why nothing more can be measured, if so; what it had measured is kept."""
+        run = CellRun(setting, self.sources, self.device, self.limits, self._installed())
+        stopped = None
+        try:
+            run.measure()
+        except KeyboardInterrupt:
+            stopped = INTERRUPTION
+        except DeviceLost as lost:
+            stopped = str(lost)
+        self.done.append(run.result())
+        self.gpu_states.append(gpu_state(self.device))
+        print_cell(self.screen, self.done[-1])
+        return stopped
+
+    def _close(self, waiting: Sequence[Setting], stopped: str | None) -> None:
         print_skipped(self.screen, self.done)
         if self.done:
             print_notes(self.screen)
         if waiting:
-            why = "interrupted" if interrupted else "the time budget is spent"
-            self.screen.print(f"{why}: {len(waiting)} cells not measured, the first: {waiting[0].title}")
+            why = stopped or "the time budget is spent"
+            self.screen.print(
+                f"{why}: {len(waiting)} cells not measured, the first: {waiting[0].title}", markup=False
+            )
         if self.device.type == "cuda":
             print_goals(self.screen, self.done)
         if self.path is not None:
-            self.screen.print(f"written to {self.path}")
-        return INTERRUPTED if interrupted else DONE
-
-    def _measure(self, setting: Setting) -> bool:
-        """Whether it was interrupted; what it had measured is kept."""
-        run = CellRun(setting, self.sources, self.device, self.limits, self._installed())
-        interrupted = False
-        try:
-            run.measure()
-        except KeyboardInterrupt:
-            interrupted = True
-        self.done.append(run.result())
-        self.gpu_states.append(gpu_state(self.device))
-        print_cell(self.screen, self.done[-1])
-        return interrupted
+            self.screen.print(f"written to {self.path}", markup=False)
 
     def _installed(self) -> list[Peer]:
         """Without those that turned out not to be there: asking again costs an import each time."""
@@ -132,11 +140,11 @@ class _Session:
             result.name
             for cell in self.done
             for result in cell.results
-            if result.state == SKIPPED and result.reason.startswith("not installed")
+            if result.state == SKIPPED and result.reason.startswith(NOT_INSTALLED)
         }
         return [peer for peer in self.peers if peer.name not in missing]
 
-    def _save(self, waiting: Sequence[Setting], interrupted: bool) -> None:
+    def _save(self, waiting: Sequence[Setting], stopped: str | None) -> None:
         if self.path is None:
             return
         save(
@@ -146,7 +154,7 @@ class _Session:
             options=self.options,
             gpu_states=self.gpu_states,
             not_measured=[asdict(setting) for setting in waiting],
-            interrupted=interrupted,
+            stopped=stopped,
         )
 
 

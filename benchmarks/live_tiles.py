@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 TILE = 128
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
+PART_ROWS = 64 * TILE
 _CHUNK_BYTES = 256 << 20
 
 
@@ -63,7 +64,7 @@ def load_histogram(path: Path) -> Histogram:
         histogram = Histogram(**found)
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no histogram ({error}); `python -m benchmarks rows --histogram` writes one"
+            f"{path} is no histogram ({error}); `python -m benchmarks tiles` and `rows` write them"
         ) from error
     if (histogram.tile, histogram.threshold) != (TILE, THRESHOLD) or not histogram.rows_by_live_tiles:
         raise ValueError(
@@ -73,19 +74,39 @@ def load_histogram(path: Path) -> Histogram:
     return histogram
 
 
-def live_tiles(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(N,) int64: tiles with a probability above THRESHOLD. hidden (N, H), weight (V, H)."""
-    return torch.cat(
-        [count_live(hidden[rows].float() @ weight.float().T) for rows in row_chunks(hidden, weight)]
-    )
+def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
+    """(N,) int64: tiles with a probability above THRESHOLD.
+
+    Args:
+        hidden: (N, H).
+        parts: the (V, H) weight in order, cut at multiples of TILE, as `weight_parts` does.
+    """
+    highest, sums = [], []
+    for part in parts:
+        logits = hidden.float() @ part.to(hidden.device).float().T
+        highest.append(_tile_maxima(logits))
+        sums.append(logits.logsumexp(1))
+    return _above(torch.cat(highest, 1), torch.stack(sums).logsumexp(0))
+
+
+def weight_parts(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.split(PART_ROWS)
 
 
 def count_live(logits: Tensor) -> Tensor:
-    """(n, V) float32 -> (n,) int64."""
-    highest = logits.new_full((logits.shape[0], -(-logits.shape[1] // TILE) * TILE), -math.inf)
-    highest[:, : logits.shape[1]] = logits
-    highest = highest.view(logits.shape[0], -1, TILE).amax(2)
-    return (highest > logits.logsumexp(1, keepdim=True) + math.log(THRESHOLD)).sum(1)
+    """(n, V) float32 -> (n,) int64: tiles with a probability above THRESHOLD."""
+    return _above(_tile_maxima(logits), logits.logsumexp(1))
+
+
+def _above(highest: Tensor, logsumexp: Tensor) -> Tensor:
+    return (highest > logsumexp[:, None] + math.log(THRESHOLD)).sum(1)
+
+
+def _tile_maxima(logits: Tensor) -> Tensor:
+    """(n, V) -> (n, tiles)."""
+    whole = logits.new_full((logits.shape[0], -(-logits.shape[1] // TILE) * TILE), -math.inf)
+    whole[:, : logits.shape[1]] = logits
+    return whole.view(logits.shape[0], -1, TILE).amax(2)
 
 
 def row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:

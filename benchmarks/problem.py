@@ -52,7 +52,7 @@ class Problem:
     backward: bool
 
     def finish(self, logprobs: Tensor) -> Outcome:
-        """The shared end of every implementation: the loss of its (N,) log-probabilities, and its gradient."""
+        """The shared end of all implementations: the loss of the log-probabilities (N,), and its gradient."""
         logprobs = logprobs.reshape(-1)
         loss = -(self.advantages * logprobs).sum() / self.targets.numel()
         if self.backward:

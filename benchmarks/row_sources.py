@@ -15,7 +15,8 @@ from benchmarks.problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
 KINDS = ("flat", "peaked", "real", "histogram")
 _FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
 _PEAKS = (10.0, 25.0)  # range of what a peaked row's target stands out by
-_HIGHEST_PEAK, _BISECTIONS = 80.0, 24
+_HIGHEST_PEAK, _BISECTIONS = 80.0, 16
+_CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 
 
 @dataclass(frozen=True)
@@ -121,30 +122,61 @@ def _rows(
         return noise.mul_(_PEAKED_SPREAD).add_(peak * weight[targets]), weight, targets
     on_cpu = torch.Generator().manual_seed(generator.initial_seed())
     wanted = sources.histogram.draw(setting.tokens, setting.vocabulary, on_cpu).to(device)
-    hidden, targets = _with_live_tiles(noise.mul_(_PEAKED_SPREAD), weight, targets, wanted, generator)
+    hidden, targets = _with_live_tiles(noise.mul_(_PEAKED_SPREAD), weight, wanted, generator)
     return hidden, weight, targets
 
 
 def _with_live_tiles(
-    noise: Tensor, weight: Tensor, peaks: Tensor, wanted: Tensor, generator: torch.Generator
+    noise: Tensor, weight: Tensor, wanted: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Raises one entry a row until as many tiles are live as wanted; then targets are sampled on-policy.
+    """Raises a few entries a row until as many tiles are live as wanted; then targets are sampled on-policy.
 
-    The logits of noise + height·W[peak] are z + height·u, so a row's height is found by bisection on two
-    products, and fewer tiles are live the higher it is.
+    The raised entries keep random distances below the likeliest: with one alone, its probability would be
+    almost one, the gradient almost nothing, and an error relative to it large. The logits of
+    base + height·peaks are z + height·u, so a row's height is found by bisection on two products, and fewer
+    tiles are live the higher it is.
     """
-    hidden, targets = torch.empty_like(noise), torch.empty_like(peaks)
+    hidden, targets = torch.empty_like(noise), torch.empty_like(wanted)
     vocabulary = weight.float().T
     for rows in row_chunks(noise, weight):
-        entry = weight[peaks[rows]]
-        z, u = noise[rows].float() @ vocabulary, entry.float() @ vocabulary
-        low = torch.zeros(len(z), 1, device=z.device)
-        high = torch.full_like(low, _HIGHEST_PEAK)
-        for _ in range(_BISECTIONS):
-            height = (low + high) / 2
-            too_many = (count_live(torch.addcmul(z, height, u)) > wanted[rows])[:, None]
-            low, high = torch.where(too_many, height, low), torch.where(too_many, high, height)
-        hidden[rows] = noise[rows] + high.to(noise.dtype) * entry
-        p = torch.addcmul(z, high, u).softmax(1)
+        base, peaks = _candidates(noise[rows].float(), weight, wanted[rows], generator)
+        z, u = base @ vocabulary, peaks @ vocabulary
+        height = _heights(z, u, wanted[rows])
+        hidden[rows] = torch.addcmul(base, height, peaks).to(noise.dtype)
+        p = torch.addcmul(z, height, u).softmax(1)
         targets[rows] = torch.multinomial(p, 1, generator=generator).squeeze(1)
     return hidden, targets
+
+
+def _candidates(
+    noise: Tensor, weight: Tensor, wanted: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """(n, H) rows with each candidate's distance taken off, and (n, H) the candidates' sum.
+
+    As many candidates as tiles are wanted, at most `_CANDIDATES`; distances add up from exponential gaps.
+    """
+    shape = (len(noise), _CANDIDATES)
+    kind = {"device": noise.device, "generator": generator}
+    entries = weight[torch.randint(weight.shape[0], shape, **kind)].float()
+    used = torch.arange(_CANDIDATES, device=noise.device) < wanted[:, None]
+    gaps = -_MEAN_GAP * torch.rand(shape, **kind).clamp_min(1e-6).log()
+    gaps[:, 0] = 0
+    distances = gaps.cumsum(1) * used
+    return (
+        noise - (distances[:, None] @ entries).squeeze(1),
+        (used.float()[:, None] @ entries).squeeze(1),
+    )
+
+
+def _heights(z: Tensor, u: Tensor, wanted: Tensor) -> Tensor:
+    """(n, 1): the height whose row comes closest to the wanted tiles, (n,); of several the least peaked."""
+    low = torch.zeros(len(z), 1, device=z.device)
+    high = torch.full_like(low, _HIGHEST_PEAK)
+    best, closest = low, torch.full_like(wanted, z.shape[1])[:, None]
+    for _ in range(_BISECTIONS):
+        height = (low + high) / 2
+        excess = (count_live(torch.addcmul(z, height, u)) - wanted)[:, None]
+        best = torch.where(excess.abs() <= closest, height, best)
+        closest = torch.minimum(closest, excess.abs())
+        low, high = torch.where(excess > 0, height, low), torch.where(excess > 0, high, height)
+    return best

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.live_tiles import THRESHOLD, TILE, histogram_of, live_tiles
+from benchmarks.live_tiles import THRESHOLD, TILE, histogram_of, live_tiles, weight_parts
 
 _QUESTION_FIELDS = ("prompt", "question", "problem")
 
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     weight = _plain_head(model)
     parts = list(_sampled_rows(model, tokenizer, prompts, options))
     hidden, targets = torch.cat([h for h, _ in parts]), torch.cat([t for _, t in parts])
-    counts = live_tiles(hidden, weight)
+    counts = live_tiles(hidden, weight_parts(weight))
     asked = f"{len(prompts)} prompts of {options.task or options.prompts.name}"
     source = f"{Path(options.model).name}, {len(hidden)} tokens sampled at temperature 1 on {asked}"
     found = histogram_of(counts, source, weight.shape[0])

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.cell import ERROR, LATE, OK, PRODUCT, SKIPPED, Cell, Result
-from benchmarks.goals import verdicts
+from benchmarks.goals import TIMES, verdicts
+from benchmarks.timing import Spread
 
 MEBIBYTE = 2**20
-NONE = "–"
+NONE = DASH = "\N{EN DASH}"
 
 
 def console() -> Console:
@@ -25,7 +26,17 @@ def cell_table(cell: Cell) -> Table:
     """Fastest first; what could not be measured last. Skipped implementations are listed once, elsewhere."""
     table = Table(title=cell.setting.title, caption=f"{cell.rows}; {cell.input_sets} sets of inputs in turn")
     table.add_column("implementation", overflow="fold")
-    for name in ("ms", "quartiles", "× X Wᵀ", "TFLOP/s¹", "extra MiB", "driver MiB", "|Δlogp|", "dX", "dW"):
+    for name in (
+        "ms",
+        "quartiles",
+        f"{TIMES} X Wᵀ",
+        "TFLOP/s¹",
+        "extra MiB",
+        "driver MiB",
+        "|Δlogp|",
+        "dX",
+        "dW",
+    ):
         table.add_column(name, justify="right")
     table.add_column("remark", overflow="fold")
     if cell.product is not None:
@@ -85,10 +96,10 @@ def _row(cell: Cell, result: Result) -> list[str]:
     ]
 
 
-def _time(cell: Cell, time, flops: float) -> list[str]:
+def _time(cell: Cell, time: Spread, flops: float) -> list[str]:
     multiple = NONE if cell.product is None else f"{time.median / cell.product.median:.2f}"
     rate = flops / time.median / 1e9
-    quartiles = f"{_digits(time.lower)}–{_digits(time.upper)}"
+    quartiles = f"{_digits(time.lower)}{DASH}{_digits(time.upper)}"
     return [_digits(time.median), quartiles, multiple, f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"]
 
 

@@ -9,7 +9,7 @@ from benchmarks.problem import Problem, Run
 
 
 class Unsupported(Exception):
-    """Raised by `prepare` where an implementation cannot take a problem; the message is shown as the reason."""
+    """Raised by `prepare` where an implementation cannot take a problem; the message is the reason shown."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _check(loss: GRPOLossConfig) -> None:
 
 
 def _share_outside(config: GRPOLossConfig, log_ratio: Tensor, metrics: dict[str, Tensor]) -> Tensor | None:
-    """Of the live tokens that the sampler correction rejects or truncates; None where it has no such count."""
+    """Share of tokens that the sampler correction rejects or bounds; None where there is no such count."""
     if config.sampler_correction.endswith("_mask"):
         return metrics["sampling/rejected_mean"]
     if config.sampler_correction != "token_truncate":

@@ -40,7 +40,7 @@ def wrapped(model: nn.Module, parallel: str) -> nn.Module:
 
 def main(store: str, rank: int) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
     )
     torch.manual_seed(3)
     reference = LlamaForCausalLM(
@@ -61,9 +61,8 @@ def main(store: str, rank: int) -> None:
 
     for parallel in ("ddp", "fsdp2"):
         patched = patch_causal_lm(copy.deepcopy(model))
-        output = wrapped(patched, parallel)(
-            input_ids=ids[rows], labels=labels[rows], num_items_in_batch=items
-        )
+        parallelised = wrapped(patched, parallel)  # DDP reduces only while it is alive
+        output = parallelised(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=items)
         output.loss.backward()
 
         assert output.logits is None

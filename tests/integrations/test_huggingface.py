@@ -237,7 +237,7 @@ def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: P
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "huggingface_worker.py"), str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
 
 
 def test_the_example_runs_as_it_stands() -> None:
@@ -245,6 +245,6 @@ def test_the_example_runs_as_it_stands() -> None:
 
     path = Path(next(iter(examples.__path__))) / "huggingface_sft.py"
     assert len(path.read_text().splitlines()) <= 30
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_fast.integrations import examples
 from grpo_fast.integrations import liger as ours
+from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS
 from grpo_fast.integrations.recipe import LOSS_TYPES
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install --no-deps liger-kernel==0.8.5")
@@ -226,9 +227,33 @@ def test_dpo_without_a_reference_model_is_ligers(make_pairs):
     assert_same(paired_runs("LigerFusedLinearDPOLoss", {"use_ref_model": False}, make_pairs()))
 
 
-def test_a_dpo_loss_that_is_not_offered_is_refused_by_name():
-    with pytest.raises(ValueError, match="loss_type = 'apo_zero' is not offered here; choose one of sigmoid"):
-        ours.LigerFusedLinearDPOLoss(loss_type="apo_zero")
+@pytest.mark.parametrize("kind", list(DPO_VARIANTS))
+@pytest.mark.parametrize("nll", [False, True])
+def test_a_dpo_variant_is_ligers(kind, nll, make_pairs, reference):
+    settings = {"loss_type": kind, "compute_nll_loss": nll, "beta": 0.2, "label_smoothing": 0.05}
+    results = paired_runs("LigerFusedLinearDPOLoss", settings, make_pairs(**reference))
+    # Some of them square or exponentiate sums over a completion.
+    scale = max(1.0, results[1]["loss"].item())
+    for result in results:
+        result["loss"] = result["loss"] / scale
+        result["gradients"] = {
+            key: None if gradient is None else gradient / scale
+            for key, gradient in result["gradients"].items()
+        }
+    assert_same(results)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "ipo"}, "Unsupported loss_type: 'ipo'; choose one of sigmoid"),
+        ({"loss_type": "exo_pair"}, "label_smoothing must be > 0 for loss_type='exo_pair'"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing must lie in"),
+    ],
+)
+def test_a_dpo_setting_that_means_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ours.LigerFusedLinearDPOLoss(**settings)
 
 
 @pytest.mark.parametrize("nll", [False, True])

@@ -237,6 +237,6 @@ from host_stubs import stubbed
 with stubbed(*{HEAVY!r}):
     exec(compile(open({str(path)!r}).read(), "example", "exec"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "log-probabilities" in done.stdout

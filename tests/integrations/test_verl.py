@@ -255,7 +255,7 @@ def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(tmp_path: Path) 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "verl_worker.py"), str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
 
 
 def test_the_example_runs_as_it_stands() -> None:
@@ -266,6 +266,6 @@ def test_the_example_runs_as_it_stands() -> None:
     program = f"exec(compile(open({str(path)!r}).read(), 'example', 'exec'))"
     stub = f"import sys; sys.path.insert(0, {str(HERE)!r}); from host_stubs import stubbed\n"
     program = stub + f"with stubbed(*{HEAVY!r}):\n    {program}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "log-probability" in done.stdout

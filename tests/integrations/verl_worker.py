@@ -14,7 +14,7 @@ HEAVY = ("ray", "tensordict", "omegaconf", "hydra", "codetiming", "orjson", "tor
 
 def main(store: str, rank: int) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
     )
     with stubbed(*HEAVY):
         from verl.utils.kernel import linear_cross_entropy as kernel

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS, Rewards
 from grpo_fast.integrations.liger.scored import Scored, logit_sums, score
 from grpo_fast.preference import PreferenceInputs, PreferenceLossConfig, preference_loss
 
@@ -23,7 +26,7 @@ class _PairedLoss(nn.Module):
 
     def _loss(
         self,
-        config: PreferenceLossConfig,
+        objective: Callable[[PreferenceInputs], Tensor],
         weight: Tensor,
         rows: Tensor,
         target: Tensor,
@@ -38,7 +41,7 @@ class _PairedLoss(nn.Module):
         of_reference = (zero, zero) if reference is None else reference.sequences(self.average).split(pairs)
         # Lengths of one where the loss would divide what has been divided.
         lengths = torch.ones_like(zero)
-        loss = preference_loss(
+        loss = objective(
             PreferenceInputs(
                 chosen_logprobs=chosen,
                 rejected_logprobs=rejected,
@@ -46,12 +49,8 @@ class _PairedLoss(nn.Module):
                 rejected_lengths=lengths,
                 ref_chosen_logprobs=of_reference[0],
                 ref_rejected_logprobs=of_reference[1],
-            ),
-            config,
-        ).loss
-        if config.loss_type == "orpo":
-            # Liger's likelihood term is its own; ours is part of ORPO's definition.
-            loss = loss + chosen.mean()
+            )
+        )
         log_odds = self._log_odds(chosen, rejected)
         nll = self._nll(scored, weight, rows, target, bias, nll_target)
         sums = logit_sums(rows, weight, bias) / (pairs * target.shape[1] * weight.shape[0])
@@ -92,8 +91,12 @@ class _PairedLoss(nn.Module):
         return ()
 
 
+def _mean_of(config: PreferenceLossConfig) -> Callable[[PreferenceInputs], Tensor]:
+    return lambda inputs: preference_loss(inputs, config).loss
+
+
 class LigerFusedLinearDPOLoss(_PairedLoss):
-    """DPO, its hinge and its robust variant."""
+    """DPO and its variants."""
 
     def __init__(
         self,
@@ -112,18 +115,26 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         """
         Args:
             alpha: weight of the chosen completions' negative log-likelihood, where `compute_nll_loss`.
-            loss_type: sigmoid, hinge or robust.
-            label_smoothing: read by robust, in [0, 0.5).
-            discopop_tau: of no effect: discopop is not offered.
+            loss_type: sigmoid, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down or
+                discopop.
+            label_smoothing: read by robust, in [0, 0.5), and by exo_pair, above 0 and below 1.
+            discopop_tau: temperature of discopop's modulation.
 
         Raises:
-            ValueError: a loss that is not offered.
+            ValueError: an unknown loss, or a smoothing out of its range.
         """
         super().__init__()
-        if loss_type not in _DPO_LOSSES:
+        if loss_type not in (*_DPO_LOSSES, *DPO_VARIANTS):
+            known = ", ".join((*_DPO_LOSSES, *DPO_VARIANTS))
+            raise ValueError(f"Unsupported loss_type: {loss_type!r}; choose one of {known}")
+        if loss_type == "exo_pair" and not 0 < label_smoothing < 1:
             raise ValueError(
-                f"loss_type = {loss_type!r} is not offered here; choose one of {', '.join(_DPO_LOSSES)}, or "
-                "build it on grpo_fast.linear_logprob"
+                "label_smoothing must be > 0 for loss_type='exo_pair' and below 1, 1e-3 in its paper, got "
+                f"{label_smoothing}"
+            )
+        if loss_type == "robust" and not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {label_smoothing}"
             )
         self.ignore_index, self.beta, self.alpha = ignore_index, beta, alpha
         self.compute_nll_loss, self.compiled, self.chunk_size = compute_nll_loss, compiled, chunk_size
@@ -151,13 +162,24 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
             The loss, and: chosen and rejected log-probabilities (B,), their mean logits (), the negative
             log-likelihood (), chosen and rejected rewards (B,).
         """
-        smoothing = self.label_smoothing if self.loss_type == "robust" else 0.0
-        config = PreferenceLossConfig(self.loss_type, beta=self.beta, label_smoothing=smoothing)
         reference = None
         if self.use_ref_model:
             with torch.no_grad():
                 reference = score(ref_input, ref_weight, target, ref_bias, self.ignore_index)
-        return self._loss(config, lin_weight, _input, target, bias, reference)
+        return self._loss(self._objective(), lin_weight, _input, target, bias, reference)
+
+    def _objective(self) -> Callable[[PreferenceInputs], Tensor]:
+        if self.loss_type not in DPO_VARIANTS:
+            smoothing = self.label_smoothing if self.loss_type == "robust" else 0.0
+            return _mean_of(PreferenceLossConfig(self.loss_type, beta=self.beta, label_smoothing=smoothing))
+        variant, beta = DPO_VARIANTS[self.loss_type], self.beta
+
+        def mean(inputs: PreferenceInputs) -> Tensor:
+            chosen = beta * (inputs.chosen_logprobs - inputs.ref_chosen_logprobs)
+            rejected = beta * (inputs.rejected_logprobs - inputs.ref_rejected_logprobs)
+            return variant(Rewards(chosen, rejected, beta, self.label_smoothing, self.discopop_tau)).mean()
+
+        return mean
 
 
 class LigerFusedLinearORPOLoss(_PairedLoss):
@@ -192,7 +214,12 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
             nll_target: (2 B, T) labels of the likelihood term; None: `target`.
         """
         config = PreferenceLossConfig("orpo", beta=self.beta)
-        return self._loss(config, lin_weight, _input, target, bias, nll_target=nll_target)
+
+        def odds_ratio_term(inputs: PreferenceInputs) -> Tensor:
+            # The likelihood term is Liger's own; ours is part of ORPO's definition.
+            return preference_loss(inputs, config).loss + inputs.chosen_logprobs.mean()
+
+        return self._loss(odds_ratio_term, lin_weight, _input, target, bias, nll_target=nll_target)
 
     def _log_odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, ...]:
         log_odds = chosen - rejected - torch.log(torch.expm1(chosen) / torch.expm1(rejected))
@@ -227,7 +254,7 @@ class LigerFusedLinearSimPOLoss(_PairedLoss):
         config = PreferenceLossConfig(
             "simpo", beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing
         )
-        return self._loss(config, lin_weight, _input, target, bias)
+        return self._loss(_mean_of(config), lin_weight, _input, target, bias)
 
 
 class LigerFusedLinearCPOLoss(_PairedLoss):
@@ -256,4 +283,4 @@ class LigerFusedLinearCPOLoss(_PairedLoss):
         config = PreferenceLossConfig(
             "cpo", beta=self.beta, label_smoothing=self.label_smoothing, cpo_alpha=0.0
         )
-        return self._loss(config, lin_weight, _input, target, bias)
+        return self._loss(_mean_of(config), lin_weight, _input, target, bias)

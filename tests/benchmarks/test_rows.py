@@ -1,0 +1,189 @@
+"""Rows made to order, and rows sampled from a model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks import tile_histogram
+from benchmarks.__main__ import main
+from benchmarks.accuracy import consult
+from benchmarks.live_tiles import (
+    Histogram,
+    count_live,
+    histogram_of,
+    live_tiles,
+    load_histogram,
+    weight_parts,
+)
+from benchmarks.problem import Setting
+from benchmarks.row_sources import Sources, load_real_rows, make_problem
+
+CPU = torch.device("cpu")
+
+
+def setting(rows: str, tokens: int = 64, vocabulary: int = 4000, hidden: int = 128) -> Setting:
+    return Setting(rows, tokens, hidden, vocabulary, "forward_backward", True, "float32")
+
+
+def test_a_tile_is_live_when_a_probability_in_it_is_above_the_threshold():
+    logits = torch.full((2, 300), -30.0)
+    logits[0, [5, 299]] = torch.tensor([0.0, -11.0])  # exp(-11) = 1.7e-5
+    logits[1, [5, 299]] = torch.tensor([0.0, -12.0])  # exp(-12) = 0.6e-5
+
+    assert count_live(logits).tolist() == [2, 1]
+
+
+def test_made_rows_have_the_live_tiles_of_the_histogram():
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    wanted = Histogram("a model", 4000, {2: 5, 9: 3, 20: 2})
+
+    problem = make_problem(setting("histogram"), Sources(histogram=wanted), CPU, seed)
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn = wanted.draw(64, 4000, generator)
+    found = live_tiles(problem.hidden.detach(), weight_parts(problem.weight.detach()))
+    assert (found - drawn).abs().max() <= 1
+    assert float(found.float().mean()) == pytest.approx(float(drawn.float().mean()), rel=0.1)
+
+
+def test_rows_made_to_match_a_model_are_sampled_on_policy_and_not_certain():
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    wanted = Histogram("a model", 4000, {2: 1, 9: 1})
+
+    problem = make_problem(setting("histogram", tokens=256), Sources(histogram=wanted), CPU, seed)
+
+    p = (problem.hidden @ problem.weight.T).detach().softmax(1)
+    surprise = -p.gather(1, problem.targets[:, None]).log().mean()
+    entropy = torch.special.entr(p).sum(1).mean()
+    assert 0.1 < entropy < 1.0
+    assert abs(surprise - entropy) < 0.25
+
+
+def test_another_vocabulary_keeps_the_share_of_tiles():
+    drawn = Histogram("a model", 1280, {5: 1}).draw(3, 128_000, torch.Generator())
+
+    assert drawn.tolist() == [500, 500, 500]
+
+
+@pytest.mark.parametrize("rows", ["flat", "peaked"])
+def test_made_inputs_hold_no_zeros_and_differ_from_seed_to_seed(rows):
+    first, second = (make_problem(setting(rows), Sources(), CPU, seed) for seed in (1, 2))
+
+    assert (first.advantages != 0).all()
+    assert (first.hidden != 0).float().mean() > 0.99
+    assert not torch.equal(first.weight, second.weight)
+    assert not torch.equal(first.targets, second.targets)
+
+
+def test_the_oracle_agrees_with_autograd_in_float64():
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    problem = make_problem(setting("peaked", vocabulary=900, hidden=48), Sources(), CPU, seed)
+    hidden, weight = (t.detach().double().requires_grad_() for t in (problem.hidden, problem.weight))
+    expected = (hidden @ weight.T).log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
+    (-(problem.advantages.double() * expected).mean()).backward()
+
+    oracle = consult(problem)
+
+    torch.testing.assert_close(oracle.logprobs, expected.detach()[oracle.rows], rtol=0, atol=1e-12)
+    torch.testing.assert_close(oracle.hidden_gradient, hidden.grad[oracle.rows], rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(oracle.weight_gradient, weight.grad[oracle.columns], rtol=1e-9, atol=1e-14)
+
+
+def test_a_histogram_survives_the_file(tmp_path):
+    found = histogram_of(torch.tensor([3, 1, 3]), "a model", 4000)
+    found.save(tmp_path / "tiles.json")
+
+    assert load_histogram(tmp_path / "tiles.json") == found
+    assert found.rows_by_live_tiles == {1: 1, 3: 2}
+
+
+def test_a_file_that_is_no_histogram_is_named(tmp_path):
+    (tmp_path / "tiles.json").write_text("{}")
+
+    with pytest.raises(ValueError, match=r"tiles\.json is no histogram"):
+        load_histogram(tmp_path / "tiles.json")
+
+
+def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    weight, hidden = (torch.randn(rows, 64, generator=generator) for rows in (1000, 12))
+    quantised = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file({"hidden": 4 * hidden}, tmp_path / "rows.safetensors")
+    monkeypatch.setattr(tile_histogram, "PART_ROWS", 256)
+
+    names = {"rows": "rows.safetensors", "gguf": "model.gguf", "histogram": "tiles.json"}
+    files = [f"--{option}={tmp_path / name}" for option, name in names.items()]
+    code = main(["tiles", *files, "--source", "a model"])
+
+    restored = torch.from_numpy(gguf.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0))
+    assert code == 0
+    assert load_histogram(tmp_path / "tiles.json") == histogram_of(
+        count_live(4 * hidden @ restored.T), "a model", 1000
+    )
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A random Llama with a tokenizer of words, in a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        tmp_path / "model"
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, eos_token_id=63, pad_token_id=62, initializer_range=0.3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_models_rows_are_sampled_and_can_be_benchmarked(model, tmp_path, capsys):
+    prompts, out, tiles = (tmp_path / name for name in ("p.jsonl", "rows.safetensors", "tiles.json"))
+    prompts.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1}"}) for i in range(3)))
+    wanted = ["--prompts", str(prompts), "--max-tokens", "6", "--dtype", "float32"]
+
+    code = main(["rows", "--model", str(model), *wanted, "--out", str(out), "--histogram", str(tiles)])
+
+    rows = load_real_rows(out)
+    assert code == 0
+    assert 3 <= len(rows.hidden) <= 18
+    assert rows.weight.shape == (64, 32)
+    assert load_histogram(tiles).rows_by_live_tiles == {1: len(rows.hidden)}
+    assert "sampled at temperature 1 on 3 prompts" in capsys.readouterr().out
+    probabilities = (rows.hidden @ rows.weight.T).softmax(1)
+    assert (probabilities.gather(1, rows.targets[:, None]) > 1e-6).all()
+
+
+def test_without_the_head_the_file_is_small_and_refused_as_real_rows(model, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "rows.safetensors"
+    prompts.write_text(json.dumps({"prompt": "w1"}))
+
+    code = main(
+        [
+            *("rows", "--model", str(model), "--dtype", "float32", "--prompts", str(prompts)),
+            *("--max-tokens", "2", "--no-head", "--out", str(out)),
+        ]
+    )
+
+    assert code == 0
+    with pytest.raises(ValueError, match="no weight"):
+        load_real_rows(out)
