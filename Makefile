@@ -9,7 +9,7 @@ train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-test
-	$(TEST)
+	$(TEST) -n 2
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu

@@ -94,8 +94,8 @@ class AdvantageConfig(Section):
     mask_truncated: bool = Field(False, description="truncated completions leave the loss")
     function: str | None = Field(
         None,
-        description="`module:function` of your own: (list[Group], rewards (G, n)) -> for each completion a number "
-        "or one number a token",
+        description="`module:function` of your own: (list[Group], rewards (G, n)) -> a number for each "
+        "completion, or one for each of its tokens",
     )
 
     @model_validator(mode="after")
@@ -224,8 +224,8 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
-                f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a group is "
-                "never split over optimiser steps; lower minibatches or raise prompts_per_step"
+                f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a "
+                "group is never split over optimiser steps; lower minibatches or raise prompts_per_step"
             )
         if self.curriculum is not None and self.groups.shares_baselines:
             raise ValueError(

@@ -99,8 +99,9 @@ def _per_token(
     ]
     if [len(values) for values in tokens] != lengths:
         raise ValueError(
-            f"advantage.function = {path!r} returned {[len(values) for values in tokens]} values for completions of "
-            f"{lengths} tokens; give each completion a number, or a list with one for each of its tokens"
+            f"advantage.function = {path!r} returned {[len(values) for values in tokens]} values for "
+            f"completions of {lengths} tokens; give each completion a number, or a list with one for each "
+            "of its tokens"
         )
     return tuple(tokens)
 

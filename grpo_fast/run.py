@@ -1,4 +1,4 @@
-"""A run from its configuration to its report: assembles the parts, resumes, survives signals and full disks."""
+"""A run from configuration to report: assembles the parts, resumes, survives signals and full disks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from grpo_fast.report import write_report
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine
 from grpo_fast.stage_parts import build_parts
-from grpo_fast.stages import schedule_steps, resolve_stages
+from grpo_fast.stages import resolve_stages, schedule_steps
 from grpo_fast.summary import Interval, Score, before_after
 from grpo_fast.trainer import StepResult, Trainer
 
@@ -118,7 +118,8 @@ def find_checkpoint(
     if resume is None:
         if earlier.exists():
             raise CheckpointError(
-                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume, or choose another"
+                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume, or choose "
+                "another"
             )
         return None
     if not earlier.exists():
@@ -128,8 +129,9 @@ def find_checkpoint(
     changed = changed_keys(load_config(earlier, []), config)
     if changed:
         raise CheckpointError(
-            f"the run in {str(run_dir)!r} was started with another configuration ({', '.join(changed)} differ): "
-            f"resume with its own ({earlier}), or start a new run in another output_dir"
+            f"the run in {str(run_dir)!r} was started with another configuration "
+            f"({', '.join(changed)} differ): resume with its own ({earlier}), or start a new run in "
+            "another output_dir"
         )
     return store.load_latest() if resume == "latest" else store.load(Path(resume))
 
@@ -245,7 +247,7 @@ class Run:
         }
 
     def execute(self) -> None:
-        """Steps until the last one or a stop request; then the closing score, the checkpoint and the report."""
+        """Steps until the last one or a stop request; then the score, the checkpoint and the report."""
         trainer, config = self.trainer, self.config
         if trainer.step == 0:
             self.metrics.log(0, self.evaluate(None))

@@ -140,7 +140,7 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A whole run in seconds: a random model, 32 prompts, and a reward for words near `w7`. Overrides of TrainConfig."""
+    """A whole run in seconds, as TrainConfig takes it: a random model, rewarded for words near `w7`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

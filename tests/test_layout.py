@@ -18,6 +18,7 @@ HUB_KERNELS = "kernels==0.17.2"
 PROBE = """
 import grpo_fast.kernels
 import transformers
+from grpo_fast.config_io import load_config
 
 def test_a_transformers_model_loads():
     config = transformers.LlamaConfig(
@@ -25,8 +26,12 @@ def test_a_transformers_model_loads():
     )
     assert transformers.LlamaForCausalLM(config).lm_head.weight.shape == (16, 8)
 
+def test_the_recipes_are_installed():
+    assert load_config("quickstart", []).model.path
+
 if __name__ == "__main__":
     test_a_transformers_model_loads()
+    test_the_recipes_are_installed()
     print(grpo_fast.kernels.__file__)
 """
 
@@ -103,4 +108,4 @@ def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(
 ):
     executable = Path(sys.executable).parent / command[0]
     printed = run(executable, *command[1:], "tests/test_probe.py", cwd=checkout, path=hub_kernels)
-    assert "1 passed" in printed
+    assert "2 passed" in printed

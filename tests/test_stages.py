@@ -16,7 +16,7 @@ from grpo_fast.checkpoint import CheckpointStore
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.run import train
-from grpo_fast.stages import schedule_steps, resolve_stages, stage_at
+from grpo_fast.stages import resolve_stages, schedule_steps, stage_at
 
 MINIMAL = {
     "model": {"path": "some/model"},

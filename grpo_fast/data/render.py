@@ -78,7 +78,7 @@ class Renderer:
             answer: the assistant's reply; to a prompt that is a reply already begun, the rest of it.
 
         Raises:
-            ValueError: the template refuses the conversation, or writes the prompt otherwise once it is answered.
+            ValueError: the template refuses the conversation, or writes the prompt otherwise once answered.
         """
         if isinstance(prompt, str) and not self.chat:
             return answer
@@ -94,7 +94,7 @@ class Renderer:
         answered = self._apply_template(index, [*turns, reply], finished=True)
         if not answered.startswith(asked):
             raise ValueError(
-                f"the chat template writes the prompt of row {index} otherwise once it is answered, so that no "
+                f"the chat template writes the prompt of row {index} otherwise once answered, so that no "
                 "completion can be cut off it; set model.chat_template to a Jinja file that does not"
             )
         return answered[len(asked) :]
