@@ -77,14 +77,16 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.export import load_policy_of
     from grpo_fast.preview import show_group
     from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import make_engine
+    from grpo_fast.rollout import make_engine, sampling_of
 
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(args.config, config)
     prompts = load_prompts(config.dataset, policy.tokenizer)[: args.num_prompts]
     with make_engine(config.rollout, policy) as engine:
         completions = engine.generate(
-            [prompt.token_ids for prompt in prompts], config.rollout.num_generations, rollout_sampling(config)
+            [prompt.token_ids for prompt in prompts],
+            config.rollout.num_generations,
+            sampling_of(config.rollout, config.seed),
         )
     for group in score_groups(prompts, completions, rewards, config.advantage):
         print(show_group(group, rewards.names, policy.tokenizer.decode(group.prompt.token_ids)))
@@ -170,27 +172,14 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Tra
     return load_config(None, given)
 
 
-def rollout_sampling(config: TrainConfig) -> Sampling:
-    from grpo_fast.rollout import Sampling
-
-    rollout = config.rollout
-    return Sampling(
-        max_completion_length=rollout.max_completion_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=tuple(rollout.stop),
-        seed=config.seed,
-    )
-
-
 def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
     """As training evaluates; several answers need a temperature, and take the rollout's where none is set."""
+    from grpo_fast.rollout import sampling_of
+
     temperature = config.evaluation.temperature
     if num_samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
-    return replace(rollout_sampling(config), temperature=temperature)
+    return replace(sampling_of(config.rollout, config.seed), temperature=temperature)
 
 
 def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:

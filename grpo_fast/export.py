@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
+from grpo_fast.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
 
 if TYPE_CHECKING:
     from grpo_fast.checkpoint import Checkpoint
     from grpo_fast.policy import Policy
-
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS_DIR = "checkpoints"
 
 
 def export_run(source: str | Path, out: str | Path) -> Path:

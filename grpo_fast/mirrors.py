@@ -14,6 +14,7 @@ import yaml
 
 if TYPE_CHECKING:
     from grpo_fast.config import LoggingConfig
+from grpo_fast.run_dir import CONFIG_FILE
 
 
 class Mirror(Protocol):
@@ -147,5 +148,5 @@ def _run_id(path: Path) -> str:
 
 
 def _run_config(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_FILE
     return yaml.safe_load(path.read_text("utf-8")) if path.exists() else None

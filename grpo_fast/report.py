@@ -21,9 +21,9 @@ from grpo_fast.metrics import (
     SAMPLES_FILE,
     TIMINGS_FILE,
 )
+from grpo_fast.run_dir import CONFIG_FILE
 from grpo_fast.summary import CONFIDENCE, duration_text, score_text
 
-CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 SAMPLED_STEPS = 12  # that the page shows; a long run's page stays light
 

@@ -33,13 +33,12 @@ from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.report import write_report
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine
+from grpo_fast.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.stage_parts import build_parts
 from grpo_fast.stages import resolve_stages, schedule_steps
 from grpo_fast.summary import Interval, Score, before_after
 from grpo_fast.trainer import StepResult, Trainer
 
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS_DIR = "checkpoints"
 # What a resumed run may do differently and still be the same run.
 CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts"}
 

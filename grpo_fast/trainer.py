@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.config import RolloutConfig, TrainConfig
+from grpo_fast.config import TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
@@ -27,7 +27,7 @@ from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.kl import kl_penalty
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout import Completion, Engine, Sampling
+from grpo_fast.rollout import Completion, Engine, sampling_of
 from grpo_fast.stage_parts import StageParts
 from grpo_fast.stages import schedule_steps, stage_at
 
@@ -372,17 +372,6 @@ class Trainer:
             self.adaptive_weights.load_state_dict(state["adaptive_weights"])
         self.entropy_controller = EntropyController.of(self.config.loss)
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-
-
-def sampling_of(config: RolloutConfig) -> Sampling:
-    return Sampling(
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        stop=tuple(config.stop),
-    )
 
 
 def sum_metrics(shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from grpo_fast.config_io.errors import ConfigError, Problem, from_validation, sh
 from grpo_fast.config_io.foreign_names import RULES
 from grpo_fast.config_io.foreign_rules import Moved
 from grpo_fast.config_io.yaml_text import dump_yaml, parse_yaml
+from grpo_fast.run_dir import CONFIG_FILE
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -70,8 +71,8 @@ def config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if (path / "config.yaml").is_file():
-        return path / "config.yaml"
+    if (path / CONFIG_FILE).is_file():
+        return path / CONFIG_FILE
     recipe = RECIPES / f"{name}.yaml"
     if path.name == str(name) and recipe.is_file():
         return recipe

@@ -10,7 +10,20 @@ if TYPE_CHECKING:
     from grpo_fast.config import RolloutConfig
     from grpo_fast.policy import Policy
 
-__all__ = ["Completion", "Engine", "Sampling", "make_engine"]
+__all__ = ["Completion", "Engine", "Sampling", "make_engine", "sampling_of"]
+
+
+def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
+    """How a run's rollouts are drawn."""
+    return Sampling(
+        max_completion_length=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        stop=tuple(config.stop),
+        seed=seed,
+    )
 
 
 def make_engine(config: RolloutConfig, policy: Policy) -> Engine:

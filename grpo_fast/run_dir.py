@@ -1,0 +1,4 @@
+"""What lies where in a run's folder."""
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS_DIR = "checkpoints"
