@@ -196,7 +196,7 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
     tokenizer = make_tokenizer(
         "{{ messages | length }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
-    with pytest.raises(ValueError, match="writes the prompt of row 0 otherwise once it is answered"):
+    with pytest.raises(ValueError, match="writes the prompt of row 0 otherwise once answered"):
         load(tmp_path, tokenizer, [PAIR])
 
 
