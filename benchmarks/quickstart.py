@@ -41,6 +41,8 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
         wall = time.perf_counter() - start
         before, *_, after = (e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out")
         timings = read_jsonl(run_dir / TIMINGS_FILE)
+        origin = read_jsonl(run_dir / PROVENANCE_FILE)[0]
+        del origin["command"]  # full of temporary paths; the record has recipe, seed and overrides
         return {
             "seed": seed,
             "before": before,
@@ -49,7 +51,7 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
             "seconds_training": sum(line["time/step"] for line in timings),
             "seconds_wall": wall,  # loading, both evaluations, checkpoint and report included
             "peak_bytes": max(line["memory/peak_bytes"] for line in timings),
-            "provenance": read_jsonl(run_dir / PROVENANCE_FILE)[0],
+            "provenance": origin,
         }
 
 
