@@ -12,7 +12,7 @@ from typing import Any
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, gsm8k)"
+CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, gsm8k, dpo, rank)"
 OVERRIDES_HELP = (
     "Any key of the configuration may be given after the options, as `optimizer.learning_rate=1e-6` or "
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "

@@ -78,7 +78,9 @@ class RolloutConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Fraction = 0.0
     stop: list[str] = Field([], description="texts that end a completion")
-    max_batch_tokens: PositiveInt | None = Field(None, description="KV tokens in flight at once; none: all")
+    max_batch_tokens: PositiveInt | None = Field(
+        None, description="KV tokens in flight at once; none: all, or what keeps a CPU fast"
+    )
 
 
 class AdvantageConfig(Section):
@@ -88,7 +90,9 @@ class AdvantageConfig(Section):
         "sum_then_normalize",
         description="normalize_then_sum scales each reward by itself before they are added (GDPO)",
     )
-    skip_flat_groups: bool = Field(True, description="groups whose rewards are all equal leave the update")
+    skip_flat_groups: bool = Field(
+        True, description="groups whose rewards are all equal leave the update, KL and entropy terms too"
+    )
     dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
     max_draws: PositiveInt = Field(3, description="batches that dynamic sampling may draw for one step")
     mask_truncated: bool = Field(False, description="truncated completions leave the loss")

@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_fast.config import AdvantageConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages, weighted_sum
-from grpo_fast.groups.callables import load_callable
 from grpo_fast.groups.quality import length_reward_correlation
+from grpo_fast.import_path import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import RewardSet
@@ -137,7 +137,8 @@ def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list
     """What the update computes, and the counts that its loss is divided by.
 
     Groups without spread have no policy gradient. They leave the samples but stay in the counts, so
-    that skipping them changes the cost of a step and not its gradient.
+    that skipping them changes the cost of a step and not its policy gradient; terms that act on every
+    token, a KL in the loss or an entropy bonus, then act on the other groups only.
     """
     samples: list[Sample] = []
     num_tokens = num_sequences = 0

@@ -231,12 +231,23 @@ class Trainer:
         return mean_metrics(steps) | {"update/skipped": 0.0}
 
     def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[tuple[list[Sample], StepTotals]]:
-        """Minibatches of whole groups, each with its share of the counts."""
+        """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
         groups = sorted({sample.group_id for sample in samples})
         parts = min(self.config.minibatches, len(groups))
-        share = StepTotals(totals.num_tokens / parts, totals.num_sequences / parts)
         part_of = {group_id: i % parts for i, group_id in enumerate(groups)}
-        return [([s for s in samples if part_of[s.group_id] == part], share) for part in range(parts)]
+        minibatches = [[s for s in samples if part_of[s.group_id] == part] for part in range(parts)]
+        return [
+            (
+                members,
+                StepTotals(
+                    num_tokens=totals.num_tokens / parts,
+                    num_sequences=totals.num_sequences / parts,
+                    measured_tokens=sum(sum(sample.loss_mask) for sample in members),
+                    measured_sequences=len(members),
+                ),
+            )
+            for members in minibatches
+        ]
 
     def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
         return pack(

@@ -78,6 +78,18 @@ def test_skipping_groups_without_spread_changes_no_gradient(toy):
         torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-6)
 
 
+def test_metrics_are_means_over_the_tokens_that_were_computed(toy):
+    trainer = make_trainer(toy, seed=torch.seed() % 2**31)
+    groups, _ = trainer.collect(Clock())
+    flat = [replace(group, flat=i % 2 == 1) for i, group in enumerate(groups)]
+    samples, totals = make_samples(flat, trainer.config.advantage)
+    whole = trainer.pack(samples)
+    entropy = torch.cat([trainer.head_outputs(trainer.policy, b, "entropy").entropy for b in whole]).mean()
+    metrics = trainer.update(samples, totals, Clock())
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
+
+
 def test_truncated_completions_leave_the_loss_on_request(toy):
     trainer = make_trainer(toy, advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
     groups, _ = trainer.collect(Clock())

@@ -13,7 +13,7 @@ from grpo_fast.objective.correction import off_policy_keep, sampler_weights
 from grpo_fast.objective.entropy import entropy_threshold
 from grpo_fast.objective.segments import Segments
 from grpo_fast.objective.surrogates import PolicyTokens
-from grpo_fast.objective.types import LossInputs
+from grpo_fast.objective.types import LossInputs, StepTotals
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class PreparedBatch:
     entropy: Tensor | None
     weights: Tensor  # of the loss type's aggregation
     token_mean: Tensor  # make a sum the step's mean over tokens
+    measured_token_mean: Tensor  # the same over the tokens that the step's batches hold, for metrics
     entropy_mean: Tensor  # the same over the tokens that top_entropy_quantile keeps
-    sequence_mean: Tensor  # make a sum the step's mean over sequences of the mean over tokens
+    measured_sequence_mean: Tensor  # over the sequences they hold, of the mean over tokens
     keep: Tensor  # bool: tokens whose policy term counts
 
     @property
@@ -54,6 +55,7 @@ def prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
     sampler_logprobs = clean(inputs.sampler_logprobs)
     advantages = clean(inputs.advantages).to(logprobs.dtype)
     token_mean = token_weights("token_mean", segments, totals)
+    measured = _measured(totals)
 
     keep, entropy_mean = mask, token_mean
     if config.top_entropy_quantile < 1:
@@ -79,8 +81,17 @@ def prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
         weights=token_weights(config.facts.aggregation, segments, totals, config.max_completion_length),
         token_mean=token_mean,
         entropy_mean=entropy_mean,
-        sequence_mean=token_weights("sequence_mean", segments, totals),
+        measured_token_mean=token_weights("token_mean", segments, measured),
+        measured_sequence_mean=token_weights("sequence_mean", segments, measured),
         keep=keep,
+    )
+
+
+def _measured(totals: StepTotals) -> StepTotals:
+    tokens, sequences = totals.measured_tokens, totals.measured_sequences
+    return StepTotals(
+        num_tokens=totals.num_tokens if tokens is None else tokens,
+        num_sequences=totals.num_sequences if sequences is None else sequences,
     )
 
 

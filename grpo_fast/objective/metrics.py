@@ -17,12 +17,12 @@ def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossC
     """
     mask = batch.segments.mask
     whole_sequences = config.ratio_level in ("sequence", "product")
-    mean = batch.sequence_mean if whole_sequences else batch.token_mean
+    mean = batch.measured_sequence_mean if whole_sequences else batch.measured_token_mean
     metrics = {
         "policy/ratio_mean": (mean * surrogate.ratio).sum(),
         "policy/ratio_min": masked_extreme(surrogate.ratio, mask, "min"),
         "policy/ratio_max": masked_extreme(surrogate.ratio, mask, "max"),
-        "policy/masked_mean": (batch.token_mean * ~batch.keep).sum(),
+        "policy/masked_mean": (batch.measured_token_mean * ~batch.keep).sum(),
     }
     clipped = {name: where.to(mean.dtype) for name, where in surrogate.clipped.items()}
     metrics |= {f"clip_ratio/{name}_mean": (mean * share).sum() for name, share in clipped.items()}
@@ -32,20 +32,20 @@ def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossC
     if "high" in clipped:
         metrics["clip_ratio/high_max"] = _sequence_extreme(clipped["high"], batch, "max")
     if batch.entropy is not None:
-        metrics["entropy"] = (batch.token_mean * batch.entropy.detach()).sum()
+        metrics["entropy"] = (batch.measured_token_mean * batch.entropy.detach()).sum()
     return metrics
 
 
 def kl_metrics(kl: Tensor, batch: PreparedBatch) -> dict[str, Tensor]:
     """KL to the reference, nats a token."""
-    return {"kl": (batch.token_mean * kl.detach()).sum()}
+    return {"kl": (batch.measured_token_mean * kl.detach()).sum()}
 
 
 def mismatch_metrics(batch: PreparedBatch) -> dict[str, Tensor]:
     """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it."""
     if batch.sampler_logprobs is None:
         return {}
-    mask, mean, weights = batch.segments.mask, batch.token_mean, batch.tokens.sampler_weight
+    mask, mean, weights = batch.segments.mask, batch.measured_token_mean, batch.tokens.sampler_weight
     log_ratio = batch.tokens.old_logprobs - batch.sampler_logprobs
     difference = log_ratio.abs()
     return {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import cache
 
+from grpo_fast.import_path import load_callable
 from grpo_fast.objective import covariance, surrogates, trust_region
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.surrogates import PolicyTokens, Surrogate
@@ -38,16 +38,7 @@ def load_custom(path: str) -> LossFunction:
         ValueError: the path leads to no function.
         TypeError: when called, the function returns something other than `LossOutputs`.
     """
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"loss_type = {path!r} cannot be imported ({error}); write it as 'package.module:function' and "
-            "see that the module is on the Python path"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"loss_type = {path!r} is a {type(function).__name__}, not a function")
+    function = load_callable(path, "loss_type")
 
     def checked(inputs: LossInputs) -> LossOutputs:
         outputs = function(inputs)

@@ -14,6 +14,8 @@ class StepTotals:
 
     num_tokens: float  # tokens with loss_mask set
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
+    measured_tokens: float | None = None  # those that the step's batches hold, which metrics are means over;
+    measured_sequences: float | None = None  # None: all, nothing of the step was left out of its batches
     entropy_threshold: float | None = (
         None  # top_entropy_quantile's cut over the step; None: the micro-batch's own
     )
