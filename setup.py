@@ -1,3 +1,81 @@
-from setuptools import find_packages, setup
+"""Everything of the build that is not in pyproject.toml: the packages, and the CUDA library of `csrc/`.
 
-setup(packages=[*find_packages(include=["grpo_fast", "grpo_fast.*"]), "grpo_fast.kernels"])
+The library is plain C to its callers and is built by nvcc alone, without torch. GRPO_FAST_CUDA=0 never builds
+it, GRPO_FAST_CUDA=1 fails where it cannot be built; otherwise it is built where nvcc is found.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, SetupError
+
+SOURCES = ["csrc/interface.cu", "csrc/hidden_gradient.cu", "csrc/mass_curve.cu"]
+HEADERS = ["csrc/grpo_fast.h", "csrc/half.h", "csrc/launch.h", "csrc/host_emulation.h"]
+MAPPED = ["grpo_fast.kernels", "grpo_fast.benchmarks", "grpo_fast.benchmarks.peers"]  # by package-dir
+ARCHITECTURES = ("80", "89", "90")
+NEWER = "90"  # compiled by the driver for what is newer
+WANTED = os.environ.get("GRPO_FAST_CUDA", "")
+
+
+def nvcc() -> str | None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [str(Path(home) / "bin") for home in [*homes, "/usr/local/cuda"]]
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def command(compiler: str, output: Path) -> list[str]:
+    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    code.append(f"-gencode=arch=compute_{NEWER},code=compute_{NEWER}")
+    options = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "-cudart=static"]
+    return [compiler, *options, *code, *SOURCES, "-o", str(output)]
+
+
+class BuildCuda(build_ext):
+    """Builds the one extension, which is no Python module, at a name without Python's version."""
+
+    def get_ext_filename(self, fullname):
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext):
+        output = Path(self.get_ext_fullpath(ext.name))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(command(nvcc(), output.resolve()), capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"nvcc could not build csrc/:\n{done.stderr}")
+
+    def copy_extensions_to_source(self):
+        for ext in self.extensions:
+            Path(*ext.name.split(".")[:-1]).mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
+
+class AnyPython(bdist_wheel):
+    """A wheel with the library is tied to the platform, not to a version of Python."""
+
+    def get_tag(self):
+        return ("py3", "none", super().get_tag()[2]) if self.distribution.ext_modules else super().get_tag()
+
+
+def extensions() -> list[Extension]:
+    if WANTED not in ("", "0", "1"):
+        raise SetupError(f"GRPO_FAST_CUDA={WANTED!r}: give 0 (never build csrc/), 1 (must) or leave it unset")
+    if WANTED == "0":
+        return []
+    if nvcc() is None:
+        if WANTED == "1":
+            raise SetupError("GRPO_FAST_CUDA=1, but nvcc is neither on PATH nor in CUDA_HOME: install CUDA")
+        return []
+    optional = WANTED != "1"
+    return [Extension("grpo_fast._cuda.libgrpo_fast", SOURCES, depends=HEADERS, optional=optional)]
+
+
+setup(
+    packages=[*find_packages(include=["grpo_fast", "grpo_fast.*"]), *MAPPED],
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildCuda, "bdist_wheel": AnyPython},
+)

@@ -1,28 +1,37 @@
-"""`python -m benchmarks`: `head`, `rows`, `tiles`, `compare` and `aot`; each explains itself with --help."""
+"""`python -m benchmarks`, or `grpo-fast bench`: each command explains itself with --help."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
 COMMANDS = {
     "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
+    "kernels": ("kernels", "each kernel of ours alone, against what the device can do"),
+    "step": ("step", "one policy update of a real architecture, ours and the peers'"),
+    "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
+    "group": ("group", "the largest group whose update fits the memory"),
+    "train": ("train", "whole training steps, our trainer and TRL's"),
+    "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
     "tiles": ("tile_histogram", "the histogram of saved rows, with the head of a GGUF file"),
-    "compare": ("compare", "two records of `head --json`: what changed beyond noise"),
+    "compare": ("compare", "two records of one subcommand: what changed beyond noise"),
+    "report": ("report", "records as one HTML page with plots"),
+    "readme": ("readme", "write README.md's tables from the checked-in records"),
 }
 DELEGATED = {"aot": "registers, spills and shared memory of the shipped kernels, compiled ahead of time"}
 FAILURE, INTERRUPTED = 2, 130
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: str = "python -m benchmarks") -> int:
     """Run one command; the exit code is 0 done, 1 something found, 2 wrong usage, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["aot"]:
-        return importlib.import_module("benchmarks.aot").main(arguments[1:])
-    options = _parser().parse_args(arguments)
+        return importlib.import_module(".aot", __package__).main(arguments[1:])
+    options = _parser(program).parse_args(arguments)
     try:
         return options.handler(options)
     except KeyboardInterrupt:
@@ -33,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILURE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
-        found = importlib.import_module(f"benchmarks.{module}")
+        found = importlib.import_module(f".{module}", __package__)
         command = commands.add_parser(name, help=summary, description=found.__doc__)
         found.add_arguments(command)
         command.set_defaults(handler=found.main)
@@ -47,4 +56,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is saved
     sys.exit(main())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Outcome, Problem
+from .problem import Outcome, Problem
 
 ROWS, COLUMNS = 256, 512
 _COLUMN_CHUNK, _ROW_CHUNK = 8192, 4096

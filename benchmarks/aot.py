@@ -24,7 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aot_cases import SHARED_MEMORY, shipped_cases
+from grpo_fast.head.tuning import SHARED_MEMORY
+
+from .aot_cases import shipped_cases
 
 TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA"}
 """Instruction by which a half precision `tl.dot` reaches the tensor cores at their full rate."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.accuracy import Accuracy, Oracle, consult
-from benchmarks.peers import Peer, Unsupported
-from benchmarks.problem import Outcome, Problem, Run, Setting
-from benchmarks.row_sources import Sources, make_problem
-from benchmarks.timing import (
+from .accuracy import Accuracy, Oracle, consult
+from .failures import LATE, OK, DeviceLost, failure_of
+from .peers import Peer
+from .problem import Outcome, Problem, Run, Setting
+from .row_sources import Sources, make_problem
+from .timing import (
     Memory,
     Spread,
     cache_bytes,
@@ -25,18 +26,11 @@ from benchmarks.timing import (
 )
 
 PRODUCT = "one product X Wᵀ"
-OK, SKIPPED, OOM, ERROR, LATE = "ok", "skipped", "out of memory", "error", "no time left"
 ROUNDS = 25
 SECONDS_PER_PEER = 1.5
 """Of repetitions: a slow implementation gets fewer samples than a fast one, but at least `FEWEST`."""
 FEWEST = 3
-NOT_INSTALLED = "not installed"
 _MOST_INPUTS = 8
-_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-class DeviceLost(RuntimeError):
-    """Nothing more can be measured in this process."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,7 @@ class Result:
     memory: Memory | None = None
     accuracy: Accuracy | None = None
     certificate: dict[str, float] | None = None
+    seconds: tuple[float, ...] = ()  # of every repetition, in order
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,7 @@ class _Contestant:
             self.memory,
             self.accuracy,
             self.certificate,
+            tuple(self.seconds),
         )
 
 
@@ -219,7 +215,7 @@ class CellRun:
             synchronize(self.device)
             return True
         except Exception as error:
-            failure = _failure(error)
+            failure = failure_of(error)
         for contestant in contestants:
             contestant.failure = failure
         try:
@@ -232,18 +228,6 @@ class CellRun:
         except RuntimeError as lost:
             raise DeviceLost(f"{contestants[0].name} broke the device: {failure[1]}") from lost
         return False
-
-
-def _failure(error: Exception) -> tuple[str, str]:
-    """State and reason."""
-    if isinstance(error, ImportError):
-        return SKIPPED, f"{NOT_INSTALLED}: {error}"
-    if isinstance(error, Unsupported):
-        return SKIPPED, str(error)
-    text = " ".join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _MEMORY_SIGNS):
-        return OOM, ""
-    return ERROR, f"{type(error).__name__}: {text[:300]}"
 
 
 def _prepare_product(problem: Problem) -> Run:

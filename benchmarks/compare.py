@@ -1,36 +1,45 @@
-"""`python -m benchmarks compare BEFORE.json AFTER.json`: what became worse or better beyond noise."""
+"""`python -m benchmarks compare BEFORE.json AFTER.json`: what became worse or better beyond noise.
+
+A time changed when its median moved by more than 3 %, and by more than its spread explains: runs of the same
+normal noise are told apart once in a hundred comparisons, however few their samples.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.cell import LATE, OK, SKIPPED, Cell, Result
-from benchmarks.problem import Setting
-from benchmarks.record import load
-from benchmarks.tables import console
-from benchmarks.timing import Spread
+from .measurement_table import title_of
+from .record import OK, SKIPPED, Measurement, Record, read
+from .tables import console
+from .timing import Spread
 
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles
-MEMORY_SHARE, MEMORY_BYTES = 0.05, 1 << 20
+ALLOCATOR_NOISE = 0.05, 1 << 20  # share and bytes; torch counts the same every time
+DRIVER_NOISE = 0.20, 32 << 20
 ERROR_FACTOR = 1.5
 ERROR_FLOORS = {"logprob": 1e-6, "hidden_gradient": 1e-4, "weight_gradient": 1e-4}
+ERROR_FLOOR = 1e-6  # of any other error
+SIZE = "largest_group"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity of one implementation in one setting that differs beyond noise."""
+    """One quantity of one implementation at one shape that differs beyond noise."""
 
-    setting: Setting
+    where: str
     name: str
     what: str
     worse: bool
 
     def __str__(self) -> str:
         kind = "REGRESSION" if self.worse else "improvement"
-        return f"{kind}: {self.name}: {self.what} ({self.setting.title})"
+        return f"{kind}: {self.name}: {self.what} ({self.where})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,73 +48,140 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Exit code 1 where anything became worse."""
-    before, about_before = load(options.before)
-    after, about_after = load(options.after)
+    """Exit code 1 where anything became worse.
+
+    Raises:
+        ValueError: a file that is no record, or two of different subcommands.
+    """
+    before, after = read(options.before), read(options.after)
+    if before.kind != after.kind:
+        raise ValueError(
+            f"{options.before} is of `{before.kind}`, {options.after} of `{after.kind}`: "
+            "compare records of one subcommand"
+        )
     screen = console()
-    devices = [about["environment"]["benchmark_device"] for about in (about_before, about_after)]
-    if devices[0] != devices[1]:
-        screen.print(f"different devices: {devices[0]} and {devices[1]}; times say little")
-    found = changes(before, after)
+    for difference in environment_changes(before.environment, after.environment):
+        screen.print(difference, markup=False, style="yellow", soft_wrap=True)
+    slowdown = ceiling_slowdown(before.cells, after.cells)
+    if slowdown is not None and abs(slowdown - 1) > SMALLEST:
+        screen.print(
+            f"the ceilings took {slowdown:.2f} times as long in the second run: the machine itself changed "
+            "its speed",
+            style="yellow",
+            soft_wrap=True,
+        )
+    found = changes(before.cells, after.cells)
     for change in found:
         screen.print(str(change), markup=False, style="red" if change.worse else "green", soft_wrap=True)
-    shared = sum(1 for _ in _pairs(before, after))
-    screen.print(f"{shared} measurements in both, {sum(c.worse for c in found)} regressions beyond noise")
+    screen.print(_summary(before, after, found), soft_wrap=True)
     return 1 if any(change.worse for change in found) else 0
 
 
-def changes(before: Sequence[Cell], after: Sequence[Cell]) -> list[Change]:
+def changes(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[Change]:
     """Of everything measured in both; what one run skipped, or had no time for, is not compared."""
     found = []
-    for setting, old, new in _pairs(before, after):
-        differences = [*_state(old, new), *_time(old, new), *_memory(old, new), *_errors(old, new)]
-        found += [Change(setting, new.name, what, worse) for what, worse in differences]
+    for old, new in _pairs(before, after):
+        differences = [*_state(old, new), *_size(old, new), *_errors(old, new)]
+        if SIZE not in new.metrics:  # another size would have another time
+            differences += [*_time(old, new), *_memory(old, new)]
+        found += [Change(title_of(new), new.implementation, what, worse) for what, worse in differences]
     return found
 
 
-def _pairs(before: Sequence[Cell], after: Sequence[Cell]) -> Iterator[tuple[Setting, Result, Result]]:
-    old = {(cell.setting, result.name): result for cell in before for result in cell.results}
-    for cell in after:
-        for new in cell.results:
-            match = old.get((cell.setting, new.name))
-            if match is not None and not {match.state, new.state} & {SKIPPED, LATE}:
-                yield cell.setting, match, new
+def environment_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Why the two runs may differ for another reason than our code."""
+    devices = [found.get("benchmark_device", "an unknown device") for found in (before, after)]
+    if devices[0] != devices[1]:
+        yield f"different machines, {devices[0]} and {devices[1]}: times say little"
+    versions = [found.get("versions", {}) for found in (before, after)]
+    for name in dict.fromkeys([*versions[0], *versions[1]]):
+        old, new = (found.get(name, "absent") for found in versions)
+        if old != new:
+            yield f"{name}: {old} → {new}"
 
 
-def _state(old: Result, new: Result) -> Iterator[tuple[str, bool]]:
-    if old.state != new.state:
-        yield f"{old.state} → {new.state} {new.reason}".rstrip(), new.state != OK
+def ceiling_slowdown(before: Sequence[Measurement], after: Sequence[Measurement]) -> float | None:
+    """The median factor of what no implementation of ours has part in; None where it was not measured."""
+    factors = []
+    for old, new in _pairs(before, after):
+        for name in old.ceilings.keys() & new.ceilings.keys():
+            ratio = new.ceilings[name] / old.ceilings[name]
+            factors.append(1 / ratio if name.endswith("per_second") else ratio)
+    return statistics.median(factors) if factors else None
 
 
-def _time(old: Result, new: Result) -> Iterator[tuple[str, bool]]:
+def _pairs(
+    before: Sequence[Measurement], after: Sequence[Measurement]
+) -> Iterator[tuple[Measurement, Measurement]]:
+    old = {_key(cell): cell for cell in before}
+    for new in after:
+        match = old.get(_key(new))
+        if match is not None and SKIPPED not in (match.status, new.status):
+            yield match, new
+
+
+def _key(cell: Measurement) -> tuple[str, str]:
+    return cell.implementation, json.dumps(cell.shape, sort_keys=True)
+
+
+def _summary(before: Record, after: Record, found: Sequence[Change]) -> str:
+    shared = sum(1 for _ in _pairs(before.cells, after.cells))
+    alone = max(len(before.cells), len(after.cells)) - shared
+    worse = sum(change.worse for change in found)
+    left_out = f", {alone} skipped or in one alone" if alone else ""
+    return f"{shared} measurements in both{left_out}; {worse} regressions beyond noise"
+
+
+def _state(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
+    if old.status != new.status:
+        yield f"{old.status} → {new.status} {new.reason}".rstrip(), new.status != OK
+
+
+def _size(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
+    """Of the largest group that fits, which is found by trying: any difference counts."""
+    a, b = old.metrics.get(SIZE), new.metrics.get(SIZE)
+    if a is not None and b is not None and a != b:
+        yield f"largest group {a:,.0f} → {b:,.0f}", b < a
+
+
+def _time(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
     if old.time is None or new.time is None:
         return
-    ratio = new.time.median / old.time.median
-    if _apart(old.time, new.time) and abs(ratio - 1) > SMALLEST:
-        yield f"{old.time.median:.3f} → {new.time.median:.3f} ms, {ratio - 1:+.1%}", ratio > 1
+    moved = new.time.median - old.time.median
+    if abs(moved) > max(SMALLEST * old.time.median, noise(old.time, new.time)):
+        yield (
+            f"{old.time.median:.3f} → {new.time.median:.3f} ms, {moved / old.time.median:+.1%}",
+            moved > 0,
+        )
 
 
-def _apart(old: Spread, new: Spread) -> bool:
-    """The middle halves do not overlap."""
-    return new.lower > old.upper or new.upper < old.lower
+def noise(a: Spread, b: Spread) -> float:
+    """How far apart two medians of the same distribution lie at most, 99 times in a hundred; milliseconds.
+
+    In widths of the middle half, which few samples tell badly: 4.3 for 3 samples, 1.8 for 9, 1.0 for 25. The
+    factor was fitted to simulated normal samples; heavier tails need less.
+    """
+    width = (a.upper - a.lower + b.upper - b.lower) / 2
+    return (0.6 + 11 / min(a.samples, b.samples)) * width
 
 
-def _memory(old: Result, new: Result) -> Iterator[tuple[str, bool]]:
-    values = [r.memory.allocator if r.memory is not None else None for r in (old, new)]
-    if None in values:
+def _memory(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
+    """By torch's count where it counts, else by the driver's or the system's."""
+    if old.memory is None or new.memory is None:
         return
-    difference = values[1] - values[0]
-    if abs(difference) > max(MEMORY_BYTES, MEMORY_SHARE * values[0]):
-        yield f"{values[0] / 2**20:,.0f} → {values[1] / 2**20:,.0f} MiB", difference > 0
+    for name, (share, least) in (("allocator", ALLOCATOR_NOISE), ("driver", DRIVER_NOISE)):
+        a, b = getattr(old.memory, name), getattr(new.memory, name)
+        if a is not None and b is not None:
+            if abs(b - a) > max(least, share * a):
+                yield f"{a / 2**20:,.0f} → {b / 2**20:,.0f} MiB", b > a
+            return
 
 
-def _errors(old: Result, new: Result) -> Iterator[tuple[str, bool]]:
-    if old.accuracy is None or new.accuracy is None:
-        return
-    for name, floor in ERROR_FLOORS.items():
-        a, b = getattr(old.accuracy, name), getattr(new.accuracy, name)
-        if a is None or b is None:
-            continue
+def _errors(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
+    """NaN is worse than any number."""
+    for name in old.accuracy.keys() & new.accuracy.keys():
+        a, b = old.accuracy[name], new.accuracy[name]
+        floor = ERROR_FLOORS.get(name, ERROR_FLOOR)
         what = f"error of {name.replace('_', ' ')} {a:.1e} → {b:.1e}"
         if a == a and not b <= max(ERROR_FACTOR * a, floor):
             yield what, True

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.timing import copy_bandwidth
 from grpo_fast.provenance import provenance
+
+from .timing import copy_bandwidth
 
 PEER_PACKAGES = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo")
 _GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
@@ -19,7 +22,7 @@ _GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "tem
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything needed to judge or repeat a run; measures the copy bandwidth, a fraction of a second."""
-    found = provenance()
+    found = provenance() | {"command": _command(sys.argv)}
     found["versions"] |= {name: version for name in PEER_PACKAGES if (version := _version(name))}
     found["cuda"] = torch.version.cuda
     found["git"] = _git()
@@ -39,6 +42,15 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
     line = _output(tool, f"--id={uuid}", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader")
     values = line.splitlines()[0].split(", ") if line else []
     return dict(zip(_GPU_STATE, values, strict=True)) if len(values) == len(_GPU_STATE) else None
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """As one would type it: no path of this machine."""
+    program = Path(arguments[0])
+    if program.parent != Path(__file__).parent:
+        return [program.name, *arguments[1:]]
+    module = "benchmarks" if program.stem == "__main__" else f"benchmarks.{program.stem}"
+    return ["python", "-m", module, *arguments[1:]]
 
 
 def _git() -> dict[str, Any] | None:

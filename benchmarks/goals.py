@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.cell import OK, Cell, Result
-from benchmarks.problem import FORWARD, FORWARD_BACKWARD, Setting
+from .cell import Cell, Result
+from .failures import OK
+from .problem import FORWARD, FORWARD_BACKWARD, Setting
 
 TOKENS = 16_384
 TIMES = "\N{MULTIPLICATION SIGN}"

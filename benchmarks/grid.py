@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from benchmarks.goals import is_goal
-from benchmarks.problem import FORWARD, MODES, Setting
+from .goals import is_goal
+from .problem import FORWARD, MODES, Setting
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.cell import NOT_INSTALLED, ROUNDS, SKIPPED, Cell, CellRun, DeviceLost, Limits
-from benchmarks.environment import environment, gpu_state
-from benchmarks.grid import Grid, cells, default_grid
-from benchmarks.live_tiles import load_histogram
-from benchmarks.peers import Peer, all_peers, choose
-from benchmarks.problem import DTYPES, MODES, Setting
-from benchmarks.record import save
-from benchmarks.row_sources import KINDS, Sources, load_real_rows
-from benchmarks.tables import console, print_cell, print_goals, print_notes, print_skipped
+from .cell import ROUNDS, Cell, CellRun, Limits
+from .environment import environment, gpu_state
+from .failures import NOT_INSTALLED, SKIPPED, DeviceLost
+from .grid import Grid, cells, default_grid
+from .live_tiles import load_histogram
+from .peers import Peer, all_peers, choose
+from .problem import DTYPES, MODES, Setting
+from .record import save
+from .row_sources import KINDS, Sources, load_real_rows
+from .tables import console, print_cell, print_goals, print_notes, print_skipped
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 INTERRUPTION = "interrupted"

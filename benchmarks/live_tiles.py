@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -56,12 +56,10 @@ def histogram_of(counts: Tensor, source: str, vocabulary: int) -> Histogram:
 def load_histogram(path: Path) -> Histogram:
     """
     Raises:
-        ValueError: not a file that `python -m benchmarks rows --histogram` wrote.
+        ValueError: not a file that `python -m benchmarks rows` wrote, as `--histogram` or as `--out`.
     """
     try:
-        found = json.loads(path.read_text())
-        found["rows_by_live_tiles"] = {int(k): int(n) for k, n in found["rows_by_live_tiles"].items()}
-        histogram = Histogram(**found)
+        histogram = _of_rows(path) if path.suffix == ".safetensors" else _of_json(path)
     except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{path} is no histogram ({error}); `python -m benchmarks tiles` and `rows` write them"
@@ -72,6 +70,24 @@ def load_histogram(path: Path) -> Histogram:
             f"{THRESHOLD}, and at least one row"
         )
     return histogram
+
+
+def _of_json(path: Path) -> Histogram:
+    found = json.loads(path.read_text())
+    found["rows_by_live_tiles"] = {int(k): int(n) for k, n in found["rows_by_live_tiles"].items()}
+    return Histogram(**found)
+
+
+def _of_rows(path: Path) -> Histogram:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            about, counts = file.metadata() or {}, file.get_tensor("live_tiles")
+    except SafetensorError as error:
+        raise ValueError(error) from error
+    found = histogram_of(counts, about["source"], int(about["vocabulary"]))
+    return replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
 
 
 def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.live_tiles import Histogram, count_live, row_chunks
-from benchmarks.problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
+from .live_tiles import Histogram, count_live, row_chunks
+from .problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
 
 KINDS = ("flat", "peaked", "real", "histogram")
 _FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
@@ -59,10 +59,12 @@ def load_real_rows(path: Path) -> RealRows:
     Raises:
         ValueError: a tensor is missing or does not fit the others.
     """
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            source = (file.metadata() or {}).get("source", path.stem)
     except Exception as error:
         raise ValueError(f"--real-rows {path} cannot be read as safetensors: {error}") from error
     missing = [name for name in ("hidden", "target", "weight") if name not in tensors]
@@ -77,7 +79,7 @@ def load_real_rows(path: Path) -> RealRows:
         raise ValueError(f"--real-rows {path}: shapes {shapes} are not (M, H), (M,) and (V, H)")
     if int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]:
         raise ValueError(f"--real-rows {path}: targets must lie in [0, {weight.shape[0]})")
-    return RealRows(path.stem, hidden, targets, weight)
+    return RealRows(source, hidden, targets, weight)
 
 
 def make_problem(setting: Setting, sources: Sources, device: torch.device, seed: int) -> Problem:

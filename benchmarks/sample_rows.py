@@ -2,6 +2,7 @@
 
 The file holds `hidden` (M, H), the final hidden states that predict each sampled token, `target` (M,) int64,
 `live_tiles` (M,) int32 and, unless left out, `weight` (V, H), the head, in the model's vocabulary order.
+`head` takes it as `--real-rows`, and as `--histogram`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.live_tiles import THRESHOLD, TILE, histogram_of, live_tiles, weight_parts
+from .live_tiles import THRESHOLD, Histogram, histogram_of, live_tiles, weight_parts
 
 _QUESTION_FIELDS = ("prompt", "question", "problem")
 
@@ -41,18 +42,18 @@ def main(options: argparse.Namespace) -> int:
     if options.out is None and options.histogram is None:
         raise ValueError("give --out FILE, --histogram FILE or both")
     prompts = _prompts(options)
-    model, tokenizer = _load(options)
+    name, model, tokenizer = _load(options)
     weight = _plain_head(model)
     parts = list(_sampled_rows(model, tokenizer, prompts, options))
     hidden, targets = torch.cat([h for h, _ in parts]), torch.cat([t for _, t in parts])
     counts = live_tiles(hidden, weight_parts(weight))
     asked = f"{len(prompts)} prompts of {options.task or options.prompts.name}"
-    source = f"{Path(options.model).name}, {len(hidden)} tokens sampled at temperature 1 on {asked}"
+    source = f"{name}, {len(hidden)} tokens sampled at temperature 1 on {asked}"
     found = histogram_of(counts, source, weight.shape[0])
     if options.histogram is not None:
         found.save(options.histogram)
     if options.out is not None:
-        _save(options.out, source, hidden, targets, counts, None if options.no_head else weight)
+        _save(options.out, found, hidden, targets, counts, None if options.no_head else weight)
     print(f"{source}: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
     return 0
 
@@ -79,6 +80,7 @@ def _question(row: dict, path: Path, number: int) -> str:
 
 
 def _load(options: argparse.Namespace):
+    """Its name, the model, the tokenizer. The name of a GGUF file says how its weights were rounded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_fast.policy.load import resolve_source
@@ -86,7 +88,7 @@ def _load(options: argparse.Namespace):
     source = resolve_source(options.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, options.dtype))
-    return model.eval().to(device), AutoTokenizer.from_pretrained(source)
+    return Path(source).name, model.eval().to(device), AutoTokenizer.from_pretrained(source)
 
 
 def _plain_head(model: torch.nn.Module) -> Tensor:
@@ -130,12 +132,13 @@ def _end_tokens(model: torch.nn.Module, tokenizer) -> set[int]:
 
 
 def _save(
-    path: Path, source: str, hidden: Tensor, targets: Tensor, counts: Tensor, weight: Tensor | None
+    path: Path, found: Histogram, hidden: Tensor, targets: Tensor, counts: Tensor, weight: Tensor | None
 ) -> None:
     from safetensors.torch import save_file
 
     tensors = {"hidden": hidden, "target": targets, "live_tiles": counts.int()}
     if weight is not None:
         tensors["weight"] = weight
-    metadata = {"source": source, "tile": str(TILE), "threshold": str(THRESHOLD)}
+    names = ("source", "vocabulary", "tile", "threshold")
+    metadata = {name: str(getattr(found, name)) for name in names}
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.cell import ERROR, LATE, OK, PRODUCT, SKIPPED, Cell, Result
-from benchmarks.goals import TIMES, verdicts
-from benchmarks.timing import Spread
+from .cell import PRODUCT, Cell, Result
+from .failures import ERROR, LATE, OK, SKIPPED
+from .goals import TIMES, verdicts
+from .timing import Spread
 
 MEBIBYTE = 2**20
 NONE = DASH = "\N{EN DASH}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.live_tiles import PART_ROWS, THRESHOLD, histogram_of, live_tiles
+from .live_tiles import PART_ROWS, THRESHOLD, histogram_of, live_tiles
 
 _HEADS = ("output.weight", "token_embd.weight")  # a tied head has the second name alone
 

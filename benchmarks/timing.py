@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from . import host_memory
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -23,8 +25,10 @@ class Spread:
 class Memory:
     """Bytes one call took at its peak beyond its inputs, its results included. None where nobody counts."""
 
-    allocator: int | None  # what torch handed out
-    driver: int | None  # what torch took from the device: fragmentation, and allocations past torch
+    allocator: int | None  # what torch handed out; None on a CPU
+    driver: (
+        int | None
+    )  # what the process took from the device, or on a CPU from the system: fragmentation too
 
 
 def summarise(seconds: Sequence[float]) -> Spread:
@@ -57,7 +61,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     """One call with an emptied cache. Results of `call` must not outlive it, except in the problem."""
     if device.type != "cuda":
-        return Memory(None, None)
+        return Memory(None, host_memory.peak_of(call))
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

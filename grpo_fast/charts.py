@@ -54,11 +54,12 @@ METRIC_CURVES = (
     Curve("Learning rate", {"learning_rate": "rate"}),
     Curve("Sampler against trainer, |Δ log p|", {"sampling/logp_difference_mean": "mean"}),
 )
+PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")
 TIMING_CURVES = (
     Curve("Tokens per second", {"tokens_per_second": "tokens/s"}),
     Curve(
         "Seconds by phase",
-        {f"time/{phase}": phase for phase in ("generate", "reward", "logprobs", "update", "eval")},
+        {f"time/{phase}": phase for phase in PHASES},
         stacked=True,
     ),
     Curve("Peak memory, GiB", {"memory/peak_gib": "memory"}),
@@ -109,7 +110,7 @@ def _evaluation_chart(evaluations: Records) -> Chart | None:
             linewidth=1.2,
             alpha=0.6,
         )
-    return Chart(title, _svg(figure, "held-out"), tuple(names) if len(names) > 1 else ())
+    return Chart(title, to_svg(figure, "held-out"), tuple(names) if len(names) > 1 else ())
 
 
 def _reward_chart(metrics: Records) -> Chart | None:
@@ -124,7 +125,7 @@ def _reward_chart(metrics: Records) -> Chart | None:
         high = [mean + std for mean, std in zip(means, spread, strict=True)]
         axes.fill_between(steps, low, high, color=SERIES[0], alpha=0.1, linewidth=0)
     _line(axes, steps, means, SERIES[0])
-    return Chart("Reward, mean ± standard deviation", _svg(figure, "reward"))
+    return Chart("Reward, mean ± standard deviation", to_svg(figure, "reward"))
 
 
 def _curve_chart(curve: Curve, records: Records) -> Chart | None:
@@ -145,7 +146,7 @@ def _curve_chart(curve: Curve, records: Records) -> Chart | None:
     else:
         for (steps, values), colour in zip(drawn.values(), SERIES, strict=False):
             _line(axes, steps, values, colour)
-    return Chart(title, _svg(figure, curve.title), tuple(drawn) if len(drawn) > 1 else ())
+    return Chart(title, to_svg(figure, curve.title), tuple(drawn) if len(drawn) > 1 else ())
 
 
 def _title(title: str, count: int) -> str:
@@ -208,7 +209,7 @@ def _figure() -> tuple[Any, Axes]:
     return figure, axes
 
 
-def _svg(figure: Any, name: str) -> str:
+def to_svg(figure: Any, name: str) -> str:
     """Markup to put into a page: text as text, colours as variables, identifiers that no other chart has."""
     import matplotlib
 

@@ -287,13 +287,14 @@ def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors, no two of the same memory: what safetensors accepts."""
-    seen: set[int] = set()
+    taken: list[tuple[int, int]] = []
     prepared = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        prepared[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        overlaps = any(start < other_end and other < end for other, other_end in taken)
+        prepared[name] = tensor.clone() if overlaps else tensor
+        taken.append((start, end))
     return prepared
 
 

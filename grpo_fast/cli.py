@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import re
 import sys
 import traceback
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in tokens
     if debug:
         tokens.remove("--debug")
+    if tokens[:1] == ["bench"]:  # its arguments are its own
+        return bench(tokens[1:])
     overrides: list[str] = []
     command = commands.get(tokens[0]) if tokens else None
     if command is not None and command.get_default("takes_overrides"):
@@ -83,6 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Hand over to the benchmarks, which parse their own arguments and print their own errors."""
+    try:
+        benchmarks = importlib.import_module("grpo_fast.benchmarks.__main__")
+    except ModuleNotFoundError as error:
+        if error.name != "grpo_fast.benchmarks":
+            raise
+        print(
+            "grpo-fast: this installation has no benchmarks; install grpo-fast again, or run "
+            "`python -m benchmarks` in a checkout",
+            file=sys.stderr,
+        )
+        return FAILURE
+    return benchmarks.main(arguments, program="grpo-fast bench")
 
 
 def run_command(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -110,8 +129,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for add in (
-        *(add_train, add_eval, add_generate, add_groups),
-        *(add_export, add_report, add_convert, add_doctor),
+        *(add_train, add_eval, add_generate, add_groups, add_plan),
+        *(add_export, add_report, add_convert, add_doctor, add_bench),
     ):
         add(subparsers)
     return parser, dict(subparsers.choices)
@@ -182,6 +201,27 @@ def add_groups(subparsers: Any) -> None:
     command.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
 
 
+def add_plan(subparsers: Any) -> None:
+    command = subparsers.add_parser(
+        "plan",
+        help="what fits: bytes by part, the largest group and micro-batch, and what makes room",
+        epilog=OVERRIDES_HELP,
+    )
+    command.set_defaults(handler="plan", takes_overrides=True)
+    command.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
+    command.add_argument(
+        "--model", metavar="MODEL", help="a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B"
+    )
+    command.add_argument(
+        "--gpu", metavar="GPU", help="H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
+    )
+    command.add_argument("--prompt-length", type=int, metavar="P", help="tokens of the longest prompt")
+    command.add_argument(
+        "--calibrate", action="store_true", help="first measure a micro-batch of a few layers on this device"
+    )
+    command.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+
+
 def add_export(subparsers: Any) -> None:
     command = subparsers.add_parser("export", help="write a trained model for transformers and vLLM")
     command.set_defaults(handler="export")
@@ -217,6 +257,10 @@ def add_doctor(subparsers: Any) -> None:
     )
     command.set_defaults(handler="doctor")
     command.add_argument("--json", action="store_true", help="as JSON")
+
+
+def add_bench(subparsers: Any) -> None:
+    subparsers.add_parser("bench", help="speed, memory and accuracy, ours and the peers'", add_help=False)
 
 
 if __name__ == "__main__":

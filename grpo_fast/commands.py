@@ -51,7 +51,8 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     policy = load_policy_of(None if args.model else args.config, config)
     questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
     sampling = evaluation_sampling(config, num_samples)
-    with make_engine(config.rollout, policy) as engine:
+    longest = max(len(question.token_ids) for question in questions) + sampling.max_completion_length
+    with make_engine(config.rollout, policy, max_length=longest) as engine:
         result = score(
             engine,
             questions,
@@ -75,18 +76,20 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.data import load_prompts
     from grpo_fast.experience import score_groups
     from grpo_fast.export import load_policy_of
+    from grpo_fast.memory import resolve_auto
     from grpo_fast.preview import show_group
     from grpo_fast.rewards import load_rewards
     from grpo_fast.rollout import make_engine, sampling_of
 
+    config = resolve_auto(config)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(args.config, config)
     prompts = load_prompts(config.dataset, policy.tokenizer)[: args.num_prompts]
-    with make_engine(config.rollout, policy) as engine:
+    sampling = sampling_of(config.rollout, config.seed)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_completion_length
+    with make_engine(config.rollout, policy, max_length=longest) as engine:
         completions = engine.generate(
-            [prompt.token_ids for prompt in prompts],
-            config.rollout.num_generations,
-            sampling_of(config.rollout, config.seed),
+            [prompt.token_ids for prompt in prompts], config.rollout.num_generations, sampling
         )
     for group in score_groups(prompts, completions, rewards, config.advantage):
         print(show_group(group, rewards.names, policy.tokenizer.decode(group.prompt.token_ids)))
@@ -99,9 +102,11 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from grpo_fast.data import load_prompts
     from grpo_fast.groups.describe import describe_groups
+    from grpo_fast.memory import resolve_auto
     from grpo_fast.policy import load_tokenizer
     from grpo_fast.stages import resolve_stages
 
+    config = resolve_auto(config)
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
@@ -114,6 +119,35 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         dataset = load_prompts(stage.config.dataset, tokenizer)
         print(describe_groups(dataset, stage.config, examples=args.examples))
     return 0
+
+
+def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
+    config = plan_config(args, overrides)
+
+    from rich.console import Console
+
+    from grpo_fast.memory import calibrate, device_budget, model_config, table
+    from grpo_fast.memory import plan as make_plan
+    from grpo_fast.memory.setup import setup_of, workload_of
+    from grpo_fast.memory.traces import Traces
+
+    device = device_budget(args.gpu)
+    traces = Traces(model_config(config.model.path, revision=config.model.revision))
+    setup = setup_of(config, traces.config, device)
+    calibration = None
+    if args.calibrate:
+        if args.gpu is not None:
+            message = "measures the device at hand; leave --gpu out"
+            raise ConfigError("plan", [Problem("--calibrate", message)])
+        calibration = calibrate(setup, workload_of(config, prompt_length=args.prompt_length))
+    found = make_plan(config, traces, device, prompt_length=args.prompt_length, calibration=calibration)
+    shown = found, setup, traces.of(config.model).shape, config.model.path
+    if args.json:
+        print(json.dumps(table.record(*shown), indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(table.render(*shown))
+    return 0 if found.prediction.fits else 1
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
@@ -170,6 +204,17 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Tra
         f"rewards=[{{reward: {json.dumps(args.reward)}}}]",
     ]
     return load_config(None, given)
+
+
+def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of `plan`: a file's, or defaults for --model, whatever they would be trained on."""
+    given = [f"model.path={json.dumps(args.model)}"] if args.model else []
+    if args.config is not None:
+        return load_config(args.config, [*overrides, *given])
+    if not args.model:
+        raise ConfigError("plan", [Problem("CONFIG", "is required, or --model")])
+    anything = ["dataset.source=any.jsonl", "rewards=[{reward: length}]"]
+    return load_config(None, [*anything, *overrides, *given])
 
 
 def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:

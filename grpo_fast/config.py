@@ -10,6 +10,7 @@ from grpo_fast.alerts import AlertsConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, CurriculumConfig, GroupConfig
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.preference.sections import PreferenceConfig
+from grpo_fast.rollout.vllm_config import VLLMConfig
 from grpo_fast.section import Fraction, PositiveInt, Section
 
 
@@ -67,19 +68,73 @@ class RewardConfig(Section):
     options: dict[str, Any] = Field({}, description="keyword arguments bound to the function")
     timeout: float = Field(60.0, gt=0, description="seconds one call may take")
     on_error: Literal["fail", "skip"] = "fail"
+    per_group: bool = Field(
+        False,
+        description="true: it scores each prompt's completions by themselves, so it is called for a group as "
+        "soon as that is complete, while others still decode; pays for slow functions",
+    )
+
+
+class AdaptiveLengthConfig(Section):
+    """`rollout.max_completion_length` is where the limit starts; it then follows the completions' lengths."""
+
+    max: PositiveInt = Field(description="tokens that the limit grows to at most; evaluation always uses it")
+    min: PositiveInt = Field(16, description="tokens that it shrinks to at least")
+    window: PositiveInt = Field(8, description="steps that a decision looks back on")
+    grow_above: Fraction = Field(
+        0.1, description="mean share of truncated completions above which the limit grows by half"
+    )
+    shrink_below: Fraction = Field(
+        0.5,
+        description="share of the limit that 99 % of every step's completions must stay below, with none "
+        "truncated, for it to shrink to 1.25 times what they need",
+    )
 
 
 class RolloutConfig(Section):
-    engine: Literal["auto", "transformers"] = "auto"
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
+    )
+    num_generations: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+        8, description="completions of a prompt; auto: as many as the memory holds, up to 64"
+    )
     max_completion_length: PositiveInt = 256
+    adaptive_length: AdaptiveLengthConfig | None = Field(
+        None, description="moves the limit by what completions need; none: it stays"
+    )
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Fraction = 0.0
     stop: list[str] = Field([], description="texts that end a completion")
     max_batch_tokens: PositiveInt | None = Field(
-        None, description="KV tokens in flight at once; none: all, or what keeps a CPU fast"
+        None,
+        description="of the transformers engine: KV tokens in flight at once; none: all, or what keeps a CPU "
+        "fast",
+    )
+    vllm: VLLMConfig = VLLMConfig()
+
+    @property
+    def length_limit(self) -> int:
+        """Tokens that no completion of the run exceeds."""
+        return self.max_completion_length if self.adaptive_length is None else self.adaptive_length.max
+
+    @model_validator(mode="after")
+    def _length_within_bounds(self) -> RolloutConfig:
+        bounds, start = self.adaptive_length, self.max_completion_length
+        if bounds is not None and not bounds.min <= start <= bounds.max:
+            raise ValueError(
+                f"rollout.max_completion_length = {start} is where adaptive_length starts, but not within "
+                f"its min = {bounds.min} and max = {bounds.max}; change one of them"
+            )
+        return self
+
+
+class MemoryConfig(Section):
+    offload: Literal["auto", "none"] | list[Literal["gradients", "optimizer", "master", "reference"]] = Field(
+        "auto",
+        description="what of the trainer leaves the GPU while the engine generates: gradient buffers, Adam's "
+        "moments, float32 masters, the reference model. auto: in this order, until the engine has room",
     )
 
 
@@ -169,7 +224,8 @@ class StageConfig(Section):
 
 # What only training on the policy's own completions reads.
 _SAMPLING = (
-    *("rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"),
+    *("rewards", "rollout", "memory", "advantage", "loss"),
+    *("num_iterations", "minibatches", "old_logprobs"),
     *("groups", "curriculum", "adaptive_weights", "stages"),
     *(f"evaluation.{key}" for key in ("num_samples", "temperature", "threshold", "reward")),
 )
@@ -187,12 +243,21 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt = 16
     num_iterations: PositiveInt = Field(1, description="epochs over one rollout")
     minibatches: PositiveInt = Field(1, description="optimiser steps in one epoch")
-    micro_batch_tokens: PositiveInt = Field(16384, description="tokens of one forward and backward")
+    old_logprobs: Literal["recompute", "sampler"] = Field(
+        "recompute",
+        description="what the ratio of several optimiser steps on one rollout is against: the trainer's own "
+        "log-probabilities (a forward only for minibatches after the first), or the sampler's (no forward, "
+        "but its rounding is in the ratio, and in policy/ratio_* instead of sampling/*)",
+    )
+    micro_batch_tokens: PositiveInt = Field(
+        16384, description="tokens of one forward and backward; halved when the memory does not hold them"
+    )
     threads: PositiveInt | None = Field(None, description="CPU threads; none: torch's choice")
     model: ModelConfig
     dataset: DatasetConfig
     rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")
     rollout: RolloutConfig = RolloutConfig()
+    memory: MemoryConfig = MemoryConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: GRPOLossConfig = GRPOLossConfig()
     preference: PreferenceConfig = PreferenceConfig()
@@ -230,6 +295,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a "
                 "group is never split over optimiser steps; lower minibatches or raise prompts_per_step"
+            )
+        if self.old_logprobs == "sampler" and self.loss.sampler_correction != "none":
+            raise ValueError(
+                "old_logprobs = 'sampler' makes the loss's ratio that to the sampler: nothing is left for "
+                f"loss.sampler_correction = {self.loss.sampler_correction!r} to correct; set it to 'none' "
+                "(loss.delta bounds the ratio on both sides), or old_logprobs to 'recompute'"
             )
         if self.curriculum is not None and self.groups.shares_baselines:
             raise ValueError(

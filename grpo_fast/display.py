@@ -61,8 +61,29 @@ SPEED = (
 )
 PHASES = tuple(
     Field(phase, f"t_{phase}", f"time/{phase}", "duration")
-    for phase in ("generate", "reward", "logprobs", "update", "eval")
+    for phase in ("generate", "reward", "logprobs", "update", "exchange", "eval")
 )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A generation that goes on."""
+
+    tokens: int  # decoded
+    finished: int  # completions that have ended
+    total: int
+    started: float  # time.monotonic()
+
+    def text(self, now: float) -> str:
+        """How far it is, how fast, and how long it takes if completions go on ending as they did."""
+        seconds = now - self.started
+        words = [f"{self.finished} of {self.total} completions"]
+        if seconds > 0:
+            words.append(f"{self.tokens / seconds:,.0f} tokens/s")
+        if self.finished:
+            left = seconds * (self.total - self.finished) / self.finished
+            words.append(f"{duration_text(left)} left")
+        return " · ".join(words)
 
 
 @dataclass(frozen=True)
@@ -76,6 +97,7 @@ class State:
     evaluations: tuple[str, ...] = ()  # the first and the latest
     remaining: float | None = None  # seconds
     updated: float = 0.0  # time.monotonic() of the last news
+    rollout: Rollout | None = None  # None: nothing is being generated
 
 
 class Display:
@@ -118,6 +140,7 @@ class Display:
             rewards=(*self._state.rewards, *([] if reward is None else [reward]))[-HISTORY:],
             remaining=self._remaining(step),
             updated=time.monotonic(),
+            rollout=None,
         )
         if self._live is None:
             self._print(plain_line(self._state, self._total))
@@ -129,12 +152,24 @@ class Display:
         text = f"{score_text(score, interval)} of {n} at step {step}"
         state = self._state
         evaluations = (*state.evaluations[:1], text)
-        self._state = replace(state, evaluations=evaluations, updated=time.monotonic())
+        self._state = replace(state, evaluations=evaluations, updated=time.monotonic(), rollout=None)
         if self._live is None:
             bounds = "" if interval is None else f" low={interval[0]:.4g} high={interval[1]:.4g}"
             self._print(f"evaluation step={step}/{self._total} score={score:.4g}{bounds} n={n}")
         else:
             self._live.refresh()
+
+    def rollout(self, tokens: int, finished: int, total: int) -> None:
+        """Show how a generation goes; only on a terminal. Fewer tokens than before begin another one.
+
+        Args:
+            tokens: decoded so far.
+            finished: completions that have ended, of `total`.
+        """
+        before, now = self._state.rollout, time.monotonic()
+        begins = before is None or tokens < before.tokens
+        rollout = Rollout(tokens, finished, total, now if begins else before.started)
+        self._state = replace(self._state, rollout=None if finished == total else rollout)
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
@@ -152,8 +187,8 @@ class Display:
         state = self._state
         body = [_progress(state, self._total), Text()]
         body += [_headline(state), Text(), _metrics(state.metrics, self._console.width)]
-        if state.timings:
-            body += [Text(), _speed(state.timings)]
+        if state.timings or state.rollout:
+            body += [Text(), _speed(state)]
         return Panel(
             Group(*body),
             title="grpo_fast",
@@ -244,8 +279,12 @@ def _metrics(metrics: Numbers, width: int) -> RenderableType:
     return row
 
 
-def _speed(timings: Numbers) -> RenderableType:
-    rows = _pairs()
+def _speed(state: State) -> RenderableType:
+    rows, timings = _pairs(), state.timings
+    if state.rollout is not None:
+        rows.add_row("generating", state.rollout.text(time.monotonic()))
+    if not timings:
+        return rows
     words = [f"{_format(f, timings[f.name])} {f.label}" for f in SPEED if f.name in timings]
     rows.add_row("speed", " · ".join(words))
     phases = [f"{f.label} {_format(f, timings[f.name])}" for f in PHASES if f.name in timings]

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from grpo_fast.rollout.vllm_version import installed_version, version_problem
+
 if TYPE_CHECKING:
     from grpo_fast.head.plan import HeadPlan
 
@@ -27,7 +29,7 @@ LIBRARIES = (
     ("math-verify", "the math reward", True),
     ("tensorboard", "curves", True),
     ("triton", "the head's kernels", False),
-    ("vllm", "fast generation on a GPU", False),
+    ("vllm", "fast generation", False),
     ("flash-attn", "packed attention on a GPU", False),
     ("liger-kernel", "fused layers on a GPU", False),
     ("gguf", "models shipped as GGUF, such as the quickstart's", False),
@@ -108,6 +110,8 @@ def _python() -> Finding:
 
 
 def _library(name: str, purpose: str, essential: bool) -> Finding:
+    if name == "vllm" and (found := installed_version()) is not None:
+        return Finding(name, "ok", found, essential)
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -194,9 +198,8 @@ def _memory_text() -> str:
 
 def _abilities(installed: set[str]) -> tuple[Finding, ...]:
     cuda = _has_cuda()
-    found = [_head_path(), Finding("rollout: transformers", "ok", "everywhere", essential=True)]
+    found = [_head_path(), Finding("rollout: transformers", "ok", "everywhere", essential=True), _vllm(cuda)]
     for name, ability in (
-        ("vllm", "rollout: vllm"),
         ("flash-attn", "attention: flash-attn"),
         ("liger-kernel", "layers: liger"),
     ):
@@ -207,6 +210,14 @@ def _abilities(installed: set[str]) -> tuple[Finding, ...]:
         else:
             found.append(Finding(ability, "missing", f"{name} is not installed"))
     return tuple(found)
+
+
+def _vllm(cuda: bool) -> Finding:
+    version = installed_version()
+    if problem := version_problem(version):
+        return Finding("rollout: vllm", "missing" if version is None else "broken", problem)
+    used = "taken by rollout.engine = auto" if cuda else "on this CPU only by rollout.engine = vllm"
+    return Finding("rollout: vllm", "ok", f"{version}, {used}")
 
 
 def _has_cuda() -> bool:

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout.types import Completion, Engine, Sampling
+from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 from grpo_fast.summary import Interval, mean_interval
 
 
@@ -118,6 +118,7 @@ def evaluate(
     num_samples: int = 1,
     threshold: float = 1.0,
     reward_name: str | None = None,
+    observer: RolloutObserver | None = None,
 ) -> Evaluation:
     """Answer every question `num_samples` times and score the answers.
 
@@ -128,6 +129,7 @@ def evaluate(
         sampling: how answers are drawn; several answers need a temperature.
         threshold: the reward from which an answer is right.
         reward_name: which reward decides; none: the first.
+        observer: told how the generation goes.
 
     Raises:
         ValueError: no questions, a reward that is not there, several greedy answers, or a deciding reward
@@ -141,7 +143,8 @@ def evaluate(
             "set evaluation.temperature above 0 or num_samples to 1"
         )
     column = reward_column(rewards.names, reward_name)
-    completions = engine.generate([prompt.token_ids for prompt in dataset], num_samples, sampling)
+    ids = [prompt.token_ids for prompt in dataset]
+    completions = engine.generate(ids, num_samples, sampling, observer=observer)
     table = rewards.score_completions(dataset, completions).table
     scores = table[:, column].view(len(dataset), num_samples)
     if scores.isnan().all():

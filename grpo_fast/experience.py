@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from grpo_fast.import_path import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import RewardSet
+from grpo_fast.rewards.reward_set import NOTHING_KNOWN
 from grpo_fast.rollout.types import Completion
 
 
@@ -40,6 +41,7 @@ def score_groups(
     weights: Sequence[float] | None = None,
     shared: Sequence[int] | None = None,
     penalties: Tensor | None = None,
+    known: Mapping[str, Sequence[float]] = NOTHING_KNOWN,
 ) -> list[Group]:
     """Rewards and advantages of G prompts with n completions each.
 
@@ -47,12 +49,13 @@ def score_groups(
         weights: of the F reward functions in place of their own.
         shared: for each prompt a number, the same where they share a baseline; None: nobody does.
         penalties: (G, n), taken from the total rewards.
+        known: values of reward functions that have been called already, by name.
 
     Raises:
         ValueError: the configured advantage function returns something of the wrong shape.
     """
     n = len(completions[0])
-    result = rewards.score_completions(prompts, completions)
+    result = rewards.score_completions(prompts, completions, known=known)
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     totals = totals.view(len(prompts), n)
     if penalties is not None:

@@ -92,12 +92,11 @@ def _render(run: Run) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(
-        files("grpo_fast").joinpath("report.html.j2").read_text(encoding="utf-8")
-    )
+    template = environment.from_string(_packaged("report.html.j2"))
     samples, left_out = _samples_by_step(run.samples)
     return template.render(
         run=run,
+        style=page_style(),
         status=_status(run),
         headlines=_headlines(run.evaluations),
         confidence=f"{100 * CONFIDENCE:.0f} %",
@@ -107,6 +106,15 @@ def _render(run: Run) -> str:
         left_out=left_out,
         table=_metric_table(run.metrics + run.timings),
     )
+
+
+def page_style() -> str:
+    """CSS of a page: light and dark, and the colours that `charts` draws with."""
+    return _packaged("report.css")
+
+
+def _packaged(name: str) -> str:
+    return files("grpo_fast").joinpath(name).read_text(encoding="utf-8")
 
 
 def _status(run: Run) -> str:

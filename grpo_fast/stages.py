@@ -30,6 +30,7 @@ OVERRIDABLE = (
     "prompts_per_step",
     "num_iterations",
     "minibatches",
+    "old_logprobs",
 )
 # The engine is made once; a stage changes only how it samples.
 ENGINE_KEYS = ("engine", "max_batch_tokens")

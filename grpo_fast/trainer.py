@@ -8,47 +8,35 @@ exactly on-policy, no tokens of groups that all earned the same.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from grpo_fast.clock import Clock
+from grpo_fast.collection import Progress, RolloutWatch, generate_and_score
+from grpo_fast.completion_length import CompletionLength
 from grpo_fast.config import TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_grpo_loss, linear_logprob
 from grpo_fast.metrics import SampleRecord
+from grpo_fast.micro_batches import MicroBatches, Minibatch, mean_metrics, sum_metrics
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.kl import kl_penalty
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Completion, Engine, sampling_of
 from grpo_fast.stage_parts import StageParts
 from grpo_fast.stages import schedule_steps, stage_at
+from grpo_fast.tenancy import Tenancy, trainer_residency
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
-
-
-class Clock:
-    """Seconds spent in each phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + elapsed
 
 
 @dataclass(frozen=True)
@@ -87,8 +75,15 @@ class Trainer:
         self.judges = judges
         self.held_out = held_out
         self.step = 0
+        self.on_progress: Progress | None = None  # told how every generation goes
+        self.residency = trainer_residency(policy, optimizer, config.memory)
+        self.tenancy = Tenancy(engine, policy, self.residency)
+        self.micro_batches = MicroBatches(policy)
         self.evaluation_sampling = replace(
-            sampling_of(config.rollout), temperature=config.evaluation.temperature, seed=config.seed
+            sampling_of(config.rollout),
+            max_completion_length=config.rollout.length_limit,
+            temperature=config.evaluation.temperature,
+            seed=config.seed,
         )
         self.entropy_controller = EntropyController.of(stages[0].stage.config.loss)
         self.enter(0)
@@ -102,6 +97,7 @@ class Trainer:
         self.prompts = parts.prompts
         self.adaptive_weights = parts.adaptive_weights
         self.sampling = sampling_of(self.config.rollout)
+        self.length = CompletionLength.of(self.config.rollout)
         total_steps = schedule_steps([parts.stage for parts in self.stages], index)
         self.optimizer.configure(self.config.optimizer, total_steps=total_steps)
 
@@ -124,12 +120,17 @@ class Trainer:
         with clock("step"):
             groups, metrics = self.collect(clock)
             samples, totals = make_samples(groups, self.config.advantage)
-            with self.engine_asleep(clock):
-                metrics |= self.update(samples, totals, clock)
+            self.tenancy.to_trainer()
+            metrics |= self.update(samples, totals, clock)
+            self.tenancy.begin_leaving()
         self.step += 1
         self.optimizer.advance()
         tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-        timings = clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]}
+        timings = clock.seconds | self.tenancy.seconds()
+        timings |= {
+            "tokens_per_second": tokens / timings["time/step"],
+            "memory/micro_batch_tokens": self.micro_batches.budget(self.config.micro_batch_tokens),
+        }
         return StepResult(groups, metrics, timings)
 
     def collect(self, clock: Clock) -> tuple[list[Group], dict[str, float]]:
@@ -156,6 +157,8 @@ class Trainer:
         metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
         if len(self.stages) > 1:
             metrics["stage"] = self.stage
+        metrics |= self.length.metrics()
+        self.length.observe([completion for group in groups for completion in group.completions])
         rewards = torch.stack([group.rewards for group in groups])
         table = torch.stack([group.reward_table for group in groups])
         self.prompts.observe(prompts, rewards, table)
@@ -167,14 +170,20 @@ class Trainer:
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
         """Completions of each prompt, scored against each other."""
         seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
+        self.tenancy.to_engine()
         with clock("generate"):
-            completions = self.engine.generate(
-                [prompt.token_ids for prompt in prompts],
+            completions, early = generate_and_score(
+                self.engine,
+                prompts,
                 self.config.rollout.num_generations,
-                replace(self.sampling, seed=seed),
+                replace(self.sampling, max_completion_length=self.length.limit, seed=seed),
+                self.rewards,
+                progress=self.on_progress,
+                last_decode=self.residency.fetch_if_room,
             )
         penalties = None
         if self.config.loss.kl_in_reward:
+            self.tenancy.to_trainer()
             with clock("logprobs"):
                 penalties = self.kl_penalties(prompts, completions)
         with clock("reward"):
@@ -186,87 +195,70 @@ class Trainer:
                 weights=None if self.adaptive_weights is None else self.adaptive_weights.weights,
                 shared=self.prompts.shared(prompts),
                 penalties=penalties,
+                known=early.values() if early else {},
             )
 
-    @torch.no_grad()
     def kl_penalties(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
     ) -> torch.Tensor:
         """(G, n) what the KL to the reference takes from each completion's reward."""
         pairs = zip(prompts, completions, strict=True)
         samples = [bare_sample(prompt, c, g) for g, (prompt, group) in enumerate(pairs) for c in group]
-        penalties = torch.zeros(len(samples))
+        totals = StepTotals(sum(len(sample.completion_ids) for sample in samples), len(samples))
+        minibatch = self.micro_batches.minibatch(samples, totals, self.config.micro_batch_tokens)
+        return self.micro_batches.fit(minibatch, self.sequence_penalties).view(len(prompts), -1)
+
+    @torch.no_grad()
+    def sequence_penalties(self, minibatch: Minibatch) -> torch.Tensor:
+        """(S,) beta times the KL estimate, summed over each completion."""
+        self.residency.ready()
+        penalties = torch.zeros(len(minibatch.samples))
         estimator = self.config.loss.kl_estimator or "k1"
-        for batch in self.pack(samples):
+        for batch in minibatch.batches:
             logprobs = self.head_outputs(self.policy, batch).logprob
             with self.policy.reference() as reference:
                 ref_logprobs = self.head_outputs(reference, batch).logprob
             tokens = kl_penalty(logprobs, ref_logprobs, self.config.loss.beta, estimator)
             penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
-        return penalties.view(len(prompts), -1)
-
-    @contextmanager
-    def engine_asleep(self, clock: Clock) -> Iterator[None]:
-        """The engine gives its memory to the update, then takes over the new weights; also after an error."""
-        with clock("sleep"):
-            self.engine.sleep()
-        try:
-            yield
-        finally:
-            with clock("wake"):
-                self.engine.wake()
-                self.engine.sync(self.policy)
+        return penalties
 
     def update(self, samples: Sequence[Sample], totals: StepTotals, clock: Clock) -> dict[str, float]:
         """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics."""
         if not samples:
             return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
-        minibatches = [(self.pack(part), share) for part, share in self.split(samples, totals)]
+        fit, config = self.micro_batches.fit, self.config
+        parts = self.micro_batches.split(samples, totals, config.minibatches, config.micro_batch_tokens)
         with clock("logprobs"):
-            minibatches = [(self.with_fixed_logprobs(batches), share) for batches, share in minibatches]
+            first, *later = parts
+            minibatches = [fit(first, self.with_fixed_logprobs)]
+            minibatches += [fit(part, partial(self.with_fixed_logprobs, stale=True)) for part in later]
         steps = []
         with clock("update"):
-            for _ in range(self.config.num_iterations):
-                steps += [self.optimise(batches, share) for batches, share in minibatches]
+            for _ in range(config.num_iterations):
+                for i, minibatch in enumerate(minibatches):
+                    minibatches[i], metrics = self.optimise(minibatch)
+                    steps.append(metrics)
         return mean_metrics(steps) | {"update/skipped": 0.0}
 
-    def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[tuple[list[Sample], StepTotals]]:
-        """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
-        groups = sorted({sample.group_id for sample in samples})
-        parts = min(self.config.minibatches, len(groups))
-        part_of = {group_id: i % parts for i, group_id in enumerate(groups)}
-        minibatches = [[s for s in samples if part_of[s.group_id] == part] for part in range(parts)]
-        return [
-            (
-                members,
-                StepTotals(
-                    num_tokens=totals.num_tokens / parts,
-                    num_sequences=totals.num_sequences / parts,
-                    measured_tokens=sum(sum(sample.loss_mask) for sample in members),
-                    measured_sequences=len(members),
-                ),
-            )
-            for members in minibatches
-        ]
-
-    def pack(self, samples: Sequence[Sample]) -> list[PackedBatch]:
-        return pack(
-            samples,
-            max_tokens=self.config.micro_batch_tokens,
-            share_prompts=self.policy.shares_prompts,
-            device=self.policy.device,
-        )
-
     @torch.no_grad()
-    def with_fixed_logprobs(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Old and reference log-probabilities, each only where the loss needs it."""
-        off_policy = self.config.num_iterations * self.config.minibatches > 1
-        if off_policy:
-            batches = [replace(b, old_logprobs=self.head_outputs(self.policy, b).logprob) for b in batches]
+    def with_fixed_logprobs(self, minibatch: Minibatch, *, stale: bool = False) -> Minibatch:
+        """Old and reference log-probabilities, each only where the loss needs it.
+
+        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
+        the first one's are those of its own first forward.
+        """
+        batches = minibatch.batches
+        if self.config.old_logprobs == "sampler":
+            minibatch = minibatch.with_logprobs("old_logprobs", [b.sampler_logprobs for b in batches])
+        elif stale:
+            old = [self.head_outputs(self.policy, batch).logprob for batch in batches]
+            minibatch = minibatch.with_logprobs("old_logprobs", old)
         if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
+            self.residency.ready()
             with self.policy.reference() as reference:
-                batches = [replace(b, ref_logprobs=self.head_outputs(reference, b).logprob) for b in batches]
-        return list(batches)
+                logprobs = [self.head_outputs(reference, batch).logprob for batch in batches]
+            minibatch = minibatch.with_logprobs("ref_logprobs", logprobs)
+        return minibatch
 
     def head_outputs(self, policy: Policy | ReferencePolicy, batch: PackedBatch, *outputs: str) -> HeadOutput:
         """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
@@ -282,29 +274,45 @@ class Trainer:
             outputs=("logprob", *outputs),
         )
 
-    def optimise(self, batches: Sequence[PackedBatch], totals: StepTotals) -> dict[str, float]:
-        """One optimiser step; the losses of its micro-batches add up to the step's."""
+    def optimise(self, minibatch: Minibatch) -> tuple[Minibatch, dict[str, float]]:
+        """One optimiser step; also the minibatch, as later epochs go on with it."""
         config = self.loss_config()
-        if config.top_entropy_quantile < 1 and len(batches) > 1:
-            totals = replace(totals, entropy_threshold=self.entropy_threshold(batches))
-        shares = []
-        for batch in batches:
-            out = self.loss(batch, totals, config)
-            out.loss.backward()
-            shares.append(out.metrics | {"loss": out.loss.detach()})
+        minibatch, shares = self.micro_batches.fit(minibatch, partial(self.backward, config=config))
         learning_rate = self.optimizer.learning_rate
+        self.residency.ready()
         grad_norm = self.optimizer.step()
         metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
             metrics["entropy_coef"] = config.entropy_coef
-        return metrics
+        return minibatch, metrics
+
+    def backward(
+        self, minibatch: Minibatch, config: GRPOLossConfig
+    ) -> tuple[Minibatch, list[dict[str, torch.Tensor]]]:
+        """The gradient of a step, and each micro-batch's share of its metrics; the losses add up.
+
+        Before the first update the policy is the old one: what it computes here is kept for later epochs.
+        """
+        self.optimizer.zero_grad()  # of an attempt that failed
+        totals = minibatch.totals
+        if config.top_entropy_quantile < 1 and len(minibatch.batches) > 1:
+            totals = replace(totals, entropy_threshold=self.entropy_threshold(minibatch.batches))
+        shares, logprobs = [], []
+        for batch in minibatch.batches:
+            out = self.loss(batch, totals, config)
+            out.loss.backward()
+            shares.append(out.metrics | {"loss": out.loss.detach()})
+            logprobs.append(out.logprobs)
+        if minibatch.batches[0].old_logprobs is None:
+            minibatch = minibatch.with_logprobs("old_logprobs", logprobs)
+        return minibatch, shares
 
     def loss_config(self) -> GRPOLossConfig:
         """The configured loss with what only the run knows."""
         config = self.config.loss
         if config.loss_type == "dr_grpo" and config.max_completion_length is None:
-            config = replace(config, max_completion_length=self.sampling.max_completion_length)
+            config = replace(config, max_completion_length=self.config.rollout.length_limit)
         if config.use_adaptive_entropy:
             config = replace(config, entropy_coef=self.entropy_controller.active_coef)
         return config
@@ -328,7 +336,7 @@ class Trainer:
             group_ids=batch.group_ids,
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs,
-            sampler_logprobs=batch.sampler_logprobs,
+            sampler_logprobs=None if self.config.old_logprobs == "sampler" else batch.sampler_logprobs,
             loss_mask=batch.loss_mask,
             totals=totals,
             config=config,
@@ -342,6 +350,7 @@ class Trainer:
     def evaluate(self, size: int | None = None) -> Evaluation:
         """Score of the held-out prompts, or of the first `size` of them."""
         config = self.config.evaluation
+        self.tenancy.to_engine()
         return evaluate(
             self.engine,
             self.held_out[:size],
@@ -350,6 +359,7 @@ class Trainer:
             num_samples=config.num_samples,
             threshold=config.threshold,
             reward_name=config.reward,
+            observer=RolloutWatch(progress=self.on_progress),
         )
 
     def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]:
@@ -374,6 +384,8 @@ class Trainer:
             "prompts": self.prompts.state_dict(),
             "adaptive_weights": self.adaptive_weights and self.adaptive_weights.state_dict(),
             "entropy_controller": self.entropy_controller.state_dict(),
+            "completion_length": self.length.state_dict(),
+            "micro_batch_limit": self.micro_batches.limit,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,22 +395,5 @@ class Trainer:
             self.adaptive_weights.load_state_dict(state["adaptive_weights"])
         self.entropy_controller = EntropyController.of(self.config.loss)
         self.entropy_controller.load_state_dict(state["entropy_controller"])
-
-
-def sum_metrics(shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Micro-batches' shares of a step: they add up, but for extremes."""
-    combined = {}
-    for name in {name: None for share in shares for name in share}:
-        values = torch.stack([share[name].float().cpu() for share in shares if name in share])
-        if name.endswith("_max"):
-            combined[name] = values.max().item()
-        elif name.endswith("_min"):
-            combined[name] = values.min().item()
-        else:
-            combined[name] = values.sum().item()
-    return combined
-
-
-def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over the optimiser steps of one rollout."""
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        self.length.load_state_dict(state["completion_length"])
+        self.micro_batches.limit = state["micro_batch_limit"]

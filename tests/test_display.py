@@ -180,3 +180,34 @@ def test_a_sparkline_rises_with_its_values_and_leaves_gaps() -> None:
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
     assert sparkline([math.nan]) == sparkline([]) == ""
+
+
+def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("grpo_fast.display.time.monotonic", lambda: now[0])
+    console = terminal()
+
+    def panel(display: Display) -> str:
+        with console.capture() as captured:
+            console.print(display._panel())
+        return captured.get()
+
+    display = Display(40, console=console)
+    display.rollout(0, 0, 64)
+    assert "0 of 64 completions" in panel(display) and "left" not in panel(display)
+    now[0] = 110.0
+    display.rollout(12000, 16, 64)
+    assert "16 of 64 completions · 1,200 tokens/s · 30.0s left" in panel(display)
+    now[0] = 120.0
+    display.rollout(50, 2, 64)  # fewer tokens: another generation, which has just begun
+    assert "2 of 64 completions" in panel(display) and "tokens/s" not in panel(display)
+    display.rollout(20000, 64, 64)
+    assert "completions" not in panel(display)
+
+
+def test_without_a_terminal_a_generation_is_not_reported() -> None:
+    console = pipe()
+    with Display(40, console=console) as display:
+        display.rollout(0, 0, 64)
+        display.rollout(100, 64, 64)
+    assert text_of(console) == ""

@@ -53,7 +53,7 @@ class Script:
         self.truncated = truncated
         self.asked: tuple[list[tuple[int, ...]], int, Sampling] | None = None
 
-    def generate(self, prompts, n, sampling):
+    def generate(self, prompts, n, sampling, *, observer=None):
         self.asked = ([tuple(prompt) for prompt in prompts], n, sampling)
         return [
             [Completion((1,), (0.0,), text, text in self.truncated) for text in group]

@@ -34,10 +34,18 @@ if __name__ == "__main__":
     test_the_recipes_are_installed()
     print(grpo_fast.kernels.__file__)
 """
+BENCHMARKS = """
+from grpo_fast.benchmarks.workload import load_lengths
+from grpo_fast.cli import main
+
+assert load_lengths().prompts
+main(["bench", "--help"])
+"""
 
 
 def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PYTHONPATH", "COV"))}
+    environment["GRPO_FAST_CUDA"] = "0"  # nothing here needs what nvcc builds
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=environment, capture_output=True, text=True)
@@ -50,7 +58,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, so that building leaves nothing in the real ones."""
     copy = tmp_path_factory.mktemp("layout") / "checkout"
     copy.mkdir()
-    for name in ("grpo_fast", "kernels", "csrc"):
+    for name in ("grpo_fast", "kernels", "csrc", "benchmarks"):
         if (ROOT / name).exists():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md"):
@@ -98,6 +106,7 @@ def test_an_installed_package_loads_kernels_and_transformers(
         location = run(python, "-c", PROBE, cwd=cwd, path=hub_kernels)
         expected = packages if (mode, cwd) == ("regular", tmp_path) else checkout
         assert str(expected) in location
+    assert "usage: grpo-fast bench" in run(python, "-c", BENCHMARKS, cwd=tmp_path, path=hub_kernels)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from grpo_fast.summary import score_text
+from benchmarks.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,10 +20,8 @@ def test_an_example_of_the_readme_is_the_file_that_the_tests_run(example: Path):
     assert source in README
 
 
-def test_the_quickstart_figures_of_the_readme_are_the_recorded_ones():
-    record = json.loads((ROOT / "benchmarks" / "results" / "quickstart_cpu.json").read_text())
-    assert len(record["runs"]) == 3
-    for run in record["runs"]:
-        before, after = run["before"], run["after"]
-        row = f"| {run['seed']} | {score_text(before['score'], before['interval'])} | "
-        assert row + score_text(after["score"], after["interval"]) in README
+def test_its_tables_are_those_of_the_checked_in_records(capsys):
+    assert "<!-- table: quickstart_cpu -->" in README
+    code = main(["readme", "--check"])
+
+    assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"

@@ -172,3 +172,21 @@ def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(
     assert attempts == [1, 2]
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
     assert "no space left" in capsys.readouterr().out
+
+
+def test_a_second_interruption_leaves_at_once_and_resumes_from_the_step_before(
+    config_file: Path, tmp_path: Path
+):
+    run_dir = tmp_path / "run"
+    process = start(config_file, run_dir, "checkpoint.every=0", "max_steps=100000")
+    wait_for_steps(process, run_dir, 3)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    saved = CheckpointStore(run_dir / "checkpoints").load_latest()
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    # The interruption falls anywhere: into an update, or between a finished step and its line.
+    if saved is None:
+        assert "amid the update" in output
+    else:
+        assert saved.step - steps[-1] in (0, 1) and "--resume" in output

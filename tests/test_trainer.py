@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.clock import Clock
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
+from grpo_fast.micro_batches import Minibatch, sum_metrics
 from grpo_fast.run import build_trainer
-from grpo_fast.trainer import Clock, Trainer
+from grpo_fast.trainer import Trainer
 
 
 def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
@@ -21,15 +25,16 @@ def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
     return build_trainer(TrainConfig(**{**toy, **merged}))
 
 
+def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
+    """One optimiser step's samples, ready for its backward."""
+    tokens = trainer.config.micro_batch_tokens
+    return trainer.with_fixed_logprobs(trainer.micro_batches.minibatch(samples, totals, tokens))
+
+
 def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of one optimiser step, without taking it."""
-    batches = trainer.with_fixed_logprobs(trainer.pack(samples))
-    trainer.optimizer.zero_grad()
-    loss = 0.0
-    for batch in batches:
-        out = trainer.loss(batch, totals, trainer.loss_config())
-        out.loss.backward()
-        loss += out.loss.item()
+    _, shares = trainer.backward(minibatch_of(trainer, samples, totals), trainer.loss_config())
+    loss = sum(share["loss"].item() for share in shares)
     return loss, {
         name: p.grad.clone() for name, p in trainer.policy.trainable().items() if p.grad is not None
     }
@@ -51,7 +56,9 @@ def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
     results = []
     for budget in (16, 64, 4096):
         trainer.config = trainer.config.model_copy(update={"micro_batch_tokens": budget})
-        results.append((len(trainer.pack(samples)), *gradients(trainer, samples, totals)))
+        results.append(
+            (len(minibatch_of(trainer, samples, totals).batches), *gradients(trainer, samples, totals))
+        )
     counts, losses, grads = zip(*results, strict=True)
     assert counts[0] > counts[1] > counts[2] == 1
     for loss, grad in zip(losses[:2], grads[:2], strict=True):
@@ -83,7 +90,7 @@ def test_metrics_are_means_over_the_tokens_that_were_computed(toy):
     groups, _ = trainer.collect(Clock())
     flat = [replace(group, flat=i % 2 == 1) for i, group in enumerate(groups)]
     samples, totals = make_samples(flat, trainer.config.advantage)
-    whole = trainer.pack(samples)
+    whole = minibatch_of(trainer, samples, totals).batches
     entropy = torch.cat([trainer.head_outputs(trainer.policy, b, "entropy").entropy for b in whole]).mean()
     metrics = trainer.update(samples, totals, Clock())
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -136,10 +143,90 @@ def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one
     trainer = make_trainer(toy)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
-    assert all(b.old_logprobs is None for b in trainer.with_fixed_logprobs(trainer.pack(samples)))
+    assert all(b.old_logprobs is None for b in minibatch_of(trainer, samples, totals).batches)
     metrics = trainer.update(samples, totals, Clock())
     assert metrics["clip_ratio/region_mean"] == 0
     assert metrics["sampling/logp_difference_mean"] < 1e-4
+
+
+def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows by one for each forward of the policy; true where it is for a gradient."""
+    forward, calls = trainer.policy.hidden_states, []
+
+    def counted(batch: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return forward(batch)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "minibatches", "extra"),
+    [("recompute", 1, 0), ("recompute", 2, 1), ("sampler", 2, 0)],
+)
+def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after_an_update(
+    toy, monkeypatch, old_logprobs: str, minibatches: int, extra: int
+):
+    trainer = make_trainer(
+        toy, num_iterations=2, minibatches=minibatches, old_logprobs=old_logprobs, micro_batch_tokens=4096
+    )
+    calls = count_forwards(trainer, monkeypatch)
+    trainer.train_step()
+    assert calls.count(True) == 2 * minibatches and calls.count(False) == extra
+
+
+def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(toy):
+    trainer = make_trainer(toy, num_iterations=2, seed=torch.seed() % 2**31)
+    groups, _ = trainer.collect(Clock())
+    minibatch = minibatch_of(trainer, *make_samples(groups, trainer.config.advantage))
+    with torch.no_grad():
+        expected = [trainer.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
+    updated, _ = trainer.optimise(minibatch)
+    again, _ = trainer.optimise(updated)
+    for before, after, later in zip(expected, updated.batches, again.batches, strict=True):
+        torch.testing.assert_close(after.old_logprobs, before, rtol=0, atol=1e-6)
+        assert later.old_logprobs is after.old_logprobs
+
+
+def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(toy):
+    trainer = make_trainer(toy, old_logprobs="sampler", seed=torch.seed() % 2**31)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    off = [
+        replace(sample, sampler_logprobs=tuple(value - 0.5 for value in sample.sampler_logprobs))
+        for sample in samples
+    ]
+    for given, ratio in ((samples, 1.0), (off, math.exp(0.5))):
+        _, (*shares,) = trainer.backward(minibatch_of(trainer, given, totals), trainer.loss_config())
+        metrics = sum_metrics(shares)
+        assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
+        assert metrics["clip_ratio/region_mean"] == pytest.approx(0.0) or ratio > 1.2
+    assert metrics["clip_ratio/high_mean"] > 0
+
+
+def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(toy, monkeypatch):
+    loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
+    trainer = make_trainer(toy, loss=loss, seed=torch.seed() % 2**31, micro_batch_tokens=4096)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    expected = {}
+    for shift, weight in ((0.0, 1.0), (-0.1, math.exp(0.1)), (-1.0, 1.25)):
+        shifted = [
+            replace(sample, sampler_logprobs=tuple(value + shift for value in sample.sampler_logprobs))
+            for sample in samples
+        ]
+        calls = count_forwards(trainer, monkeypatch)
+        _, grads = gradients(trainer, shifted, totals)
+        assert calls == [True]
+        expected = expected or grads
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, weight * expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_sampler_logprobs_as_old_ones_leave_nothing_to_correct(toy):
+    with pytest.raises(ValueError, match="sampler_correction = 'token_truncate'"):
+        make_trainer(toy, old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
 
 
 def test_further_iterations_are_off_policy_and_clip_against_the_first(toy):
@@ -222,3 +309,39 @@ def test_an_advantage_function_of_the_wrong_shape_is_named(toy, tmp_path: Path, 
     trainer = make_trainer(toy, advantage={"function": "short_advantages:one_too_few"})
     with pytest.raises(ValueError, match="one_too_few"):
         trainer.collect(Clock())
+
+
+def test_the_length_limit_follows_the_completions_and_a_resumed_trainer_goes_on_with_it(toy):
+    rollout = {"max_completion_length": 2, "adaptive_length": {"min": 1, "max": 6, "window": 1}}
+    trainer = make_trainer(toy, rollout=rollout)
+    limits = [trainer.train_step().metrics["completion/length_limit"] for _ in range(5)]
+    assert limits == [2, 3, 5, 6, 6]  # a random model hardly ever ends early
+    assert max(len(c.token_ids) for group in trainer.collect(Clock())[0] for c in group.completions) == 6
+    assert trainer.evaluation_sampling.max_completion_length == 6
+
+    resumed = make_trainer(toy, rollout=rollout)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.length.limit == 6
+
+
+def test_rewards_begun_while_others_decode_change_no_step(toy):
+    seed = torch.seed() % 2**31
+    metrics = [
+        make_trainer(toy, seed=seed, rewards=[{**toy["rewards"][0], "per_group": early}]).train_step().metrics
+        for early in (False, True)
+    ]
+    assert metrics[0] == metrics[1]
+
+
+def test_a_generation_tells_how_far_it_is(toy):
+    trainer = make_trainer(toy)
+    seen: list[tuple[int, int, int]] = []
+    trainer.on_progress = lambda *numbers: seen.append(numbers)
+    groups, _ = trainer.collect(Clock())
+    total = sum(len(group.completions) for group in groups)
+    assert seen[0] == (0, 0, total) and seen[-1][1:] == (total, total)
+    assert seen[-1][0] == sum(len(c.token_ids) for group in groups for c in group.completions)
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(seen))
+    seen.clear()
+    trainer.evaluate(3)
+    assert seen[-1][1:] == (3, 3)

@@ -1,7 +1,7 @@
 """The implementations: ours, the peers', and those that installed packages offer.
 
-A package adds its own by an entry point of the group `grpo_fast.benchmark_peers` that names a `Peer` or a
-sequence of them.
+A package adds its own by an entry point of the group `grpo_fast.benchmark_peers` that names a `Peer`, or
+anything else with a `name` and a `prepare`, or a sequence of them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 
-from benchmarks.peers.protocol import Peer, Unsupported, require_cuda
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
+from .protocol import Peer, Unsupported, require_cuda
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = (
@@ -21,9 +21,11 @@ MODULES = (
     "unsloth_fused",
     "liger_chunked",
     "liger_per_token",
+    "liger_logits",
     "verl_triton",
     "torch_linear_ce",
     "quack_ce",
+    "flash_attn_ce",
 )
 
 __all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda"]
@@ -56,11 +58,11 @@ def _load(entry: EntryPoint) -> list[Peer]:
     """A broken plugin becomes a peer that raises, so that its failure shows in the table."""
     try:
         found = entry.load()
-        found = [found] if isinstance(found, Peer) else list(found)
-        wrong = [item for item in found if not isinstance(item, Peer)]
+        found = [found] if hasattr(found, "prepare") else list(found)
+        wrong = [item for item in found if not callable(getattr(item, "prepare", None))]
         if wrong:
-            raise TypeError(f"entry point {entry.name!r} gives {wrong[0]!r}, not a benchmarks.peers.Peer")
-        return found
+            raise TypeError(f"entry point {entry.name!r} gives {wrong[0]!r}: it has no `prepare(problem)`")
+        return [Peer(item.name, item.prepare) for item in found]
     except Exception as error:
         failure = error
 

@@ -1,27 +1,45 @@
-"""Apple's Cut Cross Entropy: with its gradient filter, which is the default, and without."""
+"""Apple's Cut Cross Entropy: its gradients filtered, which is the default, exact, and summed à la Kahan.
+
+The presets came after 25.1.1, the newest release of the package index. That one is exact without its filter,
+and has no compensated sums.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from benchmarks.peers.protocol import Peer, require_cuda
-from benchmarks.problem import Problem, Run
+from ..problem import Outcome, Problem, Run
+from .protocol import Peer, Unsupported, require_cuda
+
+FILTERED, EXACT, KAHAN = "cce", "cce_exact", "cce_kahan_full_c"
 
 
-def prepare(problem: Problem, filter_eps: str | None) -> Run:
+def prepare(problem: Problem, preset: str) -> Run:
     require_cuda(problem)
-    from cut_cross_entropy import linear_cross_entropy
+    from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
 
-    def run():
+    options = _options(preset, set(LinearCrossEntropyImpl.__members__))
+
+    def run() -> Outcome:
         losses = linear_cross_entropy(
-            problem.hidden, problem.weight, problem.targets, reduction="none", filter_eps=filter_eps
+            problem.hidden, problem.weight, problem.targets, reduction="none", **options
         )
         return problem.finish(-losses.float())
 
     return run
 
 
+def _options(preset: str, known: set[str]) -> dict[str, Any]:
+    if preset.upper() in known:
+        return {"impl": preset}
+    if preset == EXACT:
+        return {"filter_eps": None}
+    raise Unsupported(f"this cut-cross-entropy has no preset {preset}: install it from its repository")
+
+
 PEERS = (
-    Peer("Cut Cross Entropy (filtered)", partial(prepare, filter_eps="high")),
-    Peer("Cut Cross Entropy (exact)", partial(prepare, filter_eps=None)),
+    Peer("Cut Cross Entropy (filtered)", partial(prepare, preset=FILTERED)),
+    Peer("Cut Cross Entropy (exact)", partial(prepare, preset=EXACT)),
+    Peer("Cut Cross Entropy (Kahan)", partial(prepare, preset=KAHAN)),
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers.protocol import Peer
-from benchmarks.problem import Outcome, Problem, Run
+from ..problem import Outcome, Problem, Run
+from .protocol import Peer
 
 
 def prepare(problem: Problem) -> Run:

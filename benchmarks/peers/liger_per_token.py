@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.protocol import Peer
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
+from .protocol import Peer
 
 
 def prepare(problem: Problem) -> Run:

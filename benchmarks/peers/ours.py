@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers.protocol import Peer
-from benchmarks.problem import Outcome, Problem, Run
+from ..problem import Outcome, Problem, Run
+from .protocol import Peer, require_cuda
 
 
-def prepare(problem: Problem, tolerance: float | None) -> Run:
+def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
     from grpo_fast import linear_logprob
 
+    if not recompute:
+        require_cuda(problem)  # elsewhere everything is recomputed
+
     def run() -> Outcome:
-        out = linear_logprob(problem.hidden, problem.weight, problem.targets, tolerance=tolerance)
+        out = linear_logprob(
+            problem.hidden, problem.weight, problem.targets, tolerance=tolerance, recompute=recompute
+        )
         outcome = problem.finish(out.logprob)
         if not problem.backward:
             return outcome
@@ -71,5 +76,6 @@ class _Reference(torch.autograd.Function):
 PEERS = (
     Peer("ours", partial(prepare, tolerance=None)),
     Peer("ours, tolerance 0", partial(prepare, tolerance=0.0)),
+    Peer("ours, tolerance 0, kept", partial(prepare, tolerance=0.0, recompute=False)),
     Peer("ours, reference", prepare_reference),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
 
 
 class Unsupported(Exception):

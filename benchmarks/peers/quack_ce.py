@@ -6,8 +6,8 @@ use them.
 
 from __future__ import annotations
 
-from benchmarks.peers.protocol import Peer, require_cuda
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
+from .protocol import Peer, require_cuda
 
 
 def prepare(problem: Problem) -> Run:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.peers.protocol import Peer, require_cuda
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
+from .protocol import Peer, require_cuda
 
 
 def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers.protocol import Peer, Unsupported
-from benchmarks.problem import Problem, Run
+from ..problem import Problem, Run
+from .protocol import Peer, Unsupported
 
 
 def prepare(problem: Problem) -> Run:

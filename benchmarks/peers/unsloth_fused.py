@@ -1,22 +1,49 @@
-"""Unsloth's fused log-probabilities. Run only: its licence is the AGPL."""
+"""Unsloth's fused log-probabilities. Run only: its licence is the AGPL.
+
+They are loaded from their file alone: the package patches transformers for the whole process when it is
+imported, which would change what else is measured, and asks for Unsloth's trainer.
+"""
 
 from __future__ import annotations
 
-from benchmarks.peers.protocol import Peer, require_cuda
-from benchmarks.problem import Problem, Run
+import functools
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from torch import Tensor
+
+from ..problem import Outcome, Problem, Run
+from .protocol import Peer
+
+PACKAGE, FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
 
 
 def prepare(problem: Problem) -> Run:
-    require_cuda(problem)
-    from unsloth_zoo.fused_losses.fused_linear import fused_linear_logprobs
-
+    logprobs = _logprobs()
     shape = (problem.sequences, -1)
 
-    def run():
+    def run() -> Outcome:
         hidden = problem.hidden.view(*shape, problem.hidden.shape[1])
-        return problem.finish(fused_linear_logprobs(hidden, problem.weight, problem.targets.view(shape)))
+        return problem.finish(logprobs(hidden, problem.weight, problem.targets.view(shape)))
 
     return run
+
+
+@functools.cache
+def _logprobs() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Once a process: the file registers its operators with torch."""
+    package = find_spec(PACKAGE)
+    if package is None:
+        raise ImportError(f"No module named {PACKAGE!r}")
+    path = Path(package.origin).parent / FILE
+    if not path.exists():
+        raise ImportError(f"this {PACKAGE} has no {FILE}: install a newer one")
+    spec = spec_from_file_location("grpo_fast_benchmarks_unsloth", path)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fused_linear_logprobs
 
 
 PEERS = (Peer("Unsloth fused log-probabilities", prepare),)

@@ -83,8 +83,11 @@ MOVED: dict[str, Moved] = {
     "stop": Moved(rules.stop, ("rollout.stop",)),
     "generation_kwargs": rules.options(rules.GENERATION_OPTIONS),
     "use_vllm": rules.choice(
-        "rollout.engine", {True: "auto", False: "transformers", None: ...}, "is not a boolean"
+        "rollout.engine", {True: "vllm", False: "transformers", None: ...}, "is not a boolean"
     ),
+    "vllm_gpu_memory_utilization": to("rollout.vllm.gpu_memory_utilization"),
+    "vllm_max_model_length": to("rollout.vllm.max_model_length"),
+    "vllm_tensor_parallel_size": to("rollout.vllm.tensor_parallel_size"),
     "scale_rewards": rules.choice(
         "advantage.scale_rewards", _SCALES, "has no equivalent; it is group, batch or none"
     ),

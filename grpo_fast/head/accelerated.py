@@ -3,14 +3,16 @@
 Rows without work are sorted behind the others by a permutation that stays on the device, and the kernels stop
 at a count that stays there too: nothing waits for the host in the forward.
 
-The backward asks the host once: the dense path for how many rows have a gradient, the sparse path, after its
-kernels are launched, whether its lists overflowed. While a CUDA graph is captured it does not ask: the dense
-path works on all rows, and an overflow turns the gradient into NaN.
+The backward asks the host once, for cuBLAS must know its sizes: the dense path for how many rows have a
+gradient; the sparse path, after all its kernels are launched, how many rows are live nearly everywhere (the
+dense path takes them) and whether its lists overflowed. With what the forward kept it does not ask. While a
+CUDA graph is captured it does not either: the dense path works on all rows, the sparse path takes dense rows
+too, and an overflow turns the gradient into NaN.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from grpo_fast.head.problem import HeadGradients, HeadProblem, Request, RowGradi
 from grpo_fast.kernels import TILE
 from grpo_fast.kernels.dense import LogitGradient, dense_backward
 from grpo_fast.kernels.forward import Wanted, row_results, tile_statistics
+from grpo_fast.kernels.kept import Kept, allocate
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import sparse_backward
 
@@ -31,15 +34,24 @@ class State:
     tile_lse: Tensor  # (T, N) float32, rows in sorted order
     order: Tensor  # (N,) int64: a permutation, rows with work first
     count: Tensor  # () int32: rows with work
+    exponentials: Tensor  # (N, V) rows in sorted order, kept for the backward; else empty
+    maximum: Tensor  # (T, N) float32, beside them
+
+    def in_order(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @classmethod
-    def fake(cls, problem: HeadProblem) -> State:
+    def fake(cls, problem: HeadProblem, keep: bool) -> State:
         """Shapes and dtypes alone."""
         rows, tiles = problem.hidden.shape[0], (problem.vocabulary + TILE - 1) // TILE
         return cls(
             tile_lse=problem.hidden.new_empty((tiles, rows), dtype=torch.float32),
             order=problem.targets.new_empty(rows),
             count=problem.targets.new_empty((), dtype=torch.int32),
+            exponentials=(
+                allocate(rows, problem.vocabulary, problem.hidden) if keep else problem.hidden.new_empty(0)
+            ),
+            maximum=problem.hidden.new_empty((tiles, rows) if keep else 0, dtype=torch.float32),
         )
 
 
@@ -48,8 +60,10 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
     order, count = _rows_with_work_first(problem.targets)
     rows = _with_unit_stride(problem.rows(order))
     if rows.hidden.shape[0] == 0:
-        return _no_statistics(problem), State.fake(problem)
-    wanted = Wanted(request.entropy, request.mean_logit, request.max_logit, request.log_sum_sq)
+        return _no_statistics(problem), State.fake(problem, plan.keep)
+    exponentials = allocate(rows.hidden.shape[0], problem.vocabulary, rows.hidden) if plan.keep else None
+    maximum = request.max_logit or plan.keep
+    wanted = Wanted(request.entropy, request.mean_logit, maximum, request.log_sum_sq)
     tiles = tile_statistics(
         rows.hidden,
         rows.weight,
@@ -61,8 +75,10 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         softcap=rows.softcap,
         wanted=wanted,
         tile=plan.forward_tile,
+        keep=exponentials,
     )
-    results = row_results(tiles, rows.targets, order, count, problem.vocabulary)
+    reported = tiles if request.max_logit else replace(tiles, maximum=None)
+    results = row_results(reported, rows.targets, order, count, problem.vocabulary)
     empty = results.logprob.new_empty
     statistics = RowStatistics(
         *(
@@ -78,7 +94,10 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
             )
         )
     )
-    return statistics, State(tiles.lse, order, count)
+    maximum = tiles.maximum
+    if exponentials is None:
+        exponentials, maximum = rows.hidden.new_empty(0), tiles.lse.new_empty(0)
+    return statistics, State(tiles.lse, order, count, exponentials, maximum)
 
 
 def backward(
@@ -91,18 +110,39 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    weight_gradient: Tensor | None = None,
 ) -> tuple[HeadGradients, dict[str, Tensor] | None]:
-    """Gradients, and the certificate's numbers where something was left out."""
+    """Gradients, and the certificate's numbers where something was left out.
+
+    Args:
+        weight_gradient: (V, H) existing gradient, any float dtype: the weight's is added to it in place and
+            returned as it.
+    """
     sorted_rows = _SortedRows.gather(problem, statistics, gradients, state.order)
-    needs = {"need_hidden": need_hidden, "need_weight": need_weight, "need_bias": need_bias}
-    if problem.hidden.shape[0] == 0 or plan.backward == "dense":
-        result, certificate = _dense(sorted_rows, plan, **needs), None
+    wanted = _Wanted(need_hidden, need_weight, need_bias, weight_gradient)
+    linear = gradients.entropy is None and gradients.mean_logit is None
+    if state.exponentials.numel() and linear:
+        kept = Kept(state.exponentials, state.maximum)
+        result, certificate = _dense(sorted_rows, plan, wanted, kept), None
+    elif problem.hidden.shape[0] == 0 or plan.backward == "dense":
+        result, certificate = _dense(sorted_rows, plan, wanted), None
     else:
-        result, certificate = _sparse(sorted_rows, state.tile_lse, plan, **needs)
+        result, certificate = _sparse(sorted_rows, state.tile_lse, plan, wanted)
     hidden = result.hidden
     if hidden is not None:
         hidden = torch.empty_like(hidden).index_copy_(0, state.order, hidden)
     return HeadGradients(hidden, result.weight, result.bias), certificate
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which gradients, and what those of the parameters are added to; None: they are made."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    into_weight: Tensor | None = None
+    into_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -172,11 +212,14 @@ class _SortedRows:
         )
 
 
-def _dense(
-    rows: _SortedRows, plan: HeadPlan, *, need_hidden: bool, need_weight: bool, need_bias: bool
-) -> HeadGradients:
-    """Exact, over the rows with a gradient."""
-    index = None if _capturing(rows.logprob) else rows.live().nonzero().squeeze(1)
+def _dense(rows: _SortedRows, plan: HeadPlan, wanted: _Wanted, kept: Kept | None = None) -> HeadGradients:
+    """Exact, over the rows with a gradient; with what the forward kept, over all rows: nobody is asked."""
+    index = None
+    if kept is not None:
+        # What an ignored row holds is anything, and zero times NaN is not zero. The rows are a copy.
+        rows.problem.hidden.masked_fill_(~rows.live()[:, None], 0)
+    elif not _capturing(rows.logprob):
+        index = rows.live().nonzero().squeeze(1)
     chosen = rows if index is None else rows.rows(index)
     problem = chosen.problem
     result = dense_backward(
@@ -190,9 +233,12 @@ def _dense(
         softcap=problem.softcap,
         tile=plan.backward_tile,
         columns=plan.dense_columns,
-        need_hidden=need_hidden,
-        need_weight=need_weight,
-        need_bias=need_bias,
+        need_hidden=wanted.hidden,
+        need_weight=wanted.weight,
+        need_bias=wanted.bias,
+        weight_gradient=wanted.into_weight,
+        bias_gradient=wanted.into_bias,
+        kept=kept,
     )
     hidden = result.hidden
     if hidden is not None:
@@ -203,16 +249,10 @@ def _dense(
 
 
 def _sparse(
-    rows: _SortedRows,
-    tile_lse: Tensor,
-    plan: HeadPlan,
-    *,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
+    rows: _SortedRows, tile_lse: Tensor, plan: HeadPlan, wanted: _Wanted
 ) -> tuple[HeadGradients, dict[str, Tensor] | None]:
-    """From the live pairs alone; dense where they are too many for the sparse path to pay."""
-    problem = rows.problem
+    """From the live pairs, and densely what is live nearly everywhere."""
+    problem, capturing = rows.problem, _capturing(rows.logprob)
     g_logprob = rows.upstream.logprob
     pairs = select_pairs(
         tile_lse,
@@ -224,6 +264,8 @@ def _sparse(
         tolerance=plan.tolerance,
         itemsize=problem.hidden.element_size(),
         g_logsumexp=rows.upstream.logsumexp,
+        split_rows=not capturing,
+        config=plan.sparse,
     )
     result = sparse_backward(
         problem.hidden,
@@ -235,25 +277,47 @@ def _sparse(
         inv_temperature=problem.inv_temperature,
         logit_scale=problem.logit_scale,
         softcap=problem.softcap,
-        want_hidden=need_hidden,
-        want_weight=need_weight,
-        want_bias=need_bias,
+        want_hidden=wanted.hidden,
+        want_weight=wanted.weight,
+        want_bias=wanted.bias,
+        weight_gradient=wanted.into_weight,
+        bias_gradient=wanted.into_bias,
     )
     found = HeadGradients(result.hidden, result.weight, result.bias)
-    if _capturing(rows.logprob):
-        poison = torch.where(result.dense > 0, torch.nan, 0.0)
-        for gradient, missing in ((found.hidden, 1), (found.weight, 0), (found.bias, 0)):
-            if gradient is not None:
-                gradient += poison[missing].to(gradient.dtype)
-        return found, pairs.metrics(result.left_out)
-    nothing_written, no_hidden = result.dense.tolist()
+    certificate = pairs.metrics(result.left_out)
+    if capturing:
+        _poison(found, result.dense)
+        return found, certificate
+    missing = torch.cat([result.dense, pairs.dense_rows.sum(0, keepdim=True)])
+    nothing_written, no_hidden, dense_rows = missing.tolist()
     if nothing_written:
-        exact = _dense(rows, plan, need_hidden=need_hidden, need_weight=need_weight, need_bias=need_bias)
-        return exact, None
-    if no_hidden and need_hidden:
-        exact = _dense(rows, plan, need_hidden=True, need_weight=False, need_bias=False)
-        found = HeadGradients(exact.hidden, found.weight, found.bias)
-    return found, pairs.metrics(result.left_out)
+        return _dense(rows, plan, wanted), None
+    if dense_rows:
+        found = _with_dense_rows(found, rows, pairs.dense_rows, plan, wanted)
+    if no_hidden and wanted.hidden:
+        exact = _dense(rows, plan, _Wanted(hidden=True, weight=False, bias=False))
+        found = replace(found, hidden=exact.hidden)
+        certificate = pairs.metrics() if wanted.weight or wanted.bias else None
+    return found, certificate
+
+
+def _with_dense_rows(
+    found: HeadGradients, rows: _SortedRows, dense: Tensor, plan: HeadPlan, wanted: _Wanted
+) -> HeadGradients:
+    """Adds the rows, (N,) bool, that the lists left out."""
+    index = dense.nonzero().squeeze(1)
+    into = replace(wanted, into_weight=found.weight, into_bias=found.bias)
+    exact = _dense(rows.rows(index), plan, into)
+    hidden = None if found.hidden is None else found.hidden.index_copy_(0, index, exact.hidden)
+    return HeadGradients(hidden, exact.weight, exact.bias)
+
+
+def _poison(found: HeadGradients, dense: Tensor) -> None:
+    """NaN where a list overflowed, for while a graph is captured nobody can be asked."""
+    poison = torch.where(dense > 0, torch.nan, 0.0)
+    for gradient, missing in ((found.hidden, 1), (found.weight, 0), (found.bias, 0)):
+        if gradient is not None:
+            gradient += poison[missing].to(gradient.dtype)
 
 
 def _rows_with_work_first(targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from grpo_fast.head.checks import Arguments, check_arguments, check_outputs, check_tolerance
-from grpo_fast.head.operator import head_statistics
+from grpo_fast.head.checks import (
+    Arguments,
+    check_arguments,
+    check_outputs,
+    check_tolerance,
+    check_weight_grad,
+)
+from grpo_fast.head.fused_loss import fused_policy_loss, fuses
+from grpo_fast.head.operator import head_statistics, path_of
 from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
 from grpo_fast.head.problem import Request, RowStatistics
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
@@ -31,6 +38,8 @@ def linear_logprob(
     topk: int = 0,
     tolerance: float | None = None,
     deterministic: bool = False,
+    weight_grad: Tensor | None = None,
+    recompute: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> HeadOutput:
     """Log-probability of each target under softmax(softcap·tanh((X Wᵀ + bias)·logit_scale/softcap) /
@@ -51,10 +60,19 @@ def linear_logprob(
             "log_sum_sq_probs". The first three are differentiable too.
         topk: also return the ids and log-probabilities of that many most probable tokens.
         tolerance: error that the backward may make by leaving out what hardly matters, in units of the error
-            of rounding the logit gradient to bfloat16; None for 1, 0 for the exact gradient. On CPU always
-            exact.
+            of rounding the logit gradient to bfloat16; 0 for the exact gradient. None for 1 on a GPU and 0
+            elsewhere, where leaving out saves no time.
         deterministic: demand bit-equal results from run to run. No path adds in a changing order, so it
             costs nothing and changes nothing.
+        weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
+            weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
+            and autograd gets none for the weight. Saves a gradient-sized buffer and its addition, and in
+            float32 beside a bfloat16 weight keeps what many micro-batches' rounding would lose. What hangs
+            on the weight's gradient by hooks (DDP, FSDP, some optimisers) does not see it.
+        recompute: False keeps tokens · V elements of the inputs' dtype from the forward to the backward,
+            which then has one vocabulary-wide product less and is exact whatever the tolerance: for exact
+            gradients where there is memory. Only kernels keep them, and not with a softcap, nor for gradients
+            of the entropy or the mean logit; there all is recomputed.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order;
             `weight` and `bias` are this rank's part, everything else is the same on all of them. Hidden
             gradients are summed.
@@ -67,13 +85,20 @@ def linear_logprob(
     wanted = check_outputs(outputs)
     if not isinstance(topk, int) or topk < 0:
         raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
+    check_weight_grad(weight, weight_grad)
     arguments = _arguments(
         hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
     )
     if topk > arguments.vocabulary:
         raise ValueError(f"topk must be at most the vocabulary of {arguments.vocabulary}, got {topk}")
     statistics, certificate = _statistics(
-        arguments, wanted, wanted & _DIFFERENTIABLE | {"logprob"}, tolerance, process_group
+        arguments,
+        wanted,
+        wanted & _DIFFERENTIABLE | {"logprob"},
+        tolerance,
+        weight_grad,
+        recompute,
+        process_group,
     )
     return _head_output(arguments, statistics, certificate, wanted, topk, process_group)
 
@@ -93,6 +118,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     tolerance: float | None = None,
     deterministic: bool = False,
+    weight_grad: Tensor | None = None,
+    recompute: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Cross-entropy as `torch.nn.functional.cross_entropy` of the logits, without the logits.
@@ -122,10 +149,13 @@ def linear_cross_entropy(
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
+    check_weight_grad(weight, weight_grad)
     arguments = _arguments(
         hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
     )
-    s, _ = _statistics(arguments, frozenset(wanted), frozenset(wanted), tolerance, process_group)
+    s, _ = _statistics(
+        arguments, frozenset(wanted), frozenset(wanted), tolerance, weight_grad, recompute, process_group
+    )
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -161,6 +191,8 @@ def linear_grpo_loss(
     entropy: bool = False,
     tolerance: float | None = None,
     deterministic: bool = False,
+    weight_grad: Tensor | None = None,
+    recompute: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> GRPOLossOutput:
     """A policy loss of the packed batch: N completion tokens, each with the hidden state that predicts it.
@@ -197,6 +229,7 @@ def linear_grpo_loss(
         "group_ids": group_ids,
     }
     _check_packed(hidden, per_token)
+    check_weight_grad(weight, weight_grad)
     counted = targets != ignore_index
     loss_mask = counted if loss_mask is None else loss_mask & counted
     arguments = _arguments(
@@ -213,28 +246,29 @@ def linear_grpo_loss(
     needs_entropy = config.needs_entropy
     wanted = frozenset({"logprob", "entropy"} if entropy or needs_entropy else {"logprob"})
     differentiable = wanted if needs_entropy else frozenset({"logprob"})
-    rows, certificate = _statistics(arguments, wanted, differentiable, tolerance, process_group)
+    rows, certificate = _statistics(
+        arguments, wanted, differentiable, tolerance, weight_grad, recompute, process_group
+    )
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
     if num_sequences is None:
         num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    result = policy_loss(
-        LossInputs(
-            logprobs=rows.logprob,
-            advantages=advantages,
-            sequence_ids=sequence_ids,
-            loss_mask=loss_mask,
-            num_sequences=num_sequences,
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            sampler_logprobs=sampler_logprobs,
-            entropy=token_entropy,
-            group_ids=group_ids,
-            totals=totals,
-        ),
-        config,
+    inputs = LossInputs(
+        logprobs=rows.logprob,
+        advantages=advantages,
+        sequence_ids=sequence_ids,
+        loss_mask=loss_mask,
+        num_sequences=num_sequences,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+        entropy=token_entropy,
+        group_ids=group_ids,
+        totals=totals,
     )
+    fused = path_of(arguments.problem) == "triton" and fuses(inputs, config)
+    result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
     return GRPOLossOutput(
         loss=result.loss,
         metrics=result.metrics,
@@ -278,6 +312,8 @@ def _statistics(
     wanted: frozenset[str],
     differentiable: frozenset[str],
     tolerance: float | None,
+    weight_grad: Tensor | None,
+    recompute: bool,
     process_group: ProcessGroup | None,
 ) -> tuple[RowStatistics, Certificate]:
     check_tolerance(tolerance)
@@ -287,7 +323,12 @@ def _statistics(
         max_logit="argmax_is_target" in wanted,
         log_sum_sq="log_sum_sq_probs" in wanted,
     )
-    options = {"differentiable": differentiable, "tolerance": tolerance}
+    options = {
+        "differentiable": differentiable,
+        "tolerance": tolerance,
+        "weight_gradient": weight_grad,
+        "recompute": recompute,
+    }
     if process_group is None:
         return head_statistics(arguments.problem, request, **options)
     from grpo_fast.head.parallel import parallel_statistics

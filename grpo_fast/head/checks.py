@@ -91,6 +91,30 @@ def check_tolerance(tolerance: float | None) -> None:
         raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
 
 
+def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
+    """
+    Raises:
+        TypeError, ValueError: `weight_grad` cannot take the weight's gradient, or a hook would miss it.
+    """
+    if weight_grad is None:
+        return
+    if not isinstance(weight_grad, Tensor) or weight_grad.dtype not in _FLOATS:
+        kind = weight_grad.dtype if isinstance(weight_grad, Tensor) else type(weight_grad).__name__
+        raise TypeError(f"weight_grad must be a float tensor of weight's shape, or None, got {kind}")
+    if weight_grad.shape != weight.shape or weight_grad.device != weight.device:
+        raise ValueError(
+            f"weight_grad is {tuple(weight_grad.shape)} on {weight_grad.device}, "
+            f"weight {tuple(weight.shape)} on {weight.device}: they must agree"
+        )
+    if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
+        raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            "weight has gradient hooks, which a gradient added to weight_grad in place would not reach: "
+            "remove them, or leave weight_grad out"
+        )
+
+
 def check_values(problem: HeadProblem) -> None:
     """Targets and temperatures, where looking at them does not stall a device.
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.head.operator import head_statistics
+from grpo_fast.head.operator import head_statistics, path_of
 from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import DEFAULT_TOLERANCE
+from grpo_fast.head.plan import tolerance_in_force
 from grpo_fast.head.problem import ROW_IGNORED, HeadProblem, Request, RowStatistics
 
 
@@ -43,13 +43,15 @@ def parallel_statistics(
     *,
     differentiable: frozenset[str],
     tolerance: float | None,
+    weight_gradient: Tensor | None = None,
+    recompute: bool = True,
 ) -> tuple[RowStatistics, Certificate]:
     """`head_statistics` of the whole vocabulary.
 
     `problem.weight` and `.bias` are this rank's rows, its targets are global.
     """
     start, total = shard_bounds(problem.vocabulary, group)
-    budget = DEFAULT_TOLERANCE if tolerance is None else tolerance
+    budget = tolerance_in_force(path_of(problem), tolerance)
     local, certificate = head_statistics(
         replace(
             problem,
@@ -59,6 +61,8 @@ def parallel_statistics(
         request,
         differentiable=differentiable | {"logsumexp"},
         tolerance=budget / dist.get_world_size(group),
+        weight_gradient=weight_gradient,
+        recompute=recompute,
     )
     here = (problem.targets >= start) & (problem.targets < start + problem.vocabulary)
     logsumexp = _LogSumExp.apply(local.logsumexp, group)

@@ -5,12 +5,16 @@ Pure: decided from sizes and facts of the device, so it is tested without one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from grpo_fast.head.tuning import Sizes, sizes_for
 from grpo_fast.kernels import TILE, ProductTile
+from grpo_fast.kernels.sparse_config import SparseConfig
+
+Path = Literal["reference", "triton"]
 
 DEFAULT_TOLERANCE = 1.0
 """What the backward may leave out, in units of what rounding the logit gradient to bfloat16 costs anyway."""
@@ -30,6 +34,7 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     shared_memory: int = 0  # bytes one program may use
     has_triton: bool = False
+    has_library: bool = False  # `csrc/` was built
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,11 @@ class Workload:
     softcap: bool = False
     extra_statistics: bool = False  # anything beyond log-probability and log-sum-exp
     dense_gradient: bool = False  # upstream gradients of the entropy or the mean logit: not sparse
-    tolerance: float | None = None  # None for DEFAULT_TOLERANCE
+    tolerance: float | None = None  # None for DEFAULT_TOLERANCE, exact where no kernel runs
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
+    keep: bool = False  # the caller lets the forward keep N·V elements for the backward
+    hidden_size: int = 2048
+    trainable: bool = True  # the weight takes a gradient
 
 
 @dataclass(frozen=True)
@@ -56,36 +64,52 @@ class Chunks:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    path: Literal["reference", "triton"]
+    path: Path
     backward: Literal["dense", "sparse"]  # dense: exact, and where nothing can be left out
     tolerance: float
+    keep: bool  # the forward keeps exponentials, and the backward takes them up
     chunks: Chunks  # of the reference path
     forward_tile: ProductTile
     backward_tile: ProductTile
     dense_columns: int  # vocabulary entries per chunk of the dense backward
+    sparse: SparseConfig  # of the sparse backward
 
 
 def plan_head(device: Device, work: Workload) -> HeadPlan:
     """The plan for one call."""
-    tolerance = DEFAULT_TOLERANCE if work.tolerance is None else work.tolerance
+    path = head_path(device, work.dtype)
+    tolerance = tolerance_in_force(path, work.tolerance)
     exact = tolerance == 0 or work.dense_gradient
-    # A softcap and many statistics together, or the entropy's gradient, need the registers of half a tile.
-    forward_wide = not (work.softcap and work.extra_statistics)
+    # Many statistics and a softcap, or the store of what is kept, need the registers of half a tile; so does
+    # the entropy's gradient.
+    keep = work.keep and path == "triton" and not work.softcap
+    forward_wide = not (work.extra_statistics and (work.softcap or keep))
     backward_wide = not (work.softcap or work.dense_gradient)
-    forward_tile = _descriptor_tile(device, work, wide=forward_wide) or _pointer_tile(work, backward=False)
-    backward_tile = _descriptor_tile(device, work, wide=backward_wide) or _pointer_tile(work, backward=True)
+    sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable)
+    forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
+    backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
     return HeadPlan(
-        path=_path(device, work.dtype),
+        path=path,
         backward="dense" if exact else "sparse",
         tolerance=tolerance,
+        keep=keep,
         chunks=_chunks(device, work),
         forward_tile=forward_tile,
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
+        sparse=_sparse_config(device, work, sizes),
     )
 
 
-def _path(device: Device, dtype: torch.dtype) -> Literal["reference", "triton"]:
+def tolerance_in_force(path: Path, tolerance: float | None) -> float:
+    """The tolerance itself, or what None stands for."""
+    if tolerance is not None:
+        return tolerance
+    return DEFAULT_TOLERANCE if path == "triton" else 0.0
+
+
+def head_path(device: Device, dtype: torch.dtype) -> Path:
+    """Kernels where they run."""
     usable = device.kind == "cuda" and device.has_triton and device.capability >= (8, 0)
     return "triton" if usable and dtype in (torch.bfloat16, torch.float16, torch.float32) else "reference"
 
@@ -99,26 +123,20 @@ def _chunks(device: Device, work: Workload) -> Chunks:
     return Chunks(height, max(1, min(width, work.vocabulary)))
 
 
-def _descriptor_tile(device: Device, work: Workload, *, wide: bool) -> ProductTile | None:
+def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool) -> ProductTile | None:
     """Hopper's tile, as large as registers allow: operand bytes per product keep the tensor cores fed."""
-    if not work.aligned or device.capability[0] not in (9, 10):
+    tile = sizes.wide if wide else sizes.narrow
+    if tile is None or not work.aligned or device.capability[0] not in (9, 10):
         return None
-    if work.dtype == torch.float32:
-        tile = ProductTile(64, 128, 32, warps=4, stages=3, group=16, descriptors=True)
-    else:
-        tile = ProductTile(128, 256 if wide else 128, 64, warps=8, stages=4, group=16, descriptors=True)
     results = tile.rows * TILE * work.dtype.itemsize
     needed = tile.shared_bytes(work.dtype.itemsize) + results + _SCRATCH_BYTES
     return tile if needed <= device.shared_memory else None
 
 
-def _pointer_tile(work: Workload, *, backward: bool) -> ProductTile:
-    """Everyone else's tile. Addresses, and operands that pass through registers, leave room for less."""
-    if work.dtype == torch.float32:
-        return ProductTile(64, 128, 32, warps=8, stages=3, group=8, descriptors=False)
-    if backward:
-        return ProductTile(64, 128, 64, warps=8, stages=3, group=8, descriptors=False)
-    return ProductTile(128, 128, 32, warps=8, stages=4, group=8, descriptors=False)
+def _sparse_config(device: Device, work: Workload, sizes: Sizes) -> SparseConfig:
+    """Triton's kernels stand in where `csrc/` was not built, or has none for the dtype."""
+    usable = device.has_library and work.dtype != torch.float32
+    return sizes.sparse if usable else replace(sizes.sparse, cuda_rows=False, cuda_curve=False)
 
 
 def _dense_columns(work: Workload, multiple: int) -> int:

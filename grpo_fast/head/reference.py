@@ -63,8 +63,13 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    weight_gradient: Tensor | None = None,
 ) -> HeadGradients:
     """Exact gradients. Rows without upstream gradient cost nothing.
+
+    Args:
+        weight_gradient: (V, H) existing gradient, any float dtype: the weight's is added to it in place and
+            returned as it.
 
     With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
     head's hidden states is one scaling of it; anything else recomputes the logits.
@@ -72,24 +77,26 @@ def backward(
     if jacobian is not None and gradients.only_logprob and not need_weight and not need_bias:
         upstream = torch.where(problem.targets >= 0, gradients.logprob, 0)
         return HeadGradients((jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
-    live = gradients.live_rows()
-    live = (
-        torch.zeros_like(problem.targets, dtype=torch.bool) if live is None else live & (problem.targets >= 0)
-    )
-    index = live.nonzero().squeeze(1)
-    rows = _LiveRows.gather(problem, statistics, gradients, index)
+    rows, index = LiveRows.of(problem, statistics, gradients)
     kind = {"dtype": problem.accumulator, "device": problem.hidden.device}
     hidden = torch.zeros(index.numel(), problem.hidden.shape[1], **kind) if need_hidden else None
-    weight = torch.empty_like(problem.weight) if need_weight else None
+    weight = weight_gradient
+    if need_weight and weight is None:
+        weight = torch.zeros_like(problem.weight)
     bias = torch.empty_like(problem.bias) if need_bias else None
     with _exact_bf16_products(problem):
         for start in range(0, problem.vocabulary, chunks.columns):
             columns = slice(start, min(start + chunks.columns, problem.vocabulary))
-            _backward_columns(rows, columns, chunks.rows, hidden, weight, bias)
+            _backward_columns(rows, columns, chunks.rows, hidden, weight if need_weight else None, bias)
     if hidden is not None:
         scattered = torch.zeros_like(problem.hidden, memory_format=torch.contiguous_format)
         hidden = scattered.index_copy_(0, index, hidden.to(problem.hidden.dtype))
-    return HeadGradients(hidden, weight, bias)
+    return HeadGradients(hidden, weight if need_weight else None, bias)
+
+
+def add_into(existing: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """`existing` after adding to it in place, rounded once; the gradient in `dtype` where nothing exists."""
+    return gradient.to(dtype) if existing is None else existing.add_(gradient)
 
 
 def logits(problem: HeadProblem, columns: slice) -> Tensor:
@@ -236,7 +243,7 @@ def _finish_jacobian(running: _Running, block: HeadProblem, present: Tensor) -> 
 
 
 @dataclass(frozen=True)
-class _LiveRows:
+class LiveRows:
     """The rows with upstream gradient, and what their logit gradient is made of. n rows."""
 
     problem: HeadProblem
@@ -248,9 +255,20 @@ class _LiveRows:
     mean_gradient: Tensor | None  # (n,) per vocabulary entry
 
     @classmethod
+    def of(
+        cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
+    ) -> tuple[LiveRows, Tensor]:
+        """The rows with work and an upstream gradient, and their places, (n,) int64."""
+        live = gradients.live_rows()
+        if live is None:
+            live = torch.zeros_like(problem.targets, dtype=torch.bool)
+        index = (live & (problem.targets >= 0)).nonzero().squeeze(1)
+        return cls.gather(problem, statistics, gradients, index), index
+
+    @classmethod
     def gather(
         cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients, index: Tensor
-    ) -> _LiveRows:
+    ) -> LiveRows:
         chosen = gradients.rows(index)
         block = problem.rows(index)
         logprob = statistics.logprob[index]
@@ -268,11 +286,11 @@ class _LiveRows:
             mean_gradient=None if chosen.mean_logit is None else chosen.mean_logit / problem.vocabulary,
         )
 
-    def rows(self, part: slice) -> _LiveRows:
+    def rows(self, part: slice) -> LiveRows:
         def cut(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[part]
 
-        return _LiveRows(
+        return LiveRows(
             self.problem.rows(part),
             self.logsumexp[part],
             self.mass[part],
@@ -303,14 +321,14 @@ class _LiveRows:
 
 
 def _backward_columns(
-    live: _LiveRows,
+    live: LiveRows,
     columns: slice,
     height: int,
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Adds the columns' part to `hidden`, and writes their own rows of `weight` and `bias`."""
+    """Adds the columns' part to `hidden` and their own rows of `weight`, and writes those of `bias`."""
     problem = live.problem
     kind = problem.accumulator
     width = columns.stop - columns.start
@@ -329,7 +347,7 @@ def _backward_columns(
         if bias_part is not None:
             bias_part += gradient.sum(0)
     if weight_part is not None:
-        weight[columns] = weight_part.to(weight.dtype)
+        weight[columns] += weight_part
     if bias_part is not None:
         bias[columns] = bias_part.to(bias.dtype)
 

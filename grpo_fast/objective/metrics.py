@@ -9,6 +9,8 @@ from grpo_fast.objective.batch import PreparedBatch
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.surrogates import Surrogate
 
+RATIO_BAND = 0.1  # a ratio beyond 1 ± this is more than rounding
+
 
 def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossConfig) -> dict[str, Tensor]:
     """Ratio, clipping, masking and entropy.
@@ -47,11 +49,14 @@ def mismatch_metrics(batch: PreparedBatch) -> dict[str, Tensor]:
         return {}
     mask, mean, weights = batch.segments.mask, batch.measured_token_mean, batch.tokens.sampler_weight
     log_ratio = batch.tokens.old_logprobs - batch.sampler_logprobs
-    difference = log_ratio.abs()
+    difference, ratio = log_ratio.abs(), log_ratio.exp()
+    outside = (ratio < 1 - RATIO_BAND) | (ratio > 1 + RATIO_BAND)
     return {
         "sampling/logp_difference_mean": (mean * difference).sum(),
         "sampling/logp_difference_max": masked_extreme(difference, mask, "max"),
         "sampling/kl": (mean * (torch.expm1(log_ratio) - log_ratio)).sum(),  # k3 of KL(sampler ‖ trainer)
+        "sampling/kl_k1": -(mean * log_ratio).sum(),  # the same by its definition: unbiased too, but noisier
+        "sampling/ratio_outside_mean": (mean * outside).sum(),
         "sampling/importance_ratio_mean": (mean * weights).sum(),
         "sampling/importance_ratio_min": masked_extreme(weights, mask, "min"),
         "sampling/importance_ratio_max": masked_extreme(weights, mask, "max"),

@@ -53,12 +53,15 @@ class PolicyOptimizer:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
         self._steps = 0
+        self.mid_step = False  # whether the weights have changed since the last training step was over
         self._parameters = dict(parameters)
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
+        self._gradients: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             parameter = self._parameters[name]
             if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_absorb_into(master))
+                self._gradients[name] = torch.empty_like(master, requires_grad=False)
+                parameter.register_post_accumulate_grad_hook(_absorb_into(master, self._gradients[name]))
         matrices = [master for master in self._masters.values() if master.ndim >= 2]
         vectors = [master for master in self._masters.values() if master.ndim < 2]
         groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
@@ -105,6 +108,7 @@ class PolicyOptimizer:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
+        self.mid_step = True
         self._adam.step()
         self._write_back()
         self.zero_grad()
@@ -113,6 +117,7 @@ class PolicyOptimizer:
     def advance(self) -> None:
         """A training step is over, however many optimiser steps it took: the schedule moves on."""
         self._steps += 1
+        self.mid_step = False
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
@@ -137,6 +142,18 @@ class PolicyOptimizer:
             for kind, tensor in self._adam.state.get(master, {}).items():
                 tensors[f"{kind}.{name}"] = tensor
         return tensors
+
+    def moments(self) -> dict[str, Tensor]:
+        """Adam's state, live, by `KIND.PARAMETER`; empty before the first step."""
+        return {k: t for k, t in self.state_tensors().items() if not k.startswith("master.")}
+
+    def masters(self) -> dict[str, Tensor]:
+        """The float32 masters of 16-bit parameters, live, by the parameter's name."""
+        return {name: self._masters[name] for name in self._gradients}
+
+    def gradient_buffers(self) -> dict[str, Tensor]:
+        """What the masters' gradients are gathered in: worth nothing between steps."""
+        return dict(self._gradients)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -183,9 +200,8 @@ def _master(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().to(torch.float32).requires_grad_()
 
 
-def _absorb_into(master: Tensor) -> Callable[[Tensor], None]:
+def _absorb_into(master: Tensor, buffer: Tensor) -> Callable[[Tensor], None]:
     """A hook that moves a finished gradient into the master's buffer, which outlives the steps."""
-    buffer = torch.empty_like(master, requires_grad=False)
 
     def absorb(parameter: Tensor) -> None:
         if master.grad is None:

@@ -116,6 +116,10 @@ class Policy:
             else:
                 raise RuntimeError("the policy has no reference; load it with needs_reference=True")
 
+    def reference_weights(self) -> dict[str, Tensor]:
+        """The frozen copy's weights, live, by name; empty where there is no copy."""
+        return {} if self._reference is None else dict(self._reference.named_parameters())
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """What the optimiser changes, by name. A tied weight appears once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

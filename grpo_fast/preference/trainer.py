@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.clock import Clock
+from grpo_fast.collection import Progress
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptSampler
 from grpo_fast.metrics import SampleRecord
+from grpo_fast.micro_batches import sum_metrics
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.preference.beta import BetaController
@@ -28,7 +31,7 @@ from grpo_fast.preference.ranking_losses import ranking_loss
 from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import Request, pack_requests, score, sequence_logprobs, split_requests
 from grpo_fast.preference.types import PreferenceTotals
-from grpo_fast.trainer import Clock, StepResult, sum_metrics
+from grpo_fast.trainer import StepResult
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class PreferenceTrainer:
         self.reference = reference
         self.held_out = held_out
         self.engine: AbstractContextManager[Any] = nullcontext()  # nothing is generated
+        self.on_progress: Progress | None = None
         self.step = 0
         section = config.preference
         self.ranks = config.algorithm == "rank"

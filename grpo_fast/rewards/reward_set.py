@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult
 from grpo_fast.rollout.types import Completion
 
 logger = logging.getLogger(__name__)
+NOTHING_KNOWN: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Reward:
     options: Mapping[str, Any] = field(default_factory=dict)  # passed at each call
     timeout: float = 60.0  # seconds one call may take
     on_error: Literal["fail", "skip"] = "fail"
+    per_group: bool = False  # scores a prompt's completions by themselves, whatever the others are
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
@@ -50,7 +53,17 @@ def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}_{seen[name]}"
-        rewards.append(Reward(name, function, config.weight, options, config.timeout, config.on_error))
+        rewards.append(
+            Reward(
+                name,
+                function,
+                config.weight,
+                options,
+                config.timeout,
+                config.on_error,
+                config.per_group,
+            )
+        )
     return RewardSet(rewards)
 
 
@@ -82,17 +95,32 @@ class RewardSet:
                     raise RewardError(reward.name, problem)
 
     def score_completions(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]]
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Sequence[Completion]],
+        *,
+        known: Mapping[str, Sequence[float]] = NOTHING_KNOWN,
     ) -> RewardResult:
-        """Scores each prompt's completions: one row of the result a completion, group after group."""
-        pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-        names = {name: None for prompt, _ in pairs for name in prompt.columns}
-        return self.score(
-            [prompt.prompt for prompt, _ in pairs],
-            [completion.text for _, completion in pairs],
-            {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names},
-            completion_ids=[completion.token_ids for _, completion in pairs],
-        )
+        """Scores each prompt's completions: one row of the result a completion, group after group.
+
+        Args:
+            known: values of functions that have scored all of them already, by name, see `EarlyScores`.
+        """
+        batch = completions_batch(prompts, completions, column_names(prompts))
+        return self._score(batch, known)
+
+    def score_group(
+        self, name: str, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
+    ) -> list[float]:
+        """One function's values for one prompt's completions.
+
+        Raises:
+            CallFailed: it fails; scoring the whole batch then says how.
+        """
+        reward = self.rewards[self.names.index(name)]
+        batch = completions_batch([prompt], [completions], columns)
+        call = self._start(reward, arguments(name, reward.function, reward.options, batch))
+        return check_values(self._runner.finish(call), len(batch))
 
     def score(
         self,
@@ -114,24 +142,29 @@ class RewardSet:
             RewardError: a function fails and is not to be skipped, or none applies to any sample.
             ValueError: lengths that differ.
         """
-        batch = make_batch(prompts, completions, columns, completion_ids)
+        return self._score(make_batch(prompts, completions, columns, completion_ids), NOTHING_KNOWN)
+
+    def _score(self, batch: Batch, known: Mapping[str, Sequence[float]]) -> RewardResult:
         if not len(batch):
             raise ValueError("completions is empty; there is nothing to score")
-        values, skipped = self._call_all(batch)
+        values, skipped = self._call_all(batch, known)
         table = torch.tensor(values, dtype=torch.float64).T.contiguous()
         applies = ~table.isnan()
         self._report_unscored(applies, skipped, batch)
         return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
 
-    def _call_all(self, batch: Batch) -> tuple[list[list[float]], dict[str, str]]:
+    def _call_all(
+        self, batch: Batch, known: Mapping[str, Sequence[float]]
+    ) -> tuple[list[list[float]], dict[str, str]]:
         """F lists of N values, and why some of them are all NaN."""
-        calls = {r.name: arguments(r.name, r.function, r.options, batch) for r in self.rewards}
-        running = {r.name: self._start(r, calls[r.name]) for r in self.rewards if is_async(r.function)}
-        outcomes: dict[str, list[float] | CallFailed] = {}
-        for reward in self.rewards:
+        due = [reward for reward in self.rewards if reward.name not in known]
+        calls = {r.name: arguments(r.name, r.function, r.options, batch) for r in due}
+        running = {r.name: self._start(r, calls[r.name]) for r in due if is_async(r.function)}
+        outcomes: dict[str, list[float] | CallFailed] = {name: list(known[name]) for name in known}
+        for reward in due:
             if reward.name not in running:
                 outcomes[reward.name] = self._outcome(reward, self._start(reward, calls[reward.name]), batch)
-        for reward in self.rewards:
+        for reward in due:
             if reward.name in running:
                 outcomes[reward.name] = self._outcome(reward, running[reward.name], batch)
         skipped = {
@@ -189,3 +222,21 @@ class RewardSet:
             remedy = "check that the columns hold what the rewards expect"
             raise RewardError(names, f"{problem}; {remedy}\n{sample}", unscored[0])
         logger.warning("reward %r %s; the first is %s", names, problem, sample)
+
+
+def column_names(prompts: Sequence[Prompt]) -> list[str]:
+    """Every column that some prompt has."""
+    return list({name: None for prompt in prompts for name in prompt.columns})
+
+
+def completions_batch(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
+) -> Batch:
+    """One sample a completion, group after group; None where a prompt lacks a column."""
+    pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+    return make_batch(
+        [prompt.prompt for prompt, _ in pairs],
+        [completion.text for _, completion in pairs],
+        {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns},
+        [completion.token_ids for _, completion in pairs],
+    )

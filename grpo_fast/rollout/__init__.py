@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
-from grpo_fast.rollout.types import Completion, Engine, Sampling
+from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
     from grpo_fast.config import RolloutConfig
     from grpo_fast.policy import Policy
 
-__all__ = ["Completion", "Engine", "Sampling", "make_engine", "sampling_of"]
+__all__ = ["Completion", "Engine", "RolloutObserver", "Sampling", "make_engine", "sampling_of"]
 
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
@@ -26,13 +27,36 @@ def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
     )
 
 
-def make_engine(config: RolloutConfig, policy: Policy) -> Engine:
-    """The engine that `config.engine` names; `auto` takes the best one available.
+def make_engine(
+    config: RolloutConfig,
+    policy: Policy,
+    *,
+    max_length: int | None = None,
+    kv_cache_bytes: int | None = None,
+) -> Engine:
+    """The engine that `config.engine` names; `auto` is vLLM on a GPU where it is installed.
+
+    Args:
+        max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
+        kv_cache_bytes: planned for keys and values; vLLM's share of the memory decides otherwise.
 
     Raises:
-        ValueError: `config.engine` names no engine.
+        ValueError: `config.engine` names no engine, or a setting contradicts the device or the policy.
+        ImportError: vLLM is asked for and not installed, or of an unknown version.
     """
-    if config.engine in ("auto", "transformers"):
+    engine = config.engine
+    if engine == "vllm" and config.max_batch_tokens is not None:
+        raise ValueError(
+            f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
+            "set rollout.vllm.kv_cache_gib instead"
+        )
+    if engine == "auto":
+        engine = "vllm" if policy.device.type == "cuda" and _vllm_is_there() else "transformers"
+    if engine == "vllm":
+        from grpo_fast.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(policy, config.vllm, max_length=max_length, kv_cache_bytes=kv_cache_bytes)
+    if engine == "transformers":
         from grpo_fast.rollout.transformers import TransformersEngine
 
         return TransformersEngine(
@@ -41,4 +65,14 @@ def make_engine(config: RolloutConfig, policy: Policy) -> Engine:
             eos_ids=policy.eos_token_ids,
             max_batch_tokens=config.max_batch_tokens,
         )
-    raise ValueError(f"rollout.engine = {config.engine!r} is not known; use 'auto' or 'transformers'")
+    raise ValueError(f"rollout.engine = {engine!r} is not known; use 'auto', 'transformers' or 'vllm'")
+
+
+def _vllm_is_there() -> bool:
+    from grpo_fast.rollout.vllm_version import installed_version, version_problem
+
+    version = installed_version()
+    problem = version_problem(version)
+    if version is not None and problem is not None:
+        warnings.warn(f"rollout.engine = 'auto' takes transformers: {problem}", stacklevel=3)
+    return problem is None

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from grpo_fast.rollout.collector import Collector
 from grpo_fast.rollout.decoder import Decoder, ExpandedDecoder, Prompt
 from grpo_fast.rollout.sampling import Warper, draw, make_warper
 from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
-from grpo_fast.rollout.types import Completion, Sampling
+from grpo_fast.rollout.types import Completion, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ class Row:
 
     prompt: tuple[int, ...]
     request: int  # which of the caller's prompts
+    number: int  # which of its completions
 
 
 class TransformersEngine:
@@ -74,7 +76,14 @@ class TransformersEngine:
         self._decoder: Decoder | None = None
         self._asleep = False
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+    ) -> list[list[Completion]]:
         """`n` completions for each tokenised prompt, in the order of the prompts.
 
         The same `sampling.seed` gives the same tokens; the global random state is neither read nor changed.
@@ -103,26 +112,20 @@ class TransformersEngine:
         else:
             generator.manual_seed(sampling.seed)
 
-        rows = [Row(tuple(prompt), request) for request, prompt in enumerate(prompts) for _ in range(n)]
+        rows = [Row(tuple(prompt), request, i) for request, prompt in enumerate(prompts) for i in range(n)]
         rows.sort(key=lambda row: (len(row.prompt), row.prompt))  # little padding, equal prompts adjacent
-        groups: list[list[Completion]] = [[] for _ in prompts]
+        collector = Collector(len(prompts), n, observer)
         with self._generating():
             for chunk in self._chunks(rows, sampling.max_completion_length):
-                completions = self._complete(chunk, sampling, warper, generator)
-                for row, completion in zip(chunk, completions, strict=True):
-                    groups[row.request].append(completion)
-        return groups
+                self._complete(chunk, sampling, warper, generator, collector)
+        return collector.groups()
 
     def sleep(self) -> None:
         """Give way to the trainer; the model is the trainer's, so nothing is freed."""
-        if self._asleep:
-            raise RuntimeError("sleep() on a sleeping engine; each sleep() needs its wake()")
         self._asleep = True
 
     def wake(self) -> None:
         """Allow `generate` again."""
-        if not self._asleep:
-            raise RuntimeError("wake() on an engine that is awake; each wake() needs its sleep()")
         self._asleep = False
 
     def sync(self, policy: Policy) -> None:
@@ -190,8 +193,9 @@ class TransformersEngine:
         sampling: Sampling,
         warper: Warper | None,
         generator: torch.Generator,
-    ) -> list[Completion]:
-        """Draw one completion for each row, all at once."""
+        collector: Collector,
+    ) -> None:
+        """Draw one completion for each row, all at once; each is collected when it ends."""
         device, count, max_new = self._base.device, len(rows), sampling.max_completion_length
         prompts = list(dict.fromkeys(row.prompt for row in rows))
         number = {prompt: i for i, prompt in enumerate(prompts)}
@@ -213,9 +217,12 @@ class TransformersEngine:
             ended = torch.isin(drawn, eos)
             if sampling.stop:
                 ended |= self._completes_stop(tokens[held, : position + 1], sampling.stop)
-            ends[held] = torch.where((ends[held] == 0) & ended, position + 1, ends[held])
+            now = held[(ends[held] == 0) & ended]
+            ends[now] = position + 1
+            self._collect(rows, now, tokens, logprobs, ends, collector)
             alive = ends[held] == 0
             living = int(alive.sum())
+            collector.report(living * (position + 1))
             if living == 0 or position + 1 == max_new:
                 break
             if living < DROP_BELOW * len(held):
@@ -224,7 +231,8 @@ class TransformersEngine:
                 held, drawn = held[stay], drawn[stay]
             logits = decoder.step(drawn)
         self._decoder = None
-        return self._collect(tokens, logprobs, ends)
+        self._collect(rows, held[ends[held] == 0], tokens, logprobs, ends, collector)
+        collector.report(0)
 
     def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
         """(rows,) bool: the end of the text of `tokens` (rows, t) holds a stop string."""
@@ -232,11 +240,22 @@ class TransformersEngine:
         texts = self.tokenizer.batch_decode(tokens[:, -tail:].tolist(), clean_up_tokenization_spaces=False)
         return torch.tensor([any(text in tail for text in stop) for tail in texts], device=tokens.device)
 
-    def _collect(self, tokens: Tensor, logprobs: Tensor, ends: Tensor) -> list[Completion]:
-        lengths = torch.where(ends == 0, tokens.shape[1], ends).tolist()
-        ids = [row[:length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+    def _collect(
+        self,
+        rows: Sequence[Row],
+        done: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        ends: Tensor,
+        collector: Collector,
+    ) -> None:
+        """Hand over the completions of the rows `done`, an index; one that has no end was cut off."""
+        if not len(done):
+            return
+        lengths = torch.where(ends[done] == 0, tokens.shape[1], ends[done]).tolist()
+        ids = [row[:length] for row, length in zip(tokens[done].tolist(), lengths, strict=True)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return [
-            Completion(tuple(row), tuple(row_logprobs[: len(row)]), text, truncated=end == 0)
-            for row, row_logprobs, text, end in zip(ids, logprobs.tolist(), texts, ends.tolist(), strict=True)
-        ]
+        columns = (done.tolist(), ids, logprobs[done].tolist(), texts, ends[done].tolist())
+        for number, row, row_logprobs, text, end in zip(*columns, strict=True):
+            completion = Completion(tuple(row), tuple(row_logprobs[: len(row)]), text, truncated=end == 0)
+            collector.add(rows[number].request, rows[number].number, completion)

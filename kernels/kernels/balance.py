@@ -25,10 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEVELS = 48
-"""Thresholds: 2^-4, 2^-4.5, …, 2^-27, and zero."""
+from . import CANDIDATES, LEVELS
 
-_CANDIDATES = 64
 _BLOCK_ROWS = 128
 
 
@@ -63,12 +61,12 @@ def balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> Ba
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=curve.device)
 
-    partial, kappa, unmet = empty(max(programs, 1), _CANDIDATES), empty(1), empty(1, dtype=torch.int32)
+    partial, kappa, unmet = empty(max(programs, 1), CANDIDATES), empty(1), empty(1, dtype=torch.int32)
     log_threshold, left_out = empty(rows), empty(rows)
     shape = {"LEVELS": LEVELS, "BLOCK_LEVELS": triton.next_power_of_2(LEVELS), "BLOCK": _BLOCK_ROWS}
     if programs:
-        _spend[(programs,)](curve, levels, weight, budget, partial, rows, CANDIDATES=_CANDIDATES, **shape)
-    _choose[(1,)](partial, budget, kappa, unmet, programs, CANDIDATES=_CANDIDATES, BLOCK=32)
+        _spend[(programs,)](curve, levels, weight, budget, partial, rows, CANDIDATES=CANDIDATES, **shape)
+    _choose[(1,)](partial, budget, kappa, unmet, programs, CANDIDATES=CANDIDATES, BLOCK=32)
     if programs:
         _assign[(programs,)](curve, levels, weight, kappa, log_threshold, left_out, rows, **shape)
     return Balance(log_threshold, left_out, unmet)

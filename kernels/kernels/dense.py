@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import ProductTile
+from .kept import Kept, kept_gradient
 from .product import (
     product_operands,
     product_options,
@@ -165,6 +166,9 @@ def dense_backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
+    weight_gradient: Tensor | None = None,
+    bias_gradient: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Gradients:
     """Exact gradients of N rows, all of which take part.
 
@@ -173,13 +177,21 @@ def dense_backward(
         weight: (V, H) of the same dtype, unit stride along H.
         inv_temperature: (N,) float32, or None for one.
         columns: vocabulary entries per chunk; a multiple of `tile.columns`, or at least V.
+        weight_gradient: (V, H) existing gradient to add into in place, any float dtype, rounded once; by
+            default a new one of weight's dtype.
+        bias_gradient: (V,), the same for the bias.
+        kept: what the forward kept of these rows, in place of recomputing it. Not with a softcap, nor with
+            gradients of the entropy or the mean; rows without a gradient must have finite hidden states.
     """
     count, hidden_size = hidden.shape
     vocabulary = weight.shape[0]
     kind = {"dtype": torch.float32, "device": hidden.device}
     of_hidden = torch.zeros(count, hidden_size, **kind) if need_hidden else None
-    of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
-    of_bias = torch.zeros_like(bias) if need_bias else None
+    of_weight, of_bias = weight_gradient, bias_gradient
+    if need_weight and of_weight is None:
+        of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    if need_bias and of_bias is None:
+        of_bias = torch.zeros_like(bias)
     if count == 0:
         return Gradients(of_hidden, of_weight, of_bias)
     scale = _power_of_two_scale(rows, inv_temperature, logit_scale)
@@ -189,27 +201,24 @@ def dense_backward(
     for start in range(0, vocabulary, columns):
         width = min(columns, vocabulary - start)
         gradient = workspace[:, :width]
-        _launch(
-            hidden,
-            weight,
-            targets,
-            rows,
-            bias,
-            inv_temperature,
-            logit_scale,
-            softcap,
-            tile,
-            scale,
-            gradient,
-            start,
-        )
+        if kept is not None:
+            kept_gradient(
+                kept, targets, rows.logsumexp, rows.mass, rows.target, inv_temperature, logit_scale,
+                scale.reciprocal(), gradient, start,
+            )  # fmt: skip
+        else:
+            _launch(
+                hidden, weight, targets, rows, bias, inv_temperature, logit_scale, softcap, tile, scale,
+                gradient, start,
+            )  # fmt: skip
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[start : start + width])
-        if of_weight is not None:
-            part = _accumulate(torch.zeros(width, hidden_size, **kind), gradient.t(), hidden)
-            of_weight[start : start + width] = part.mul_(scale)
-        if of_bias is not None:
-            of_bias[start : start + width] = gradient.sum(0, dtype=torch.float32).mul_(scale)
+        if need_weight:
+            part = _accumulate(torch.zeros(width, hidden_size, **kind), gradient.t(), hidden).mul_(scale)
+            _put(of_weight[start : start + width], part, add=weight_gradient is not None)
+        if need_bias:
+            part = gradient.sum(0, dtype=torch.float32).mul_(scale)
+            _put(of_bias[start : start + width], part, add=bias_gradient is not None)
     return Gradients(None if of_hidden is None else of_hidden.mul_(scale), of_weight, of_bias)
 
 
@@ -284,6 +293,14 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if total.is_cuda:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.addmm_(left.float(), right.float())
+
+
+def _put(destination: Tensor, part: Tensor, *, add: bool) -> None:
+    """Rounds float32 to the destination's dtype once, sum included."""
+    if add:
+        destination.add_(part)
+    else:
+        destination.copy_(part)
 
 
 def _aligned(width: int) -> int:

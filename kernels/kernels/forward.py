@@ -82,11 +82,13 @@ def forward_kernel(
     total_out,
     maximum_out,
     squares_out,
+    kept_out,  # (N, V) exponentials relative to the mass tile's maximum
     capacity,  # N
     vocabulary,
     hidden_size,
     hidden_stride,
     weight_stride,
+    kept_stride,
     logit_scale,
     softcap,
     programs,
@@ -97,6 +99,7 @@ def forward_kernel(
     MEAN: tl.constexpr,
     MAXIMUM: tl.constexpr,
     SQUARES: tl.constexpr,
+    KEEP: tl.constexpr,
     EVEN_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -166,6 +169,10 @@ def forward_kernel(
         mass = tl.sum(e, axis=2)
         log_mass = tl.log(mass)
         tl.store(lse_out + at, base + log_mass, mask=kept)
+        if KEEP:
+            line = kept_out + row.to(tl.int64) * kept_stride
+            kept_e = tl.reshape(e, (ROWS, COLUMNS)).to(kept_out.dtype.element_ty)
+            tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
         if ENTROPY:
             surprise = tl.sum(tl.where(e > 0, e * (z - base[:, :, None]), 0.0), axis=2)
             tl.store(entropy_out + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
@@ -272,6 +279,7 @@ def tile_statistics(
     softcap: float | None,
     wanted: Wanted,
     tile: ProductTile,
+    keep: Tensor | None = None,
 ) -> TileStatistics:
     """Launches the forward. No host synchronisation.
 
@@ -281,6 +289,7 @@ def tile_statistics(
         targets: (N,) int64; V or more: the target is not in this weight.
         count: () int32 on the device.
         inv_temperature: (N,) float32, or None for one.
+        keep: (N, V) that receives the exponentials, see `kept`; then `wanted.maximum` must be set.
     """
     capacity, hidden_size = hidden.shape
     vocabulary = weight.shape[0]
@@ -313,11 +322,13 @@ def tile_statistics(
         result.total,
         result.maximum,
         result.squares,
+        keep,
         capacity,
         vocabulary,
         hidden_size,
         hidden.stride(0),
         weight.stride(0),
+        0 if keep is None else keep.stride(0),
         float(logit_scale),
         float(softcap or 0.0),
         programs,
@@ -328,6 +339,7 @@ def tile_statistics(
         MEAN=wanted.mean,
         MAXIMUM=wanted.maximum,
         SQUARES=wanted.squares,
+        KEEP=keep is not None,
         EVEN_COLUMNS=vocabulary % tile.columns == 0,
         TILE=TILE,
         **product_options(hidden, tile),

@@ -21,6 +21,10 @@ Each row leaves out its smallest tiles, up to a threshold that `balance` sets. A
 below, or holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it
 reaches the gradient.
 
+A row that is live nearly everywhere can be set apart for the dense path (`dense_rows`): it has no pairs and
+leaves out nothing. The border is the list's room per row, so a list without such rows never overflows, and
+cost grows smoothly with density.
+
 Everything stays on the device, in buffers of fixed capacity, and every list is in ascending order:
 bit-equal from run to run.
 """
@@ -34,12 +38,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import TILE
-from .balance import LEVELS, balance, log_levels
-from .sparse_config import BF16_ROUNDING, SparseConfig, sparse_config
-
-PAIR_SHARE = 0.7
-"""Of the tolerance, what whole pairs may spend."""
+from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE
+from .balance import balance, log_levels
+from .sparse_config import SparseConfig, sparse_config
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Pairs:
     rank_base: Tensor  # (ceil(T / 32), N) int32: live tiles of the row before this word
     row_ends: Tensor  # (N,) int64: end of the row's pairs in row-major order
     live_count: Tensor  # (N,) int32: live tiles of the row
+    dense_rows: Tensor  # (N,) bool: set apart for the dense path
     total: Tensor  # (1,) int64: live pairs, also when they overflow
     overflow: Tensor  # (1,) int32
     target_gradient: Tensor  # (N,) float32: dL/dz of the target
@@ -75,9 +77,9 @@ class Pairs:
     def metrics(self, left_out: Tensor | None = None) -> dict[str, Tensor]:
         """Detached scalars on the device; nothing waits for it.
 
-        `density`: live pairs of all pairs. `left_out_mean`, `left_out_max`: probability in no visited
-        entry, over the rows with a gradient. `error_bound`: the certified error in units of the certified
-        error of rounding the logit gradient to bfloat16; at most `tolerance`.
+        `density`: live pairs of all pairs, those of dense rows among them. `left_out_mean`, `left_out_max`:
+        probability in no visited entry, over the rows with a gradient. `error_bound`: the certified error in
+        units of the certified error of rounding the logit gradient to bfloat16; at most `tolerance`.
 
         Args:
             left_out: (N,) float32, `SparseGradients.left_out`; by default what the pairs leave out, which is
@@ -85,10 +87,11 @@ class Pairs:
         """
         rows, tiles = self.left_out.numel(), self.offsets.numel() - 1
         left_out = self.left_out if left_out is None else left_out
-        active = (self.live_count > 0).sum().clamp(min=1)
+        dense = self.dense_rows.sum()
+        active = (dense + (self.live_count > 0).sum()).clamp(min=1)
         error = (self.mass_gradient * left_out).nan_to_num().square().sum().sqrt()
         return {
-            "density": self.total[0] / max(rows * tiles, 1),
+            "density": (self.total[0] + dense * tiles) / max(rows * tiles, 1),
             "left_out_mean": left_out.sum() / active,
             "left_out_max": left_out.max() if rows else left_out.sum(),
             "error_bound": torch.where(error > 0, error / (BF16_ROUNDING * self.norm), 0.0),
@@ -119,6 +122,7 @@ def select_pairs(
     tolerance: float,
     itemsize: int,
     g_logsumexp: Tensor | None = None,
+    split_rows: bool = False,
     config: SparseConfig | None = None,
 ) -> Pairs:
     """Live pairs for upstream gradients of the log-probability and, if given, the log-sum-exp.
@@ -138,6 +142,7 @@ def select_pairs(
             part.
         itemsize: bytes of one element of hidden and weight.
         g_logsumexp: (N,) float32, dL/dlogsumexp.
+        split_rows: set rows with more live tiles than the list has room for per row apart, as `dense_rows`.
         config: capacities and blocks; by default what is shipped for `itemsize`.
 
     Raises:
@@ -158,6 +163,8 @@ def select_pairs(
 
     words = -(-tiles // 32)
     live_bits, rank_base, live_count = empty(words, rows), empty(words, rows), empty(rows)
+    dense_rows = empty(rows, dtype=torch.bool)
+    row_limit = capacity // max(rows, 1) if split_rows else tiles
     curve = empty(LEVELS, rows, dtype=torch.float32)
     block_tiles = max(32, triton.next_power_of_2(tiles))
     block_rows = max(1, min(64, _MARK_ELEMENTS // block_tiles))
@@ -169,7 +176,9 @@ def select_pairs(
     levels = log_levels(tile_lse.device)
     inputs = tile_lse, logsumexp, targets, working
     sizes = {"TILE": TILE, "BLOCK_TILES": block_tiles, "BLOCK_ROWS": block_rows, "num_warps": 8}
-    if rows:
+    if config.cuda_curve:
+        curve = torch.ops.grpo_fast.tile_mass_curve(*inputs, levels, vocabulary, TILE)
+    elif rows:
         _mass_curve[(triton.cdiv(rows, block_rows),)](
             *inputs, levels, curve, rows, tiles, vocabulary, LEVELS=LEVELS, **sizes
         )
@@ -182,6 +191,10 @@ def select_pairs(
             live_bits,
             rank_base,
             live_count,
+            dense_rows,
+            balanced.left_out,
+            mass_gradient,
+            row_limit,
             rows,
             tiles,
             vocabulary,
@@ -198,7 +211,8 @@ def select_pairs(
     return Pairs(
         rows=pair_rows, offsets=offsets, block_offsets=block_offsets, block_tile=block_tile,
         chunk_tiles=chunk_tiles, live_bits=live_bits, rank_base=rank_base,
-        row_ends=live_count.cumsum(0), live_count=live_count, total=total, overflow=overflow,
+        row_ends=live_count.cumsum(0), live_count=live_count, dense_rows=dense_rows,
+        total=total, overflow=overflow,
         target_gradient=target_gradient, mass_gradient=mass_gradient,
         log_threshold=balanced.log_threshold, left_out=balanced.left_out, norm=norm,
         tolerance=tolerance, config=config,
@@ -283,7 +297,7 @@ def _mass_curve(
         tl.store(curve + level * rows.to(tl.int64) + row, below, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
+@triton.jit(do_not_specialize=["row_limit", "rows", "tiles", "vocabulary"])
 def _mark_live(
     tile_lse,
     logsumexp,
@@ -293,6 +307,10 @@ def _mark_live(
     live_bits,  # (ceil(T / 32), N) int32, written
     rank_base,  # (ceil(T / 32), N) int32, written
     live_count,  # (N,) int32, written
+    dense_rows,  # (N,) bool, written
+    left_out,  # (N,) float32, zeroed for dense rows
+    mass_gradient,  # (N,) float32, the same: what the lists hold no longer weighs them
+    row_limit,  # a row with more live tiles is dense
     rows,
     tiles,
     vocabulary,
@@ -306,6 +324,11 @@ def _mark_live(
     threshold = tl.load(log_threshold + row, mask=row < rows, other=0.0)
     below = (log_mass < threshold[None, :]) | (tl.exp(log_mass) == 0.0)
     live = (~below | is_target) & inside
+    dense = tl.sum(live.to(tl.int32), axis=0) > row_limit
+    live &= ~dense[None, :]
+    tl.store(dense_rows + row, dense, mask=row < rows)
+    tl.store(left_out + row, 0.0, mask=dense)
+    tl.store(mass_gradient + row, 0.0, mask=dense)
 
     WORDS: tl.constexpr = BLOCK_TILES // 32
     bits = tl.reshape(live.to(tl.int32), (WORDS, 32, BLOCK_ROWS))

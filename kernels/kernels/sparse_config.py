@@ -12,11 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import TILE
-from .balance import LEVELS
-
-BF16_ROUNDING = 2.0**-8
-"""Largest relative error of rounding to bfloat16."""
+from . import LEVELS, TILE
 
 
 @dataclass(frozen=True)
@@ -35,11 +31,13 @@ class SparseConfig:
     weight_programs: int = 2
     row_entries: int = 4  # entries in flight per program of dX
     row_warps: int = 16
-    pair_density: float = 0.2  # live pairs that fit, of all N·T; denser batches go to the dense path
+    pair_density: float = 0.2  # live pairs that fit, of all N·T; denser rows go to the dense path
     entries_per_row: int = 352  # entries that fit, on average over the rows
     least_pairs: int = 1 << 18  # capacities of small problems
     least_entries: int = 1 << 20
     chunk_bytes: int = 64 << 20  # logit gradients held at one time
+    cuda_rows: bool = False  # dX by `csrc/`; the caller has loaded its operators
+    cuda_curve: bool = False  # the selection's mass curve, likewise
 
     def pair_capacity(self, rows: int, tiles: int) -> int:
         """Live pairs that fit."""

@@ -20,14 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import TILE
+from . import EMIT_SHARE, TILE
 from .select import Pairs
 from .sparse_config import persistent_programs
 from .sparse_rows import EntryLists, popcount
 from .transform import transform_logits, untransform_gradient
-
-_EMIT_SHARE = 1 / 32
-"""Of a row's threshold for tiles, the probability above which an entry is emitted."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def pair_gradient(
         HAS_BIAS=operands.bias is not None, HAS_SOFTCAP=operands.softcap is not None, HAS_SCALE=has_scale,
         TILE=TILE, STORE=workspace is not None, EMIT=lists is not None, PRECISION=operands.precision,
         BLOCK=config.pair_rows, PARTS=1 if whole else 2, DEPTH=config.pair_depth,
-        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=_EMIT_SHARE,
+        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=EMIT_SHARE,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .balance import LEVELS, Balance, balance, log_levels
+from . import LEVELS
+from .balance import Balance, balance, log_levels
 from .select import Pairs
 
 
@@ -92,7 +93,11 @@ def hidden_gradient(
             LEVELS=LEVELS, BLOCK_LEVELS=triton.next_power_of_2(LEVELS), BLOCK=32, num_warps=1,
         )  # fmt: skip
     balanced = balance(curve, levels, pairs.mass_gradient, pairs.budget(1.0))
-    if rows:
+    if config.cuda_rows:
+        gradient = torch.ops.grpo_fast.sparse_hidden_gradient(
+            weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow
+        )
+    elif rows:
         _hidden_gradient[(rows,)](
             weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow,
             gradient, depth, weight.stride(0), capacity,

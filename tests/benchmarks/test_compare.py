@@ -3,85 +3,164 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.__main__ import main
 from benchmarks.accuracy import Accuracy
 from benchmarks.cell import Cell, Result
-from benchmarks.compare import changes
+from benchmarks.compare import changes, noise
 from benchmarks.problem import Setting
-from benchmarks.record import load, save
-from benchmarks.timing import Memory, Spread
+from benchmarks.record import Measurement, load, save
+from benchmarks.timing import Memory, Spread, summarise
 
 SETTING = Setting("peaked", 48, 32, 300, "forward_backward", True, "float32")
-RESULT = Result(
+HERE = {"benchmark_device": "here", "versions": {"torch": "2.13.0"}}
+BEFORE = Measurement(
     "ours",
-    "ok",
+    {"tokens": 48, "dtype": "float32"},
     time=Spread(10.0, 9.8, 10.2, 20),
     memory=Memory(100 << 20, 120 << 20),
-    accuracy=Accuracy(1e-6, 2e-3, 2e-3),
+    accuracy={"logprob": 1e-6, "hidden_gradient": 2e-3},
 )
 
 
-def cell(result: Result) -> Cell:
-    return Cell(SETTING, "random rows", 1, 4096, Spread(5.0, 4.9, 5.1, 20), [result])
+def write(path: Path, *cells: Measurement, kind: str = "kernels", environment: dict | None = None) -> str:
+    save(path, cells, kind=kind, environment=environment or HERE)
+    return str(path)
 
 
 @pytest.mark.parametrize(
     ("now", "what"),
     [
-        (replace(RESULT, time=Spread(11.5, 11.2, 11.8, 20)), "ms"),
-        (replace(RESULT, memory=Memory(140 << 20, None)), "MiB"),
-        (replace(RESULT, accuracy=Accuracy(1e-6, 9e-3, 2e-3)), "hidden gradient"),
-        (replace(RESULT, accuracy=Accuracy(float("nan"), 2e-3, 2e-3)), "logprob"),
-        (replace(RESULT, state="out of memory", time=None), "out of memory"),
+        (replace(BEFORE, time=Spread(11.5, 11.2, 11.8, 20)), "ms"),
+        (replace(BEFORE, memory=Memory(140 << 20, None)), "MiB"),
+        (replace(BEFORE, accuracy={"logprob": 1e-6, "hidden_gradient": 9e-3}), "hidden gradient"),
+        (replace(BEFORE, accuracy={"logprob": float("nan")}), "logprob"),
+        (replace(BEFORE, status="oom", time=None), "oom"),
+        (replace(BEFORE, status="failed", reason="RuntimeError: boom", time=None), "boom"),
     ],
 )
-def test_a_regression_is_found_and_its_opposite_is_an_improvement(now, what):
-    (worse,) = changes([cell(RESULT)], [cell(now)])
-    (better,) = changes([cell(now)], [cell(RESULT)])
+def test_a_regression_is_found_and_its_opposite_is_an_improvement(now: Measurement, what: str):
+    (worse,) = changes([BEFORE], [now])
+    (better,) = changes([now], [BEFORE])
 
-    assert worse.worse and what in worse.what
+    assert worse.worse
+    assert what in worse.what
     assert not better.worse
 
 
 @pytest.mark.parametrize(
     "now",
     [
-        RESULT,
-        replace(RESULT, time=Spread(10.6, 10.1, 11.0, 20)),  # the quartiles overlap
-        replace(RESULT, time=Spread(10.25, 10.24, 10.26, 20)),  # too small to matter
-        replace(RESULT, memory=Memory((100 << 20) + 512, None)),
-        replace(RESULT, accuracy=Accuracy(2e-7, 2.2e-3, 2e-3)),
-        replace(RESULT, state="skipped", time=None),
-        replace(RESULT, state="no time left", time=None),
+        BEFORE,
+        replace(BEFORE, time=Spread(10.6, 10.1, 11.0, 20)),  # within the spread
+        replace(BEFORE, time=Spread(11.5, 11.2, 11.8, 3)),  # three samples tell little
+        replace(BEFORE, time=Spread(10.25, 10.24, 10.26, 20)),  # too small to matter
+        replace(BEFORE, memory=Memory((100 << 20) + 512, None)),
+        replace(BEFORE, memory=Memory(100 << 20, 400 << 20)),  # torch's own count is the better one
+        replace(BEFORE, accuracy={"logprob": 2e-7, "hidden_gradient": 2.2e-3}),
+        replace(BEFORE, status="skipped", time=None),
+        replace(BEFORE, shape={"tokens": 96, "dtype": "float32"}, time=Spread(30.0, 29.0, 31.0, 20)),
     ],
 )
-def test_noise_and_what_was_not_measured_are_no_changes(now):
-    assert changes([cell(RESULT)], [cell(now)]) == []
+def test_noise_and_what_was_not_measured_are_no_changes(now: Measurement):
+    assert changes([BEFORE], [now]) == []
+
+
+@pytest.mark.parametrize("samples", [3, 5, 9, 25])
+def test_two_runs_of_the_same_noise_are_rarely_told_apart(samples):
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    runs = torch.randn(2, 2000, samples, generator=torch.Generator().manual_seed(seed)) + 20
+    spreads = [[summarise(run.tolist()) for run in half] for half in runs]
+
+    apart = [abs(a.median - b.median) > noise(a, b) for a, b in zip(*spreads, strict=True)]
+
+    assert sum(apart) < 60  # one in a hundred is 20, give or take 4.4
+
+
+def test_where_torch_counts_no_memory_the_system_does_with_a_wider_margin():
+    then = replace(BEFORE, memory=Memory(None, 200 << 20))
+
+    assert changes([then], [replace(BEFORE, memory=Memory(None, 225 << 20))]) == []
+    (worse,) = changes([then], [replace(BEFORE, memory=Memory(None, 260 << 20))])
+    assert worse.what == "200 → 260 MiB"
 
 
 def test_the_command_fails_on_a_regression_alone(tmp_path, capsys):
-    slower = replace(RESULT, time=Spread(20.0, 19.0, 21.0, 20))
-    about = {"environment": {"benchmark_device": "here"}}
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    save(before, [cell(RESULT)], **about)
-    save(after, [cell(slower)], **about)
+    before = write(tmp_path / "before.json", BEFORE)
+    after = write(tmp_path / "after.json", replace(BEFORE, time=Spread(20.0, 19.0, 21.0, 20)))
 
-    assert main(["compare", str(before), str(after)]) == 1
-    assert "REGRESSION: ours" in capsys.readouterr().out
-    assert main(["compare", str(after), str(before)]) == 0
+    assert main(["compare", before, after]) == 1
+    assert "REGRESSION: ours: 10.000 → 20.000 ms, +100.0%" in capsys.readouterr().out
+    assert main(["compare", after, before]) == 0
     assert "improvement: ours" in capsys.readouterr().out
+    assert main(["compare", before, before]) == 0
+    assert "1 measurements in both; 0 regressions" in capsys.readouterr().out
+
+
+def test_records_of_head_are_compared_by_setting(tmp_path, capsys):
+    def record(name: str, time: Spread) -> str:
+        result = Result("ours", "ok", time=time, accuracy=Accuracy(1e-6, 2e-3, 2e-3))
+        cell = Cell(SETTING, "random rows", 1, 4096, Spread(5.0, 4.9, 5.1, 20), [result])
+        save(tmp_path / name, [cell], environment=HERE)
+        return str(tmp_path / name)
+
+    before, after = (
+        record("a.json", Spread(10.0, 9.8, 10.2, 20)),
+        record("b.json", Spread(14.0, 13.8, 14.2, 20)),
+    )
+
+    assert main(["compare", before, after]) == 1
+    assert "rows peaked, tokens 48, hidden 32" in capsys.readouterr().out
+
+
+def test_another_machine_and_other_versions_are_said(tmp_path, capsys):
+    there = {"benchmark_device": "there", "versions": {"torch": "2.14.0", "trl": "1.16.0"}}
+    before = write(tmp_path / "before.json", BEFORE)
+    after = write(tmp_path / "after.json", BEFORE, environment=there)
+
+    assert main(["compare", before, after]) == 0
+    printed = capsys.readouterr().out
+    assert "different machines, here and there" in printed
+    assert "torch: 2.13.0 → 2.14.0" in printed
+    assert "trl: absent → 1.16.0" in printed
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"product_seconds": 1.0}, {"product_seconds": 1.5}),
+        ({"bytes_per_second": 6e9}, {"bytes_per_second": 4e9}),
+    ],
+)
+def test_a_machine_that_became_slower_is_told_by_its_ceilings(tmp_path, capsys, then, now):
+    before = write(tmp_path / "before.json", replace(BEFORE, ceilings=then))
+    after = write(tmp_path / "after.json", replace(BEFORE, ceilings=now))
+
+    assert main(["compare", before, after]) == 0
+    assert "took 1.50 times as long" in capsys.readouterr().out
+
+
+def test_records_of_two_subcommands_are_refused(tmp_path, capsys):
+    kernels = write(tmp_path / "kernels.json", BEFORE)
+    step = write(tmp_path / "step.json", BEFORE, kind="step")
+
+    assert main(["compare", kernels, step]) == 2
+    assert "of `step`" in capsys.readouterr().err
 
 
 def test_a_record_survives_the_file_with_its_nan(tmp_path):
-    wrong = replace(RESULT, accuracy=Accuracy(float("nan"), None, float("inf")))
-    save(tmp_path / "record.json", [cell(wrong)], environment={})
+    wrong = Result("ours", "ok", accuracy=Accuracy(float("nan"), None, float("inf")))
+    cell = Cell(SETTING, "random rows", 1, 4096, None, [wrong])
+    save(tmp_path / "record.json", [cell], environment={})
 
     ((found,), about) = load(tmp_path / "record.json")
 
-    assert repr(found) == repr(cell(wrong))
+    assert repr(found) == repr(cell)
     assert about["environment"] == {}
 
 

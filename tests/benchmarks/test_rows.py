@@ -104,11 +104,19 @@ def test_a_histogram_survives_the_file(tmp_path):
     assert found.rows_by_live_tiles == {1: 1, 3: 2}
 
 
-def test_a_file_that_is_no_histogram_is_named(tmp_path):
-    (tmp_path / "tiles.json").write_text("{}")
+@pytest.mark.parametrize("name", ["tiles.json", "tiles.safetensors"])
+def test_a_file_that_is_no_histogram_is_named(tmp_path, name):
+    (tmp_path / name).write_text("{}")
 
-    with pytest.raises(ValueError, match=r"tiles\.json is no histogram"):
-        load_histogram(tmp_path / "tiles.json")
+    with pytest.raises(ValueError, match=f"{name} is no histogram"):
+        load_histogram(tmp_path / name)
+
+
+def test_rows_without_their_live_tiles_are_no_histogram(tmp_path):
+    save_file({"hidden": torch.ones(2, 3)}, tmp_path / "rows.safetensors")
+
+    with pytest.raises(ValueError, match=r"is no histogram .*live_tiles"):
+        load_histogram(tmp_path / "rows.safetensors")
 
 
 def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch):
@@ -168,6 +176,8 @@ def test_a_models_rows_are_sampled_and_can_be_benchmarked(model, tmp_path, capsy
     assert 3 <= len(rows.hidden) <= 18
     assert rows.weight.shape == (64, 32)
     assert load_histogram(tiles).rows_by_live_tiles == {1: len(rows.hidden)}
+    assert load_histogram(out) == load_histogram(tiles)
+    assert rows.name == load_histogram(tiles).source
     assert "sampled at temperature 1 on 3 prompts" in capsys.readouterr().out
     probabilities = (rows.hidden @ rows.weight.T).softmax(1)
     assert (probabilities.gather(1, rows.targets[:, None]) > 1e-6).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from grpo_fast import linear_grpo_loss, linear_logprob
 from grpo_fast.head import operator
 from grpo_fast.head.plan import Device
+from grpo_fast.objective import StepTotals
 
 pytest.importorskip("triton")
 
@@ -209,7 +209,8 @@ def test_too_many_live_pairs_are_left_to_the_dense_path(on_device, make_call, or
     from grpo_fast.head import accelerated
 
     tight = replace(FULL, least_pairs=1)
-    monkeypatch.setattr(accelerated, "select_pairs", partial(accelerated.select_pairs, config=tight))
+    select = accelerated.select_pairs
+    monkeypatch.setattr(accelerated, "select_pairs", lambda *a, **k: select(*a, **k | {"config": tight}))
     call = on_device(make_call((30,), 600, 40, spread=0.5))
     exact_call = call.to(torch.float64)
     ones = {"logprob": torch.ones(30, device=call.hidden.device)}
@@ -233,4 +234,134 @@ def test_a_compiled_caller_sees_the_same_shapes_and_numbers(on_device, make_call
     found = torch.autograd.grad(compiled(*arguments), call.parameters)
 
     for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_where_the_caller_says(on_device, make_call, rng, kind, tolerance):
+    call = on_device(make_call((20,)))
+    expected = torch.autograd.grad(
+        outputs(call, ("logprob",), tolerance=tolerance)["logprob"].sum(), call.weight
+    )
+    weight_grad = torch.randn(call.weight.shape, generator=rng).to(call.hidden.device, kind)
+    exact = weight_grad.double() + expected[0].double()
+
+    outputs(call, ("logprob",), tolerance=tolerance, weight_grad=weight_grad)["logprob"].sum().backward()
+
+    assert call.weight.grad is None
+    assert relative(weight_grad, exact) < (1e-6 if kind == torch.float32 else 2**-8)
+
+
+def test_rows_that_are_live_everywhere_go_to_the_dense_path_and_the_others_do_not(
+    on_device, make_call, oracle, monkeypatch
+):
+    from grpo_fast.kernels.sparse_config import FULL
+
+    from grpo_fast.head import accelerated
+
+    tight = replace(FULL, least_pairs=1, pair_density=0.3)
+    select = accelerated.select_pairs
+    monkeypatch.setattr(accelerated, "select_pairs", lambda *a, **k: select(*a, **k | {"config": tight}))
+    peaked = make_call((40,), 2000, 40, spread=10.0)
+    with torch.no_grad():
+        peaked.hidden[20:] *= 0.01
+    call = on_device(peaked)
+    exact_call = call.to(torch.float64)
+    ones = {"logprob": torch.ones(40, device=call.hidden.device)}
+    exact = oracle.gradients(exact_call, oracle.statistics(exact_call), ones)
+
+    out = linear_logprob(call.hidden, call.weight, call.targets)
+    found = oracle.gradients(call, {"logprob": out.logprob}, ones)
+
+    assert 0.4 < out.certificate.density < 1
+    assert out.certificate.error_bound <= 1
+    assert relative(found[0][20:], exact[0][20:]) < 2e-5  # exact where dense
+    for got, expected in zip(found, exact, strict=True):
+        assert relative(got, expected) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("names", [("logprob",), ("logprob", "logsumexp"), DIFFERENTIABLE])
+def test_what_the_forward_kept_gives_the_exact_gradient(
+    on_device, make_call, make_upstream, oracle, names, dtype
+):
+    call = on_device(make_call((30,), 600, 40, dtype=dtype, spread=6.0, bias=True))
+    call = replace(call, temperature=0.7, logit_scale=1.25)
+    with torch.no_grad():
+        call.hidden[call.targets == -100] = torch.nan
+    clean = replace(call, hidden=call.hidden.detach().nan_to_num().requires_grad_())
+    upstream = {k: 1e-4 * v.to(call.hidden.device) for k, v in make_upstream((30,), names).items()}
+    exact_call = clean.to(torch.float64)
+    exact = oracle.gradients(exact_call, oracle.statistics(exact_call), upstream)
+
+    got = outputs(call, names, recompute=False)
+    found = oracle.gradients(call, got, upstream)
+
+    # Two roundings of a logit gradient, and that of the result.
+    limit = 1e-5 if dtype == torch.float32 else 6e-3 if dtype == torch.bfloat16 else 2e-3
+    for value, expected in zip(found, exact, strict=True):
+        assert relative(value, expected) < limit
+
+
+def test_what_was_kept_serves_two_backwards_and_a_frozen_head(on_device, make_call):
+    call = on_device(make_call((20,)))
+    expected = torch.autograd.grad(outputs(call, ("logprob",), tolerance=0.0)["logprob"].sum(), call.hidden)
+    call.weight.requires_grad_(False)
+
+    loss = outputs(call, ("logprob",), recompute=False)["logprob"].sum()
+    first = torch.autograd.grad(loss, call.hidden, retain_graph=True)
+    second = torch.autograd.grad(loss, call.hidden)
+
+    assert torch.equal(first[0], second[0])
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_keeping_works_with_a_softcap_and_with_hardly_a_token(on_device, make_call, rows):
+    call = on_device(make_call((rows,), transformed=True))
+
+    out = outputs(call, ("logprob",), tolerance=0.0, recompute=False)["logprob"]
+    kept = torch.autograd.grad(out.sum(), call.parameters)
+    computed = torch.autograd.grad(
+        outputs(call, ("logprob",), tolerance=0.0)["logprob"].sum(), call.parameters
+    )
+
+    for a, b in zip(kept, computed, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_compiled_caller_may_keep_too(on_device, make_call):
+    call = on_device(make_call())
+
+    def loss(hidden, weight, targets):
+        return linear_logprob(hidden, weight, targets, recompute=False).logprob.sum()
+
+    arguments = (call.hidden, call.weight, call.targets)
+    expected = torch.autograd.grad(loss(*arguments), call.parameters)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+    for a, b in zip(torch.autograd.grad(compiled(*arguments), call.parameters), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_policy_loss_is_one_graph_with_the_same_numbers(on_device, make_call, rng):
+    call = on_device(make_call((24,)))
+    device = call.hidden.device
+    batch = {
+        "advantages": torch.randn(24, generator=rng).to(device),
+        "sequence_ids": (torch.arange(24) // 4).to(device),
+        "old_logprobs": (torch.randn(24, generator=rng) - 3).to(device),
+        "num_sequences": 6,
+        "totals": StepTotals(24, 6),
+    }
+
+    def loss(hidden, weight):
+        return linear_grpo_loss(hidden, weight, call.targets, **batch, tolerance=0.0).loss
+
+    arguments = (call.hidden, call.weight)
+    expected = torch.autograd.grad(loss(*arguments), arguments)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+    for a, b in zip(torch.autograd.grad(compiled(*arguments), arguments), expected, strict=True):
         assert torch.equal(a, b)

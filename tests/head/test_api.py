@@ -406,3 +406,77 @@ def test_a_per_token_input_of_another_length_is_named(make_call, rng, name):
 
     with pytest.raises(ValueError, match=name):
         linear_grpo_loss(call.hidden, call.weight, call.targets, **batch)
+
+
+@pytest.mark.parametrize("tolerance", [None, 1.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_where_the_caller_says(make_call, rng, kind, tolerance):
+    call = make_call((20,), dtype=torch.bfloat16)
+    before = torch.randn(call.weight.shape, generator=rng).to(kind)
+    (expected,) = torch.autograd.grad(ours(call, tolerance=tolerance)["logprob"].sum(), call.weight)
+    weight_grad = before.clone()
+
+    for _ in range(2):
+        ours(call, tolerance=tolerance, weight_grad=weight_grad)["logprob"].sum().backward()
+
+    added = weight_grad.double() - before.double()
+    # Each addition rounds to the buffer's dtype, autograd's own gradient to the weight's.
+    limit = 4 * torch.finfo(kind).eps * weight_grad.abs().max() + 2**-6 * expected.abs().max()
+    assert call.weight.grad is None
+    assert (added - 2 * expected.double()).abs().max() <= limit
+
+
+def test_a_frozen_weights_gradient_is_added_too_and_the_biass_goes_through_autograd(make_call):
+    call = make_call((20,), bias=True)
+    expected = torch.autograd.grad(ours(call)["logprob"].sum(), call.parameters)
+    call.weight.requires_grad_(False)
+    weight_grad = torch.zeros_like(call.weight)
+
+    ours(call, weight_grad=weight_grad)["logprob"].sum().backward()
+
+    for got, wanted in zip((call.hidden.grad, weight_grad, call.bias.grad), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_two_forwards_may_share_a_weight_grad_before_their_backwards(make_call):
+    call = make_call((20,))
+    (expected,) = torch.autograd.grad(ours(call)["logprob"].sum(), call.weight)
+    weight_grad = torch.zeros_like(call.weight)
+
+    first, second = (ours(call, weight_grad=weight_grad)["logprob"].sum() for _ in range(2))
+    (first + second).backward()
+
+    torch.testing.assert_close(weight_grad, 2 * expected)
+
+
+def test_cross_entropy_and_the_policy_loss_add_into_weight_grad(make_call):
+    call = make_call((20,))
+    options = {"sequence_ids": torch.zeros(20, dtype=torch.int64), "num_sequences": 1}
+
+    def losses(**where):
+        yield linear_cross_entropy(call.hidden, call.weight, call.targets, **where)
+        yield linear_grpo_loss(
+            call.hidden, call.weight, call.targets, torch.ones(20), **options, **where
+        ).loss
+
+    for plain, adding in zip(
+        losses(), losses(weight_grad=(found := torch.zeros_like(call.weight))), strict=True
+    ):
+        found.zero_()
+        (expected,) = torch.autograd.grad(plain, call.weight)
+        adding.backward()
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_weight_grad_that_cannot_take_the_gradient_is_refused_by_name(make_call):
+    call = make_call()
+
+    with pytest.raises(TypeError, match="weight_grad must be a float tensor"):
+        ours(call, weight_grad=torch.zeros(call.weight.shape, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"weight_grad is \(2, 24\)"):
+        ours(call, weight_grad=torch.zeros(2, 24))
+    with pytest.raises(ValueError, match="unit stride"):
+        ours(call, weight_grad=torch.zeros(call.weight.shape[::-1]).t())
+    call.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(ValueError, match="gradient hooks"):
+        ours(call, weight_grad=torch.zeros_like(call.weight))

@@ -55,6 +55,13 @@ def test_the_backward_is_sparse_unless_exactness_or_a_dense_gradient_is_asked_fo
     assert plan_head(H200, replace(WORK, dense_gradient=True)).backward == "dense"
 
 
+def test_only_kernels_without_a_softcap_keep_what_the_backward_would_recompute():
+    assert not plan_head(H200, WORK).keep
+    assert plan_head(H200, replace(WORK, keep=True)).keep
+    assert not plan_head(H200, replace(WORK, keep=True, softcap=True)).keep
+    assert not plan_head(CPU, replace(WORK, keep=True)).keep
+
+
 @pytest.mark.parametrize("rows", [0, 1, 100, 16_384, 1 << 20])
 def test_memory_held_at_one_time_does_not_grow_with_the_batch(rows):
     work = replace(WORK, rows=rows)

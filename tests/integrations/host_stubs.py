@@ -1,13 +1,21 @@
-"""Stand-ins for what a host trainer imports but its loss does not use, so that its real source runs here."""
+"""A host trainer's real source, and stand-ins for what it imports but its loss does not use.
+
+Hosts that no package registry has come from checkouts: the environment variable GRPO_FAST_PEER_SOURCES names
+a folder with one for each, `prime_rl` and `nemo_rl`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -26,6 +34,29 @@ class _StubFinder:
 
     def exec_module(self, module: Any) -> None:
         pass
+
+
+def use_checkout(name: str, *folders: str) -> None:
+    """Makes a checkout importable, here and in processes started from here, under its own version.
+
+    Args:
+        name: of the folder and of the package in it.
+        folders: of the checkout that are to be imported from.
+    """
+    checkout = Path(os.environ.get("GRPO_FAST_PEER_SOURCES", "")) / name
+    if "GRPO_FAST_PEER_SOURCES" not in os.environ or not checkout.is_dir():
+        return
+    paths = [str(checkout / folder) for folder in folders]
+    version = re.search(r'^version = "(.+)"', (checkout / "pyproject.toml").read_text(), re.MULTILINE)
+    if version is not None:
+        installed = Path(tempfile.mkdtemp()) / f"{name}-{version[1]}.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version[1]}\n"
+        )
+        paths.append(str(installed.parent))
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextmanager

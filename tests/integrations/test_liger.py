@@ -68,11 +68,10 @@ def make_completions(rng: torch.Generator):
     return make
 
 
-SETTINGS = [
-    *(("token", kind) for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")),
-    *(("sequence", kind) for kind in ("grpo", "bnpo", "dr_grpo", "dapo")),
+ONE_EACH = [
+    *(("token", kind) for kind in LOSS_TYPES),
+    *(("sequence", kind) for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")),
 ]
-ONE_EACH = [*SETTINGS, ("sequence", "luspo")]
 
 
 def grpo_settings(level: str, kind: str, **changes: Any) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def test_grpo_losses_metrics_and_gradients_are_ligers(level, kind, make_completi
     assert_same(paired_runs("LigerFusedLinearGRPOLoss", settings, make_completions()))
 
 
-@pytest.mark.parametrize(("level", "kind"), SETTINGS)
+@pytest.mark.parametrize(("level", "kind"), ONE_EACH)
 @pytest.mark.parametrize("corrected", [False, True])
 def test_grpo_with_a_kl_term_is_ligers(level, kind, corrected, make_completions):
     settings = grpo_settings(level, kind, beta=0.2, use_bias_correction_kl=corrected)
@@ -95,11 +94,7 @@ def test_grpo_with_a_kl_term_is_ligers(level, kind, corrected, make_completions)
 
 @pytest.mark.parametrize(
     ("level", "kind", "shape"),
-    # Liger's mean for luspo runs over padding where the ratio is per token.
-    [
-        *((*each, shape) for each in ONE_EACH for shape in ((B,), (B, 1))),
-        *((*each, (B, T)) for each in SETTINGS),
-    ],
+    [(*each, shape) for each in ONE_EACH for shape in ((B,), (B, 1), (B, T))],
 )
 def test_a_samplers_ratio_weighs_as_ligers(level, kind, shape, make_completions, rng):
     ratio = torch.rand(shape, generator=rng) + 0.3
@@ -156,20 +151,12 @@ def test_a_batch_without_a_live_token_gives_zero_loss_and_zero_gradients(kind, m
     assert not any(arguments[key].grad.any() for key in ("_input", "lin_weight", "bias"))
 
 
-def test_a_luspo_mean_leaves_padding_out_where_ligers_does_not(make_completions):
-    """Its KL term is per token; Liger divides the sum over B rows by B·T and reads the padding, too."""
-    arguments = make_completions()
-    settings = {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.1}
-    plain, with_kl = (
-        ours.LigerFusedLinearGRPOLoss(beta=beta, **settings)(**arguments)[0] for beta in (0.0, 1.0)
-    )
-    scores = torch.log_softmax(arguments["_input"] @ arguments["lin_weight"].T + arguments["bias"], -1)
-    scores = scores.gather(-1, arguments["selected_token_ids"][..., None]).squeeze(-1)
-    gap = arguments["ref_per_token_logps"] - scores
-
-    expected = ((gap.exp() - gap - 1) * arguments["attention_mask"]).sum(-1).mean()
-
-    torch.testing.assert_close(with_kl - plain, expected, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("delta", [None, 1.5])
+def test_a_luspo_mean_reads_the_padding_as_ligers_does(delta, make_completions, rng):
+    ratio = torch.rand(B, T, generator=rng) + 0.3
+    arguments = make_completions(vllm_is_ratio=ratio, old_per_token_logps=None)
+    settings = grpo_settings("sequence", "luspo", beta=0.3, delta=delta)
+    assert_same(paired_runs("LigerFusedLinearGRPOLoss", settings, arguments))
 
 
 def test_sequence_ratios_are_refused_where_liger_refuses_them(make_completions):

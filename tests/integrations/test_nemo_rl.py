@@ -1,8 +1,9 @@
 """NeMo-RL's clipped policy-gradient loss and fused log-probabilities against ours in their place.
 
-The real NeMo-RL source runs here (it must be importable, version 0.6); Ray, Megatron and the loggers are
-stubbed where they are not installed, and so is `nemo_rl.models.policy`, which patches transformers when
-imported.
+The real NeMo-RL source runs here: version 0.6, installed or a checkout in the folder that the environment
+variable GRPO_FAST_PEER_SOURCES names; what package registries call nemo-rl is an empty 0.0.0. Ray, Megatron
+and the loggers are stubbed where they are not installed, and so is `nemo_rl.models.policy`, which patches
+transformers when imported.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ HEAVY = (
     *("ray", "tensordict", "megatron", "zmq", "pynvml", "mlflow", "swanlab", "wandb", "prometheus_client"),
     "hydra",
 )
+spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
+stubs = module_from_spec(spec)
+spec.loader.exec_module(stubs)
+stubs.use_checkout("nemo_rl", ".")
 if find_spec("nemo_rl") is None:
-    pytest.skip("nemo_rl is not importable", allow_module_level=True)
+    pytest.skip(
+        "nemo_rl is not importable: set GRPO_FAST_PEER_SOURCES to a folder with a checkout nemo_rl",
+        allow_module_level=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[SimpleNamespace]:
-    spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
-    stubs = module_from_spec(spec)
-    spec.loader.exec_module(stubs)
     with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "nemo_rl.models.policy", MagicMock())
         from nemo_rl.algorithms.loss import loss_functions

@@ -1,7 +1,8 @@
 """prime-rl's losses and fused output layers against ours in their place.
 
-The real prime-rl source runs here (it must be importable, version 0.8, with jaxtyping and beartype);
-torchtitan and the like are stubbed where they are not installed, and its list of models is not loaded.
+The real prime-rl source runs here: version 0.8, installed or a checkout in the folder that the environment
+variable GRPO_FAST_PEER_SOURCES names, and with it jaxtyping and beartype. No package registry has it. What
+torchtitan and the like offer is stubbed where they are not installed, and its list of models is not loaded.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 HEAVY = ("torchtitan", "loguru", "pydantic_config", "wandb")
+spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
+stubs = module_from_spec(spec)
+spec.loader.exec_module(stubs)
+stubs.use_checkout("prime_rl", "src", "packages/prime-rl-configs/src")
 if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype")):
-    pytest.skip("prime_rl, jaxtyping and beartype are not all importable", allow_module_level=True)
+    pytest.skip(
+        "prime_rl, jaxtyping and beartype are not all importable: pip install jaxtyping beartype, and set "
+        "GRPO_FAST_PEER_SOURCES to a folder with a checkout prime_rl",
+        allow_module_level=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[SimpleNamespace]:
-    spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
-    stubs = module_from_spec(spec)
-    spec.loader.exec_module(stubs)
     with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
         import prime_rl.trainer
 

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trl_side_by_side import differences, reward, save_model  # noqa: E402
+from benchmarks.trl_runs import differences  # noqa: E402
+from benchmarks.trl_tasks import reward, save_model  # noqa: E402
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
 
@@ -93,6 +94,36 @@ def test_the_head_has_trls_signature_results_and_gradients(case, rng):
     assert [value.requires_grad for value in ours[:5]] == [True, True, False, False, False]
 
 
+def test_in_bfloat16_our_gradients_are_nearer_to_the_truth_than_trls(rng):
+    """Our logits are float32 there too, TRL's are bfloat16."""
+    hidden = torch.randn(64, 32, generator=rng).bfloat16()
+    weight = torch.randn(128, 32, generator=rng).bfloat16()
+    targets = torch.randint(128, (64,), generator=rng)
+    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    logprobs = (exact[0] @ exact[1].T).log_softmax(-1)
+    logprobs.gather(-1, targets[:, None]).sum().backward()
+    errors = {}
+    for head in (ChunkedLogProbFunction, FusedHead):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        head.apply(*leaves, None, targets, 1.0, 32)[0].sum().backward()
+        errors[head] = [(leaf.grad - true.grad).norm() for leaf, true in zip(leaves, exact, strict=True)]
+
+    # Over 23 seeds 0.24 to 0.42 of TRL's.
+    for ours, theirs in zip(errors[FusedHead], errors[ChunkedLogProbFunction], strict=True):
+        assert ours < 0.7 * theirs
+
+
+def test_of_two_equal_rows_of_the_head_each_is_the_argmax_and_in_trl_the_first(rng):
+    hidden, weight = torch.randn(1, 4, generator=rng), 0.01 * torch.randn(5, 4, generator=rng)
+    weight[1] = weight[3] = 3 * hidden[0]
+
+    def top(head: Any, target: int) -> bool:
+        return head.apply(hidden, weight, None, torch.tensor([target]), 1.0, 8)[4].item()
+
+    assert [top(ChunkedLogProbFunction, target) for target in (1, 3)] == [True, False]
+    assert [top(FusedHead, target) for target in (1, 3)] == [True, True]
+
+
 def test_results_that_are_not_asked_for_are_none(rng):
     out = FusedHead.apply(
         torch.randn(3, 4, generator=rng),
@@ -141,7 +172,7 @@ def test_the_head_is_walked_while_zero3_has_gathered_it(rng, monkeypatch):
 
 
 def standing() -> tuple[Any, Any]:
-    return utils._ChunkedLogProbFunction, utils._use_triton
+    return utils._ChunkedLogProbFunction, getattr(utils, "_use_triton", None)  # 1.15 has none
 
 
 def test_undoing_restores_the_very_objects():

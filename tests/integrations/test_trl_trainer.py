@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trl_side_by_side import Setting, differences, reward, save_model, side_by_side  # noqa: E402
+from benchmarks.trl_runs import Setting, differences, side_by_side, train  # noqa: E402
+from benchmarks.trl_tasks import reward, save_model, words_task  # noqa: E402
 from grpo_fast.integrations import examples  # noqa: E402
 from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
-from grpo_fast.integrations.trl import FastGRPOTrainer, unpatch  # noqa: E402
+from grpo_fast.integrations.trl import FastGRPOTrainer, patched, unpatch  # noqa: E402
 
 NOISE = 2e-5
 ON_CPU = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "report_to": []}
@@ -49,7 +51,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_five_steps_of_training_are_the_same_three_times(loss_type, lora, model_folder):
     """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
-    runs = side_by_side(Setting(loss_type, lora), model_folder, steps=5)
+    runs = side_by_side(Setting(loss_type, lora), words_task(model_folder), steps=5)
 
     gaps = {name: differences(runs["TRL"].history, run.history) for name, run in runs.items()}
 
@@ -71,10 +73,52 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", counting)
     options = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.0}
 
-    runs = side_by_side(Setting("dapo", options=options), model_folder, steps=4)
+    runs = side_by_side(Setting("dapo", options=options), words_task(model_folder), steps=4)
 
     assert max(differences(runs["TRL"].history, runs["FastGRPOTrainer"].history).values()) < NOISE
     assert scored == {"GRPOTrainer": 4}  # two generations each, unpatched and patched
+
+
+def test_a_last_digit_decides_which_of_tied_tokens_counts_as_high_entropy(model_folder, tmp_path, rng):
+    """Completions of one prompt share the context of their first token, so its entropies tie by design."""
+    trainer = trainer_of(trl.GRPOTrainer, model_folder, tmp_path, loss_type="dapo")
+    mask = torch.ones(4, 6)
+    entropies = 1 + torch.rand(4, 6, generator=rng)
+    entropies[:, 0] = 0.5  # tied, and the lowest: the quantile below falls among them
+    nudged = entropies.clone()
+    nudged[:2, 0] = torch.nextafter(nudged[:2, 0], torch.zeros(2))
+
+    kept, kept_when_nudged = (
+        trainer.get_high_entropy_mask(values, mask, 2.5 / 23) for values in (entropies, nudged)
+    )
+
+    assert kept.all()
+    assert (kept != kept_when_nudged).nonzero().tolist() == [[0, 0], [1, 0]]
+
+
+def test_with_trls_choice_of_tied_tokens_training_on_high_entropies_is_the_same(model_folder, monkeypatch):
+    """Ties at the quantile are all that sets a patched run apart from TRL's own."""
+    setting, task = Setting("dapo", True, options={"top_entropy_quantile": 0.5}), words_task(model_folder)
+    choose, chosen, gaps = trl.GRPOTrainer.get_high_entropy_mask, [], []
+
+    def record(self: Any, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        chosen.append(choose(self, entropies, mask, threshold))
+        return chosen[-1]
+
+    def replay(self: Any, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        trls, ours = chosen.pop(0), choose(self, entropies, mask, threshold)
+        quantile = entropies[mask.bool()].quantile(threshold)
+        gaps.append(((entropies - quantile).abs() * (trls != ours)).max())
+        return trls
+
+    monkeypatch.setattr(trl.GRPOTrainer, "get_high_entropy_mask", record)
+    theirs = train(setting, trl.GRPOTrainer, task, steps=8)
+    monkeypatch.setattr(trl.GRPOTrainer, "get_high_entropy_mask", replay)
+    with patched():
+        mine = train(setting, trl.GRPOTrainer, task, steps=8)
+
+    assert max(differences(theirs.history, mine.history).values()) < NOISE
+    assert len(gaps) == 16 and max(gaps) < NOISE
 
 
 def trainer_of(kind: type, folder: Path, output: Path, **options: Any) -> Any:
@@ -253,26 +297,40 @@ def test_evaluation_is_the_same(model_folder, tmp_path, make_batch):
 
 
 def test_the_seam_is_trls_again_after_a_loss(model_folder, tmp_path, make_batch):
-    before = utils._ChunkedLogProbFunction, utils._use_triton
+    before = dict(vars(utils))
 
     loss_of(trainer_of(FastGRPOTrainer, model_folder, tmp_path), make_batch())
 
-    assert (utils._ChunkedLogProbFunction, utils._use_triton) == before
+    assert {name: value for name, value in vars(utils).items() if before.get(name) is not value} == {}
+
+
+def two_processes(worker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [*command, str(root / "tests/integrations" / worker), *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_processes_normalise_by_the_tokens_of_both(mode, model_folder):
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    done = two_processes("trl_worker.py", mode, str(model_folder))
 
-    done = subprocess.run(
-        [*command, str(root / "tests/integrations/trl_worker.py"), mode, str(model_folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None,
+    reason="pip install --no-deps deepspeed hjson msgpack ninja nvidia-ml-py; compiles on its first start",
+)
+def test_zero3_gathers_the_head_for_our_forward_and_for_its_backward(model_folder):
+    """Loss and gradients of two partitioned halves are those of one whole model."""
+    done = two_processes("zero3_worker.py", str(model_folder))
 
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.trl_side_by_side import Setting, differences, train
+from benchmarks.trl_runs import Setting, differences, train
+from benchmarks.trl_tasks import words_task
 from grpo_fast.integrations.recipe import loss_recipe
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.loss import LossAtHead, add_loss_to_forward, step_scale
@@ -28,7 +29,9 @@ def ddp(folder: Path) -> None:
     """Completions of unequal lengths on the two ranks; TRL counts their tokens over both."""
     options = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "num_generations": 2}
     setting = Setting("dapo", options=options)
-    theirs, ours = (train(setting, kind, folder, steps=3) for kind in (GRPOTrainer, FastGRPOTrainer))
+    theirs, ours = (
+        train(setting, kind, words_task(folder), steps=3) for kind in (GRPOTrainer, FastGRPOTrainer)
+    )
     assert dist.get_world_size() == 2
     if dist.get_rank() == 0:
         gaps = differences(theirs.history, ours.history)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grpo_fast.kernels.balance import LEVELS, balance, log_levels
+from grpo_fast.kernels import LEVELS
+from grpo_fast.kernels.balance import balance, log_levels
 
 
 def curves(masses: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:

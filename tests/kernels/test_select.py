@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from grpo_fast.kernels import TILE
-from grpo_fast.kernels.select import PAIR_SHARE, Pairs, select_pairs
-from grpo_fast.kernels.sparse_config import BF16_ROUNDING, HALF
+from grpo_fast.kernels import BF16_ROUNDING, PAIR_SHARE, TILE
+from grpo_fast.kernels.select import Pairs, select_pairs
+from grpo_fast.kernels.sparse_config import HALF
 
 SHAPES = {
     "peaked": {"peak": 60.0, "spread": 1.0},
@@ -227,3 +227,23 @@ def test_workspaces_of_a_large_batch_stay_below_300_mib():
     backward = HALF.workspace_bytes(rows, tiles, 2, hidden=True, weight=True)
 
     assert backward + 4 * rows * tiles < 300 << 20  # with the forward's tile masses
+
+
+def test_rows_with_more_live_tiles_than_the_list_has_room_for_are_set_apart(make_head):
+    head = make_head(60, 900, peak=30.0, spread=1.0)
+    room = replace(HALF, pair_density=0.5, least_pairs=0)
+    options = {"vocabulary": 900, "tolerance": 1.0, "itemsize": 4, "config": room}
+    inputs = (head.tile_lse, head.logsumexp, head.targets, head.logprob, head.g)
+    whole = select_pairs(*inputs, **options | {"config": replace(HALF, pair_density=1.0)})
+
+    pairs = select_pairs(*inputs, **options, split_rows=True)
+
+    limit = room.pair_capacity(60, 8) // 60
+    dense = whole.live_count > limit
+    assert torch.equal(pairs.dense_rows, dense)
+    assert torch.equal(pairs.live_count, torch.where(dense, 0, whole.live_count))
+    assert pairs.overflow == 0 and pairs.total == pairs.live_count.sum()
+    assert not pairs.left_out[dense].any()
+    assert torch.equal(pairs.left_out[~dense], whole.left_out[~dense])
+    density = pairs.metrics()["density"] * 60 * 8
+    assert torch.isclose(density, (pairs.total[0] + 8 * dense.sum()).float())

@@ -75,6 +75,8 @@ def test_mismatch_metrics_describe_sampler_against_trainer(make_batch: Callable)
         "sampling/logp_difference_mean": sum(map(abs, differences)) / count,
         "sampling/logp_difference_max": max(map(abs, differences)),
         "sampling/kl": sum(math.exp(d) - 1 - d for d in differences) / count,
+        "sampling/kl_k1": -sum(differences) / count,
+        "sampling/ratio_outside_mean": sum(not 0.9 <= math.exp(d) <= 1.1 for d in differences) / count,
         "sampling/importance_ratio_mean": 1.0,
         "sampling/rejected_mean": 0.0,
     }

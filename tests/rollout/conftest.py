@@ -1,9 +1,12 @@
-"""Tiny models and a tokenizer over letters."""
+"""Tiny models, a tokenizer over letters, and what it takes to run vLLM for real."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from grpo_fast.config import ModelConfig
+from grpo_fast.policy import load_policy
+from grpo_fast.rollout.vllm_config import VLLMConfig
 
 SHAPE = {
     "vocab_size": 30,
@@ -67,6 +74,10 @@ def model(family_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
+    return letters()
+
+
+def letters() -> PreTrainedTokenizerFast:
     """Tokens 3 to 28 are the letters; 29 is two of them at once."""
     vocabulary = ["<bos>", "<eos>", "<pad>", *string.ascii_lowercase, "xy"]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
@@ -74,3 +85,119 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     )
+
+
+# vLLM's attention on a CPU wants heads of at least 32.
+SERVED = {
+    **SHAPE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+
+
+@pytest.fixture(scope="session")
+def on_vllms_cpu() -> None:
+    """Skips where vLLM is missing, or built for something else than the CPU."""
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip(f"vLLM is built for {current_platform.device_type}, not for the CPU")
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a random model that vLLM takes. Its head, tied or not, has fewer rows than vLLM pads it to."""
+
+    def save(*, tied: bool = True, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
+        folder, tokenizer = tmp_path_factory.mktemp("served"), tokenizer or letters()
+        names = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        shape = SERVED | names | {"vocab_size": len(tokenizer)}
+        with torch.random.fork_rng():
+            seed = torch.seed() % 2**31
+            print(f"seed {seed}")
+            config = LlamaConfig(**shape, tie_word_embeddings=tied, attention_bias=True)
+            LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def served_folder(on_vllms_cpu: None, saved_model: Callable[..., Path]) -> Callable[..., Path]:
+    return saved_model
+
+
+@contextmanager
+def plain_layouts() -> Iterator[None]:
+    """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
+    from vllm import _custom_ops
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        yield
+
+
+@pytest.fixture(name="plain_layouts", scope="session")
+def plain_layouts_fixture() -> Callable[..., AbstractContextManager]:
+    return plain_layouts
+
+
+@pytest.fixture(name="largest_difference")
+def largest_difference_fixture() -> Callable[..., float]:
+    return largest_difference
+
+
+@pytest.fixture(name="shake")
+def shake_fixture() -> Callable[..., None]:
+    return shake
+
+
+@pytest.fixture(scope="session")
+def running_vllm() -> Callable[..., AbstractContextManager]:
+    """`with running_vllm(folder, dtype=…, plain=…) as (engine, policy)`: `plain` as under `plain_layouts`."""
+
+    @contextmanager
+    def running(
+        folder: Path, *, dtype: str, plain: bool, lora=None, head: bool = True, **settings
+    ) -> Iterator:
+        from grpo_fast.rollout.vllm import VLLMEngine
+
+        model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", lora=lora, train_lm_head=head)
+        policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)
+        with (
+            plain_layouts() if plain else nullcontext(),
+            VLLMEngine(policy, config, max_length=256) as engine,
+        ):
+            yield engine, policy
+
+    return running
+
+
+def largest_difference(policy, prompts: Sequence, groups: Sequence, temperature: float = 1.0) -> float:
+    """Nats between reported log-probabilities and those of a full forward of the policy."""
+    worst = 0.0
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            ids = torch.tensor([[*prompt, *completion.token_ids]], device=policy.device)
+            with torch.no_grad():
+                logits = policy.base_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            logprobs = (logits / temperature).log_softmax(-1).cpu()
+            expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            worst = max(worst, (expected - torch.tensor(completion.logprobs)).abs().max().item())
+    return worst
+
+
+@torch.no_grad()
+def shake(policy, scale: float = 0.05) -> None:
+    """What an optimiser step does to a policy, but for the direction."""
+    for parameter in policy.trainable().values():
+        parameter.add_(scale * torch.randn_like(parameter, dtype=torch.float32).to(parameter.dtype))

@@ -287,6 +287,7 @@ def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder
 
 
 def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, tokenizer, monkeypatch):
+    without(model, (1,))  # no completion ends before a second token
     model.train()
     engine = engine_for(model, tokenizer)
     monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, tokens: 1 / 0)
@@ -360,18 +361,39 @@ def test_end_tokens_are_required(model, tokenizer):
         engine_for(model, tokenizer, eos_ids=())
 
 
-def test_sleep_and_wake_come_in_pairs(model, tokenizer):
+def test_asleep_it_refuses_to_generate_and_repeated_sleeps_and_wakes_do_nothing(model, tokenizer):
     engine = engine_for(model, tokenizer)
-    with pytest.raises(RuntimeError, match="awake"):
-        engine.wake()
+    engine.wake()
     engine.sleep()
-    with pytest.raises(RuntimeError, match="sleeping"):
-        engine.sleep()
+    engine.sleep()
     with pytest.raises(RuntimeError, match="call wake"):
         engine.generate([(3,)], 1, SAMPLING)
     engine.wake()
+    engine.wake()
 
     assert len(engine.generate([(3,)], 1, SAMPLING)) == 1
+
+
+@pytest.mark.parametrize("max_batch_tokens", [None, 70])
+def test_an_observer_hears_of_each_group_when_it_is_complete_and_of_the_progress(
+    max_batch_tokens, model, seed, tokenizer, monkeypatch
+):
+    monkeypatch.setattr("grpo_fast.rollout.collector.REPORT_SECONDS", 0.0)
+    prompts, groups, reports = random_prompts(seed, 5), {}, []
+    observer = SimpleNamespace(
+        group_done=lambda index, group: groups.setdefault(index, (len(reports), group)),
+        progress=lambda *report: reports.append(report),
+    )
+    engine = engine_for(model, tokenizer, eos_ids=(1, 4, 5, 6, 7), max_batch_tokens=max_batch_tokens)
+
+    result = engine.generate(prompts, 3, replace(SAMPLING, temperature=2.0), observer=observer)
+
+    assert [groups[index][1] for index in range(5)] == result
+    if max_batch_tokens:  # a prompt's completions never wait for those of another batch
+        assert len({reported for reported, _ in groups.values()}) > 1
+    tokens = sum(len(completion.token_ids) for group in result for completion in group)
+    assert reports[-1] == (tokens, 15, 15)
+    assert reports == sorted(reports)
 
 
 def test_sync_refuses_a_policy_with_another_model(model, tokenizer):
@@ -383,7 +405,7 @@ def test_sync_refuses_a_policy_with_another_model(model, tokenizer):
 
 
 def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
-    policy = SimpleNamespace(model=model, tokenizer=tokenizer, eos_token_ids=(1, 2))
+    policy = SimpleNamespace(model=model, tokenizer=tokenizer, eos_token_ids=(1, 2), device=model.device)
 
     with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
         assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.head import linear_logprob
+from grpo_fast.integrations.liger.luspo import PaddedTokens, luspo_over_padding
 from grpo_fast.integrations.padded import Packing, pack_if_given
 from grpo_fast.integrations.recipe import Recipe, loss_recipe, with_ratio
 from grpo_fast.objective import LossInputs, StepTotals
@@ -21,8 +22,8 @@ _UNCLIPPED = ("sapo", "vespo")
 class LigerFusedLinearGRPOLoss(nn.Module):
     """A policy loss of padded completions and its metrics: KL, where beta is not 0, and the clipped share.
 
-    One definition differs: `luspo` with token ratios, KL or a token-level `vllm_is_ratio` averages over live
-    tokens, as TRL does, where Liger's mean runs over padding.
+    `luspo` with token ratios, a KL or a (B, T) `vllm_is_ratio` is Liger's mean over every position: padding
+    is scored, and what `_input` and the log-probabilities hold there enters the loss. TRL's leaves it out.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             _input: (B, T, H).
             lin_weight: (V, H).
             selected_token_ids: (B, T) int64.
-            attention_mask: (B, T), not zero where a token counts. The others cost nothing.
+            attention_mask: (B, T), not zero where a token counts. The others cost nothing, but see `luspo`.
             advantages: (B,).
             bias: (V,).
             ref_per_token_logps: (B, T); None: computed from `ref_input` (B, T, H), `ref_weight`, `ref_bias`.
@@ -124,16 +125,30 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """
         recipe = self._recipe()
         packing = Packing.of(attention_mask)
-        ids = packing.pack(selected_token_ids)
-        logprobs = _logprobs(packing.pack(_input), lin_weight, ids, bias, self.temperature)
-        old = pack_if_given(packing, old_per_token_logps, logprobs.dtype)
+        over_padding = self._averages_padding(attention_mask.shape, vllm_is_ratio)
+        scored = Packing.of(torch.ones_like(attention_mask)) if over_padding else packing
+        ids = scored.pack(selected_token_ids)
+        logprobs = _logprobs(scored.pack(_input), lin_weight, ids, bias, self.temperature)
+        old = pack_if_given(scored, old_per_token_logps, logprobs.dtype)
         reference = None
         if self.beta != 0 and self.use_ref_model:
-            reference = pack_if_given(packing, ref_per_token_logps, logprobs.dtype)
+            reference = pack_if_given(scored, ref_per_token_logps, logprobs.dtype)
             if reference is None:
                 with torch.no_grad():
-                    rows = packing.pack(ref_input)
+                    rows = scored.pack(ref_input)
                     reference = _logprobs(rows, ref_weight, ids, ref_bias, self.temperature)
+        if over_padding:
+            every = PaddedTokens(
+                logprobs=scored.unpack(logprobs),
+                old_logprobs=scored.unpack(logprobs.detach() if old is None else old),
+                ref_logprobs=None if reference is None else scored.unpack(reference),
+                mask=packing.mask,
+                advantages=advantages,
+                ratio=_per_row(vllm_is_ratio),
+            )
+            logprobs, old, reference = (
+                None if values is None else values[packing.index] for values in (logprobs, old, reference)
+            )
         inputs = LossInputs(
             logprobs=logprobs,
             advantages=packing.spread(advantages).to(logprobs.dtype),
@@ -145,12 +160,30 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             totals=StepTotals(packing.num_tokens, packing.num_sequences),
         )
         metrics = self._metrics(inputs)
+        if over_padding:
+            return self._luspo(every), metrics
         if vllm_is_ratio is not None:
             recipe, inputs = with_ratio(recipe, inputs, self._ratio(packing, vllm_is_ratio))
         loss = recipe.loss(inputs)
         if self.loss_type in _TOKEN_MEANS:
             loss = loss * (max(packing.num_tokens, 1) / _step_tokens(packing, num_items_in_batch))
         return loss, metrics
+
+    def _averages_padding(self, shape: torch.Size, ratio: Tensor | None) -> bool:
+        """Whether Liger's mean runs over B·T positions: `luspo` with a term for each of them."""
+        per_token = self.importance_sampling_level == "token" or (self.beta != 0 and self.use_ref_model)
+        return self.loss_type == "luspo" and (per_token or (ratio is not None and ratio.shape == shape))
+
+    def _luspo(self, tokens: PaddedTokens) -> Tensor:
+        return luspo_over_padding(
+            tokens,
+            level=self.importance_sampling_level,
+            beta=self.beta,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            delta=self.delta,
+            use_bias_correction_kl=self.use_bias_correction_kl,
+        )
 
     def _recipe(self) -> Recipe:
         level, kind = self.importance_sampling_level, self.loss_type
@@ -211,6 +244,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
 def _logprobs(rows: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     return linear_logprob(rows, weight.to(rows.dtype), ids, bias=bias, temperature=temperature).logprob
+
+
+def _per_row(ratio: Tensor | None) -> Tensor | None:
+    return ratio[:, None] if ratio is not None and ratio.dim() == 1 else ratio
 
 
 def _step_tokens(packing: Packing, num_items_in_batch: Tensor | float | None) -> Tensor:

@@ -71,8 +71,9 @@ class FusedHead:
     ) -> HeadResults:
         """Log-probability, entropy, log Σ p², mean logit and whether the target is the argmax.
 
-        A result that is not among `outputs` is None. The first two are differentiable. A target that ties for
-        the largest logit counts as the argmax, wherever in the vocabulary the others stand.
+        A result that is not among `outputs` is None. The first two are differentiable. Of several largest
+        logits each is the argmax. TRL counts the first only; to know which that is would take a second
+        pass over the head, and among float32 logits only equal rows of the head tie.
 
         Args:
             hidden: (N, H); logits are computed from its dtype, or autocast's, into float32.

@@ -1,0 +1,28 @@
+"""What went wrong, as a state and a reason that fit in a table."""
+
+from __future__ import annotations
+
+import torch
+
+from .peers import Unsupported
+
+OK, SKIPPED, OOM, ERROR, LATE = "ok", "skipped", "out of memory", "error", "no time left"
+NOT_INSTALLED = "not installed"
+_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class DeviceLost(RuntimeError):
+    """Nothing more can be measured in this process."""
+
+
+def failure_of(error: Exception) -> tuple[str, str]:
+    """State and reason."""
+    if isinstance(error, ImportError):
+        return SKIPPED, f"{NOT_INSTALLED}: {error}"
+    if isinstance(error, Unsupported):
+        return SKIPPED, str(error)
+    text = " ".join(str(error).split())
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if out_of_memory or any(sign in text for sign in _MEMORY_SIGNS):
+        return OOM, ""
+    return ERROR, f"{type(error).__name__}: {text[:300]}"

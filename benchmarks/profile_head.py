@@ -1,0 +1,109 @@
+"""`python -m benchmarks.profile_head`: the kernels that one step of the head spends its time in.
+
+Runs `linear_logprob` forward and backward on rows with a real model's live tiles under torch's profiler. The
+time of every kernel is set beside that of one product X Wᵀ by the vendor's library in the same run, and what
+the GPU idles between kernels is counted too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .live_tiles import load_histogram
+from .problem import FORWARD_BACKWARD, Problem, Setting
+from .row_sources import Sources, make_problem
+from .timing import seconds_of, summarise
+from .tune import HISTOGRAM
+
+REPEATS = 5
+
+
+def step(problem: Problem, tolerance: float | None) -> Callable[[], None]:
+    """One forward and backward; gradients are dropped."""
+    from grpo_fast import linear_logprob
+
+    def run() -> None:
+        out = linear_logprob(problem.hidden, problem.weight, problem.targets, tolerance=tolerance)
+        problem.finish(out.logprob)
+        problem.clear()
+
+    return run
+
+
+def profiled(run: Callable[[], None], device: torch.device) -> list[dict[str, float | str]]:
+    """Kernels by time, milliseconds and launches a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize(device)
+    kernels = [
+        {"kernel": e.key, "ms": e.self_device_time_total / 1e3 / REPEATS, "launches": e.count / REPEATS}
+        for e in found.key_averages()
+        if e.self_device_time_total and e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])
+
+
+def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | None) -> dict:
+    """One shape's profile, its wall time, and the product's."""
+    device = torch.device("cuda")
+    setting = Setting("histogram", 16_384, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
+    problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed=0)
+    run = step(problem, tolerance)
+    kernels = profiled(run, device)
+    wall = summarise([seconds_of(run, device) for _ in range(9)]).median
+    x, w = problem.hidden.detach(), problem.weight.detach()
+    product = summarise([seconds_of(lambda: x @ w.T, device) for _ in range(9)]).median
+    busy = sum(kernel["ms"] for kernel in kernels)
+    return {
+        "setting": setting.title,
+        "tolerance": tolerance,
+        "step_ms": wall,
+        "product_ms": product,
+        "multiple": wall / product,
+        "idle_ms": wall - busy,
+        "kernels": kernels,
+    }
+
+
+def show(found: dict) -> None:
+    product = found["product_ms"]
+    print(f"{found['setting']}, tolerance {found['tolerance']}")
+    print(f"  {found['step_ms']:.2f} ms = {found['multiple']:.3f} products of {product:.2f} ms")
+    for kernel in found["kernels"][:24]:
+        ms = kernel["ms"]
+        print(f"  {ms:8.3f} ms {ms / product:7.3f} x{kernel['launches']:4.0f}  {kernel['kernel'][:80]}")
+    print(f"  {found['idle_ms']:8.3f} ms {found['idle_ms'] / product:7.3f}        no kernel runs\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile_head", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", type=Path, help="write everything here")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("profile_head: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    shapes = ((2048, 151_936, True, None), (2048, 151_936, False, None), (4096, 128_256, True, None),
+              (896, 151_936, True, None), (2048, 151_936, True, 0.0))  # fmt: skip
+    found = []
+    for shape in shapes:
+        found.append(measure(*shape))
+        show(found[-1])
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

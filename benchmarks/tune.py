@@ -1,0 +1,338 @@
+"""`python -m benchmarks.tune`: regenerate the table of sizes for the GPU at hand, or compile every candidate.
+
+One change of the shipped sizes at a time, stage by stage; a change is kept when it gives the right result and
+is faster by more than noise, measured in turns with the incumbent. Candidates are compiled ahead in processes
+of their own. Without a GPU, `--compile-only` reports which of them an architecture can run without spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from grpo_fast.kernels import ProductTile
+from torch import Tensor
+
+from grpo_fast.head import cuda, tuning
+from grpo_fast.head.plan import Device, Workload, plan_head
+from grpo_fast.head.tuning import Rule, Sizes, Table
+
+HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
+TOKENS = 16_384
+WORST_GRADIENT = 5e-3  # relative to the exact one; rounding to bfloat16 costs half of it
+LEAST_GAIN = 0.01
+ROUNDS = 12
+
+FORWARD, PAIRS, WEIGHT, ROWS, CHUNK, SELECT = "forward", "pairs", "dW", "dX", "chunk", "selection"
+DENSE = "dense backward"  # compiled with the others, and not tuned: two thirds of it is the vendor's
+CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
+    FORWARD: ({"group": 8}, {"group": 32}, {"stages": 3}, {"stages": 5, "depth": 32}),
+    ROWS: (
+        {"cuda_rows": True},
+        {"row_entries": 8},
+        {"row_entries": 8, "row_warps": 8},
+        {"row_entries": 4, "row_warps": 8},
+        {"row_entries": 2},
+    ),
+    SELECT: ({"cuda_curve": True},),
+    PAIRS: (
+        {"pair_rows": 64},
+        {"pair_rows": 64, "pair_programs": 2},
+        {"pair_stages": 2},
+        {"pair_stages": 4},
+        {"pair_stages": 2, "pair_programs": 2},
+    ),
+    WEIGHT: (
+        {"weight_warps": 4},
+        {"weight_depth": 128},
+        {"weight_stages": 4},
+        {"weight_columns": 256},
+        {"weight_columns": 64},
+    ),
+    CHUNK: ({"chunk_bytes": 32 << 20}, {"chunk_bytes": 128 << 20}),
+}
+"""Stage by stage, the changes that are tried on what is best so far."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A class of shapes, and the one that stands for it."""
+
+    hidden_up_to: int | None
+    hidden: int
+    vocabulary: int
+    trainable: bool
+
+
+SHAPES = (
+    Shape(3072, 2048, 151_936, True),
+    Shape(None, 4096, 128_256, True),
+    Shape(1024, 896, 151_936, True),
+    Shape(3072, 2048, 151_936, False),
+    Shape(None, 4096, 128_256, False),
+    Shape(1024, 896, 151_936, False),
+)
+
+
+def changed(sizes: Sizes, stage: str, change: dict[str, Any]) -> Sizes:
+    """The sizes with one change; the wide tile's for the forward, the sparse backward's elsewhere."""
+    if stage == FORWARD:
+        return replace(sizes, wide=replace(sizes.wide, **change))
+    return replace(sizes, sparse=replace(sizes.sparse, **change))
+
+
+def candidates(sizes: Sizes, architecture: int) -> Iterator[tuple[str, dict[str, Any], Sizes]]:
+    """Stage, change and result, of what this architecture can be asked for."""
+    for stage, changes in CANDIDATES.items():
+        if stage == FORWARD and sizes.wide is None:
+            continue
+        for change in changes:
+            tried = changed(sizes, stage, change)
+            if stage != FORWARD or _planned_tile(tried, architecture) == tried.wide:
+                yield stage, change, tried
+
+
+def _planned_tile(sizes: Sizes, architecture: int) -> ProductTile:
+    """The forward's tile: another one where this one does not fit."""
+    device = Device("cuda", divmod(architecture, 10), tuning.SHARED_MEMORY[architecture], has_triton=True)
+    with planned_with(sizes):
+        return plan_head(device, Workload(TOKENS, 151_936, torch.bfloat16)).forward_tile
+
+
+@contextmanager
+def planned_with(sizes: Sizes) -> Iterator[None]:
+    """Every plan made inside takes these sizes."""
+    with mock.patch("grpo_fast.head.plan.sizes_for", lambda *_: sizes):
+        yield
+
+
+# Compilation ---------------------------------------------------------------------------------------------
+
+
+def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> list[str]:
+    """Compiles what a stage launches, into Triton's cache; what is wrong with it.
+
+    Runs in a process of its own: Triton's driver is replaced by one without a GPU.
+    """
+    from .aot import reports
+    from .aot_cases import Batch, _dense_backward, _forward, _sparse_backward
+
+    batch = Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
+    sparse = partial(_sparse_backward, want_weight=shape.trainable)
+    launch = {FORWARD: _forward, DENSE: _dense_backward}.get(stage, sparse)
+    try:
+        with planned_with(sizes):
+            found = reports(architecture, {stage: partial(launch, batch, architecture)})
+    except Exception as error:  # the compiler's own errors have no common base
+        return [f"does not compile: {error}"]
+    return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
+
+
+def compile_all(architecture: int, shape: Shape, sizes: Sizes, processes: int) -> dict[str, list[str]]:
+    """Faults of what is shipped and of every candidate by its name, compiled `processes` at a time."""
+    shipped = [(stage, {}, sizes) for stage in (FORWARD, DENSE, PAIRS)]
+    tried = [*shipped, *candidates(sizes, architecture)]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        futures = {
+            name(stage, change): pool.submit(compile_one, architecture, shape, stage, candidate)
+            for stage, change, candidate in tried
+        }
+        return {key: future.result() for key, future in futures.items()}
+
+
+def name(stage: str, change: dict[str, Any]) -> str:
+    return f"{stage}: " + (", ".join(f"{key}={value}" for key, value in change.items()) or "as shipped")
+
+
+# Measurement ---------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+        from .kernel_cases import Batch
+        from .live_tiles import load_histogram
+        from .problem import FORWARD_BACKWARD, Setting
+        from .row_sources import Sources, make_problem
+
+        setting = Setting(
+            "histogram", TOKENS, shape.hidden, shape.vocabulary, FORWARD_BACKWARD, shape.trainable, "bfloat16"
+        )
+        self.problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed)
+        self.setting, self.shape = setting, shape
+        self.make = partial(Batch, self.problem, setting)
+        self.base = self.make()
+        exact = self.base.dense(True, shape.trainable)
+        self.exact = [g for g in (exact.hidden, exact.weight) if g is not None]
+
+    def runner(self, stage: str, sizes: Sizes) -> Callable[[], Any]:
+        """One repetition of what the stage is judged by: the forward, or selection and sparse backward."""
+        from grpo_fast.kernels.sparse import sparse_backward
+
+        batch = self.make()
+        with planned_with(sizes):
+            batch.plan  # noqa: B018  computed here, kept by the batch
+        if stage == FORWARD:
+            return batch.tile_statistics
+        batch.statistics, batch.results = self.base.statistics, self.base.results
+        operands = (batch.hidden, batch.weight, batch.targets, batch.results.logsumexp)
+        return lambda: sparse_backward(*operands, batch.select(), want_weight=self.shape.trainable)
+
+    def wrong(self, stage: str, outcome: Any) -> str | None:
+        """What is wrong with a result; None where it is right."""
+        if stage == FORWARD:
+            worst = (outcome.lse - self.base.statistics.lse).abs().nan_to_num(nan=torch.inf).max().item()
+            return None if worst <= 1e-3 else f"log-sum-exp off by {worst:.2g}"
+        if outcome.dense.any():
+            return "the lists overflowed"
+        found = [g for g in (outcome.hidden, outcome.weight) if g is not None]
+        errors = [_relative(a, b) for a, b in zip(found, self.exact, strict=True)]
+        return None if max(errors) <= WORST_GRADIENT else f"relative error {max(errors):.2g}"
+
+    def compare(self, stage: str, incumbent: Sizes, candidate: Sizes) -> tuple[float, float, str | None]:
+        """Medians in milliseconds, taken in turns, and what is wrong with the candidate."""
+        from .timing import seconds_of, summarise
+
+        device, runs = self.problem.hidden.device, (self.runner(stage, s) for s in (incumbent, candidate))
+        old, new = runs
+        old()
+        fault = self.wrong(stage, new())
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(ROUNDS if fault is None else 0):
+            times[0].append(seconds_of(old, device))
+            times[1].append(seconds_of(new, device))
+        before, after = (summarise(taken).median if taken else float("inf") for taken in times)
+        return before, after, fault
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    difference = (found.float() - exact.float()).norm() / exact.float().norm()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -> tuple[Sizes, list[dict]]:
+    """The best sizes found, and every comparison made."""
+    best, log = sizes, []
+    for stage, change, _ in candidates(sizes, architecture):
+        if time.monotonic() > deadline:
+            break
+        if not cuda.available() and any(key.startswith("cuda_") for key in change):
+            continue
+        candidate = changed(best, stage, change)
+        try:
+            before, after, fault = bench.compare(stage, best, candidate)
+        except Exception as error:  # a launch that fails rules the candidate out, whatever it raises
+            before, after, fault = float("nan"), float("nan"), f"{type(error).__name__}: {error}"[:300]
+        kept = fault is None and after < before * (1 - LEAST_GAIN)
+        entry = {
+            "candidate": name(stage, change),
+            "before": before,
+            "after": after,
+            "fault": fault,
+            "kept": kept,
+        }
+        log.append(entry)
+        print(json.dumps(entry), flush=True)
+        best = candidate if kept else best
+    return best, log
+
+
+def merged(table: Table, measured: dict[Shape, Sizes], provenance: dict[str, str]) -> Table:
+    """The table with the measured rules in place of those for the same shapes, sorted."""
+    new = [Rule("half", s.hidden_up_to, s.trainable, True, sizes) for s, sizes in measured.items()]
+    ranks = {rule.rank for rule in new}
+    kept = [rule for rule in table.rules if rule.rank not in ranks]
+    return Table(table.architecture, provenance, tuple(sorted([*kept, *new], key=lambda rule: rule.rank)))
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Raises ValueError for a table that could not be read back."""
+    if wrong := tuning.faults(table, f"sm_{table.architecture}"):
+        raise ValueError(f"the table found is not sound: {'; '.join(wrong)}")
+    path.write_text(json.dumps(tuning.plain(table), indent=1) + "\n")
+
+
+# Commands ------------------------------------------------------------------------------------------------
+
+
+def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int, seed: int) -> int:
+    from .environment import environment
+
+    device = torch.device("cuda")
+    architecture = _architecture(device)
+    shipped = tuning.load_tables()[architecture]
+    deadline = time.monotonic() + 60 * minutes
+    found: dict[Shape, Sizes] = {}
+    logs = []
+    about = environment(device)
+    provenance = {
+        "device": about["benchmark_device"], "date": about["started"], "command": " ".join(about["command"]),
+        **{key: about["versions"].get(key, "unknown") for key in ("torch", "triton")},
+    }  # fmt: skip
+    for shape in SHAPES:
+        if time.monotonic() > deadline:
+            break
+        start = shipped.sizes("half", shape.hidden, shape.trainable)
+        faults = compile_all(architecture, shape, start, processes)
+        print(json.dumps({"shape": vars(shape), "compiled": len(faults)}), flush=True)
+        sizes, log = tune_shape(Bench(shape, device, seed), start, architecture, deadline)
+        found[shape] = sizes
+        logs.append({"shape": vars(shape), "faults": {k: v for k, v in faults.items() if v}, "tried": log})
+        write_table(out or tuning.TABLES / f"sm_{architecture}.json", merged(shipped, found, provenance))
+        if log_path is not None:
+            log_path.write_text(json.dumps({"provenance": provenance, "shapes": logs}, indent=1) + "\n")
+    return 0
+
+
+def compile_only(architecture: int, processes: int) -> int:
+    """Prints every candidate and what keeps it from running."""
+    for shape in SHAPES[:1]:
+        sizes = tuning.load_tables()[architecture].sizes("half", shape.hidden, shape.trainable)
+        print(f"sm_{architecture}, H = {shape.hidden}, V = {shape.vocabulary}")
+        for key, faults in compile_all(architecture, shape, sizes, processes).items():
+            print(f"  {key}: {'; '.join(faults) or 'fits'}")
+    return 0
+
+
+def _architecture(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = 10 * major + minor
+    if architecture not in tuning.SHARED_MEMORY:
+        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
+        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
+    return architecture
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="time budget of the whole command (5)")
+    parser.add_argument("--compile-only", action="store_true", help="measure nothing; needs no GPU")
+    parser.add_argument("--architecture", type=int, choices=sorted(tuning.SHARED_MEMORY), default=90)
+    parser.add_argument("--processes", type=int, default=8, help="compilers at a time (8)")
+    parser.add_argument("--out", type=Path, help="the table; in place of the checked-in one unless given")
+    parser.add_argument("--log", type=Path, help="every comparison, JSON")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    if options.compile_only:
+        return compile_only(options.architecture, options.processes)
+    if not torch.cuda.is_available():
+        print("tune: torch sees no CUDA device; --compile-only needs none", file=sys.stderr)
+        return 2
+    return tune(options.minutes, options.out, options.log, options.processes, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Drives a trainer: steps until the last one, each written down and saved, and safe when one fails."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from grpo_fast.alerts import ALERTS_FILE, AlertMonitor
+from grpo_fast.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStore,
+    capture_rng,
+)
+from grpo_fast.collection import Progress
+from grpo_fast.config import TrainConfig
+from grpo_fast.display import Display
+from grpo_fast.jsonl import JsonlLog, read_jsonl
+from grpo_fast.metrics import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, SampleRecord
+from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.report import write_report
+from grpo_fast.summary import Interval, Score, before_after
+from grpo_fast.trainer import StepResult
+
+
+class Evaluated(Protocol):
+    """A held-out score, of whatever an algorithm evaluates."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def score(self) -> float: ...
+
+    @property
+    def interval(self) -> Interval: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Algorithm(Protocol):
+    """What a run drives: a trainer of any algorithm."""
+
+    config: TrainConfig
+    policy: Policy
+    optimizer: PolicyOptimizer
+    engine: AbstractContextManager[Any]
+    on_progress: Progress | None
+    held_out: Sequence[Any]
+    step: int
+
+    def train_step(self) -> StepResult: ...
+
+    def evaluate(self, size: int | None = None) -> Evaluated: ...
+
+    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class StopRequest:
+    """Set by SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT interrupts at once."""
+
+    signal: str | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        def note(number: int, _frame: object) -> None:
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number).name
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A run between two steps: what its checkpoint holds besides the weights and the optimizer's tensors.
+
+    The coming step moves prompts and random states on long before it changes a weight. Until it does, this
+    and the tensors are a checkpoint of the step before.
+    """
+
+    step: int
+    state: str  # JSON
+    rng: Mapping[str, torch.Tensor]
+
+
+class Run:
+    """A trainer with its record on disk and its display."""
+
+    def __init__(
+        self,
+        trainer: Algorithm,
+        run_dir: Path,
+        store: CheckpointStore,
+        stop: StopRequest,
+        stack: ExitStack,
+        checkpoint: Checkpoint | None,
+        show: bool,
+    ) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.run_dir = run_dir
+        self.store = store
+        self.stop = stop
+        self.metrics = MetricsLog(run_dir, self.config.logging, run_name=run_dir.name)
+        self.samples = SampleLog(run_dir)
+        self.evaluations = EvaluationLog(run_dir)
+        self.alerts = JsonlLog(run_dir / ALERTS_FILE)
+        self.monitor = AlertMonitor(self.config.alerts)
+        if checkpoint:
+            self.monitor.load_state_dict(checkpoint.state["alerts"])
+        offsets = checkpoint.state["offsets"] if checkpoint else {}
+        for name, log in self.logs().items():
+            stack.callback(log.close)
+            log.truncate(offsets.get(name, 0))
+        display = Display(self.config.max_steps, start_step=trainer.step)
+        self.display = stack.enter_context(display) if show else None
+        if self.display is not None:
+            trainer.on_progress = self.display.rollout
+        self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
+        self.boundary = self.capture()
+
+    def logs(self) -> dict[str, MetricsLog | JsonlLog]:
+        return {
+            "metrics": self.metrics,
+            "samples": self.samples,
+            "evaluations": self.evaluations,
+            "alerts": self.alerts,
+        }
+
+    def execute(self) -> None:
+        """Steps until the last one or a stop request; then the score, the checkpoint and the report.
+
+        Raises:
+            Exception: as a step raised it, after the last finished step was saved where that is possible.
+        """
+        trainer = self.trainer
+        try:
+            self.train()
+            if trainer.step not in (0, self.saved):
+                self.save(self.boundary, must=True)
+        except BaseException as error:
+            self.rescue(error)
+            raise
+        if self.stop.signal:
+            self.say(f"{self.stop.signal}: saved at step {trainer.step}; continue with --resume")
+        self.say(self.outcome())
+        self.say(f"report: {write_report(self.run_dir)}")
+
+    def train(self) -> None:
+        """Steps, each written down and saved where that is due."""
+        trainer, config = self.trainer, self.config
+        if trainer.step == 0:
+            self.metrics.log(0, self.evaluate(None))
+            self.boundary = self.capture()
+        while trainer.step < config.max_steps and not self.stop.signal:
+            self.record(trainer.train_step())
+            self.boundary = self.capture()
+            if config.checkpoint.every and trainer.step % config.checkpoint.every == 0:
+                self.save(self.boundary)
+
+    def rescue(self, error: BaseException) -> None:
+        """After an error or an interruption: save the last finished step if the weights are still its own."""
+        trainer, problem = self.trainer, type(error).__name__
+        if isinstance(error, CheckpointError):
+            return  # it is about the disk, and says what is intact
+        if trainer.optimizer.mid_step:
+            last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
+            self.say(f"{problem} amid the update of step {trainer.step + 1}, which cannot be saved; {last}")
+            return
+        try:
+            if trainer.policy.device.type == "cuda":
+                torch.cuda.synchronize(trainer.policy.device)
+            if self.boundary.step != trainer.step:  # the step was finished, writing it down was not
+                self.boundary = self.capture()
+            if trainer.step not in (0, self.saved):
+                self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
+                self.save(self.boundary, must=True)
+        except Exception as second:
+            self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
+        else:
+            self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
+
+    def record(self, result: StepResult) -> None:
+        """Write and show a finished step, with the held-out score where one is due."""
+        step, config = self.trainer.step, self.config
+        metrics, timings = result.metrics, result.timings | {"memory/peak_bytes": peak_memory(self.trainer)}
+        last = step == config.max_steps
+        try:
+            if last or (config.evaluation.every and step % config.evaluation.every == 0):
+                metrics = metrics | self.evaluate(None if last else config.evaluation.size)
+        finally:
+            self.metrics.log(step, metrics, timings)
+        if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
+            self.samples.write(step, self.trainer.pick_samples(result, config.logging.samples))
+        if self.display:
+            self.display.update(step, metrics, timings)
+        for alert in self.monitor.update(step, metrics):
+            self.alerts.append(alert.record())
+            self.say(alert.text)
+
+    def evaluate(self, size: int | None) -> dict[str, float]:
+        """Score the held-out questions, write it down, show it."""
+        if not self.trainer.held_out:
+            return {}
+        evaluation = self.trainer.evaluate(size)
+        step, n = self.trainer.step, evaluation.n
+        name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
+        self.evaluations.write(step, name, evaluation.score, evaluation.interval, n)
+        if self.display:
+            self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
+
+    def capture(self) -> Boundary:
+        """The run between two steps, but for its tensors."""
+        rng_tensors, rng_state = capture_rng()
+        state = {
+            "optimizer": self.trainer.optimizer.state(),
+            "trainer": self.trainer.state_dict(),
+            "alerts": self.monitor.state_dict(),
+            "rng": rng_state,
+            "offsets": {name: log.offset for name, log in self.logs().items()},
+        }
+        return Boundary(self.trainer.step, json.dumps(state), rng_tensors)
+
+    def save(self, boundary: Boundary, *, must: bool = False) -> None:
+        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on."""
+        trainer = self.trainer
+        try:
+            self.store.save(
+                boundary.step,
+                tensors={
+                    "trainable": trainer.policy.trainable(),
+                    "optimizer": trainer.optimizer.state_tensors(),
+                    "rng": boundary.rng,
+                },
+                state=json.loads(boundary.state),
+            )
+        except CheckpointSaveError as error:
+            if must:
+                raise
+            self.say(f"checkpoint of step {boundary.step} not saved: {error}; training goes on")
+        else:
+            self.saved = boundary.step
+
+    def outcome(self) -> str:
+        """Held-out score before → after."""
+        scores = [e for e in read_jsonl(self.run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
+        if len(scores) < 2:
+            return f"step {self.trainer.step} of {self.config.max_steps}"
+        first, last = (Score(e["score"], tuple(e["interval"]), e["n"]) for e in (scores[0], scores[-1]))
+        return f"held-out score: {before_after(first, last)}"
+
+    def say(self, text: str) -> None:
+        if self.display:
+            self.display.message(text)
+
+
+def peak_memory(trainer: Algorithm) -> int:
+    """Bytes at the highest: of the GPU's allocator, else of the process."""
+    if trainer.policy.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(trainer.policy.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,157 @@
+"""Block sizes, warps and stages of every kernel, by architecture and shape: checked-in tables, no autotuning.
+
+A table is `tables/sm_XX.json`, written by `python -m benchmarks.tune` on a GPU of that architecture. Reading
+one is a pure function of the device's capability and the shape, so a user's first step compiles exactly what
+its plan names. `measured` says which rules rest on a measurement and which were carried over.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_fast.kernels import TILE, ProductTile
+from grpo_fast.kernels.sparse_config import SparseConfig
+
+TABLES = Path(__file__).resolve().parent / "tables"
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes of shared memory one program may use, by architecture."""
+
+Precision = Literal["half", "float32"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the kernels of one class of shapes are launched with."""
+
+    wide: ProductTile | None  # X Wᵀ by tensor descriptors; None: the architecture has none
+    narrow: ProductTile | None  # the same, where a softcap or many statistics need the registers
+    pointer_forward: ProductTile  # operands that no descriptor can address
+    pointer_backward: ProductTile
+    sparse: SparseConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The sizes of a class of shapes; None: any."""
+
+    precision: Precision
+    hidden_up_to: int | None
+    trainable: bool | None  # whether the head's weight takes a gradient
+    measured: bool
+    sizes: Sizes
+
+    def fits(self, precision: Precision, hidden: int, trainable: bool) -> bool:
+        return (
+            self.precision == precision
+            and (self.hidden_up_to is None or hidden <= self.hidden_up_to)
+            and self.trainable in (None, trainable)
+        )
+
+    @property
+    def rank(self) -> tuple[str, float, bool, bool]:
+        """Sorts the most particular rule of a precision first."""
+        up_to = float("inf") if self.hidden_up_to is None else self.hidden_up_to
+        return self.precision, up_to, self.trainable is None, bool(self.trainable)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All rules of an architecture; the first that fits applies."""
+
+    architecture: int  # 90 for compute capability 9.0
+    provenance: dict[str, str]
+    rules: tuple[Rule, ...]
+
+    def sizes(self, precision: Precision, hidden: int, trainable: bool) -> Sizes:
+        return next(rule.sizes for rule in self.rules if rule.fits(precision, hidden, trainable))
+
+
+def sizes_for(capability: tuple[int, int], dtype: torch.dtype, hidden: int, trainable: bool) -> Sizes:
+    """The sizes for a device and a shape.
+
+    A device without a table of its own takes that of the newest architecture before it; an older one than
+    any, the oldest.
+
+    Args:
+        capability: CUDA compute capability; the plan of another device reads it as the oldest.
+        hidden: H.
+        trainable: whether the head's weight takes a gradient.
+    """
+    tables = load_tables()
+    wanted = 10 * capability[0] + capability[1]
+    chosen = max((a for a in tables if a <= wanted), default=min(tables))
+    precision: Precision = "half" if dtype in (torch.bfloat16, torch.float16) else "float32"
+    return tables[chosen].sizes(precision, hidden, trainable)
+
+
+@functools.cache
+def load_tables(folder: Path = TABLES) -> dict[int, Table]:
+    """All tables by architecture.
+
+    Raises:
+        ValueError: a table that no launch could use; the message names the file and what is wrong.
+    """
+    tables = (read_table(path) for path in sorted(folder.glob("sm_*.json")))
+    return {table.architecture: table for table in tables}
+
+
+def read_table(path: Path) -> Table:
+    """One table, checked.
+
+    Raises:
+        ValueError: as `load_tables`.
+    """
+    text = path.read_text()
+    try:
+        table = TypeAdapter(Table).validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{path} is no tuning table: {error}") from error
+    if plain(table) != json.loads(text):
+        raise ValueError(f"{path} has keys that nothing reads, or values of another type: write it by `tune`")
+    if wrong := faults(table, path.stem):
+        raise ValueError(f"{path}: {'; '.join(wrong)}")
+    return table
+
+
+def plain(table: Table) -> dict[str, Any]:
+    """What `json` writes and reads back."""
+    return json.loads(json.dumps(asdict(table)))
+
+
+def faults(table: Table, name: str) -> list[str]:
+    """What keeps a table from use; empty when nothing does."""
+    found = []
+    if name != f"sm_{table.architecture}" or table.architecture not in SHARED_MEMORY:
+        found.append(f"architecture {table.architecture} in {name}")
+    if list(table.rules) != sorted(table.rules, key=lambda rule: rule.rank):
+        found.append("rules are not sorted: the most particular must come first")
+    for precision in ("half", "float32"):
+        if not any(r.fits(precision, 1 << 62, t) for r in table.rules for t in (True, False)):
+            found.append(f"no rule for every {precision} shape")
+    for rule in table.rules:
+        found += _tile_faults(rule, SHARED_MEMORY.get(table.architecture, 0))
+    return found
+
+
+def _tile_faults(rule: Rule, shared_memory: int) -> list[str]:
+    sizes, itemsize = rule.sizes, 2 if rule.precision == "half" else 4
+    found = []
+    for name in ("wide", "narrow", "pointer_forward", "pointer_backward"):
+        tile: ProductTile | None = getattr(sizes, name)
+        if tile is None:
+            continue
+        what = f"{rule.precision} {name}"
+        if tile.descriptors != (name in ("wide", "narrow")):
+            found.append(f"{what}: descriptors is {tile.descriptors}")
+        if tile.columns % TILE or any(n & (n - 1) or n < 1 for n in (tile.rows, tile.columns, tile.depth)):
+            found.append(f"{what}: rows, columns and depth must be powers of two, columns at least {TILE}")
+        if tile.shared_bytes(itemsize) > shared_memory:
+            found.append(f"{what}: operands need {tile.shared_bytes(itemsize)} of {shared_memory} bytes")
+    return found

@@ -1,0 +1,194 @@
+"""Optimiser steps in micro-batches that fit: out of memory, a step is done again in smaller ones.
+
+The losses of micro-batches add up to the step's because they are divided by the counts of the whole step,
+so a smaller micro-batch changes the memory and not the update.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_fast.checkpoint import capture_rng, restore_rng
+from grpo_fast.objective.types import StepTotals
+from grpo_fast.policy.packing import PackedBatch, Sample, pack
+from grpo_fast.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# What the libraries below torch say instead of raising torch.OutOfMemoryError.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The samples of one optimiser step, and the micro-batches they are laid out in."""
+
+    samples: tuple[Sample, ...]
+    totals: StepTotals
+    batches: tuple[PackedBatch, ...]
+    max_tokens: int  # the budget they were laid out within
+
+    def with_logprobs(self, name: str, values: Sequence[Tensor]) -> Minibatch:
+        """`old_logprobs` or `ref_logprobs` set to these, (N,) for each micro-batch."""
+        pairs = zip(self.batches, values, strict=True)
+        return replace(self, batches=tuple(replace(batch, **{name: value}) for batch, value in pairs))
+
+    def laid_out(self, batches: Sequence[PackedBatch], max_tokens: int) -> Minibatch:
+        """The same samples in other micro-batches; log-probabilities that are known move along."""
+        moved = replace(self, batches=tuple(batches), max_tokens=max_tokens)
+        for name in ("old_logprobs", "ref_logprobs"):
+            if getattr(self.batches[0], name) is not None:
+                known = self._by_sample(name)
+                values = [torch.cat([known[i] for i in batch.sample_ids.tolist()]) for batch in batches]
+                moved = moved.with_logprobs(name, values)
+        return moved
+
+    def _by_sample(self, name: str) -> dict[int, Tensor]:
+        """(C,) for each sample; a sequence's tokens are contiguous in its micro-batch."""
+        known = {}
+        for batch in self.batches:
+            ids = batch.sample_ids.tolist()
+            lengths = [len(self.samples[i].completion_ids) for i in ids]
+            known |= dict(zip(ids, getattr(batch, name).split(lengths), strict=True))
+        return known
+
+
+class MicroBatches:
+    """Lays samples out within a budget of tokens, which halves when the memory does not hold it.
+
+    `limit` is what an out-of-memory error has left of the configured budget; None: all of it. A resumed run
+    sets it again.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.limit: int | None = None
+
+    def budget(self, configured: int) -> int:
+        """Tokens of a micro-batch now."""
+        return configured if self.limit is None else min(configured, self.limit)
+
+    def pack(self, samples: Sequence[Sample], configured: int) -> list[PackedBatch]:
+        return pack(
+            samples,
+            max_tokens=self.budget(configured),
+            share_prompts=self.policy.shares_prompts,
+            device=self.policy.device,
+        )
+
+    def minibatch(self, samples: Sequence[Sample], totals: StepTotals, configured: int) -> Minibatch:
+        batches = tuple(self.pack(samples, configured))
+        return Minibatch(tuple(samples), totals, batches, self.budget(configured))
+
+    def split(
+        self, samples: Sequence[Sample], totals: StepTotals, parts: int, configured: int
+    ) -> list[Minibatch]:
+        """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
+        groups = sorted({sample.group_id for sample in samples})
+        parts = min(parts, len(groups))
+        part_of = {group_id: i % parts for i, group_id in enumerate(groups)}
+        members = [[s for s in samples if part_of[s.group_id] == part] for part in range(parts)]
+        return [
+            self.minibatch(
+                part,
+                StepTotals(
+                    num_tokens=totals.num_tokens / parts,
+                    num_sequences=totals.num_sequences / parts,
+                    measured_tokens=sum(sum(sample.loss_mask) for sample in part),
+                    measured_sequences=len(part),
+                ),
+                configured,
+            )
+            for part in members
+        ]
+
+    def fit(
+        self, minibatch: Minibatch, work: Callable[[Minibatch], T], *, undo: Callable[[], None] | None = None
+    ) -> T:
+        """What `work` makes of the minibatch, in micro-batches small enough for the memory.
+
+        After an out-of-memory error it starts anew, from the same random state: it must not have changed
+        anything that `undo` does not set back.
+
+        Raises:
+            torch.OutOfMemoryError: not even the longest completion alone fits.
+        """
+        random_state = capture_rng()
+        while True:
+            if self.limit is not None and self.limit < minibatch.max_tokens:
+                minibatch = minibatch.laid_out(self.pack(minibatch.samples, self.limit), self.limit)
+            try:
+                return work(minibatch)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(minibatch, error)
+            # Out of the except clause nothing holds on to the activations of the attempt that failed.
+            if undo is not None:
+                undo()
+            release_memory()
+            restore_rng(*random_state)
+
+    def _shrink(self, minibatch: Minibatch, error: RuntimeError) -> None:
+        """Half of the largest micro-batch, which is the first; a completion is never split."""
+        largest = tokens_of(minibatch.batches[0])
+        longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples)
+        if largest <= longest:
+            raise torch.OutOfMemoryError(
+                f"out of memory in a micro-batch of {largest} tokens, which is one completion with its "
+                "prompt: micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = "
+                "true, lower rollout.max_completion_length, train adapters (model.lora), or freeze the head "
+                f"(model.train_lm_head = false). The allocator said: {error}"
+            ) from error
+        self.limit = max(largest // 2, longest)
+        logger.warning(
+            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
+            "micro_batch_tokens = %d; the global batch stays as it is",
+            largest,
+            self.limit,
+        )
+
+
+def tokens_of(batch: PackedBatch) -> int:
+    return batch.input_ids.numel()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, whoever noticed: torch, cuBLAS, the driver or the CPU's allocator."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def release_memory() -> None:
+    """Give cached blocks back, to the driver as well: another tenant may need them."""
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def sum_metrics(shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Micro-batches' shares of a step: they add up, but for extremes."""
+    combined = {}
+    for name in {name: None for share in shares for name in share}:
+        values = torch.stack([share[name].float().cpu() for share in shares if name in share])
+        if name.endswith("_max"):
+            combined[name] = values.max().item()
+        elif name.endswith("_min"):
+            combined[name] = values.min().item()
+        else:
+            combined[name] = values.sum().item()
+    return combined
+
+
+def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean over the optimiser steps of one rollout."""
+    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}

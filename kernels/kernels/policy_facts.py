@@ -1,0 +1,44 @@
+"""What the policy loss kernel is told, and what it reports. This module needs no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SUMS = (
+    *("loss", "ratio_mean", "masked_mean", "low_mean", "high_mean", "delta_mean", "region_mean", "entropy"),
+    *("kl", "difference_mean", "sampling_kl", "sampling_k1", "outside_mean", "weight_mean", "rejected_mean"),
+)
+MINIMA = ("ratio_min", "low_min", "weight_min")
+MAXIMA = ("ratio_max", "high_max", "difference_max", "weight_max")
+RESULTS = (*SUMS, *MINIMA, *MAXIMA)
+"""What every program hands over for its sequence, in this order; extremes of no token are infinite."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Which loss, and its constants, as the kernels take them. Names and meanings are the objective's."""
+
+    surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dppo_tv" or "dppo_kl"
+    level: str  # of the ratio: "token", "sequence", "sequence_token" or "product"
+    aggregation: str
+    # clip: bounds of the log-ratio; cispo: of the ratio; dppo: of the divergence; sapo: temperatures for
+    # advantages that are not positive, and positive
+    low: float
+    high: float
+    cap: float  # clip: of the log-ratio where the advantage is negative; dppo: of the ratio
+    kl: str  # estimator
+    beta: float  # weight of the KL in the loss; 0 reports it only
+    correct_kl: bool  # times the ratio
+    entropy_coef: float
+    correction_level: str  # of π_old/π_sampler: "none", "token", "sequence" or "geometric"
+    correction_masks: bool  # zero beyond the bounds; else clamped to them
+    correction_min: float
+    correction_max: float
+    drift_max: float  # off-policy mask; infinite for none
+    ratio_band: float
+    # Of the whole step; below zero: what this batch holds.
+    num_tokens: float
+    num_sequences: float
+    measured_tokens: float
+    measured_sequences: float
+    max_completion_length: float  # read by "constant_length"

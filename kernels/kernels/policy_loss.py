@@ -1,0 +1,339 @@
+"""A policy loss over packed tokens in three launches: loss, metrics and dL/dlogp.
+
+The mathematics is that of `grpo_fast.objective` (see `policy_terms`), and the tests hold the two against each
+other. One program works on one sequence: what a sequence shares (its length, its ratio, its drift) is summed
+first, then every token is done in one pass. The sums over sequences are added up in a fixed order by a last
+launch: results are bit-equal from run to run.
+
+A token whose mask is false is never read. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .policy_facts import MINIMA, RESULTS, SUMS, PolicyLoss
+from .policy_terms import at_most, exp_beyond_linear, kl_term, surrogate_term
+
+
+def policy_loss(
+    logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    loss_mask: Tensor,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampler_logprobs: Tensor | None,
+    entropy: Tensor | None,
+    num_sequences: int,
+    loss: PolicyLoss,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss (), `RESULTS` as a vector, dL/dlogp (N,) and dL/dentropy (N,), all float32.
+
+    The last is empty, (0,), when the loss has no entropy term.
+
+    Args:
+        logprobs: (N,) float32.
+        advantages, old_logprobs, ref_logprobs, sampler_logprobs, entropy: (N,) of any float dtype.
+        sequence_ids: (N,) int64 in [0, num_sequences), each sequence's tokens contiguous; where they are not,
+            the loss is NaN.
+        loss_mask: (N,) bool.
+        num_sequences: S, at least 1.
+    """
+    count = logprobs.numel()
+    blocks = max(1, triton.cdiv(count, _BLOCK))
+    bounds = sequence_ids.new_zeros((2, num_sequences))
+    tokens = torch.empty(blocks, dtype=torch.int32, device=logprobs.device)
+    partial = logprobs.new_empty((len(RESULTS), num_sequences))
+    # A token that no sequence covers keeps its NaN.
+    gradient = torch.full_like(logprobs, torch.nan)
+    has_bonus = entropy is not None and loss.entropy_coef != 0
+    of_entropy = torch.full_like(logprobs, torch.nan) if has_bonus else logprobs.new_empty(0)
+    result, total = logprobs.new_empty(len(RESULTS)), logprobs.new_empty(())
+    _find_sequences[(blocks,)](sequence_ids, loss_mask, bounds, tokens, num_sequences, count, BLOCK=_BLOCK)
+    _sequence_loss[(num_sequences,)](
+        logprobs, advantages, loss_mask, old_logprobs, ref_logprobs, sampler_logprobs, entropy,
+        bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks,
+        loss.low, loss.high, loss.cap, loss.beta, loss.entropy_coef,
+        loss.correction_min, loss.correction_max, loss.drift_max, loss.ratio_band,
+        loss.num_tokens, loss.num_sequences, loss.measured_tokens, loss.measured_sequences,
+        loss.max_completion_length,
+        SURROGATE=loss.surrogate, LEVEL=loss.level, AGGREGATION=loss.aggregation, KL=loss.kl,
+        CORRECT_KL=loss.correct_kl, CORRECTION=loss.correction_level, MASKS=loss.correction_masks,
+        HAS_OLD=old_logprobs is not None, HAS_REF=ref_logprobs is not None,
+        HAS_SAMPLER=sampler_logprobs is not None, HAS_ENTROPY=entropy is not None,
+        HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK,
+    )  # fmt: skip
+    _add_up[(len(RESULTS),)](
+        partial, bounds, result, total, num_sequences, count,
+        SUMS=len(SUMS), MINIMA=len(MINIMA), BLOCK=_BLOCK,
+    )  # fmt: skip
+    return total, result, gradient, of_entropy
+
+
+_BLOCK = 1024
+_SEQUENCE_BLOCK = 512  # all options together spill at twice as many
+
+
+@triton.jit(do_not_specialize=["sequences", "count"])
+def _find_sequences(
+    sequence_ids,  # (N,) int64
+    loss_mask,  # (N,) bool
+    bounds,  # (2, S) int64, zero: written, first token and end of every sequence
+    tokens,  # (blocks,) int32, written: tokens that count
+    sequences,
+    count,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    own = tl.load(sequence_ids + place, mask=inside, other=-1)
+    before = tl.load(sequence_ids + place - 1, mask=inside & (place > 0), other=-1)
+    after = tl.load(sequence_ids + place + 1, mask=place + 1 < count, other=-1)
+    known = inside & (own >= 0) & (own < sequences)
+    tl.store(bounds + own, place, mask=known & (own != before))
+    tl.store(bounds + sequences + own, place + 1, mask=known & (own != after))
+    counted = tl.load(loss_mask + place, mask=inside, other=0) != 0
+    tl.store(tokens + tl.program_id(0), tl.sum(counted.to(tl.int32)))
+
+
+@triton.jit
+def _load(pointer, place, counted):
+    return tl.load(pointer + place, mask=counted, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _smallest(values, counted):
+    return tl.min(tl.where(counted, values, float("inf")))
+
+
+@triton.jit
+def _largest(values, counted):
+    return tl.max(tl.where(counted, values, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["sequences", "blocks"])
+def _sequence_loss(
+    logprobs,  # (N,) as the next six
+    advantages,
+    loss_mask,
+    old_logprobs,
+    ref_logprobs,
+    sampler_logprobs,
+    entropies,
+    bounds,  # (2, S) int64
+    tokens,  # (blocks,) int32
+    partial,  # (RESULTS, S) float32, written
+    gradient,  # (N,) float32, written
+    entropy_gradient,  # (N,) float32, written when HAS_BONUS
+    sequences,
+    blocks,
+    low,
+    high,
+    cap,
+    beta,
+    entropy_coef,
+    correction_min,
+    correction_max,
+    drift_max,
+    ratio_band,
+    num_tokens,
+    num_sequences,
+    measured_tokens,
+    measured_sequences,
+    max_completion_length,
+    SURROGATE: tl.constexpr,
+    LEVEL: tl.constexpr,
+    AGGREGATION: tl.constexpr,
+    KL: tl.constexpr,
+    CORRECT_KL: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    MASKS: tl.constexpr,
+    HAS_OLD: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    HAS_SAMPLER: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_BONUS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SHARED: tl.constexpr = LEVEL == "sequence" or LEVEL == "product"
+    sequence = tl.program_id(0)
+    first, last = tl.load(bounds + sequence), tl.load(bounds + sequences + sequence)
+    lane = tl.arange(0, BLOCK)
+    in_batch = 0
+    for start in range(0, blocks, BLOCK):
+        in_batch += tl.sum(tl.load(tokens + start + lane, mask=start + lane < blocks, other=0))
+    in_step = tl.where(num_tokens < 0, in_batch.to(tl.float32), num_tokens)
+    in_measure = tl.maximum(tl.where(measured_tokens < 0, in_step, measured_tokens), 1.0)
+    in_step = tl.maximum(in_step, 1.0)
+    sequences_in_step = tl.where(num_sequences < 0, sequences.to(tl.float32), num_sequences)
+    sequences_in_measure = tl.where(measured_sequences < 0, sequences_in_step, measured_sequences)
+
+    length, moved, mismatch, drift = 0.0, 0.0, 0.0, 0.0
+    for start in range(first, last, BLOCK):
+        place = start + lane
+        counted = tl.load(loss_mask + place, mask=place < last, other=0) != 0
+        logprob = _load(logprobs, place, counted)
+        old = _load(old_logprobs, place, counted) if HAS_OLD else logprob
+        sampled = _load(sampler_logprobs, place, counted) if HAS_SAMPLER else old
+        length += tl.sum(counted.to(tl.float32))
+        moved += tl.sum(logprob - old)
+        mismatch += tl.sum(old - sampled)
+        drift += tl.sum(sampled - logprob)
+    length = tl.maximum(length, 1.0)
+    shared_log_ratio = moved if LEVEL == "product" else moved / length
+    shared_mismatch = mismatch if CORRECTION == "sequence" else mismatch / length
+    drift /= length
+    if AGGREGATION == "token_mean":
+        weight = 1.0 / in_step
+    else:
+        weight = 1.0 / tl.maximum(sequences_in_step, 1.0)
+        if AGGREGATION == "sequence_mean":
+            weight /= length
+        elif AGGREGATION == "constant_length":
+            weight /= max_completion_length
+    token_mean = 1.0 / in_measure
+    mean = 1.0 / tl.maximum(sequences_in_measure, 1.0) / length if SHARED else token_mean
+
+    loss, shared_slope, ratio_sum, masked, lows, highs, deltas = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    entropy_sum, kl_sum, differences, sampling_kl, sampling_k1 = 0.0, 0.0, 0.0, 0.0, 0.0
+    outside_sum, weight_sum, rejected = 0.0, 0.0, 0.0
+    ratio_min, weight_min = float("inf"), float("inf")
+    ratio_max, weight_max, difference_max = float("-inf"), float("-inf"), float("-inf")
+    for start in range(first, last, BLOCK):
+        place = start + lane
+        counted = tl.load(loss_mask + place, mask=place < last, other=0) != 0
+        logprob = _load(logprobs, place, counted)
+        advantage = _load(advantages, place, counted)
+        old = _load(old_logprobs, place, counted) if HAS_OLD else logprob
+        own_log_ratio = logprob - old
+        log_ratio = own_log_ratio if LEVEL == "token" else shared_log_ratio + tl.zeros_like(logprob)
+        term, slope, ratio, is_low, is_high, is_delta = surrogate_term(
+            logprob, old, log_ratio, advantage, low, high, cap, SURROGATE
+        )
+        if HAS_SAMPLER:
+            difference = old - _load(sampler_logprobs, place, counted)
+            corrected = tl.exp(difference)
+            distance = tl.abs(difference)
+            outside = (corrected < 1.0 - ratio_band) | (corrected > 1.0 + ratio_band)
+            if CORRECTION == "none":
+                corrected = tl.full(logprob.shape, 1.0, tl.float32)
+            else:
+                if CORRECTION != "token":
+                    corrected = tl.exp(shared_mismatch + tl.zeros_like(logprob))
+                below, above = corrected < correction_min, corrected > correction_max
+                if MASKS:
+                    corrected = tl.where(below | above, 0.0, corrected)
+                else:
+                    corrected = tl.where(below, correction_min, at_most(corrected, correction_max))
+                term *= corrected
+                slope *= corrected
+            differences += tl.sum(tl.where(counted, distance, 0.0))
+            difference_max = tl.maximum(difference_max, _largest(distance, counted))
+            sampling_kl += tl.sum(tl.where(counted, exp_beyond_linear(difference), 0.0))
+            sampling_k1 -= tl.sum(tl.where(counted, difference, 0.0))
+            outside_sum += tl.sum((outside & counted).to(tl.float32))
+            weight_sum += tl.sum(tl.where(counted, corrected, 0.0))
+            weight_min = tl.minimum(weight_min, _smallest(corrected, counted))
+            weight_max = tl.maximum(weight_max, _largest(corrected, counted))
+            rejected += tl.sum(((corrected == 0.0) & counted).to(tl.float32))
+        allowed = tl.where(advantage >= 0, float("inf"), drift_max)
+        kept = counted & ((drift <= allowed) | (allowed == float("inf")))
+        loss += weight * tl.sum(tl.where(kept, term, 0.0))
+        slope = tl.where(kept, weight * slope, 0.0)
+        if SHARED:
+            shared_slope += tl.sum(slope)
+            slope = tl.zeros_like(slope)
+        if HAS_REF:
+            kl, kl_slope = kl_term(logprob - _load(ref_logprobs, place, counted), KL)
+            kl_sum += tl.sum(tl.where(counted, kl, 0.0))
+            if CORRECT_KL:
+                own_ratio = tl.exp(own_log_ratio)
+                kl, kl_slope = own_ratio * kl, own_ratio * (kl + kl_slope)
+            if beta > 0:
+                loss += weight * beta * tl.sum(tl.where(counted, kl, 0.0))
+                slope += tl.where(counted, weight * beta * kl_slope, 0.0)
+        tl.store(gradient + place, slope, mask=place < last)
+        if HAS_BONUS:
+            bonus = tl.where(counted, -entropy_coef / in_step, 0.0)
+            tl.store(entropy_gradient + place, bonus, mask=place < last)
+        if HAS_ENTROPY:
+            entropy_sum += tl.sum(_load(entropies, place, counted))
+        ratio_sum += tl.sum(tl.where(counted, ratio, 0.0))
+        ratio_min = tl.minimum(ratio_min, _smallest(ratio, counted))
+        ratio_max = tl.maximum(ratio_max, _largest(ratio, counted))
+        masked += tl.sum(counted.to(tl.float32)) - tl.sum(kept.to(tl.float32))
+        lows += tl.sum((is_low & counted).to(tl.float32))
+        highs += tl.sum((is_high & counted).to(tl.float32))
+        deltas += tl.sum((is_delta & counted).to(tl.float32))
+    if SHARED:
+        if LEVEL == "sequence":
+            shared_slope /= length
+        tl.debug_barrier()
+        for start in range(first, last, BLOCK):
+            place = start + lane
+            counted = tl.load(loss_mask + place, mask=place < last, other=0) != 0
+            own = tl.load(gradient + place, mask=counted, other=0.0)
+            tl.store(gradient + place, own + shared_slope, mask=counted)
+    if HAS_BONUS:
+        loss -= entropy_coef / in_step * entropy_sum
+    nothing = ratio_max == float("-inf")
+    out = partial + sequence
+    tl.store(out + 0 * sequences, loss)
+    tl.store(out + 1 * sequences, ratio_sum * mean)
+    tl.store(out + 2 * sequences, masked * token_mean)
+    tl.store(out + 3 * sequences, lows * mean)
+    tl.store(out + 4 * sequences, highs * mean)
+    tl.store(out + 5 * sequences, deltas * mean)
+    tl.store(out + 6 * sequences, (lows + highs) * mean)
+    tl.store(out + 7 * sequences, entropy_sum * token_mean)
+    tl.store(out + 8 * sequences, kl_sum * token_mean)
+    tl.store(out + 9 * sequences, differences * token_mean)
+    tl.store(out + 10 * sequences, sampling_kl * token_mean)
+    tl.store(out + 11 * sequences, sampling_k1 * token_mean)
+    tl.store(out + 12 * sequences, outside_sum * token_mean)
+    tl.store(out + 13 * sequences, weight_sum * token_mean)
+    tl.store(out + 14 * sequences, rejected * token_mean)
+    tl.store(out + 15 * sequences, ratio_min)
+    tl.store(out + 16 * sequences, tl.where(nothing, float("inf"), lows / length))
+    tl.store(out + 17 * sequences, weight_min)
+    tl.store(out + 18 * sequences, ratio_max)
+    tl.store(out + 19 * sequences, tl.where(nothing, float("-inf"), highs / length))
+    tl.store(out + 20 * sequences, difference_max)
+    tl.store(out + 21 * sequences, weight_max)
+
+
+@triton.jit(do_not_specialize=["sequences", "count"])
+def _add_up(
+    partial,  # (RESULTS, S) float32
+    bounds,  # (2, S) int64
+    result,  # (RESULTS,) float32, written
+    loss,  # () float32, written
+    sequences,
+    count,
+    SUMS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per result. Tokens that no sequence covers, or two do, make the sums NaN."""
+    which = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    total, least, most = 0.0, float("inf"), float("-inf")
+    covered = tl.zeros((), tl.int64)
+    for start in range(0, sequences, BLOCK):
+        sequence = start + lane
+        inside = sequence < sequences
+        values = tl.load(partial + which * sequences + sequence, mask=inside, other=0.0)
+        total += tl.sum(values)
+        least = tl.minimum(least, _smallest(values, inside))
+        most = tl.maximum(most, _largest(values, inside))
+        first = tl.load(bounds + sequence, mask=inside, other=0)
+        covered += tl.sum(tl.load(bounds + sequences + sequence, mask=inside, other=0) - first)
+    total = tl.where(covered == count, total, float("nan"))
+    found = tl.where(which < SUMS, total, tl.where(which < SUMS + MINIMA, least, most))
+    tl.store(result + which, found)
+    if which == 0:
+        tl.store(loss, found)

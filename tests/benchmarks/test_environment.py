@@ -1,0 +1,17 @@
+"""Where a measurement was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import environment
+
+
+def test_the_command_is_what_one_would_type_and_no_path_of_the_machine():
+    folder = Path(environment.__file__).parent
+
+    assert environment._command([str(folder / "__main__.py"), "head", "--minutes", "2"]) == [
+        *("python", "-m", "benchmarks", "head", "--minutes", "2")
+    ]
+    assert environment._command([str(folder / "quickstart.py")]) == ["python", "-m", "benchmarks.quickstart"]
+    assert environment._command(["/some/where/bin/grpo-fast", "bench"]) == ["grpo-fast", "bench"]

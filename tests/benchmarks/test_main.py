@@ -1,0 +1,61 @@
+"""The command line of the benchmarks, in a checkout and as `grpo-fast bench`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import benchmarks
+from benchmarks.__main__ import COMMANDS, main
+from grpo_fast import cli
+
+SOURCES = Path(benchmarks.__file__).parent
+OF_A_CHECKOUT = ("bench_", "peer_")  # pytest's, and the peers' own tests
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+
+    assert left.value.code == 0
+    assert "usage: python -m benchmarks" in capsys.readouterr().out
+
+
+def test_no_module_needs_the_name_it_has_in_a_checkout():
+    """Installed they are `grpo_fast.benchmarks`: `benchmarks` is too common a name."""
+    absolute = [
+        f"{file.relative_to(SOURCES)}: {line.strip()}"
+        for file in SOURCES.rglob("*.py")
+        if not file.name.startswith(OF_A_CHECKOUT)
+        for line in re.findall(r"^\s*(?:from|import) benchmarks\b.*", file.read_text(), re.MULTILINE)
+    ]
+
+    assert absolute == []
+
+
+def test_grpo_fast_bench_hands_its_arguments_over(monkeypatch):
+    handed = {}
+
+    def found(arguments: list[str], *, program: str) -> int:
+        handed.update(arguments=arguments, program=program)
+        return 7
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=found))
+
+    assert cli.main(["bench", "head", "--minutes", "1"]) == 7
+    assert handed == {"arguments": ["head", "--minutes", "1"], "program": "grpo-fast bench"}
+
+
+def test_an_installation_without_benchmarks_says_what_to_do(monkeypatch, capsys):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="grpo_fast.benchmarks")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+
+    assert cli.main(["bench", "head"]) == 1
+    assert "run `python -m benchmarks` in a checkout" in capsys.readouterr().err

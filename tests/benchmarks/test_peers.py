@@ -1,0 +1,180 @@
+"""The peers: nothing of theirs is imported before it is asked for, and anybody can add one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import head
+from benchmarks.__main__ import main
+from benchmarks.accuracy import consult
+from benchmarks.peers import Peer, Unsupported, all_peers, choose, cut_cross_entropy_apple, liger_logits
+from benchmarks.problem import Problem, Run, Setting
+from benchmarks.row_sources import Sources, make_problem
+
+LIBRARIES = (
+    "cut_cross_entropy",
+    "flash_attn",
+    "liger_kernel",
+    "quack",
+    "trl",
+    "unsloth_zoo",
+    "verl",
+)
+SETTING = Setting("peaked", 32, 24, 100, "forward_backward", True, "float32")
+PLUGIN = """
+from benchmarks.peers import Peer
+from benchmarks.peers.torch_full import logprobs
+
+def right(problem):
+    return lambda: problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
+
+def wrong(problem):
+    return lambda: problem.finish(2 * logprobs(problem.hidden, problem.weight, problem.targets))
+
+class Plain:
+    name = "plugged in, a class"
+    prepare = staticmethod(right)
+
+PEERS = [Peer("plugged in", right), Peer("plugged in, wrong", wrong), Plain]
+NOT_ONE = ["a string"]
+"""
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "a-plugin-of-grpo-fast"
+version = "0.1"
+[project.entry-points."grpo_fast.benchmark_peers"]
+good = "a_plugin_of_grpo_fast:PEERS"
+broken = "a_plugin_of_grpo_fast:NOT_THERE"
+"broken too" = "a_plugin_of_grpo_fast:NOT_ONE"
+[tool.setuptools]
+py-modules = ["a_plugin_of_grpo_fast"]
+"""
+
+
+def run_head(folder: Path, *arguments: str) -> dict[str, dict]:
+    """The results of one small cell by name."""
+    out = folder / "record.json"
+    shape = ["--device=cpu", "--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable"]
+    mode = ["--mode=forward_backward", "--repeats=3"]
+    code = main(["head", *shape, *mode, f"--json={out}", *arguments])
+    assert code == 0
+    (cell,) = json.loads(out.read_text())["cells"]
+    return {result["name"]: result for result in cell["results"]}
+
+
+def test_listing_the_peers_imports_none_of_their_libraries():
+    program = (
+        "import sys; from benchmarks.peers import all_peers; print(len(all_peers()));"
+        f"print([name for name in {LIBRARIES!r} if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+
+    count, imported = printed.splitlines()
+    assert int(count) >= len(LIBRARIES)
+    assert imported == "[]"
+
+
+def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_path, monkeypatch, capsys):
+    for library in LIBRARIES:
+        monkeypatch.setitem(sys.modules, library, None)
+
+    found = run_head(tmp_path)
+
+    assert found["ours"]["state"] == "ok"
+    assert found["TRL fused head"]["state"] == "skipped"
+    assert found["Liger per-token"]["reason"].startswith("not installed")
+    assert "skipped TRL fused head: not installed" in capsys.readouterr().out
+
+
+def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, monkeypatch, capsys):
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    (source / "a_plugin_of_grpo_fast.py").write_text(PLUGIN)
+    (source / "pyproject.toml").write_text(PROJECT)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(source)], check=True)
+    monkeypatch.syspath_prepend(str(site))
+
+    found = run_head(tmp_path, "--impl", "plugged in", "broken", "torch full")
+
+    assert found["plugged in"]["state"] == "ok"
+    assert found["plugged in"]["accuracy"]["logprob"] < 1e-4
+    assert found["plugged in, a class"]["state"] == "ok"
+    assert "no `prepare(problem)`" in found["broken too"]["reason"]
+    assert found["plugged in, wrong"]["accuracy"]["logprob"] > 0.1
+    assert found["broken"]["state"] == "error"
+    assert "NOT_THERE" in found["broken"]["reason"]
+    assert capsys.readouterr().out.count("INACCURATE") == 1
+
+
+def test_a_peer_that_wants_more_memory_than_there_is_says_so_and_the_others_go_on(tmp_path, monkeypatch):
+    def greedy(problem: Problem) -> Run:
+        return lambda: problem.finish(torch.empty(1 << 55))
+
+    found = [Peer("greedy", greedy), *choose(all_peers(), ["torch full"])]
+    monkeypatch.setattr(head, "all_peers", lambda: found)
+
+    results = run_head(tmp_path)
+
+    assert results["greedy"]["state"] == "out of memory"
+    assert results["torch full logits"]["state"] == "ok"
+
+
+def test_names_are_unique_so_that_records_can_be_compared():
+    names = [peer.name for peer in all_peers()]
+
+    assert len(names) == len(set(names))
+
+
+def test_presets_that_a_release_of_cut_cross_entropy_lacks_are_said():
+    options = cut_cross_entropy_apple._options
+
+    assert options("cce_exact", {"CCE", "CCE_EXACT"}) == {"impl": "cce_exact"}
+    assert options("cce_exact", {"CCE", "TORCH_COMPILE"}) == {"filter_eps": None}
+    with pytest.raises(Unsupported, match="no preset cce_kahan_full_c"):
+        options("cce_kahan_full_c", {"CCE", "TORCH_COMPILE"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", all_peers(), ids=lambda peer: peer.name)
+def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer):
+    setting = Setting("peaked", 512, 256, 4096, "forward_backward", True, "bfloat16")
+    problem = make_problem(setting, Sources(), torch.device("cuda"), seed=0)
+    try:
+        run = peer.prepare(problem)
+    except (ImportError, Unsupported) as reason:
+        pytest.skip(str(reason))
+
+    assert consult(problem).judge(problem, run()).acceptable
+
+
+def test_ligers_loss_on_logits_has_the_gradient_of_the_problem(monkeypatch):
+    """By Triton's interpreter: on-policy its loss differs from ours, its gradient may not."""
+    pytest.importorskip("liger_kernel", reason="install liger-kernel")
+    if os.environ["TRITON_INTERPRET"] != "1":
+        pytest.skip("a GPU runs the kernel itself, above")
+    monkeypatch.setattr(liger_logits, "require_cuda", lambda problem: None)
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    problem = make_problem(SETTING, Sources(), torch.device("cpu"), seed)
+
+    outcome = liger_logits.prepare(problem)()
+
+    accuracy = consult(problem).judge(problem, outcome)
+    assert outcome.logprobs is None
+    assert accuracy.hidden_gradient < 1e-4
+    assert accuracy.weight_gradient < 1e-4

@@ -1,0 +1,169 @@
+"""README tables come from records, and cannot drift from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.readme_tables import NONE, render
+from benchmarks.record import Measurement, save
+from benchmarks.timing import Memory, Spread
+
+ENVIRONMENT = {
+    "benchmark_device": "a machine",
+    "versions": {"torch": "2.13.0"},
+    "started": "2026-11-20T09:00:00+00:00",
+    "command": ["python", "-m", "benchmarks", "step", "--minutes", "2"],
+}
+SMALL, LARGE = {"tokens": 64, "dtype": "float32"}, {"tokens": 128, "dtype": "float32"}
+OURS = Measurement(
+    "ours", SMALL, time=Spread(4.0, 3.9, 4.1, 9), memory=Memory(3 << 20, None), accuracy={"logprob": 2e-6}
+)
+
+
+def table_of(folder: Path, *cells: Measurement, kind: str = "step") -> str:
+    path = folder / "record.json"
+    save(path, cells, kind=kind, environment=ENVIRONMENT, gpu_states=[{"driver_version": "580.1"}])
+    return render(path)
+
+
+def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
+    fast = Measurement("fast", SMALL, time=Spread(2.0, 1.9, 2.1, 9), accuracy={"logprob": 0.5})
+    greedy = replace(fast, shape=LARGE, status="oom", time=None, accuracy={})
+    absent = Measurement("absent", SMALL, status="skipped", reason="not installed")
+
+    table = table_of(
+        tmp_path, OURS, fast, replace(OURS, shape=LARGE, time=Spread(123.4, 120, 130, 9)), greedy, absent
+    )
+
+    assert table.splitlines() == [
+        "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
+        "|---|---:|---:|---:|---:|",
+        f"| fast | 2.00 **wrong** | OOM | 5.0e-01 | {NONE} |",
+        "| **ours** | 4.00 | 123 | 2.0e-06 | 3 |",
+        "",
+        "Not measured: absent (not installed).",
+        "",
+        "float32 · a machine · driver 580.1 · torch 2.13.0 · 2026-11-20 · "
+        "repeat: `python -m benchmarks step --minutes 2` · [record](benchmarks/results/record.json)",
+    ]
+
+
+def test_the_product_is_the_first_row_where_it_was_measured(tmp_path):
+    table = table_of(tmp_path, replace(OURS, ceilings={"product_seconds": 0.0015}), kind="head_like")
+
+    assert table.splitlines()[2] == f"| *one product X Wᵀ* | 1.50 | {NONE} | {NONE} |"
+
+
+def test_the_group_that_fits_is_shown_instead_of_its_time(tmp_path):
+    found = replace(OURS, metrics={"largest_group": 96.0})
+
+    assert "| **ours** | 96 |" in table_of(tmp_path, found, kind="group")
+
+
+def test_what_was_concluded_has_a_table_of_its_own(tmp_path):
+    fit = Measurement("ours", {"fit": "tokens", "from": 64}, metrics={"time_exponent": 0.98})
+
+    table = table_of(tmp_path, OURS, fit, kind="scaling")
+
+    assert "| **ours** | 4.00 |" in table
+    assert (
+        "| implementation | of | time exponent |\n|---|---:|---:|\n| ours | fit tokens, from 64 | 0.980 |"
+        in table
+    )
+
+
+def test_the_side_by_side_shows_the_worst_of_all_losses(tmp_path):
+    def variant(loss: float, kl: float, seconds: float) -> dict:
+        gaps = {"loss": loss, "grad_norm": 1e-6, "kl": kl}
+        return {"differences": gaps, "steps_compared": 20, "seconds_per_step": seconds}
+
+    cells = [
+        {
+            "name": name,
+            "steps": 20,
+            "variants": {"TRL": variant(0, 0, 2.0), "patched": variant(loss, kl, 1.0)},
+        }
+        for name, loss, kl in (("grpo", 3e-7, 5e-7), ("dapo", 1e-7, 9e-7))
+    ]
+    path = tmp_path / "trl.json"
+    path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
+
+    assert "| patched | 2 | 40 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 | 0.50 |" in render(path)
+
+
+def test_kernels_compiled_ahead_of_time_show_the_most_of_their_variants(tmp_path):
+    row = {
+        "kernel": "forward",
+        "registers": 200,
+        "spills": 0,
+        "shared": 1024,
+        "dots": 1,
+        "tensor_core": 4,
+        "capability": 90,
+    }
+    path = tmp_path / "aot.json"
+    path.write_text(
+        json.dumps([row, row | {"registers": 255, "shared": 197_664}, row | {"kernel": "select", "dots": 0}])
+    )
+
+    table = render(path)
+
+    assert "| `forward` | 2 | 255 | 0 | 197,664 | yes |" in table
+    assert "| `select` | 1 | 200 | 0 | 1,024 | no dot |" in table
+    assert "python -m benchmarks aot --capability 90" in table
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    """With one table, whose record is beside it."""
+    save(tmp_path / "run.json", [OURS], kind="step", environment=ENVIRONMENT)
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- table: run -->\nnumbers by hand\n<!-- end -->\nafter\n")
+    return page
+
+
+def test_tables_are_written_between_their_markers_and_nothing_else_changes(readme, capsys):
+    arguments = ["readme", f"--file={readme}", f"--results={readme.parent}"]
+
+    assert main([*arguments, "--check"]) == 1
+    assert "-numbers by hand" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- table: run -->\n| implementation |")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "| **ours** | 4.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("<!-- table: other -->\n<!-- end -->\n", "no other.json; there are run"),
+        ("<!-- table: run -->\n", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n<!-- table: run -->\n<!-- end -->\n", "another table before it"),
+    ],
+)
+def test_a_marker_that_cannot_be_filled_is_named(readme, capsys, text, named):
+    readme.write_text(text)
+
+    assert main(["readme", f"--file={readme}", f"--results={readme.parent}"]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_page_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["readme", f"--file={tmp_path / 'NONE.md'}"]) == 2
+    assert "NONE.md: run this in a checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ['{"source": "a histogram"}', "[]", "no JSON"])
+def test_a_file_without_a_table_is_named(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+
+    with pytest.raises(ValueError, match=r"other\.json"):
+        render(path)

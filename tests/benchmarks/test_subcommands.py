@@ -1,0 +1,152 @@
+"""Each subcommand on a CPU, in miniature, from the command line to the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rollout, update
+from benchmarks.__main__ import main
+from benchmarks.contest import Entrant
+from benchmarks.record import FAILED, OK, OOM, Measurement, Record, read
+
+COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "2")
+
+
+def run(tmp_path: Path, *arguments: str) -> Record:
+    out = tmp_path / "record.json"
+    assert main([*arguments, *COMMON, "--json", str(out)]) == 0
+    return read(out)
+
+
+def by_name(record: Record) -> dict[str, Measurement]:
+    return {found.implementation: found for found in record.cells}
+
+
+def test_kernels_are_measured_against_a_product_and_a_copy(tmp_path):
+    record = run(tmp_path, "kernels", "--tokens", "32", "--hidden", "16", "--vocab", "300")
+
+    assert record.kind == "kernels"
+    assert {found.status for found in record.cells} == {OK}
+    both = by_name(record)["dX and dW, torch"]
+    assert set(both.ceilings) == {"flops_per_second", "bytes_per_second"}
+    assert both.metrics["share_of_ceiling"] > 0
+    assert both.shape == {"tokens": 32, "hidden": 16, "vocabulary": 300, "rows": "peaked", "dtype": "float32"}
+
+
+def test_an_update_is_the_same_for_all_implementations(tmp_path):
+    pytest.importorskip("trl")
+    record = run(
+        tmp_path, "step", "--model", "toy", "--prompts", "2", "--group", "2", "--micro-batch-tokens", "300"
+    )
+
+    found = by_name(record)
+    ours = found["ours"]
+    for name in update.IMPLEMENTATIONS:
+        assert found[name].status == OK
+        # float32 sums in another order: 1e-6 relative, with three digits to spare.
+        assert found[name].metrics["loss"] == pytest.approx(ours.metrics["loss"], rel=1e-3, abs=1e-6)
+        assert found[name].metrics["grad_norm"] == pytest.approx(ours.metrics["grad_norm"], rel=1e-3)
+        assert found[name].metrics["tokens_per_second"] > 0
+        assert {"forward", "head and loss", "backward", "optimizer"} <= set(found[name].phases)
+
+
+@pytest.mark.parametrize("options", [["--lora", "2"], ["--frozen"], ["--gradient-checkpointing"]])
+def test_an_update_of_a_part_or_with_recomputation_runs(tmp_path, options):
+    small = ["--model", "toy", "--prompts", "1", "--group", "2", "--impl", "ours"]
+    record = run(tmp_path, "step", *small, *options)
+
+    assert by_name(record)["ours"].status == OK
+
+
+def test_an_implementation_without_memory_says_oom_and_the_update_of_the_others_is_timed(
+    tmp_path, monkeypatch
+):
+    def greedy(name: str, work: update.Update) -> Entrant:
+        def fail() -> None:
+            raise MemoryError
+
+        return Entrant(name, fail) if name == update.FULL else entrant(name, work)
+
+    entrant = update.entrant
+    monkeypatch.setattr(update, "entrant", greedy)
+    record = run(tmp_path, "step", "--model", "toy", "--group", "2", "--impl", "ours", "full")
+
+    found = by_name(record)
+    assert found["torch full logits"].status == OOM
+    assert found["ours"].status == OK
+
+
+def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
+    record = run(
+        tmp_path, "rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers"
+    )
+
+    found = by_name(record)["transformers"]
+    assert found.status == OK
+    assert set(found.phases) == {"generate", "sleep", "sync", "wake"}
+    assert 0 < found.metrics["tokens"] <= 2 * 3 * 4
+
+
+def test_an_engine_that_cannot_be_made_says_why(tmp_path, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no such engine here")
+
+    monkeypatch.setattr(rollout, "make_engine", broken)
+    record = run(tmp_path, "rollout", "--model", "toy", "--impl", "transformers")
+
+    found = by_name(record)["transformers"]
+    assert (found.status, found.reason) == (FAILED, "RuntimeError: no such engine here")
+
+
+def test_whole_steps_of_both_trainers_have_phases(tmp_path):
+    pytest.importorskip("trl")
+    sizes = ["--prompts", "2", "--group", "2", "--prompt", "4", "--completion", "4", "--steps", "1"]
+    record = run(tmp_path, "train", *sizes)
+
+    for name in ("ours", "TRL"):
+        found = by_name(record)[name]
+        assert (found.status, found.reason) == (OK, "")
+        assert len(found.seconds) == 3  # a step in each of three turns, the warm-up left out
+        assert {"generate", "reward", "update"} <= set(found.phases)
+        assert 0 < found.metrics["tokens"] <= 2 * 2 * 4
+
+
+def test_scaling_fits_an_exponent_along_each_axis(tmp_path):
+    axes = ["--tokens", "16", "32", "64", "--vocab", "200", "400", "800", "--impl", "torch full"]
+    record = run(tmp_path, "scaling", *axes, "--at-tokens", "16", "--at-vocab", "200", "--hidden", "16")
+
+    sizes = [found.shape for found in record.cells if "axis" in found.shape]
+    assert [(shape["tokens"], shape["vocabulary"]) for shape in sizes] == [
+        *[(16, 200), (32, 200), (64, 200)],
+        *[(16, 200), (16, 400), (16, 800)],
+    ]
+    fits = {found.shape["fit"]: found.metrics for found in record.cells if "fit" in found.shape}
+    for axis in ("tokens", "vocabulary"):
+        found = fits[axis]
+        assert found["time_exponent_lower"] <= found["time_exponent"] <= found["time_exponent_upper"]
+
+
+def test_scaling_holds_the_memory_model_against_the_allocator(tmp_path):
+    record = run(tmp_path, "scaling", "--tokens", "32", "--vocab", "400", "--hidden", "16", "--impl", "ours")
+
+    check = by_name(record)["memory model of ours"]
+    assert check.status == OK
+    # The operands' gradients alone are (32 + 4096) x 16 float32 numbers, or more; the model counts them.
+    assert check.metrics["predicted_bytes"] > 4 * 16 * 400
+    assert check.metrics["counted_bytes"] > 4 * 16 * 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--group", "1"], "--group must be at least 2"),
+        (["group", "--memory", "-1"], "--memory must be above 0 GiB"),
+        (["step", "--lengths", "nowhere.json"], "--lengths nowhere.json cannot be used"),
+        (["kernels", "--rows", "histogram"], "--rows histogram needs --histogram FILE"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
+    assert main([*arguments, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""The tuner's decisions, with measurements made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tune
+from grpo_fast.head import tuning
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = tuning.load_tables()[90]
+SIZES = TABLE.sizes("half", 2048, True)
+
+
+class Bench:
+    """Answers from a dictionary of change to (milliseconds, fault); what it does not hold is slower."""
+
+    def __init__(self, answers: dict[str, tuple[float, str | None]]) -> None:
+        self.answers = answers
+        self.best = 10.0
+
+    def compare(self, stage, incumbent, candidate):
+        for key, (taken, fault) in self.answers.items():
+            field, value = key.split("=")
+            if str(getattr(candidate.sparse, field)) == value != str(getattr(incumbent.sparse, field)):
+                before, self.best = self.best, self.best if fault else min(self.best, taken)
+                return before, taken, fault
+        return self.best, 2 * self.best, None
+
+
+def test_a_change_is_kept_when_it_is_right_and_faster_by_more_than_noise():
+    bench = Bench({"pair_rows=64": (9.0, None), "weight_warps=4": (5.0, "relative error 1"),
+                   "chunk_bytes=33554432": (8.95, None)})  # fmt: skip
+
+    found, log = tune.tune_shape(bench, SIZES, 90, time.monotonic() + 60)
+
+    assert found == replace(SIZES, sparse=replace(SIZES.sparse, pair_rows=64))
+    assert [entry["candidate"] for entry in log if entry["kept"]] == ["pairs: pair_rows=64"]
+    assert {entry["fault"] for entry in log} == {None, "relative error 1"}
+
+
+def test_a_candidate_whose_launch_fails_is_ruled_out(monkeypatch):
+    bench = Bench({})
+    monkeypatch.setattr(bench, "compare", lambda *_: 1 / 0)
+
+    found, log = tune.tune_shape(bench, SIZES, 90, time.monotonic() + 60)
+
+    assert found == SIZES
+    assert all(entry["fault"] == "ZeroDivisionError: division by zero" for entry in log)
+
+
+def test_nothing_is_tried_after_the_deadline():
+    assert tune.tune_shape(Bench({}), SIZES, 90, time.monotonic() - 1) == (SIZES, [])
+
+
+def test_a_measured_table_reads_back_and_replaces_only_the_rules_it_measured(tmp_path):
+    better = replace(SIZES, sparse=replace(SIZES.sparse, pair_rows=64))
+    first = tune.merged(TABLE, {tune.SHAPES[0]: SIZES, tune.SHAPES[3]: SIZES}, {"device": "a GPU"})
+    table = tune.merged(first, {tune.SHAPES[0]: better}, {"device": "a GPU"})
+
+    tune.write_table(tmp_path / "sm_90.json", table)
+    tune.write_table(tmp_path / "again.json", tune.merged(table, {}, table.provenance))
+
+    found = tuning.read_table(tmp_path / "sm_90.json")
+    assert found.sizes("half", 2048, True) == better
+    assert found.sizes("half", 2048, False) == found.sizes("half", 8192, True) == SIZES
+    assert [rule.measured for rule in found.rules] == [False, True, True, False]
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "sm_90.json").read_text()
+
+
+def test_a_table_that_could_not_be_read_back_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="no rule for every half shape"):
+        tune.write_table(tmp_path / "sm_90.json", replace(TABLE, rules=TABLE.rules[:1]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tile_that_the_plan_would_not_take_is_no_candidate(monkeypatch):
+    monkeypatch.setattr(tune, "CANDIDATES", {tune.FORWARD: ({"stages": 5}, {"stages": 3})})
+
+    assert [change for _, change, _ in tune.candidates(SIZES, 90)] == [{"stages": 3}]
+
+
+@pytest.mark.parametrize("architecture", sorted(tuning.SHARED_MEMORY))
+def test_every_candidate_differs_from_what_is_shipped_and_fits_the_architecture(architecture):
+    sizes = tuning.load_tables()[architecture].sizes("half", 2048, True)
+
+    found = list(tune.candidates(sizes, architecture))
+
+    assert len({tune.name(stage, change) for stage, change, _ in found}) == len(found) > 10
+    assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture == 90)
+
+
+def test_candidates_are_compiled_without_a_gpu():
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    probe = (
+        "from benchmarks import tune; from grpo_fast.head import tuning; import json\n"
+        "if __name__ == '__main__':\n"
+        "    sizes = tuning.load_tables()[90].sizes('half', 896, True)\n"
+        "    narrow = tune.changed(sizes, tune.FORWARD, {'warps': 4})\n"
+        "    small = tune.Shape(1024, 896, 32_000, True)\n"
+        "    print(json.dumps([tune.compile_one(90, small, tune.FORWARD, s) for s in (sizes, narrow)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, env=environment, capture_output=True)
+
+    fine, narrow = json.loads(done.stdout)
+    assert fine == []
+    assert narrow and "spills" in narrow[0]
+
+
+def test_the_bench_times_and_checks_real_kernels(device, monkeypatch):
+    if device.type != "cpu":
+        pytest.skip("interpreted; on a GPU the tuner itself runs")
+    monkeypatch.setattr(tune, "TOKENS", 16)
+    monkeypatch.setattr(tune, "ROUNDS", 1)
+    bench = tune.Bench(tune.Shape(1024, 16, 300, True), device, seed=0)
+    sizes = tuning.load_tables()[80].sizes("half", 64, True)
+    smaller = tune.changed(sizes, tune.PAIRS, {"pair_rows": 32})
+    tight = tune.changed(sizes, tune.PAIRS, {"pair_density": 0.0, "least_pairs": 1})
+
+    before, after, fault = bench.compare(tune.PAIRS, sizes, smaller)
+
+    assert fault is None and before > 0 and after > 0
+    assert bench.compare(tune.PAIRS, sizes, tight)[2] == "the lists overflowed"
+    assert bench.compare(tune.FORWARD, sizes, sizes)[2] is None
+    broken = replace(bench.base.statistics, lse=bench.base.statistics.lse + 1)
+    assert bench.wrong(tune.FORWARD, broken) == "log-sum-exp off by 1"

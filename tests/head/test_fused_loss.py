@@ -1,0 +1,214 @@
+"""The policy loss kernel against `objective.policy_loss` in float64, for every loss that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from grpo_fast import GRPOLossConfig, LossInputs
+from grpo_fast.head.fused_loss import fused_policy_loss, fuses
+from grpo_fast.objective import StepTotals, policy_loss
+from grpo_fast.objective.catalog import CATALOG
+
+pytest.importorskip("triton")
+
+UNFUSED = {"gmpo", "vespo", "clip_cov", "kl_cov"}
+FUSED = tuple(name for name in CATALOG if name not in UNFUSED)
+LENGTHS = (9, 1, 1100, 4, 0, 17)
+
+
+@pytest.fixture
+def batch(rng, device) -> LossInputs:
+    """Numbers are multiples of 1/64: no ratio lies on a bound by chance. What is masked is NaN."""
+    count = sum(LENGTHS)
+
+    def numbers(low: float, high: float) -> torch.Tensor:
+        values = torch.randint(int(64 * low), int(64 * high) + 1, (count,), generator=rng) / 64
+        return values.masked_fill(~mask, torch.nan).to(device)
+
+    mask = torch.rand(count, generator=rng) < 0.8
+    mask[9] = False  # the whole second sequence
+    old = numbers(-4, -0.5)
+    return LossInputs(
+        logprobs=(old + numbers(-0.45, 0.45)).requires_grad_(),
+        advantages=numbers(-2, 2),
+        sequence_ids=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).to(device),
+        loss_mask=mask.to(device),
+        num_sequences=len(LENGTHS),
+        old_logprobs=old,
+        ref_logprobs=old + numbers(-1, 1),
+        sampler_logprobs=old + numbers(-0.5, 0.5),
+        entropy=numbers(0, 3).requires_grad_(),
+    )
+
+
+def exact(inputs: LossInputs) -> LossInputs:
+    """The same in float64, with leaves of its own."""
+
+    def widen(value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().double().requires_grad_(value.requires_grad)
+
+    return LossInputs(**{field.name: widen(getattr(inputs, field.name)) for field in fields(inputs)})
+
+
+def assert_same(inputs: LossInputs, config: GRPOLossConfig) -> None:
+    """Loss, metrics and gradients, to what float32 sums allow."""
+    wide = exact(inputs)
+    assert fuses(inputs, config)
+
+    got, expected = fused_policy_loss(inputs, config), policy_loss(wide, config)
+
+    assert got.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        torch.testing.assert_close(got.metrics[name].double(), value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(got.loss.double(), expected.loss, rtol=1e-4, atol=1e-4)
+    (3 * got.loss).backward()
+    (3 * expected.loss).backward()
+    for name in ("logprobs", "entropy") if inputs.entropy is not None else ("logprobs",):
+        found, wanted = getattr(inputs, name).grad, getattr(wide, name).grad
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(
+                found.double(), wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())
+            )
+
+
+def config_of(name: str, **changes) -> GRPOLossConfig:
+    if CATALOG[name].aggregation == "constant_length":
+        changes["max_completion_length"] = 50
+    return GRPOLossConfig(loss_type=name, **changes)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_every_loss_it_takes_is_the_objectives(batch, name, on_policy):
+    batch = replace(batch, old_logprobs=None if on_policy else batch.old_logprobs)
+    beta = 0.0 if CATALOG[name].forbids_kl else 0.1
+
+    assert_same(batch, config_of(name, beta=beta))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("options", [{}, {"use_bias_correction_kl": True}, {"kl_in_reward": True}])
+def test_every_kl_estimate_is_the_objectives(batch, estimator, options):
+    assert_same(batch, config_of("grpo", beta=0.2, kl_estimator=estimator, **options))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("action", ["truncate", "mask"])
+@pytest.mark.parametrize("least", [None, 0.7])
+def test_every_sampler_correction_is_the_objectives(batch, level, action, least):
+    config = config_of(
+        "dapo", sampler_correction=f"{level}_{action}", sampler_clip_min=least, sampler_clip_max=1.3
+    )
+
+    assert_same(batch, config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delta": 1.5},
+        {"entropy_coef": 0.01},
+        {"off_policy_mask_threshold": 0.123},
+        {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence_token"},
+        {"epsilon_low": 1.0, "epsilon_high": 0.28},
+    ],
+)
+def test_every_other_option_is_the_objectives(batch, options):
+    assert_same(batch, config_of("dapo", **options))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize(
+    "totals", [StepTotals(5000, 24), StepTotals(5000, 24, measured_tokens=4000, measured_sequences=20)]
+)
+def test_a_part_of_a_step_weighs_as_the_objective_says(batch, name, totals):
+    assert_same(replace(batch, totals=totals), config_of(name))
+
+
+@pytest.mark.parametrize("missing", ["ref_logprobs", "sampler_logprobs", "entropy"])
+def test_what_is_not_given_is_not_reported(batch, missing):
+    assert_same(replace(batch, **{missing: None}), config_of("cispo"))
+
+
+def test_no_token_that_counts_gives_zero(batch):
+    nothing = torch.zeros_like(batch.loss_mask)
+
+    assert_same(replace(batch, loss_mask=nothing), config_of("grpo", beta=0.1))
+
+
+def test_sequences_may_come_in_any_order(batch):
+    shuffled = torch.tensor([3, 5, 0, 1, 4, 2], device=batch.sequence_ids.device)
+
+    assert_same(replace(batch, sequence_ids=shuffled[batch.sequence_ids]), config_of("grpo"))
+
+
+def test_a_sequence_in_two_pieces_is_not_taken_for_one(batch):
+    ids = batch.sequence_ids.clone()
+    ids[-3:] = 0
+
+    assert fused_policy_loss(replace(batch, sequence_ids=ids), config_of("grpo")).loss.isnan()
+
+
+def test_two_runs_are_bit_equal(batch):
+    first, second = (fused_policy_loss(batch, config_of("grpo", beta=0.1)) for _ in range(2))
+
+    assert torch.equal(first.loss, second.loss)
+    assert all(torch.equal(value, second.metrics[name]) for name, value in first.metrics.items())
+
+
+def test_strided_tokens_give_the_same_loss(batch):
+    advantages = torch.stack([batch.advantages] * 2, 1)[:, 0]
+
+    assert_same(replace(batch, advantages=advantages), config_of("grpo"))
+
+
+def test_a_second_derivative_is_refused(batch):
+    loss = fused_policy_loss(batch, config_of("grpo")).loss
+
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, batch.logprobs, create_graph=True)
+
+
+def test_a_compiled_caller_sees_the_same_numbers(batch):
+    config = config_of("grpo", beta=0.1, entropy_coef=0.01)
+
+    def loss(logprobs, entropy):
+        return fused_policy_loss(replace(batch, logprobs=logprobs, entropy=entropy), config).loss
+
+    arguments = (batch.logprobs, batch.entropy)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*arguments), arguments)
+
+    for a, b in zip(found, torch.autograd.grad(loss(*arguments), arguments), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", sorted(UNFUSED))
+def test_losses_over_the_whole_batch_are_left_to_autograd(batch, name):
+    assert not fuses(batch, config_of(name))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"loss_type": "tests.losses:mine"}, {}),
+        ({"top_entropy_quantile": 0.2}, {}),
+        ({"beta": 0.1}, {"ref_logprobs": None}),
+        ({"entropy_coef": 0.1}, {"entropy": None}),
+        ({"sampler_correction": "token_truncate"}, {"sampler_logprobs": None}),
+        ({"loss_type": "dr_grpo"}, {}),
+        ({}, {"policy_weights": torch.ones(sum(LENGTHS))}),
+        ({}, {"num_sequences": 0}),
+    ],
+)
+def test_what_the_kernel_does_not_know_or_lacks_is_left_to_the_objective(batch, options, changes):
+    assert not fuses(replace(batch, **changes), GRPOLossConfig(**options))
+    assert not fuses(replace(batch, logprobs=batch.logprobs.double()), GRPOLossConfig())
+    assert not fuses(replace(batch, advantages=batch.advantages.clone().requires_grad_()), GRPOLossConfig())

@@ -1,0 +1,139 @@
+"""A run in which something fails: what is saved, what is said, and that it resumes as if nothing had been."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.checkpoint import CheckpointStore
+from grpo_fast.config import TrainConfig
+from grpo_fast.run import train
+from grpo_fast.trainer import Trainer
+
+
+def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfig:
+    return TrainConfig(**{**toy, "output_dir": str(run_dir), **changes})
+
+
+def exact_files(run_dir: Path) -> dict[str, bytes]:
+    names = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+    return {name: (run_dir / name).read_bytes() for name in names}
+
+
+STEP_PHASES = {
+    "generate": "grpo_fast.rollout.transformers.TransformersEngine.generate",
+    "sleep": "grpo_fast.rollout.transformers.TransformersEngine.sleep",
+    "forward": "grpo_fast.policy.policy.Policy.hidden_states",
+    "sync": "grpo_fast.rollout.transformers.TransformersEngine.sync",
+    "wake": "grpo_fast.rollout.transformers.TransformersEngine.wake",
+    "record": "grpo_fast.metrics.SampleLog.write",
+}
+NO_CHECKPOINTS: dict[str, Any] = {"logging": {"tensorboard": False, "samples_every": 1}, "max_steps": 5}
+
+
+def break_at_step(monkeypatch: pytest.MonkeyPatch, target: str, step: int, error: BaseException) -> None:
+    """The first call of `target` once `step` steps are done raises."""
+    path, _, method = target.rpartition(".")
+    module, _, name = path.rpartition(".")
+    owner = getattr(importlib.import_module(module), name)
+    original, steps = getattr(owner, method), []
+    train_step = Trainer.train_step
+
+    def counted(self: Trainer) -> Any:
+        result = train_step(self)
+        steps.append(self.step)
+        return result
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        if len(steps) == step:
+            steps.append(-1)
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train_step", counted)
+    monkeypatch.setattr(owner, method, broken)
+
+
+@pytest.fixture
+def whole_run(toy: dict[str, Any], tmp_path: Path) -> Path:
+    """Five steps without a failure."""
+    train(in_process(toy, tmp_path / "whole", **NO_CHECKPOINTS), display=False)
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        ("generate", KeyboardInterrupt()),
+        ("sleep", ValueError("bug")),
+        ("forward", KeyboardInterrupt()),
+        ("sync", ValueError("bug")),
+        ("wake", RuntimeError("the engine is broken")),
+    ],
+)
+def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(
+    toy, tmp_path: Path, whole_run: Path, monkeypatch, capsys, phase: str, error: BaseException
+):
+    config = in_process(toy, tmp_path / "failed", **NO_CHECKPOINTS)
+    with monkeypatch.context() as patch:
+        break_at_step(patch, STEP_PHASES[phase], 3, error)
+        with pytest.raises(type(error)):
+            train(config)
+    shown = capsys.readouterr().out
+    assert f"{type(error).__name__}: step 3 is safe; continue with --resume" in shown
+    assert CheckpointStore(tmp_path / "failed" / "checkpoints").load_latest().step == 3
+
+    train(config, resume="latest", display=False)
+    assert exact_files(tmp_path / "failed") == exact_files(whole_run)
+    ends = [CheckpointStore(d / "checkpoints").load_latest() for d in (whole_run, tmp_path / "failed")]
+    for name, tensor in ends[0].tensors["trainable"].items():
+        assert tensor.equal(ends[1].tensors["trainable"][name]), name
+
+
+def test_out_of_memory_in_an_update_costs_no_step(toy, tmp_path: Path, monkeypatch):
+    config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
+    with monkeypatch.context() as patch:
+        break_at_step(patch, STEP_PHASES["forward"], 3, torch.OutOfMemoryError("no memory"))
+        train(config, display=False)
+    timings = (tmp_path / "run" / "timings.jsonl").read_text().splitlines()
+    budgets = [json.loads(line)["memory/micro_batch_tokens"] for line in timings]
+    assert budgets[:3] == [64] * 3 and budgets[3] == budgets[4] < 64
+
+
+def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Path, monkeypatch):
+    config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
+    with monkeypatch.context() as patch:
+        break_at_step(patch, STEP_PHASES["record"], 3, ValueError("bug"))
+        with pytest.raises(ValueError, match="bug"):
+            train(config, display=False)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 3
+    train(config, resume="latest", display=False)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+
+
+def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_checkpoint(
+    toy, tmp_path: Path, monkeypatch, capsys
+):
+    config = in_process(toy, tmp_path / "run", num_iterations=2, checkpoint={"every": 2}, max_steps=5)
+    optimise, calls = Trainer.optimise, []
+
+    def broken(self: Trainer, minibatch: Any) -> Any:
+        calls.append(self.step)
+        if len(calls) == 8:  # the second update of the fourth step
+            raise KeyboardInterrupt
+        return optimise(self, minibatch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "optimise", broken)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "amid the update of step 4" in shown and "the last is of step 2" in shown
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
+    train(config, resume="latest", display=False)

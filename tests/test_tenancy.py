@@ -1,0 +1,258 @@
+"""The cycle of engine and trainer: in order, with current weights, usable after a failure in any phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.run import build_trainer
+from grpo_fast.trainer import Trainer
+
+
+class StrictEngine:
+    """A real engine behind the protocol's rules: it drops its weights in `sleep`, and raises on any misuse.
+
+    Args:
+        engine: generates.
+        policy: whose weights it must have taken over, unchanged since, whenever it generates.
+    """
+
+    name = "strict"
+
+    def __init__(self, engine: Any, policy: Any) -> None:
+        self.engine, self.policy = engine, policy
+        self.calls: list[str] = []
+        self.asleep = False
+        self.weights: dict[str, torch.Tensor] | None = None
+        self.failing: tuple[str, BaseException] | None = None
+
+    def fail_once(self, phase: str, error: BaseException) -> None:
+        self.failing = (phase, error)
+
+    def note(self, phase: str) -> None:
+        self.calls.append(phase)
+        if self.failing is not None and self.failing[0] == phase:
+            error, self.failing = self.failing[1], None
+            raise error
+
+    def generate(self, prompts: Any, n: int, sampling: Any, *, observer: Any = None) -> Any:
+        if self.asleep:
+            raise RuntimeError("generate() would wait for ever")
+        current = {name: p.detach() for name, p in self.policy.trainable().items()}
+        if self.weights is None or any(not torch.equal(self.weights[n], p) for n, p in current.items()):
+            raise AssertionError("the engine generates with weights that are not the policy's")
+        self.note("generate")
+        return self.engine.generate(prompts, n, sampling, observer=observer)
+
+    def sleep(self) -> None:
+        self.note("sleep")
+        self.asleep, self.weights = True, None
+
+    def sync(self, policy: Any) -> None:
+        self.note("sync")
+        self.weights = {name: p.detach().clone() for name, p in policy.trainable().items()}
+
+    def wake(self) -> None:
+        if self.weights is None:
+            raise RuntimeError("wake() without weights")
+        self.note("wake")
+        self.asleep = False
+
+    def memory(self) -> dict[str, int]:
+        return {} if self.asleep else {"weights": 2**20, "kv_cache": 2**20}
+
+    def __enter__(self) -> StrictEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+def strict(toy: dict[str, Any], **sections: Any) -> tuple[Trainer, StrictEngine]:
+    merged = {n: {**toy.get(n, {}), **v} if isinstance(v, dict) else v for n, v in sections.items()}
+    trainer = build_trainer(TrainConfig(**{**toy, **merged}))
+    engine = StrictEngine(trainer.engine, trainer.policy)
+    trainer.engine = trainer.tenancy.engine = engine
+    return trainer, engine
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.policy.trainable().values()]
+
+
+EVERYTHING = ["gradients", "optimizer", "master", "reference"]
+
+
+def test_each_step_is_generate_sleep_update_sync_wake(toy: dict[str, Any]) -> None:
+    trainer, engine = strict(toy)
+    timings = [trainer.train_step().timings for _ in range(2)]
+    trainer.evaluate(2)
+
+    assert engine.calls == ["sync", "wake", "generate", "sleep"] * 2 + ["sync", "wake", "generate"]
+    phases = [f"time/{phase}" for phase in ("sync", "wake", "sleep", "offload", "reload")]
+    for step in timings:
+        assert step["time/exchange"] == pytest.approx(sum(step[phase] for phase in phases))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_leaves_the_device_in_between_changes_no_step(toy: dict[str, Any], dtype: str) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    sections = {"seed": seed, "loss": {"beta": 0.1}, "model": {"dtype": dtype}}
+    results = []
+    for offload in ("none", EVERYTHING):
+        trainer, engine = strict(toy, memory={"offload": offload}, **sections)
+        trainer.residency._smallest = 1
+        away: list[int] = []
+        generate = engine.generate
+
+        def watched(
+            *args: Any, generate: Any = generate, trainer: Any = trainer, away: Any = away, **kw: Any
+        ):
+            away.append(trainer.residency.away_bytes())
+            return generate(*args, **kw)
+
+        engine.generate = watched
+        metrics = [trainer.train_step().metrics for _ in range(3)]
+        results.append((metrics, weights(trainer)))
+        assert (away[-1] > 0) == (offload != "none")
+    (stayed, expected), (left, found) = results
+    assert left == stayed
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_dynamic_sampling_with_a_kl_in_the_reward_changes_tenants_for_every_draw(toy: dict[str, Any]) -> None:
+    trainer, engine = strict(
+        toy,
+        prompts_per_step=2,
+        loss={"beta": 0.1, "kl_in_reward": True},
+        advantage={"dynamic_sampling": True, "max_draws": 2},
+        memory={"offload": EVERYTHING},
+    )
+    trainer.residency._smallest = 1
+    trainer.train_step()
+    trainer.train_step()
+    cycle = ["sync", "wake", "generate", "sleep"]
+    assert engine.calls == cycle * (len(engine.calls) // 4)
+
+
+def update_fails(trainer: Trainer, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One backward of the coming update raises, after it has left a gradient."""
+    loss, failed = trainer.loss, []
+
+    def once(*args: Any) -> Any:
+        out = loss(*args)
+        if not failed:
+            failed.append(True)
+            out.loss.backward(retain_graph=True)
+            raise error
+        return out
+
+    monkeypatch.setattr(trainer, "loss", once)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), ValueError("bug")]
+)
+@pytest.mark.parametrize("phase", ["generate", "sleep", "update", "sync", "wake"])
+def test_after_a_failure_in_any_phase_both_tenants_go_on(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
+) -> None:
+    trainer, engine = strict(toy, memory={"offload": EVERYTHING})
+    trainer.residency._smallest = 1
+    trainer.train_step()
+    before = weights(trainer)
+
+    if phase == "update":
+        update_fails(trainer, error, monkeypatch)
+    else:
+        engine.fail_once(phase, error)
+    if phase == "update" and isinstance(error, torch.OutOfMemoryError):
+        trainer.train_step()  # in smaller micro-batches
+        assert trainer.micro_batches.limit < trainer.config.micro_batch_tokens
+    else:
+        with pytest.raises(type(error)):
+            trainer.train_step()
+        assert all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
+        assert trainer.step == 1 and not trainer.optimizer.mid_step
+
+    trainer.evaluate(2)
+    metrics = trainer.train_step().metrics
+    assert metrics["update/skipped"] == 0
+    assert not all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
+
+
+def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    undisturbed, _ = strict(toy, seed=seed)
+    expected = undisturbed.train_step()
+    trainer, _ = strict(toy, seed=seed)
+    state = trainer.state_dict()
+    update_fails(trainer, ValueError("bug"), monkeypatch)
+    with pytest.raises(ValueError, match="bug"):
+        trainer.train_step()
+    trainer.load_state_dict(state)
+
+    assert trainer.train_step().metrics == expected.metrics
+
+
+def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tries_again(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = strict(toy, model={"dtype": "bfloat16"}, memory={"offload": EVERYTHING})
+    trainer.residency._smallest = 1
+    trainer.train_step()
+    before = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
+    empty_like: Callable[..., torch.Tensor] = torch.empty_like
+
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        trainer.tenancy.to_engine()
+        patch.setattr(torch, "empty_like", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.train_step()
+    assert torch.empty_like is empty_like
+    after = trainer.optimizer.state_tensors()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert trainer.train_step().metrics["update/skipped"] == 0
+
+
+def test_an_engine_without_room_to_wake_gets_all_that_may_leave(toy: dict[str, Any]) -> None:
+    trainer, engine = strict(toy, model={"dtype": "bfloat16"})
+    trainer.residency._smallest = 1
+    trainer.train_step()
+    stays = trainer.residency.away_bytes()
+    wake = engine.wake
+
+    def full() -> None:
+        if not trainer.residency.away_bytes():
+            raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
+        wake()
+
+    engine.wake = full
+    trainer.train_step()
+    trainer.tenancy.to_engine()
+    moments = sum(tensor.nbytes for tensor in trainer.optimizer.moments().values())
+    assert stays == 0 and trainer.residency.away_bytes() >= moments
+    assert trainer.train_step().metrics["update/skipped"] == 0
+
+
+def test_an_engine_that_cannot_wake_even_so_says_why(toy: dict[str, Any]) -> None:
+    trainer, engine = strict(toy)
+    trainer.train_step()
+
+    def full() -> None:
+        raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
+
+    engine.wake = full
+    with pytest.raises(RuntimeError, match="kv_cache"):
+        trainer.train_step()
