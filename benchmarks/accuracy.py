@@ -1,7 +1,7 @@
 """The oracle: what every implementation should have returned, in float64, or float32 where that is slow.
 
 Log-probabilities and the hidden gradient are compared on a subset of the rows, the weight gradient on a
-subset of the vocabulary that holds targets and others. The loss's upstream gradient is exact.
+subset of the vocabulary that holds targets and others. The loss and its upstream gradient are exact.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .losses import loss_of
 from .problem import Outcome, Problem
 
 ROWS, COLUMNS = 256, 512
 _COLUMN_CHUNK, _ROW_CHUNK = 8192, 4096
-LOGPROB_LIMIT, GRADIENT_LIMIT = 0.1, 0.1
+LOGPROB_LIMIT, GRADIENT_LIMIT, LOSS_LIMIT = 0.1, 0.1, 0.1
 """Beyond these an implementation is wrong, not rounded: bf16 logits cost 3e-2 nat and 4e-2."""
 
 
@@ -27,11 +28,12 @@ class Accuracy:
     logprob: float | None = None  # largest, nats
     hidden_gradient: float | None = None  # relative, Frobenius
     weight_gradient: float | None = None
+    loss: float | None = None  # absolute
 
     @property
     def acceptable(self) -> bool:
-        limits = (LOGPROB_LIMIT, GRADIENT_LIMIT, GRADIENT_LIMIT)
-        errors = (self.logprob, self.hidden_gradient, self.weight_gradient)
+        limits = (LOGPROB_LIMIT, GRADIENT_LIMIT, GRADIENT_LIMIT, LOSS_LIMIT)
+        errors = (self.logprob, self.hidden_gradient, self.weight_gradient, self.loss)
         return all(error is None or error <= limit for error, limit in zip(errors, limits, strict=True))
 
 
@@ -44,6 +46,7 @@ class Oracle:
     logprobs: Tensor  # (R,)
     hidden_gradient: Tensor | None  # (R, H)
     weight_gradient: Tensor | None  # (C, H)
+    loss: Tensor  # ()
 
     def judge(self, problem: Problem, outcome: Outcome) -> Accuracy:
         """
@@ -59,6 +62,7 @@ class Oracle:
             None if found is None else _largest(found[self.rows].to(self.logprobs.dtype) - self.logprobs),
             _gradient_error("hidden", problem.hidden.grad, self.rows, self.hidden_gradient),
             _gradient_error("weight", problem.weight.grad, self.columns, self.weight_gradient),
+            None if outcome.loss is None else _largest(outcome.loss.to(self.loss.dtype) - self.loss),
         )
 
 
@@ -66,15 +70,8 @@ class Oracle:
 def consult(problem: Problem) -> Oracle:
     """Computes the exact results, a chunk of the logits at a time."""
     dtype = _precision(problem.hidden.device)
-    logsumexp = torch.cat([_logsumexp(x.to(dtype), problem.weight) for x in problem.hidden.split(_ROW_CHUNK)])
-    target_logits = torch.cat(
-        [
-            (x.to(dtype) * problem.weight[t].to(dtype)).sum(1)
-            for x, t in zip(problem.hidden.split(_ROW_CHUNK), problem.targets.split(_ROW_CHUNK), strict=True)
-        ]
-    )
-    logprobs = target_logits - logsumexp
-    upstream = -problem.advantages.to(dtype) / problem.targets.numel()
+    logprobs, logsumexp = exact_logprobs(problem.hidden, problem.weight, problem.targets, dtype)
+    loss, upstream = _loss_and_upstream(problem, logprobs)
     rows = _spread_out(problem.targets.numel(), ROWS, problem.targets.device)
     others = _spread_out(problem.weight.shape[0], COLUMNS // 2, problem.targets.device)
     columns = torch.cat([problem.targets[rows][: COLUMNS // 2], others]).unique()
@@ -83,7 +80,31 @@ def consult(problem: Problem) -> Oracle:
         hidden_gradient = _hidden_gradient(problem, rows, logsumexp, upstream, dtype)
     if problem.weight.requires_grad:
         weight_gradient = _weight_gradient(problem, columns, logsumexp, upstream, dtype)
-    return Oracle(rows, columns, logprobs[rows], hidden_gradient, weight_gradient)
+    return Oracle(rows, columns, logprobs[rows], hidden_gradient, weight_gradient, loss)
+
+
+@torch.no_grad()
+def exact_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(N,) log-probabilities of the targets, and (N,) logsumexp of the rows, a chunk at a time."""
+    logsumexp = torch.cat([_logsumexp(x.to(dtype), weight) for x in hidden.split(_ROW_CHUNK)])
+    target_logits = torch.cat(
+        [
+            (x.to(dtype) * weight[t].to(dtype)).sum(1)
+            for x, t in zip(hidden.split(_ROW_CHUNK), targets.split(_ROW_CHUNK), strict=True)
+        ]
+    )
+    return target_logits - logsumexp, logsumexp
+
+
+@torch.enable_grad()
+def _loss_and_upstream(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """() the loss, and (N,) its gradient in the log-probabilities."""
+    leaf = logprobs.detach().requires_grad_()
+    loss = loss_of(problem, leaf)
+    (upstream,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), upstream
 
 
 def _precision(device: torch.device) -> torch.dtype:

@@ -23,7 +23,7 @@ SMALLEST = 0.03  # a relative change of time below this is noise however narrow 
 ALLOCATOR_NOISE = 0.05, 1 << 20  # share and bytes; torch counts the same every time
 DRIVER_NOISE = 0.20, 32 << 20
 ERROR_FACTOR = 1.5
-ERROR_FLOORS = {"logprob": 1e-6, "hidden_gradient": 1e-4, "weight_gradient": 1e-4}
+ERROR_FLOORS = {"logprob": 1e-6, "loss": 1e-5, "hidden_gradient": 1e-4, "weight_gradient": 1e-4}
 ERROR_FLOOR = 1e-6  # of any other error
 SIZE = "largest_group"
 

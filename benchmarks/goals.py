@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .cell import Cell, Result
 from .failures import OK
+from .losses import LOGPROB
 from .problem import FORWARD, FORWARD_BACKWARD, Setting
 
 TOKENS = 16_384
@@ -17,7 +18,7 @@ CERTIFIED = {896: 1.4, 2048: 1.2, 4096: 1.12}  # in products X Wᵀ, trainable h
 WITHOUT_LOSS = {896: 3.6, 2048: 3.3, 4096: 3.2}
 FROZEN, FORWARD_ALONE = {2048: 1.12}, 1.03
 EXTRA_BYTES = 300 << 20  # beyond the results
-LOGPROB, GRADIENT = 1e-5, 2.5e-3
+LOGPROB_ERROR, GRADIENT_ERROR = 1e-5, 2.5e-3
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Verdict:
 
 def is_goal(setting: Setting) -> bool:
     """Whether a goal is stated for this setting."""
-    of_model = setting.rows in ("real", "histogram")
+    of_model = setting.rows in ("real", "histogram") and setting.loss == LOGPROB
     if not of_model or setting.tokens != TOKENS or VOCABULARY.get(setting.hidden) != setting.vocabulary:
         return False
     return setting.mode == FORWARD or setting.trainable or setting.hidden in FROZEN
@@ -74,9 +75,9 @@ def _quality(at: str, cell: Cell | None) -> list[Verdict]:
     accuracy = None if result is None else result.accuracy
     return [
         Verdict(f"{at}, memory beyond the results", EXTRA_BYTES / 2**20, beyond, " MiB"),
-        Verdict(f"{at}, worst |Δlogp|", LOGPROB, accuracy and accuracy.logprob, " nat"),
-        Verdict(f"{at}, relative dX", GRADIENT, accuracy and accuracy.hidden_gradient),
-        Verdict(f"{at}, relative dW", GRADIENT, accuracy and accuracy.weight_gradient),
+        Verdict(f"{at}, worst |Δlogp|", LOGPROB_ERROR, accuracy and accuracy.logprob, " nat"),
+        Verdict(f"{at}, relative dX", GRADIENT_ERROR, accuracy and accuracy.hidden_gradient),
+        Verdict(f"{at}, relative dW", GRADIENT_ERROR, accuracy and accuracy.weight_gradient),
     ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from .goals import is_goal
+from .losses import LOSSES
 from .problem import FORWARD, MODES, Setting
 
 
@@ -21,6 +22,8 @@ class Grid:
     modes: tuple[str, ...]
     trainable: tuple[bool, ...]
     dtype: str
+    losses: tuple[str, ...] = LOSSES
+    losses_at_all_sizes: bool = False  # or those after the first at the first sizes alone
 
 
 def default_grid(device_kind: str, rows: tuple[str, ...]) -> Grid:
@@ -40,17 +43,23 @@ def default_grid(device_kind: str, rows: tuple[str, ...]) -> Grid:
 def cells(grid: Grid, real_shape: tuple[int, int] | None) -> list[Setting]:
     """All settings, the design's goal rows first, then by distance from the first value of every axis.
 
+    Every other loss counts as next to the first: they differ in little but the end.
+
     Args:
         real_shape: (V, H) of the model whose own rows were given; "real" has no others.
     """
     ranked: dict[Setting, tuple[bool, int]] = {}
-    axes = (grid.rows, grid.modes, grid.trainable, grid.tokens, grid.hidden, grid.vocabulary)
-    for places in product(*(range(len(axis)) for axis in axes)):
-        rows, mode, trainable, tokens, hidden, vocabulary = _pick(axes, places)
+    sizes = (grid.tokens, grid.hidden, grid.vocabulary)
+    axes = (grid.rows, grid.modes, grid.trainable, *sizes, grid.losses)
+    for *places, loss in product(*(range(len(axis)) for axis in axes)):
+        if loss and any(places[3:]) and not grid.losses_at_all_sizes:
+            continue
+        rows, mode, trainable, tokens, hidden, vocabulary = _pick(axes[:-1], places)
         if rows == "real":
             vocabulary, hidden = real_shape
-        setting = Setting(rows, tokens, hidden, vocabulary, mode, trainable or mode == FORWARD, grid.dtype)
-        rank = (not is_goal(setting), sum(places))
+        trainable = trainable or mode == FORWARD
+        setting = Setting(rows, tokens, hidden, vocabulary, mode, trainable, grid.dtype, grid.losses[loss])
+        rank = (not is_goal(setting), sum(places) + bool(loss))
         ranked[setting] = min(rank, ranked.get(setting, rank))
     return sorted(ranked, key=ranked.get)
 

@@ -16,6 +16,7 @@ from .environment import environment, gpu_state
 from .failures import NOT_INSTALLED, SKIPPED, DeviceLost
 from .grid import Grid, cells, default_grid
 from .live_tiles import load_histogram
+from .losses import LOSSES
 from .peers import Peer, all_peers, choose
 from .problem import DTYPES, MODES, Setting
 from .record import save
@@ -31,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("hidden", "hidden sizes H"), ("vocab", "vocabularies V"), ("tokens", "tokens N")):
         parser.add_argument(f"--{name}", type=_positive, nargs="+", help=what)
     parser.add_argument("--mode", nargs="+", choices=MODES, help="both unless given")
+    parser.add_argument(
+        "--loss",
+        nargs="+",
+        choices=LOSSES,
+        help="all unless given, those after logprob at the first sizes alone",
+    )
     head = parser.add_mutually_exclusive_group()
     head.add_argument("--frozen", action="store_true", help="only with a frozen head")
     head.add_argument("--trainable", action="store_true", help="only with a trainable head")
@@ -174,6 +181,8 @@ def _settings(options: argparse.Namespace, device: torch.device, sources: Source
         modes=tuple(options.mode or usual.modes),
         trainable=(True,) if options.trainable else (False,) if options.frozen else usual.trainable,
         dtype=options.dtype or usual.dtype,
+        losses=tuple(options.loss or usual.losses),
+        losses_at_all_sizes=options.loss is not None,
     )
     return cells(grid, None if sources.real is None else tuple(sources.real.weight.shape))
 

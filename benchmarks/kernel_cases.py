@@ -17,7 +17,7 @@ from grpo_fast.kernels import TILE
 from torch import Tensor
 
 from grpo_fast.head import reference
-from grpo_fast.head.operator import _device as device_facts
+from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .losses import LOGPROB, NAMES, loss_of
+
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 MODES = (FORWARD_BACKWARD, FORWARD)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -24,13 +26,14 @@ class Setting:
     mode: str  # one of MODES
     trainable: bool  # whether the head's weight takes a gradient
     dtype: str  # a key of DTYPES
+    loss: str = LOGPROB  # one of LOSSES
 
     @property
     def title(self) -> str:
         head = "" if self.mode == FORWARD else ", trainable head" if self.trainable else ", frozen head"
         return (
-            f"{self.mode.replace('_', ' + ')}{head}, {self.rows} rows, N {self.tokens:,}, H {self.hidden:,}, "
-            f"V {self.vocabulary:,}, {self.dtype}"
+            f"{NAMES[self.loss]}, {self.mode.replace('_', ' + ')}{head}, {self.rows} rows, "
+            f"N {self.tokens:,}, H {self.hidden:,}, V {self.vocabulary:,}, {self.dtype}"
         )
 
     @property
@@ -42,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Problem:
-    """One batch: loss = -Σ_i advantage_i · log p_i(target_i) / N, the policy gradient of GRPO on-policy."""
+    """One batch, and the loss that its log-probabilities end in."""
 
     hidden: Tensor  # (N, H) leaf
     weight: Tensor  # (V, H) leaf; requires a gradient where the head is trainable
@@ -50,14 +53,20 @@ class Problem:
     advantages: Tensor  # (N,) float32, equal within a sequence, none zero
     sequences: int  # of N / sequences tokens each, in order
     backward: bool
+    loss: str = LOGPROB  # one of LOSSES
+    old_logprobs: Tensor | None = None  # (N,) float32, of the GRPO loss alone
+    ref_logprobs: Tensor | None = None  # (N,) float32, likewise
 
     def finish(self, logprobs: Tensor) -> Outcome:
-        """The shared end of all implementations: the loss of the log-probabilities (N,), and its gradient."""
+        """The shared end of implementations that give log-probabilities (N,): their loss and its gradient."""
         logprobs = logprobs.reshape(-1)
-        loss = -(self.advantages * logprobs).sum() / self.targets.numel()
+        return self.finish_loss(loss_of(self, logprobs), logprobs)
+
+    def finish_loss(self, loss: Tensor, logprobs: Tensor | None = None) -> Outcome:
+        """The end of those that compute the loss () themselves."""
         if self.backward:
             loss.backward()
-        return Outcome(logprobs.detach())
+        return Outcome(None if logprobs is None else logprobs.detach(), loss=loss.detach())
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
@@ -79,6 +88,7 @@ class Outcome:
 
     logprobs: Tensor | None = None  # (N,) detached; None where an implementation keeps them to itself
     certificate: dict[str, Tensor] | None = None  # scalars on the device
+    loss: Tensor | None = None  # () detached; None where it is another number with the same gradient
 
 
 Run = Callable[[], Outcome]

@@ -14,7 +14,7 @@ from grpo_fast.summary import duration_text, score_text
 from .record import FAILED, OOM, SKIPPED, Measurement, read
 from .shapes import conclusions, is_wrong, label, number, shapes_of, split_axes
 
-ERRORS = {"logprob": "|Δlogp|", "hidden_gradient": "dX", "weight_gradient": "dW"}
+ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
 NONE = "\N{EN DASH}"
 _STATES = {OOM: "OOM", FAILED: "failed"}
 

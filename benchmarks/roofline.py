@@ -64,7 +64,9 @@ def least_bytes(setting: Setting) -> float:
 
 def _setting(cell: Measurement) -> Setting:
     """Of a shape that may say more."""
-    return Setting(**{part.name: cell.shape[part.name] for part in fields(Setting)})
+    return Setting(
+        **{part.name: cell.shape[part.name] for part in fields(Setting) if part.name in cell.shape}
+    )
 
 
 def _product_flops(cell: Measurement) -> float:

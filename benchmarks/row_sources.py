@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .accuracy import exact_logprobs
 from .live_tiles import Histogram, count_live, row_chunks
+from .losses import DPO, GRPO, old_and_reference
 from .problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
 
 KINDS = ("flat", "peaked", "real", "histogram")
@@ -83,12 +85,24 @@ def load_real_rows(path: Path) -> RealRows:
 
 
 def make_problem(setting: Setting, sources: Sources, device: torch.device, seed: int) -> Problem:
-    """A batch of the setting; another seed gives other rows and another place in memory."""
+    """A batch of the setting; another seed gives other rows and another place in memory.
+
+    Raises:
+        ValueError: a batch for DPO that cannot be halved.
+    """
+    if setting.loss == DPO and setting.tokens % 2:
+        raise ValueError(
+            f"DPO compares one half of the batch with the other: {setting.tokens} tokens are odd"
+        )
     generator = torch.Generator(device).manual_seed(seed)
     hidden, weight, targets = _rows(setting, sources, device, generator)
     sequences = math.gcd(setting.tokens, 16)
     advantages = torch.randn(sequences, device=device, generator=generator)
     advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)
+    old = reference = None
+    if setting.loss == GRPO:
+        logprobs, _ = exact_logprobs(hidden, weight, targets, torch.float32)
+        old, reference = old_and_reference(logprobs, generator)
     backward = setting.mode == FORWARD_BACKWARD
     return Problem(
         hidden=hidden.requires_grad_(backward),
@@ -97,6 +111,9 @@ def make_problem(setting: Setting, sources: Sources, device: torch.device, seed:
         advantages=advantages.repeat_interleave(setting.tokens // sequences),
         sequences=sequences,
         backward=backward,
+        loss=setting.loss,
+        old_logprobs=old,
+        ref_logprobs=reference,
     )
 
 

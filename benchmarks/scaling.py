@@ -98,7 +98,7 @@ def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
 
 
 def _predicted_bytes(setting: Setting, device: torch.device) -> int:
-    from grpo_fast.head.operator import _device as device_facts
+    from grpo_fast.head.operator import device_facts
     from grpo_fast.memory.head_bytes import head_bytes
 
     dtype = DTYPES[setting.dtype]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .accuracy import GRADIENT_LIMIT, LOGPROB_LIMIT
+from .accuracy import GRADIENT_LIMIT, LOGPROB_LIMIT, LOSS_LIMIT
+from .losses import NAMES
 from .record import OK, Measurement
 
 Shape = dict[str, Any]
 LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}
-LIMITS = {"logprob": LOGPROB_LIMIT, "hidden_gradient": GRADIENT_LIMIT, "weight_gradient": GRADIENT_LIMIT}
+LIMITS = {"logprob": LOGPROB_LIMIT, "loss": LOSS_LIMIT,
+          "hidden_gradient": GRADIENT_LIMIT, "weight_gradient": GRADIENT_LIMIT}  # fmt: skip
 _FLAGS = {"trainable": ("trainable head", "frozen head")}
 
 
@@ -71,6 +73,8 @@ def _words(name: str, value: object) -> str:
         return str(value).replace("_", " + ")
     if name == "rows":
         return f"{value} rows"
+    if name == "loss":
+        return NAMES.get(value, str(value))
     return f"{LETTERS.get(name, name.replace('_', ' '))} {number(value)}"
 
 

@@ -35,6 +35,7 @@ def cell_table(cell: Cell) -> Table:
         "extra MiB",
         "driver MiB",
         "|Δlogp|",
+        "|Δloss|",
         "dX",
         "dW",
     ):
@@ -42,7 +43,7 @@ def cell_table(cell: Cell) -> Table:
     table.add_column("remark", overflow="fold")
     if cell.product is not None:
         flops = 2.0 * cell.setting.tokens * cell.setting.hidden * cell.setting.vocabulary
-        table.add_row(PRODUCT, *_time(cell, cell.product, flops), *[NONE] * 5, "the ceiling", style="dim")
+        table.add_row(PRODUCT, *_time(cell, cell.product, flops), *[NONE] * 6, "the ceiling", style="dim")
     for result in sorted(cell.results, key=_order):
         if result.state != SKIPPED:
             table.add_row(*_row(cell, result), style="bold" if result.name.startswith("ours") else "")
@@ -64,8 +65,8 @@ def print_skipped(screen: Console, cells: Iterable[Cell]) -> None:
 def print_notes(screen: Console) -> None:
     screen.print(
         "¹ of a dense computation (a product forward, one more per gradient): leaving work out raises it. "
-        "|Δlogp|: largest error in nats; dX, dW: relative errors, all against float64 (float32 on GPUs "
-        "without). Extra: peak beyond the inputs, results included.",
+        "|Δlogp|: largest error in nats; |Δloss|: absolute; dX, dW: relative errors, all against float64 "
+        "(float32 on GPUs without). Extra: peak beyond the inputs, results included.",
         style="dim",
     )
 
@@ -91,7 +92,7 @@ def _row(cell: Cell, result: Result) -> list[str]:
         _mebibytes(memory and memory.driver),
         *(
             _error(accuracy and getattr(accuracy, name))
-            for name in ("logprob", "hidden_gradient", "weight_gradient")
+            for name in ("logprob", "loss", "hidden_gradient", "weight_gradient")
         ),
         _remark(result),
     ]

@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import EntryPoint, entry_points
 
 from ..problem import Problem, Run
-from .protocol import Peer, Unsupported, require_cuda
+from .protocol import Peer, Unsupported, require_cuda, require_loss
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = (
@@ -20,6 +20,7 @@ MODULES = (
     "cut_cross_entropy_apple",
     "unsloth_fused",
     "liger_chunked",
+    "liger_ce",
     "liger_per_token",
     "liger_logits",
     "verl_triton",
@@ -28,7 +29,7 @@ MODULES = (
     "flash_attn_ce",
 )
 
-__all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda"]
+__all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda", "require_loss"]
 
 
 def all_peers() -> list[Peer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from ..losses import CROSS_ENTROPY
 from ..problem import Outcome, Problem, Run
 from .protocol import Peer, Unsupported, require_cuda
 
@@ -21,11 +22,12 @@ def prepare(problem: Problem, preset: str) -> Run:
 
     options = _options(preset, set(LinearCrossEntropyImpl.__members__))
 
+    mean = problem.loss == CROSS_ENTROPY
+    options["reduction"] = "mean" if mean else "none"
+
     def run() -> Outcome:
-        losses = linear_cross_entropy(
-            problem.hidden, problem.weight, problem.targets, reduction="none", **options
-        )
-        return problem.finish(-losses.float())
+        found = linear_cross_entropy(problem.hidden, problem.weight, problem.targets, **options)
+        return problem.finish_loss(found) if mean else problem.finish(-found.float())
 
     return run
 

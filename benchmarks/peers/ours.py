@@ -1,35 +1,83 @@
-"""grpo_fast: with the default tolerance, exact, and the plain torch reference."""
+"""grpo_fast: with the default tolerance, exact, and the plain torch reference.
+
+GRPO and cross-entropy by their fused functions, the others from log-probabilities.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..losses import CLIP, CROSS_ENTROPY, GRPO, KL_BETA
 from ..problem import Outcome, Problem, Run
 from .protocol import Peer, require_cuda
 
+if TYPE_CHECKING:
+    from grpo_fast.head.outputs import Certificate
+
 
 def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
-    from grpo_fast import linear_logprob
-
     if not recompute:
         require_cuda(problem)  # elsewhere everything is recomputed
+    prepare_loss = {GRPO: _grpo, CROSS_ENTROPY: _cross_entropy}.get(problem.loss, _from_logprobs)
+    return prepare_loss(problem, {"tolerance": tolerance, "recompute": recompute})
+
+
+def _from_logprobs(problem: Problem, options: dict[str, Any]) -> Run:
+    from grpo_fast import linear_logprob
 
     def run() -> Outcome:
-        out = linear_logprob(
-            problem.hidden, problem.weight, problem.targets, tolerance=tolerance, recompute=recompute
-        )
-        outcome = problem.finish(out.logprob)
-        if not problem.backward:
-            return outcome
-        found = out.certificate
-        names = ("density", "left_out_mean", "left_out_max", "error_bound")
-        return Outcome(outcome.logprobs, {name: getattr(found, name) for name in names})
+        out = linear_logprob(problem.hidden, problem.weight, problem.targets, **options)
+        return _certified(problem.finish(out.logprob), problem, out.certificate)
 
     return run
+
+
+def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
+    from grpo_fast import GRPOLossConfig, linear_grpo_loss
+
+    config = GRPOLossConfig(loss_type="dapo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA)
+    length = problem.targets.numel() // problem.sequences
+    sequences = torch.arange(problem.sequences, device=problem.targets.device)
+    inputs = {
+        "sequence_ids": sequences.repeat_interleave(length),
+        "num_sequences": problem.sequences,
+        "old_logprobs": problem.old_logprobs,
+        "ref_logprobs": problem.ref_logprobs,
+    }
+
+    def run() -> Outcome:
+        out = linear_grpo_loss(
+            problem.hidden,
+            problem.weight,
+            problem.targets,
+            problem.advantages,
+            config=config,
+            **inputs,
+            **options,
+        )
+        return _certified(problem.finish_loss(out.loss, out.logprobs), problem, out.certificate)
+
+    return run
+
+
+def _cross_entropy(problem: Problem, options: dict[str, Any]) -> Run:
+    from grpo_fast import linear_cross_entropy
+
+    return lambda: problem.finish_loss(
+        linear_cross_entropy(problem.hidden, problem.weight, problem.targets, **options)
+    )
+
+
+def _certified(outcome: Outcome, problem: Problem, certificate: Certificate) -> Outcome:
+    """With what the backward left out."""
+    names = ("density", "left_out_mean", "left_out_max", "error_bound")
+    found = {name: getattr(certificate, name) for name in names} if problem.backward else None
+    return replace(outcome, certificate=found)
 
 
 def prepare_reference(problem: Problem) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..losses import NAMES
 from ..problem import Problem, Run
 
 
@@ -28,3 +29,8 @@ class Peer:
 def require_cuda(problem: Problem) -> None:
     if not problem.hidden.is_cuda:
         raise Unsupported("needs a CUDA device")
+
+
+def require_loss(problem: Problem, *losses: str) -> None:
+    if problem.loss not in losses:
+        raise Unsupported(f"is for {' and '.join(NAMES[loss] for loss in losses)} only")

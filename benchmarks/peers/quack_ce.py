@@ -1,20 +1,20 @@
-"""QuACK's cross-entropy kernel on full logits.
+"""QuACK's cross-entropy: its kernel on full logits, and its chunked form.
 
-Its chunked forms reduce to one number and take no upstream gradient per token, so a policy gradient cannot
-use them.
+The chunked form reduces to one number and takes no upstream gradient per token: for cross-entropy alone.
 """
 
 from __future__ import annotations
 
-from ..problem import Problem, Run
-from .protocol import Peer, require_cuda
+from ..losses import CROSS_ENTROPY
+from ..problem import Outcome, Problem, Run
+from .protocol import Peer, require_cuda, require_loss
 
 
 def prepare(problem: Problem) -> Run:
     require_cuda(problem)
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
-    def run():
+    def run() -> Outcome:
         losses = linear_cross_entropy_func(
             problem.hidden, problem.weight, None, problem.targets, reduction="none", inplace_backward=True
         )
@@ -23,4 +23,14 @@ def prepare(problem: Problem) -> Run:
     return run
 
 
-PEERS = (Peer("QuACK on full logits", prepare),)
+def prepare_chunked(problem: Problem) -> Run:
+    require_loss(problem, CROSS_ENTROPY)
+    require_cuda(problem)
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return lambda: problem.finish_loss(
+        chunked_linear_cross_entropy(problem.hidden, problem.weight, problem.targets, reduction="mean")
+    )
+
+
+PEERS = (Peer("QuACK on full logits", prepare), Peer("QuACK chunked cross-entropy", prepare_chunked))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ..losses import CROSS_ENTROPY
 from ..problem import Problem, Run
 from .protocol import Peer, require_cuda
 
@@ -14,14 +17,23 @@ def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
 
 
+def negative_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return -torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
+
+
 def prepare(problem: Problem) -> Run:
-    return lambda: problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
+    function = _function(problem)
+    return lambda: problem.finish(function(problem.hidden, problem.weight, problem.targets))
 
 
 def prepare_compiled(problem: Problem) -> Run:
     require_cuda(problem)
-    compiled = torch.compile(logprobs, dynamic=False)
+    compiled = torch.compile(_function(problem), dynamic=False)
     return lambda: problem.finish(compiled(problem.hidden, problem.weight, problem.targets))
+
+
+def _function(problem: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return negative_cross_entropy if problem.loss == CROSS_ENTROPY else logprobs
 
 
 PEERS = (Peer("torch full logits", prepare), Peer("torch.compile", prepare_compiled))

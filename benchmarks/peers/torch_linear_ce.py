@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import Problem, Run
+from ..losses import CROSS_ENTROPY
+from ..problem import Outcome, Problem, Run
 from .protocol import Peer, Unsupported
 
 
@@ -12,12 +13,17 @@ def prepare(problem: Problem) -> Run:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unsupported(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     options = torch.nn.LinearCrossEntropyOptions()
+    mean = problem.loss == CROSS_ENTROPY
 
-    def run():
-        losses = torch.nn.functional.linear_cross_entropy(
-            problem.hidden, problem.weight, problem.targets, reduction="none", options=options
+    def run() -> Outcome:
+        found = torch.nn.functional.linear_cross_entropy(
+            problem.hidden,
+            problem.weight,
+            problem.targets,
+            reduction="mean" if mean else "none",
+            options=options,
         )
-        return problem.finish(-losses.float())
+        return problem.finish_loss(found) if mean else problem.finish(-found.float())
 
     return run
 

@@ -173,7 +173,7 @@ def path_of(problem: HeadProblem) -> Path:
 @torch.compiler.assume_constant_result
 def _path_on(kind: str, index: int | None, dtype: torch.dtype) -> Path:
     """Of a device's facts alone, which a compiler need not trace."""
-    return head_path(_device(kind, index), dtype)
+    return head_path(device_facts(kind, index), dtype)
 
 
 @torch.library.custom_op("grpo_fast::head_forward", mutates_args=(), schema=_FORWARD)
@@ -358,7 +358,7 @@ def _plan(
         hidden_size=problem.hidden.shape[1],
         trainable=trainable,
     )
-    return plan_head(_device(problem.hidden.device.type, problem.hidden.device.index), work)
+    return plan_head(device_facts(problem.hidden.device.type, problem.hidden.device.index), work)
 
 
 def _fits_descriptors(problem: HeadProblem) -> bool:
@@ -370,7 +370,8 @@ def _fits_descriptors(problem: HeadProblem) -> bool:
 
 
 @functools.cache
-def _device(kind: str, index: int | None) -> Device:
+def device_facts(kind: str, index: int | None) -> Device:
+    """What the planner asks of a device, such as `cuda` and its index."""
     if kind != "cuda":
         return Device(kind)
     facts = torch.cuda.get_device_properties(index)

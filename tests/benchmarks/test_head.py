@@ -13,11 +13,25 @@ from safetensors.torch import save_file
 
 from benchmarks import cell, head, peers
 from benchmarks.__main__ import main
+from benchmarks.losses import LOSSES, loss_of
 from benchmarks.peers import Peer
 from benchmarks.peers.torch_full import logprobs
 from benchmarks.problem import Outcome, Problem, Run
 
-TINY = ["--device", "cpu", "--hidden", "32", "--vocab", "300", "--tokens", "48", "--repeats", "3"]
+TINY = [
+    "--loss",
+    "logprob",
+    "--device",
+    "cpu",
+    "--hidden",
+    "32",
+    "--vocab",
+    "300",
+    "--tokens",
+    "48",
+    "--repeats",
+    "3",
+]
 
 
 def run_head(folder: Path, *arguments: str, minutes: str = "2") -> tuple[int, dict]:
@@ -49,7 +63,9 @@ def test_a_run_prints_a_table_and_writes_a_record_of_every_cell(tmp_path, capsys
 
     assert code == 0
     assert len(record["cells"]) == 6  # two kinds of rows: forward, and backward with either head
-    assert {result["state"] for cell in record["cells"] for result in cell["results"]} == {"ok"}
+    states = {result["name"]: result["state"] for cell in record["cells"] for result in cell["results"]}
+    assert states.pop("ours, tolerance 0, kept") == "skipped"  # needs a GPU
+    assert set(states.values()) == {"ok"}
     ours = by_name(record)["ours"]
     assert ours["time"]["samples"] == 3
     assert ours["time"]["lower"] <= ours["time"]["median"] <= ours["time"]["upper"]
@@ -61,6 +77,27 @@ def test_a_run_prints_a_table_and_writes_a_record_of_every_cell(tmp_path, capsys
     printed = capsys.readouterr().out
     assert "ours, tolerance 0" in printed
     assert "one product X Wᵀ" in printed
+
+
+def test_without_a_loss_asked_for_all_are_measured(tmp_path, capsys):
+    out = tmp_path / "record.json"
+    shape = ["--device", "cpu", "--hidden", "16", "--vocab", "50", "60", "--tokens", "16", "--repeats", "3"]
+
+    code = main(["head", *shape, "--frozen", *one_cell()[:-1], "--impl", "torch full", "--json", str(out)])
+
+    settings = [cell["setting"] for cell in json.loads(out.read_text())["cells"]]
+    assert code == 0
+    assert [setting["loss"] for setting in settings] == [*LOSSES, "logprob"]
+    assert [setting["vocabulary"] for setting in settings] == [50, 50, 50, 50, 60]
+    assert "DPO, forward + backward, frozen head" in capsys.readouterr().out
+
+
+def test_an_odd_batch_for_dpo_says_why_it_cannot_be_measured(tmp_path):
+    _, record = run_head(tmp_path, *one_cell("--tokens", "15", "--loss", "dpo", "--impl", "torch full"))
+
+    result = by_name(record)["torch full logits"]
+    assert result["state"] == "error"
+    assert "15 tokens are odd" in result["reason"]
 
 
 def test_a_frozen_head_has_no_weight_gradient_to_judge(tmp_path):
@@ -138,6 +175,30 @@ def test_a_peer_with_wrong_log_probabilities_shows_as_inaccurate(tmp_path, only,
 
     only(Peer("wrong", wrong))
     run_head(tmp_path, *one_cell())
+
+    assert "INACCURATE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mode", "damage"),
+    [
+        ("forward", lambda loss: loss + 1),
+        ("forward_backward", lambda loss: loss.detach() + 1.5 * (loss - loss.detach())),
+    ],
+)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_wrong_loss_or_gradient_without_log_probabilities_is_inaccurate(
+    tmp_path, only, capsys, mode, damage, loss
+):
+    def wrong(problem: Problem) -> Run:
+        def run() -> Outcome:
+            found = logprobs(problem.hidden, problem.weight, problem.targets)
+            return problem.finish_loss(damage(loss_of(problem, found)))
+
+        return run
+
+    only(Peer("wrong", wrong))
+    run_head(tmp_path, "--rows", "flat", "--mode", mode, "--trainable", "--loss", loss)
 
     assert "INACCURATE" in capsys.readouterr().out
 

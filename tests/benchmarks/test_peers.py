@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,17 @@ import torch
 from benchmarks import head
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult
-from benchmarks.peers import Peer, Unsupported, all_peers, choose, cut_cross_entropy_apple, liger_logits
-from benchmarks.problem import Problem, Run, Setting
+from benchmarks.losses import LOSSES
+from benchmarks.peers import (
+    Peer,
+    Unsupported,
+    all_peers,
+    choose,
+    cut_cross_entropy_apple,
+    liger_ce,
+    liger_logits,
+)
+from benchmarks.problem import MODES, Problem, Run, Setting
 from benchmarks.row_sources import Sources, make_problem
 
 LIBRARIES = (
@@ -65,7 +75,7 @@ def run_head(folder: Path, *arguments: str) -> dict[str, dict]:
     """The results of one small cell by name."""
     out = folder / "record.json"
     shape = ["--device=cpu", "--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable"]
-    mode = ["--mode=forward_backward", "--repeats=3"]
+    mode = ["--mode=forward_backward", "--repeats=3", "--loss=logprob"]
     code = main(["head", *shape, *mode, f"--json={out}", *arguments])
     assert code == 0
     (cell,) = json.loads(out.read_text())["cells"]
@@ -149,10 +159,45 @@ def test_presets_that_a_release_of_cut_cross_entropy_lacks_are_said():
         options("cce_kahan_full_c", {"CCE", "TORCH_COMPILE"})
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode):
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    setting = Setting("flat", 32, 24, 100, mode, True, "float32", loss)
+    problem = make_problem(setting, Sources(), torch.device("cpu"), seed)
+    oracle, ran = consult(problem), set()
+
+    for peer in all_peers():
+        try:
+            run = peer.prepare(problem)
+        except (ImportError, Unsupported):
+            continue
+        problem.clear()
+        with torch.set_grad_enabled(problem.backward):
+            accuracy = oracle.judge(problem, run())
+        ran.add(peer.name)
+        # float32 beside float64, of values and relative gradients of the order of one
+        assert all(error is None or error < 1e-4 for error in vars(accuracy).values()), (peer.name, accuracy)
+
+    assert {"ours", "ours, reference", "torch full logits"} <= ran
+
+
+def test_a_loss_that_a_peer_lacks_is_said():
+    setting = replace(SETTING, loss="cross_entropy")
+    problem = make_problem(setting, Sources(), torch.device("cpu"), 0)
+
+    with pytest.raises(Unsupported, match="is for DPO only"):
+        choose(all_peers(), ["Liger chunked DPO"])[0].prepare(problem)
+    with pytest.raises(Unsupported, match="is for log-probabilities and GRPO only"):
+        choose(all_peers(), ["Liger chunked GRPO"])[0].prepare(problem)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("peer", all_peers(), ids=lambda peer: peer.name)
-def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer):
-    setting = Setting("peaked", 512, 256, 4096, "forward_backward", True, "bfloat16")
+def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer, loss):
+    setting = Setting("peaked", 512, 256, 4096, "forward_backward", True, "bfloat16", loss)
     problem = make_problem(setting, Sources(), torch.device("cuda"), seed=0)
     try:
         run = peer.prepare(problem)
@@ -162,19 +207,25 @@ def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer):
     assert consult(problem).judge(problem, run()).acceptable
 
 
-def test_ligers_loss_on_logits_has_the_gradient_of_the_problem(monkeypatch):
-    """By Triton's interpreter: on-policy its loss differs from ours, its gradient may not."""
+@pytest.mark.parametrize(
+    ("peer", "loss"),
+    [(liger_logits, "logprob"), (liger_logits, "grpo"), (liger_ce, "cross_entropy")],
+)
+def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, peer, loss):
+    """By Triton's interpreter."""
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("a GPU runs the kernel itself, above")
-    monkeypatch.setattr(liger_logits, "require_cuda", lambda problem: None)
+    monkeypatch.setattr(peer, "require_cuda", lambda problem: None)
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
-    problem = make_problem(SETTING, Sources(), torch.device("cpu"), seed)
+    problem = make_problem(replace(SETTING, loss=loss), Sources(), torch.device("cpu"), seed)
 
-    outcome = liger_logits.prepare(problem)()
+    outcome = peer.prepare(problem)()
 
     accuracy = consult(problem).judge(problem, outcome)
     assert outcome.logprobs is None
     assert accuracy.hidden_gradient < 1e-4
     assert accuracy.weight_gradient < 1e-4
+    # on-policy its loss differs from the problem's
+    assert accuracy.loss is None if loss == "logprob" else accuracy.loss < 1e-4

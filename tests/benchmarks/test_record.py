@@ -39,6 +39,19 @@ def test_measurements_of_any_kind_survive_the_file(tmp_path):
     assert repr(found.cells) == repr([one])  # as text, where NaN equals itself
 
 
+def test_a_record_from_before_the_losses_is_of_log_probabilities(tmp_path):
+    path = tmp_path / "head.json"
+    save(path, [Cell(SETTING, "rows", 1, 256, None, [Result("ours", "error", "why")])], environment={})
+    document = json.loads(path.read_text())
+    del document["cells"][0]["setting"]["loss"]
+    path.write_text(json.dumps(document))
+
+    cells, _ = load(path)
+
+    assert cells[0].setting == SETTING
+    assert read(path).cells[0].shape["loss"] == "logprob"
+
+
 @pytest.mark.parametrize(
     ("state", "status"),
     [("out of memory", OOM), ("error", FAILED), ("no time left", SKIPPED), ("skipped", SKIPPED)],

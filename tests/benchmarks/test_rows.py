@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from benchmarks.live_tiles import (
     load_histogram,
     weight_parts,
 )
+from benchmarks.losses import LOSSES, loss_of
 from benchmarks.problem import Setting
 from benchmarks.row_sources import Sources, load_real_rows, make_problem
 
@@ -81,17 +83,21 @@ def test_made_inputs_hold_no_zeros_and_differ_from_seed_to_seed(rows):
     assert not torch.equal(first.targets, second.targets)
 
 
-def test_the_oracle_agrees_with_autograd_in_float64():
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_oracle_agrees_with_autograd_in_float64(loss):
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
-    problem = make_problem(setting("peaked", vocabulary=900, hidden=48), Sources(), CPU, seed)
+    wanted = replace(setting("peaked", vocabulary=900, hidden=48), loss=loss)
+    problem = make_problem(wanted, Sources(), CPU, seed)
     hidden, weight = (t.detach().double().requires_grad_() for t in (problem.hidden, problem.weight))
     expected = (hidden @ weight.T).log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
-    (-(problem.advantages.double() * expected).mean()).backward()
+    value = loss_of(problem, expected)
+    value.backward()
 
     oracle = consult(problem)
 
     torch.testing.assert_close(oracle.logprobs, expected.detach()[oracle.rows], rtol=0, atol=1e-12)
+    torch.testing.assert_close(oracle.loss, value.detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(oracle.hidden_gradient, hidden.grad[oracle.rows], rtol=1e-9, atol=1e-14)
     torch.testing.assert_close(oracle.weight_gradient, weight.grad[oracle.columns], rtol=1e-9, atol=1e-14)
 

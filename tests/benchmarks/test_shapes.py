@@ -38,6 +38,7 @@ def test_a_shape_reads_as_a_person_would_say_it():
     }
 
     assert label(head) == "peaked rows, N 16,384, forward + backward, frozen head, bfloat16"
+    assert label(head | {"loss": "dpo"}, ["rows", "loss"]) == "peaked rows, DPO"
     assert label(head | {"mode": "forward"}, ["mode", "trainable"]) == "forward"
     assert label({"model": "toy", "lora": None, "checkpointing": False, "prompts": 4}) == "toy, prompts 4"
     assert label({"checkpointing": True, "memory_gib": 1.5}) == "checkpointing, memory gib 1.50"
@@ -63,11 +64,12 @@ def test_slices_vary_along_one_axis_alone_and_the_longest_comes_first():
 
 
 @pytest.mark.parametrize(
-    "accuracy", [{"logprob": 0.2}, {"hidden_gradient": math.nan}, {"weight_gradient": 0.5}]
+    "accuracy",
+    [{"logprob": 0.2}, {"loss": 0.3}, {"hidden_gradient": math.nan}, {"weight_gradient": 0.5}],
 )
 def test_beyond_rounding_is_wrong(accuracy):
     assert is_wrong(Measurement("fast", {}, accuracy=accuracy))
 
 
 def test_rounding_and_errors_of_another_kind_are_not():
-    assert not is_wrong(Measurement("ours", {}, accuracy={"logprob": 1e-5, "loss": 3.0}))
+    assert not is_wrong(Measurement("ours", {}, accuracy={"logprob": 1e-5, "perplexity": 3.0}))

@@ -24,7 +24,7 @@ AMPERE = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
 def on_device(request, device, monkeypatch):
     """Makes the head take the Triton path, and moves calls there."""
     if device.type == "cpu":
-        monkeypatch.setattr(operator, "_device", lambda kind, index: request.param)
+        monkeypatch.setattr(operator, "device_facts", lambda kind, index: request.param)
 
     def move(call):
         def leaf(tensor):
@@ -197,7 +197,7 @@ def test_the_policy_loss_is_that_of_the_reference_path(on_device, make_call, rng
         return out.loss, *torch.autograd.grad(out.loss, call.parameters)
 
     found = run()
-    monkeypatch.setattr(operator, "_device", lambda kind, index: Device("cpu"))
+    monkeypatch.setattr(operator, "device_facts", lambda kind, index: Device("cpu"))
 
     for a, b in zip(found, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

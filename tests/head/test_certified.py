@@ -54,7 +54,7 @@ def test_it_chooses_what_the_kernels_choose(make_call, device, monkeypatch, tran
         make_call((40,), 1500, 32, spread=8.0, transformed=transformed), softcap=60.0 if transformed else None
     )
     expected, wanted = run(call, 1.0)
-    monkeypatch.setattr(operator, "_device", lambda kind, index: HOPPER)
+    monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
 
     found, got = run(call, 1.0)
 

@@ -241,7 +241,7 @@ def test_the_head_has_the_same_gradient_by_csrc_as_by_triton(on_cpu, device, rng
     hidden = (2 * torch.randn(20, 64, generator=rng) + 20 * weight[targets]).bfloat16().requires_grad_()
     upstream = torch.randn(20, generator=rng)
     facts = Device("cuda", capability, shared_memory, has_triton=True, has_library=True)
-    monkeypatch.setattr("grpo_fast.head.operator._device", lambda *_: facts)
+    monkeypatch.setattr("grpo_fast.head.operator.device_facts", lambda *_: facts)
 
     def gradient(**by: bool) -> Tensor:
         chosen = replace(sizes, sparse=replace(sizes.sparse, **by))

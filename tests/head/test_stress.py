@@ -117,7 +117,7 @@ def check(oracle, kind: Kind, call, upstream: Tensor) -> None:
 @pytest.fixture
 def triton_path(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if device.type == "cpu":
-        monkeypatch.setattr(operator, "_device", lambda kind, index: HOPPER)
+        monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
     return device
 
 

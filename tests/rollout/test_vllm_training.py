@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from grpo_fast.checkpoint import CheckpointStore
 from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import load_config
 from grpo_fast.run import build_trainer
 
 STEPS = 5
@@ -75,6 +76,28 @@ def test_a_run_on_shared_weights_trains_saves_and_goes_on(
         assert max(step["sampling/logp_difference_max"] for step in metrics) < ROUNDING["float32"]
         assert all(torch.equal(p, saved[name]) for name, p in trainer.policy.trainable().items())
         assert largest_difference(trainer.policy, prompts, groups) < ROUNDING["float32"]
+
+
+@pytest.mark.timeout(600)  # on a fresh machine the weights are converted first
+def test_a_real_language_model_trains_through_vllm():
+    overrides = ["rollout.engine=vllm", "rollout.vllm.kv_cache_gib=0.1", "rollout.num_generations=4"]
+    overrides += [
+        "prompts_per_step=4",
+        "max_steps=3",
+        "evaluation.dataset.size=8",
+        "advantage.skip_flat_groups=false",
+    ]
+    trainer = build_trainer(load_config("quickstart", overrides))
+    before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+
+    with trainer.engine:
+        score = trainer.evaluate().score
+        metrics = [trainer.train_step().metrics for _ in range(3)]
+
+    assert 0 <= score <= 1
+    assert max(step["sampling/logp_difference_max"] for step in metrics) < 2 * ROUNDING["bfloat16"]
+    assert max(step["sampling/logp_difference_mean"] for step in metrics) < ROUNDING["bfloat16"] / 3
+    assert not all(torch.equal(p, before[name]) for name, p in trainer.policy.trainable().items())
 
 
 def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:

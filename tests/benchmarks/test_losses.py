@@ -1,0 +1,85 @@
+"""The benchmark's losses are those of the package, and no token of them hangs on rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.losses import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOSSES, loss_of
+from benchmarks.problem import Problem, Setting
+from benchmarks.row_sources import Sources, make_problem
+from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
+from grpo_fast.preference.config import PreferenceLossConfig
+from grpo_fast.preference.losses import preference_loss
+from grpo_fast.preference.types import PreferenceInputs
+
+
+def make(loss: str, tokens: int = 64) -> tuple[Problem, Tensor]:
+    """A problem with a fresh seed, and its log-probabilities (N,) in float64 as a leaf."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    setting = Setting("flat", tokens, 16, 50, "forward_backward", True, "float32", loss)
+    problem = make_problem(setting, Sources(), torch.device("cpu"), seed)
+    logits = (problem.hidden @ problem.weight.T).detach().double()
+    logprobs = logits.log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
+    return problem, logprobs.requires_grad_()
+
+
+def assert_same(found: Tensor, expected: Tensor, logprobs: Tensor) -> None:
+    """Value and gradient, to float64's rounding and that of the float32 constants' products."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
+
+
+def test_grpo_is_the_packages():
+    problem, logprobs = make(GRPO)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        advantages=problem.advantages,
+        sequence_ids=torch.arange(problem.sequences).repeat_interleave(64 // problem.sequences),
+        loss_mask=torch.ones(64, dtype=torch.bool),
+        num_sequences=problem.sequences,
+        old_logprobs=problem.old_logprobs,
+        ref_logprobs=problem.ref_logprobs,
+    )
+    config = GRPOLossConfig(loss_type="grpo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA)
+
+    assert_same(loss_of(problem, logprobs), policy_loss(inputs, config).loss, logprobs)
+
+
+def test_dpo_is_the_packages_with_a_reference_that_likes_both_of_a_pair_equally():
+    problem, logprobs = make(DPO)
+    chosen, rejected = logprobs.view(problem.sequences, -1).sum(1).chunk(2)
+    lengths = torch.full((problem.sequences // 2,), 64 // problem.sequences)
+    reference = torch.randn(problem.sequences // 2, dtype=torch.float64)
+    inputs = PreferenceInputs(chosen, rejected, lengths, lengths, reference, reference)
+
+    expected = preference_loss(inputs, PreferenceLossConfig(loss_type="sigmoid", beta=DPO_BETA)).loss
+
+    assert_same(loss_of(problem, logprobs), expected, logprobs)
+
+
+def test_grpo_is_slightly_off_policy_with_no_token_near_its_clip():
+    problem, logprobs = make(GRPO, tokens=1024)
+
+    ratio = (logprobs.detach() - problem.old_logprobs).exp()
+
+    clipped = (ratio - 1).abs() > CLIP
+    assert (((ratio - 1).abs() - CLIP).abs() > 0.05).all()
+    assert 0.04 < clipped.double().mean() < 0.17  # a tenth ± 6 standard deviations
+    assert (ratio[clipped] > 1).any()
+    assert (ratio[clipped] < 1).any()
+    assert (logprobs - problem.ref_logprobs).abs().mean() > 0.05
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_batch_is_the_same_whatever_the_loss(loss):
+    plain, other = (
+        make_problem(Setting("flat", 64, 16, 50, "forward", True, "float32", name), Sources(), "cpu", 3)
+        for name in (LOSSES[0], loss)
+    )
+
+    for name in ("hidden", "weight", "targets", "advantages"):
+        assert torch.equal(getattr(plain, name), getattr(other, name))
