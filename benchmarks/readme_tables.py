@@ -227,6 +227,31 @@ def _aot(found: Sequence[dict[str, Any]]) -> str:
     return f"python -m benchmarks aot --capability {found[0]['capability']} --json"
 
 
+def _peer_suites(found: dict[str, Any], path: Path) -> list[str]:
+    """The peers' own tests on our functions: how many passed, and what was left out and why."""
+    lines = _head(["tests of", "revision", "passed", "failed", "skipped by themselves", "left out"])
+    for name, suite in found["suites"].items():
+        left_out = "; ".join(f"{count:,} {why}" for why, count in suite["reasons"]["deselected"].items())
+        counts = [f"{suite[key]:,}" for key in ("passed", "failed", "skipped")]
+        lines.append(_row([name, suite["commit"][:8], *counts, left_out or NONE]))
+    origin = found["environment"]
+    command = "repeat: `python -m benchmarks.peer_suites --source DIR`"
+    facts = [origin["device"], f"torch {origin['versions']['torch']}", origin["started"][:10], command]
+    return [*lines, "", " · ".join([*facts, _link(path)])]
+
+
+def _tolerance_training(found: dict[str, Any], path: Path) -> list[str]:
+    """Final rewards with the certified gradient beside those with exact ones."""
+    lines = _head(["gradient of the head", "final reward", "lowest seed", "highest seed"])
+    for name, reward in found["summary"].items():
+        numbers = [reward["mean"], reward["low"], reward["high"]]
+        lines.append(_row([name, *(f"{number:.3f}" for number in numbers)]))
+    origin = found["environment"]
+    size = f"a toy with {found['vocabulary']:,} words, {found['steps']} steps"
+    facts = [size, origin["device"], f"torch {origin['versions']['torch']}", origin["started"][:10]]
+    return [*lines, "", " · ".join([*facts, f"repeat: `{shlex.join(origin['command'])}`", _link(path)])]
+
+
 def _head(names: Sequence[str]) -> list[str]:
     return [_row(names), "|---|" + "---:|" * (len(names) - 1)]
 
@@ -239,5 +264,10 @@ _KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any, Path], list[str]]], ..
     (lambda found: isinstance(found, dict) and "schema" in found, _record),
     (lambda found: isinstance(found, dict) and "recipe" in found, _quickstart),
     (lambda found: isinstance(found, dict) and {"model", "cells"} <= found.keys(), _side_by_side),
+    (lambda found: isinstance(found, dict) and "suites" in found, _peer_suites),
+    (
+        lambda found: isinstance(found, dict) and {"summary", "vocabulary"} <= found.keys(),
+        _tolerance_training,
+    ),
     (lambda found: isinstance(found, list) and bool(found) and "kernel" in found[0], _ahead_of_time),
 )

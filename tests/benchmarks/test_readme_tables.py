@@ -167,3 +167,34 @@ def test_a_file_without_a_table_is_named(tmp_path, content):
 
     with pytest.raises(ValueError, match=r"other\.json"):
         render(path)
+
+
+def test_peers_suites_become_their_counts_and_reasons(tmp_path):
+    path = tmp_path / "suites.json"
+    origin = {"device": "CPU", "versions": {"torch": "2.13.0"}, "started": "2026-11-20T09:00:00"}
+    suite = {"commit": "0123456789", "passed": 1019, "failed": 1, "skipped": 2}
+    suite["reasons"] = {"deselected": {"large": 1148}, "skipped": {}}
+    path.write_text(json.dumps({"environment": origin, "suites": {"cce": suite}}))
+
+    lines = render(path).splitlines()
+
+    assert lines[2] == "| cce | 01234567 | 1,019 | 1 | 2 | 1,148 large |"
+    assert lines[-1].startswith("CPU · torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks.peer_suites")
+
+
+def test_training_with_a_tolerance_becomes_final_rewards(tmp_path):
+    path = tmp_path / "training.json"
+    origin = {
+        "device": "CPU",
+        "versions": {"torch": "2.13.0"},
+        "started": "2026-11-20",
+        "command": ["a", "b"],
+    }
+    summary = {"tolerance 1": {"mean": 0.72601, "deviation": 0.01, "low": 0.7, "high": 0.75}}
+    record = {"environment": origin, "summary": summary, "vocabulary": 2048, "steps": 60}
+    path.write_text(json.dumps(record))
+
+    lines = render(path).splitlines()
+
+    assert lines[2] == "| tolerance 1 | 0.726 | 0.700 | 0.750 |"
+    assert lines[-1].startswith("a toy with 2,048 words, 60 steps · CPU") and "`a b`" in lines[-1]

@@ -85,6 +85,8 @@ def test_values_and_gradients_are_as_good_as_full_logits_of_the_same_dtype(oracl
         assert_as_good_as(value, plain[name], exact[name], scale=1 + logits, what=name)
     if call.targets.numel() == 0:
         return
+    if call.softcap is not None:  # float32 rounds what goes into the cap, which may be far larger
+        logits += 0.05 * (exact_call.hidden @ exact_call.weight.T).abs().max().item()
     found = oracle.gradients(call, got, upstream)
     wanted = oracle.gradients(exact_call, exact, upstream)
     straightforward = oracle.gradients(call, plain, upstream)
