@@ -178,35 +178,18 @@ def _quickstart(found: dict[str, Any], path: Path) -> list[str]:
 
 
 def _side_by_side(found: dict[str, Any], path: Path) -> list[str]:
-    """The worst of loss, gradient norm and metrics over all losses and steps, for each variant."""
-    lines = _head(
-        ["variant", "runs", "steps compared", "loss", "grad norm", "any metric", "s/step of TRL's (median)"]
-    )
-    cells = found["cells"]
-    for name in (name for name in cells[0]["variants"] if name != "TRL"):
-        mine = [cell["variants"][name] for cell in cells]
-        gaps = [run["differences"] for run in mine if run["differences"]]
-        others = [
-            value for gap in gaps for metric, value in gap.items() if metric not in ("loss", "grad_norm")
-        ]
-        ratios = sorted(
-            run["seconds_per_step"] / cell["variants"]["TRL"]["seconds_per_step"]
-            for run, cell in zip(mine, cells, strict=True)
-        )
-        steps = f"{sum(run['steps_compared'] for run in mine)} of {sum(cell['steps'] for cell in cells)}"
-        lines.append(
-            _row(
-                [
-                    name,
-                    str(len(mine)),
-                    steps,
-                    _worst(gap["loss"] for gap in gaps),
-                    _worst(gap["grad_norm"] for gap in gaps),
-                    _worst(others),
-                    f"{ratios[len(ratios) // 2]:.2f}",
-                ]
-            )
-        )
+    """The worst of loss, gradient norm and metrics over all losses and steps, for each variant and precision."""
+    lines = _head(["variant", "precision", "runs", "steps compared", "loss", "grad norm", "any metric"])
+    for precision in dict.fromkeys(cell["precision"] for cell in found["cells"]):
+        cells = [cell for cell in found["cells"] if cell["precision"] == precision]
+        for name in (name for name in cells[0]["variants"] if name != "TRL"):
+            mine = [cell["variants"][name] for cell in cells]
+            gaps = [run["differences"] for run in mine if run["differences"]]
+            others = [gap[metric] for gap in gaps for metric in gap if metric not in ("loss", "grad_norm")]
+            compared, steps = (sum(run["steps_compared"] for run in mine), sum(c["steps"] for c in cells))
+            worst = [_worst(gap["loss"] for gap in gaps), _worst(gap["grad_norm"] for gap in gaps)]
+            counts = [str(len(mine)), f"{compared} of {steps}"]
+            lines.append(_row([name, precision, *counts, *worst, _worst(others)]))
     return [*lines, "", _origin(path, found["environment"], (), f"model {found['model']}")]
 
 

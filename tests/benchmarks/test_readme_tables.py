@@ -77,23 +77,20 @@ def test_what_was_concluded_has_a_table_of_its_own(tmp_path):
     )
 
 
-def test_the_side_by_side_shows_the_worst_of_all_losses(tmp_path):
-    def variant(loss: float, kl: float, seconds: float) -> dict:
-        gaps = {"loss": loss, "grad_norm": 1e-6, "kl": kl}
-        return {"differences": gaps, "steps_compared": 20, "seconds_per_step": seconds}
+def test_the_side_by_side_shows_the_worst_of_all_losses_for_each_precision(tmp_path):
+    def cell(precision: str, loss: float, kl: float) -> dict:
+        exact = {"differences": {"loss": 0, "grad_norm": 0, "kl": 0}, "steps_compared": 20}
+        ours = {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": 20}
+        return {"precision": precision, "steps": 20, "variants": {"TRL": exact, "patched": ours}}
 
-    cells = [
-        {
-            "name": name,
-            "steps": 20,
-            "variants": {"TRL": variant(0, 0, 2.0), "patched": variant(loss, kl, 1.0)},
-        }
-        for name, loss, kl in (("grpo", 3e-7, 5e-7), ("dapo", 1e-7, 9e-7))
-    ]
+    cells = [cell("float32", 3e-7, 5e-7), cell("float32", 1e-7, 9e-7), cell("bfloat16", 2e-3, 1e-3)]
     path = tmp_path / "trl.json"
     path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
 
-    assert "| patched | 2 | 40 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 | 0.50 |" in render(path)
+    lines = render(path).splitlines()
+
+    assert lines[2] == "| patched | float32 | 2 | 40 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |"
+    assert lines[3] == "| patched | bfloat16 | 1 | 20 of 20 | 2.0e-03 | 1.0e-06 | 1.0e-03 |"
 
 
 def test_kernels_compiled_ahead_of_time_show_the_most_of_their_variants(tmp_path):
