@@ -178,7 +178,7 @@ def _quickstart(found: dict[str, Any], path: Path) -> list[str]:
 
 
 def _side_by_side(found: dict[str, Any], path: Path) -> list[str]:
-    """The worst of loss, gradient norm and metrics over all losses and steps, for each variant and precision."""
+    """The worst of loss, gradient norm and metrics over all losses and steps, by precision and variant."""
     lines = _head(["variant", "precision", "runs", "steps compared", "loss", "grad norm", "any metric"])
     for precision in dict.fromkeys(cell["precision"] for cell in found["cells"]):
         cells = [cell for cell in found["cells"] if cell["precision"] == precision]
