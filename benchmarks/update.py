@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.config import OptimizerConfig
-from grpo_fast.head import linear_grpo_loss
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
+from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 
 from .architectures import Architecture, make_policy, make_tokenizer
@@ -92,21 +92,7 @@ def entrant(name: str, update: Update) -> Entrant:
 
 def _ours(update: Update) -> Prepared:
     def loss(batch: PackedBatch, hidden: Tensor) -> Tensor:
-        head = update.policy.head
-        return linear_grpo_loss(
-            hidden,
-            head.weight,
-            batch.targets,
-            batch.advantages,
-            sequence_ids=batch.sequence_ids,
-            num_sequences=batch.num_sequences,
-            group_ids=batch.group_ids,
-            loss_mask=batch.loss_mask,
-            totals=update.totals,
-            config=LOSS,
-            bias=head.bias,
-            entropy=True,
-        ).loss
+        return packed_loss(update.policy.head, hidden, batch, LOSS, totals=update.totals).loss
 
     return _packed(OURS, update, loss)
 

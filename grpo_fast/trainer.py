@@ -22,12 +22,13 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
-from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_grpo_loss, linear_logprob
+from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_logprob
 from grpo_fast.metrics import SampleRecord
 from grpo_fast.micro_batches import MicroBatches, Minibatch, mean_metrics, sum_metrics
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.kl import kl_penalty
+from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Completion, Engine, sampling_of
@@ -325,26 +326,15 @@ class Trainer:
         return entropy_threshold(entropies, masks, self.config.loss.top_entropy_quantile)
 
     def loss(self, batch: PackedBatch, totals: StepTotals, config: GRPOLossConfig) -> GRPOLossOutput:
-        head = self.policy.head
-        return linear_grpo_loss(
+        if self.config.old_logprobs == "sampler":  # they are the old ones already
+            batch = replace(batch, sampler_logprobs=None)
+        return packed_loss(
+            self.policy.head,
             self.policy.hidden_states(batch),
-            head.weight,
-            batch.targets,
-            batch.advantages,
-            sequence_ids=batch.sequence_ids,
-            num_sequences=batch.num_sequences,
-            group_ids=batch.group_ids,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            sampler_logprobs=None if self.config.old_logprobs == "sampler" else batch.sampler_logprobs,
-            loss_mask=batch.loss_mask,
+            batch,
+            config,
             totals=totals,
-            config=config,
-            bias=head.bias,
             temperature=self.sampling.temperature,
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
-            entropy=True,
         )
 
     def evaluate(self, size: int | None = None) -> Evaluation:

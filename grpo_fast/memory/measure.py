@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from grpo_fast.config import ModelConfig, OptimizerConfig
-from grpo_fast.head import linear_grpo_loss
 from grpo_fast.memory.model_shape import random_model
 from grpo_fast.memory.setup import Workload
+from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 
@@ -137,20 +137,4 @@ def random_batches(policy: Policy, work: Workload) -> list[PackedBatch]:
 
 def backward(policy: Policy, batch: PackedBatch) -> None:
     """As the trainer does it, with the default loss."""
-    head = policy.head
-    out = linear_grpo_loss(
-        policy.hidden_states(batch),
-        head.weight,
-        batch.targets,
-        batch.advantages,
-        sequence_ids=batch.sequence_ids,
-        num_sequences=batch.num_sequences,
-        group_ids=batch.group_ids,
-        sampler_logprobs=batch.sampler_logprobs,
-        loss_mask=batch.loss_mask,
-        bias=head.bias,
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
-        entropy=True,
-    )
-    out.loss.backward()
+    packed_loss(policy.head, policy.hidden_states(batch), batch).loss.backward()
