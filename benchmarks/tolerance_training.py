@@ -129,9 +129,11 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten().float() for g in found])
 
 
-def difference(model: nn.Module, loss: Callable[[Logprobs], Tensor]) -> dict[str, float]:
-    """Of the whole-model gradients with the certified backward and with full logits."""
+def difference(model: nn.Module, loss: Callable[[Logprobs], Tensor]) -> dict[str, float] | None:
+    """Of the whole-model gradients with the certified backward and with full logits; None if that is zero."""
     exact = gradient(model, loss(full_logits)).double()
+    if not exact.any():
+        return None
     certified = gradient(model, loss(VARIANTS[CERTIFIED])).double()
     cosine = torch.nn.functional.cosine_similarity(exact, certified, dim=0)
     return {
@@ -141,7 +143,7 @@ def difference(model: nn.Module, loss: Callable[[Logprobs], Tensor]) -> dict[str
 
 
 def train(model: nn.Module, logprobs: Logprobs, steps: int, seed: int) -> dict[str, Any]:
-    """Mean rewards of every step, and gradient differences at its start, middle and end."""
+    """Mean rewards of every step, and gradient differences at the run's start, middle and end."""
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0)
     history, differences = [], {}

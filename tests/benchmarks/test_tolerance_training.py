@@ -66,6 +66,14 @@ def test_a_training_run_follows_from_its_seed(toy, monkeypatch):
     assert len(first["rewards"]) == 2 and set(first["gradient"]) == {0, 1}
 
 
+def test_groups_of_one_reward_have_no_gradient_to_compare(toy, monkeypatch):
+    monkeypatch.setattr(training, "rewards_of", lambda tokens: torch.ones(len(tokens)))
+
+    run = training.train(toy, training.VARIANTS[EXACT], steps=1, seed=5)
+
+    assert run["gradient"] == {0: None}
+
+
 def test_the_summary_is_over_seeds():
     runs = {FULL: [{"final": 0.5}, {"final": 0.7}]}
 
