@@ -1,7 +1,8 @@
 """Optimiser steps in micro-batches that fit: out of memory, a step is done again in smaller ones.
 
 The losses of micro-batches add up to the step's because they are divided by the counts of the whole step,
-so a smaller micro-batch changes the memory and not the update.
+so a smaller micro-batch changes the memory and not the update. The update itself is never done again: it may
+have changed some weights and not others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from grpo_fast.checkpoint import capture_rng, restore_rng
 from grpo_fast.objective.types import StepTotals
+from grpo_fast.policy.optimizer import PolicyOptimizer
 from grpo_fast.policy.packing import PackedBatch, Sample, pack
 from grpo_fast.policy.policy import Policy
 
@@ -61,20 +63,76 @@ class Minibatch:
         return known
 
 
-class MicroBatches:
-    """Lays samples out within a budget of tokens, which halves when the memory does not hold it.
+class TokenBudget:
+    """The tokens of a micro-batch, which halve when the memory does not hold them.
 
     `limit` is what an out-of-memory error has left of the configured budget; None: all of it. A resumed run
     sets it again.
+
+    Args:
+        whole: what is never split, for messages.
+        shorter: how it becomes smaller.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, *, whole: str, shorter: str) -> None:
+        self._whole = whole
+        self._shorter = shorter
         self.limit: int | None = None
 
     def budget(self, configured: int) -> int:
         """Tokens of a micro-batch now."""
         return configured if self.limit is None else min(configured, self.limit)
+
+    def until_it_fits(self, attempt: Callable[[], T], sizes: Callable[[], tuple[int, int]]) -> T:
+        """What `attempt` returns, within a smaller budget each time that the memory runs out.
+
+        Every attempt starts from the same random state; whatever else one that failed has changed, the next
+        must set back first.
+
+        Args:
+            sizes: tokens of the attempt's largest micro-batch, and of the largest thing that is never split.
+
+        Raises:
+            torch.OutOfMemoryError: not even that fits.
+        """
+        random_state = capture_rng()
+        while True:
+            try:
+                return attempt()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(*sizes(), error)
+            # Out of the except clause nothing holds on to the activations of the attempt that failed.
+            release_memory()
+            restore_rng(*random_state)
+
+    def _shrink(self, largest: int, longest: int, error: RuntimeError) -> None:
+        """Half of the largest micro-batch, but not less than what is never split."""
+        if largest <= longest:
+            raise torch.OutOfMemoryError(
+                f"out of memory in a micro-batch of {largest} tokens, which is {self._whole}: "
+                "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
+                f"{self._shorter}, train adapters (model.lora), or freeze the head "
+                f"(model.train_lm_head = false). The allocator said: {error}"
+            ) from error
+        self.limit = max(largest // 2, longest)
+        logger.warning(
+            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
+            "micro_batch_tokens = %d; the global batch stays as it is",
+            largest,
+            self.limit,
+        )
+
+
+class MicroBatches(TokenBudget):
+    """Lays samples out within a budget of tokens."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(
+            whole="one completion with its prompt", shorter="lower rollout.max_completion_length"
+        )
+        self.policy = policy
 
     def pack(self, samples: Sequence[Sample], configured: int) -> list[PackedBatch]:
         return pack(
@@ -110,51 +168,42 @@ class MicroBatches:
             for part in members
         ]
 
-    def fit(
-        self, minibatch: Minibatch, work: Callable[[Minibatch], T], *, undo: Callable[[], None] | None = None
-    ) -> T:
+    def fit(self, minibatch: Minibatch, work: Callable[[Minibatch], T]) -> T:
         """What `work` makes of the minibatch, in micro-batches small enough for the memory.
 
-        After an out-of-memory error it starts anew, from the same random state: it must not have changed
-        anything that `undo` does not set back.
+        After an out-of-memory error it starts anew: see `until_it_fits`.
 
         Raises:
             torch.OutOfMemoryError: not even the longest completion alone fits.
         """
-        random_state = capture_rng()
-        while True:
+
+        def attempt() -> T:
+            nonlocal minibatch
             if self.limit is not None and self.limit < minibatch.max_tokens:
                 minibatch = minibatch.laid_out(self.pack(minibatch.samples, self.limit), self.limit)
-            try:
-                return work(minibatch)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._shrink(minibatch, error)
-            # Out of the except clause nothing holds on to the activations of the attempt that failed.
-            if undo is not None:
-                undo()
-            release_memory()
-            restore_rng(*random_state)
+            return work(minibatch)
 
-    def _shrink(self, minibatch: Minibatch, error: RuntimeError) -> None:
-        """Half of the largest micro-batch, which is the first; a completion is never split."""
-        largest = tokens_of(minibatch.batches[0])
         longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples)
-        if largest <= longest:
-            raise torch.OutOfMemoryError(
-                f"out of memory in a micro-batch of {largest} tokens, which is one completion with its "
-                "prompt: micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = "
-                "true, lower rollout.max_completion_length, train adapters (model.lora), or freeze the head "
-                f"(model.train_lm_head = false). The allocator said: {error}"
-            ) from error
-        self.limit = max(largest // 2, longest)
-        logger.warning(
-            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
-            "micro_batch_tokens = %d; the global batch stays as it is",
-            largest,
-            self.limit,
-        )
+        return self.until_it_fits(attempt, lambda: (tokens_of(minibatch.batches[0]), longest))
+
+
+def optimizer_step(optimizer: PolicyOptimizer) -> float:
+    """`optimizer.step()`; smaller micro-batches are no help where this does not fit.
+
+    Raises:
+        torch.OutOfMemoryError: says what is. Unless `optimizer.mid_step` the weights are as before.
+    """
+    try:
+        return optimizer.step()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            "out of memory in the optimizer's step, where smaller micro-batches do not help: Adam's moments "
+            "take 8 bytes for each trained parameter. Train adapters (model.lora), or freeze the head "
+            "(model.train_lm_head = false); `grpo-fast plan` lists what else makes room. The allocator said: "
+            f"{error}"
+        ) from error
 
 
 def tokens_of(batch: PackedBatch) -> int:

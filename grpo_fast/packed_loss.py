@@ -18,6 +18,7 @@ def packed_loss(
     *,
     totals: StepTotals | None = None,
     temperature: float = 1.0,
+    weight_grad: Tensor | None = None,
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics.
 
@@ -25,13 +26,16 @@ def packed_loss(
         hidden: (N, H), the states that predict `batch.targets`.
         config: which loss; its defaults unless given.
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
+        weight_grad: (V, H), what the backward adds the head's gradient to, of `PolicyOptimizer.gradient_of`;
+            none: autograd brings it to the parameter.
 
     Raises:
         ValueError: as `linear_grpo_loss` does.
     """
     return linear_grpo_loss(
         hidden,
-        head.weight,
+        # Detached: a hook on it is the optimizer's own, which is not needed here.
+        head.weight if weight_grad is None else head.weight.detach(),
         batch.targets,
         batch.advantages,
         sequence_ids=batch.sequence_ids,
@@ -48,4 +52,5 @@ def packed_loss(
         logit_scale=head.logit_scale,
         softcap=head.softcap,
         entropy=True,
+        weight_grad=weight_grad,
     )

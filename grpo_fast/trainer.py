@@ -24,7 +24,7 @@ from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_logprob
 from grpo_fast.metrics import SampleRecord
-from grpo_fast.micro_batches import MicroBatches, Minibatch, mean_metrics, sum_metrics
+from grpo_fast.micro_batches import MicroBatches, Minibatch, mean_metrics, optimizer_step, sum_metrics
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.kl import kl_penalty
@@ -281,7 +281,7 @@ class Trainer:
         minibatch, shares = self.micro_batches.fit(minibatch, partial(self.backward, config=config))
         learning_rate = self.optimizer.learning_rate
         self.residency.ready()
-        grad_norm = self.optimizer.step()
+        grad_norm = optimizer_step(self.optimizer)
         metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
@@ -328,13 +328,15 @@ class Trainer:
     def loss(self, batch: PackedBatch, totals: StepTotals, config: GRPOLossConfig) -> GRPOLossOutput:
         if self.config.old_logprobs == "sampler":  # they are the old ones already
             batch = replace(batch, sampler_logprobs=None)
+        head, hidden = self.policy.head, self.policy.hidden_states(batch)
         return packed_loss(
-            self.policy.head,
-            self.policy.hidden_states(batch),
+            head,
+            hidden,
             batch,
             config,
             totals=totals,
             temperature=self.sampling.temperature,
+            weight_grad=self.optimizer.gradient_of(head.weight),
         )
 
     def evaluate(self, size: int | None = None) -> Evaluation:

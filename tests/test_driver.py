@@ -12,6 +12,7 @@ import torch
 
 from grpo_fast.checkpoint import CheckpointStore
 from grpo_fast.config import TrainConfig
+from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.run import train
 from grpo_fast.trainer import Trainer
 
@@ -59,11 +60,12 @@ def break_at_step(monkeypatch: pytest.MonkeyPatch, target: str, step: int, error
     monkeypatch.setattr(owner, method, broken)
 
 
-@pytest.fixture
-def whole_run(toy: dict[str, Any], tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps without a failure."""
-    train(in_process(toy, tmp_path / "whole", **NO_CHECKPOINTS), display=False)
-    return tmp_path / "whole"
+    run_dir = tmp_path_factory.mktemp("driver") / "whole"
+    train(in_process(toy, run_dir, **NO_CHECKPOINTS), display=False)
+    return run_dir
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,28 @@ def test_out_of_memory_in_an_update_costs_no_step(toy, tmp_path: Path, monkeypat
     timings = (tmp_path / "run" / "timings.jsonl").read_text().splitlines()
     budgets = [json.loads(line)["memory/micro_batch_tokens"] for line in timings]
     assert budgets[:3] == [64] * 3 and budgets[3] == budgets[4] < 64
+
+
+def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: Path, monkeypatch, capsys):
+    stages = [{"name": "one", "steps": 3}, {"name": "two", "fresh_optimizer": True}]
+    config = in_process(toy, tmp_path / "run", stages=stages, **NO_CHECKPOINTS)
+    train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}), display=False)
+    make_moments, steps = PolicyOptimizer._make_moments, []
+
+    def full(self: PolicyOptimizer) -> None:
+        steps.append(1)
+        if len(steps) == 4:  # the moments are made anew
+            raise torch.OutOfMemoryError("no room")
+        make_moments(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyOptimizer, "_make_moments", full)
+        with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora"):
+            train(config)
+    assert "step 3 is safe; continue with --resume" in " ".join(capsys.readouterr().out.split())
+
+    train(config, resume="latest", display=False)
+    assert exact_files(tmp_path / "run") == exact_files(tmp_path / "whole")
 
 
 def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Path, monkeypatch):

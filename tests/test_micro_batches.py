@@ -12,7 +12,7 @@ import torch
 from grpo_fast.clock import Clock
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
-from grpo_fast.micro_batches import is_out_of_memory, tokens_of
+from grpo_fast.micro_batches import is_out_of_memory, optimizer_step, tokens_of
 from grpo_fast.run import build_trainer
 from grpo_fast.trainer import Trainer
 
@@ -71,6 +71,57 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     for name, value in weights(small).items():
         assert torch.equal(weights(trainer)[name], value), name
     assert found.timings["memory/micro_batch_tokens"] == budget
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    sections = {"seed": seed, "model": {"dtype": dtype}}
+    trainer = make_trainer(toy, micro_batch_tokens=4096, **sections)
+    forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
+    refused: list[int] = []
+
+    def bounded(batch: Any) -> torch.Tensor:
+        hidden, tokens = forward(batch), tokens_of(batch)
+
+        def refuse(_: torch.Tensor) -> None:  # the head's backward is over: its gradient has been added
+            refused.append(tokens)
+            raise torch.OutOfMemoryError(f"tried to allocate for {tokens} tokens")
+
+        if tokens > 40 and hidden.requires_grad:
+            hidden.register_hook(refuse)
+        return hidden
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
+    found = trainer.train_step()
+
+    assert refused
+    small = make_trainer(toy, micro_batch_tokens=trainer.micro_batches.limit, **sections)
+    assert found.metrics == small.train_step().metrics
+    assert torch.equal(flat_weights(trainer), flat_weights(small))
+
+
+def test_a_step_of_the_optimiser_that_does_not_fit_says_what_helps(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = make_trainer(toy).optimizer
+
+    def full() -> float:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(optimizer, "step", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora.*train_lm_head.*CUDA error"):
+        optimizer_step(optimizer)
+
+    def broken() -> float:
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        optimizer_step(optimizer)
 
 
 def test_only_the_optimiser_step_that_failed_is_repeated(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast import packed_loss
 from grpo_fast.clock import Clock
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
@@ -65,6 +66,27 @@ def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
         assert loss == pytest.approx(losses[2], abs=1e-6)
         for name, expected in grads[2].items():
             torch.testing.assert_close(grad[name], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(toy, monkeypatch, lora):
+    trainer = make_trainer(toy, model={"lora": lora}, seed=torch.seed() % 2**31)
+    head, given = trainer.policy.head, []
+    linear_grpo_loss = packed_loss.linear_grpo_loss
+
+    def watched(*args: Any, weight_grad: torch.Tensor | None, **options: Any) -> Any:
+        given.append(weight_grad)
+        return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
+
+    monkeypatch.setattr(packed_loss, "linear_grpo_loss", watched)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    minibatch = minibatch_of(trainer, samples, totals)
+    trainer.backward(minibatch, trainer.loss_config())
+
+    assert len(given) == len(minibatch.batches) > 1
+    assert all(into is head.weight.grad for into in given)  # None with adapters
+    assert (head.weight.grad is None) == (lora is not None)
 
 
 def test_skipping_groups_without_spread_changes_no_gradient(toy):

@@ -29,15 +29,16 @@ def update_run(model: nn.Module, attention: str, *, masked: bool, first: bool) -
         batch = _batch(tokens, targets)
         with _gradients(model, first), recording(model) as recorder:
             with planning(Setting(attention, masked, recorder.symbol)):
-                if attention == "flex_attention":
-                    recorder.symbol("block_mask")  # made, and shrunk to its blocks, before the first layer
-                head = policy.head
+                head, weight = policy.head, policy.head.weight
+                # The head adds its gradient to the weight's by itself: see `PolicyOptimizer.gradient_of`.
                 logprobs = planned_logprobs(
-                    policy.hidden_states(batch), head.weight, head.bias, recorder.symbol
+                    policy.hidden_states(batch), weight.detach(), head.bias, recorder.symbol
                 )
                 loss = logprobs.sum()
                 del logprobs
                 forward_end = len(recorder.events)
+                if first and weight.requires_grad and weight.element_size() == 4:
+                    weight.grad = torch.zeros_like(weight)
                 loss.backward()
                 del loss
             events = recorder.events

@@ -34,11 +34,18 @@ def head_bytes(
     softcap: bool = False,
     entropy_trained: bool = False,
     tolerance: float | None = None,
+    weight_grad: bool = False,
+    recompute: bool = True,
 ) -> HeadBytes:
     """Bytes of `linear_grpo_loss` over `rows` targets, with the entropy as a metric.
 
     The worst case counts: a batch too flat for the sparse backward overflows its lists and is done again
     densely, while the lists are still there.
+
+    Args:
+        entropy_trained: the loss has a term of the entropy.
+        weight_grad: the weight's gradient is added to an existing float32 one.
+        recompute: as in `linear_grpo_loss`.
     """
     work = Workload(
         rows,
@@ -48,12 +55,14 @@ def head_bytes(
         extra_statistics=True,
         dense_gradient=entropy_trained,
         tolerance=tolerance,
+        keep=not recompute,
         hidden_size=hidden,
         trainable=weight_trained,
     )
     plan = plan_head(device, work)
-    sizes = _Sizes(rows, hidden, vocabulary, dtype.itemsize, weight_trained)
-    return _triton(sizes, plan) if plan.path == "triton" else _reference(sizes, plan, entropy_trained)
+    sizes = _Sizes(rows, hidden, vocabulary, dtype.itemsize, weight_trained, weight_grad)
+    path = _triton if plan.path == "triton" else _reference
+    return path(sizes, plan, entropy_trained)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class _Sizes:
     vocabulary: int
     itemsize: int
     weight_trained: bool
+    weight_grad: bool
 
     @property
     def matrix(self) -> int:
@@ -70,28 +80,42 @@ class _Sizes:
         return self.rows * self.hidden * self.itemsize
 
     @property
-    def weight(self) -> int:
-        """Bytes of a gradient of the weight."""
-        return self.vocabulary * self.hidden * self.itemsize if self.weight_trained else 0
+    def new_weight(self) -> int:
+        """Bytes of a gradient of the weight, where one is made."""
+        made = self.weight_trained and not self.weight_grad
+        return self.vocabulary * self.hidden * self.itemsize if made else 0
+
+    @property
+    def kept_logits(self) -> int:
+        """Bytes of a number in the inputs' dtype for every logit, rows begun on whole multiples of 16."""
+        return self.rows * -(-self.vocabulary // 16) * 16 * self.itemsize
 
     def numbers(self, count: int) -> int:
         """Bytes of float32 numbers for every row."""
         return 4 * count * self.rows
 
 
-def _triton(sizes: _Sizes, plan: HeadPlan) -> HeadBytes:
+def _triton(sizes: _Sizes, plan: HeadPlan, entropy_trained: bool) -> HeadBytes:
     tiles = -(-sizes.vocabulary // TILE)
     tile_numbers = sizes.numbers(tiles)
-    dense = sizes.rows * min(plan.dense_columns, sizes.vocabulary) * sizes.itemsize
-    dense += 4 * plan.dense_columns * sizes.hidden + sizes.numbers(sizes.hidden) + sizes.matrix
+    columns = min(plan.dense_columns, sizes.vocabulary)
+    dense = sizes.rows * columns * sizes.itemsize + sizes.numbers(sizes.hidden)
+    if sizes.weight_trained:
+        dense += 4 * columns * sizes.hidden
+    takes_up = plan.keep and not entropy_trained  # what the forward kept, of all rows, where they are
+    if not takes_up:
+        dense += sizes.matrix
     sparse = 0
-    if plan.backward == "sparse":
+    if plan.backward == "sparse" and not takes_up:
         sparse = plan.sparse.workspace_bytes(
             sizes.rows, tiles, sizes.itemsize, hidden=True, weight=sizes.weight_trained
         )
-        dense += sizes.matrix + sizes.weight
+        dense += sizes.matrix + sizes.new_weight
     return HeadBytes(
-        kept=tile_numbers + sizes.numbers(_STATISTICS + 1) + 8 * sizes.rows,
+        kept=tile_numbers
+        + sizes.numbers(_STATISTICS + 1)
+        + 8 * sizes.rows
+        + (sizes.kept_logits + tile_numbers if plan.keep else 0),
         forward=sizes.matrix + tile_numbers,  # rows in the order of the work, and the entropy of every tile
         backward=sizes.matrix + sizes.numbers(_ROW_SCRATCH) + max(sparse, dense),
     )
@@ -107,7 +131,7 @@ def _reference(sizes: _Sizes, plan: HeadPlan, entropy_trained: bool) -> HeadByte
     if sizes.weight_trained:
         kept = block = products = 0
         backward = sizes.matrix + gradient + logits * (_CPU_CHUNKS if entropy_trained else 1) + chunk
-        backward += max(converted, 2 * chunk if narrow else 0)
+        backward += max(converted, 2 * chunk if narrow and not sizes.weight_grad else 0)
     else:
         kept = backward = gradient  # of the log-probability; the backward only scales it
         block = 4 * height * sizes.hidden

@@ -62,7 +62,7 @@ def measure_update(
         policy, optimizer, batches = made
         for _ in range(2):
             for batch in batches:
-                backward(policy, batch)
+                backward(policy, batch, optimizer)
             optimizer.step()
 
     return Measured(peak_bytes(prepare, updates, device), *sizes)
@@ -135,6 +135,7 @@ def random_batches(policy: Policy, work: Workload) -> list[PackedBatch]:
     )
 
 
-def backward(policy: Policy, batch: PackedBatch) -> None:
+def backward(policy: Policy, batch: PackedBatch, optimizer: PolicyOptimizer) -> None:
     """As the trainer does it, with the default loss."""
-    packed_loss(policy.head, policy.hidden_states(batch), batch).loss.backward()
+    head, hidden = policy.head, policy.hidden_states(batch)
+    packed_loss(head, hidden, batch, weight_grad=optimizer.gradient_of(head.weight)).loss.backward()

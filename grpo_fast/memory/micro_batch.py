@@ -27,10 +27,6 @@ class MicroBatch:
     groups: float  # that it holds
     count: int  # micro-batches of an optimiser step
 
-    @property
-    def square(self) -> int:
-        return self.inputs**2
-
 
 def largest_micro_batch(work: Workload, *, share_prompts: bool) -> MicroBatch:
     """Of one optimiser step: as even as `pack` makes them, all completions as long as they may be."""

@@ -22,9 +22,6 @@ _SMALL_CUBLAS_WORKSPACE = 8 << 20
 FRAGMENTATION = 0.05
 """What the allocator may waste, as a share of what comes and goes."""
 
-BLOCK_MASK_BYTES = 10
-"""Of a pair of tokens while FlexAttention's block mask is made; measured in `PackedLayout.block_mask`."""
-
 SCORES_PASSING = 18
 """Of a score of one document while a CPU attends with a softcap; measured, fits Gemma 2's layers to 7 %."""
 
@@ -142,8 +139,9 @@ class Predictor:
             weight_trained=shape.head_trained,
             softcap=shape.softcap,
             entropy_trained=setup.entropy_trained,
+            weight_grad=shape.head_trained,
         )
-        masks = {"mask": shape.itemsize * batch.squares, "block_mask": BLOCK_MASK_BYTES * batch.square}
+        masks = {"mask": shape.itemsize * batch.squares}
         pairs = shape.heads * batch.squares
         masks["scores"] = pairs * (2 * 4 + (shape.itemsize if shape.itemsize < 4 else 0))
         masks["scores_passing"] = shape.heads * batch.longest**2 * SCORES_PASSING

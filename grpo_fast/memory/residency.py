@@ -9,6 +9,7 @@ are only freed.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 Part = Literal["gradients", "optimizer", "master", "reference"]
 # In the order in which they leave when not all need to: what costs least to move first.
 PARTS: tuple[Part, ...] = ("gradients", "optimizer", "master", "reference")
@@ -24,6 +26,20 @@ SMALLEST = 2**12  # bytes; smaller tensors stay: many copies for nothing
 ROOM = 2**30  # bytes left free beyond what is asked for: blocks that are cached in pieces are not given back
 
 Tensors = Callable[[], Mapping[str, Tensor]]
+
+
+def host_buffer(tensor: Tensor, *, pinned: bool) -> Tensor:
+    """Empty memory like `tensor` on the CPU; not pinned where the host has no more of that to give."""
+    if pinned:
+        try:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+        except RuntimeError as error:
+            logger.warning(
+                "no pinned memory for %.2f GiB of the trainer (%s): it moves through ordinary memory, slower",
+                tensor.nbytes / 2**30,
+                str(error).partition("\n")[0],
+            )
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)
 
 
 class Residency:
@@ -156,8 +172,7 @@ class Residency:
         """Pinned where there is CUDA; made once, for pinning is slow."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            empty = torch.empty_like(tensor, device="cpu", pin_memory=self._cuda, requires_grad=False)
-            buffer = self._buffers[name] = empty
+            buffer = self._buffers[name] = host_buffer(tensor, pinned=self._cuda)
         return buffer
 
     def _on_stream(self) -> AbstractContextManager[Any]:

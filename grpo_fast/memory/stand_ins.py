@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
-Symbol = Literal[
-    "mask", "scores", "scores_passing", "block_mask", "head_kept", "head_forward", "head_backward"
-]
+Symbol = Literal["mask", "scores", "scores_passing", "head_kept", "head_forward", "head_backward"]
 """The columns of bytes that are no line in the tokens."""
 
 

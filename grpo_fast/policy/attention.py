@@ -13,12 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_fast.policy.block_mask import Range, block_mask
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from grpo_fast.policy.packing import PackedBatch
 
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
+_GRAPHS = 64
+"""Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
+a gradient. Its own limit is eight; past it, FlexAttention runs uncompiled with T² scores in memory."""
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
 
 
@@ -68,19 +73,32 @@ class PackedLayout:
 
     def block_mask(self, window: int | None) -> BlockMask:
         """FlexAttention's mask over the whole batch."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
         if window not in self._block_masks:
-            total = self._bounds[-1]
-            self._block_masks[window] = create_block_mask(
-                lambda _batch, _head, query, key: self.visible(query, key, window),
-                B=None,
-                H=None,
-                Q_LEN=total,
-                KV_LEN=total,
-                device=self._document_ids.device,
+            self._block_masks[window] = block_mask(
+                self._ranges(window), lambda _batch, _head, query, key: self.visible(query, key, window)
             )
         return self._block_masks[window]
+
+    def _ranges(self, window: int | None) -> list[Range]:
+        """What `visible` says: a token sees its own segment up to itself, and the prompt before that."""
+        tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
+        of_documents = torch.tensor(self._bounds[:-1], device=tokens.device)
+        document = of_documents[self._document_ids]
+        if self._segment_ids is None:
+            return [(_within(window, document, tokens), tokens + 1)]
+        in_prompt = self._segment_ids == 0
+        lengths = torch.zeros_like(of_documents).index_add_(0, self._document_ids, in_prompt.long())
+        prompt = lengths[self._document_ids]
+        # A completion's positions go on from its prompt's; a prompt has no prompt before it.
+        segment = torch.where(in_prompt, document, tokens - self._position_ids + prompt)
+        prompt_end = torch.where(in_prompt, document, document + prompt)
+        first_of_prompt = _within(window, document, document + self._position_ids).minimum(prompt_end)
+        return [(_within(window, segment, tokens), tokens + 1), (first_of_prompt, prompt_end)]
+
+
+def _within(window: int | None, first: Tensor, place: Tensor) -> Tensor:
+    """The first key seen: `first`, or later, where the window that ends at `place` begins."""
+    return first if window is None else first.maximum(place - window + 1)
 
 
 def packed_attention(
@@ -111,9 +129,10 @@ def packed_attention(
 
         mask = packed_layout.block_mask(sliding_window)
         sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
-        output, _ = flex_attention_forward(
-            module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
-        )
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+            output, _ = flex_attention_forward(
+                module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
+            )
         return output, None
     lengths = packed_layout.lengths
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)

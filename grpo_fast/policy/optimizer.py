@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from grpo_fast.config import OptimizerConfig
 
+_PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
+
 
 def learning_rate_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate of the step with this index, from 0: a linear warm-up, then the schedule down to its floor.
@@ -92,6 +94,7 @@ class PolicyOptimizer:
         Raises:
             RuntimeError: no parameter has a gradient.
             FloatingPointError: the gradient is not finite; the weights are as before.
+            torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if not gradients:
@@ -104,6 +107,7 @@ class PolicyOptimizer:
                 f"the gradient norm of step {self._steps} is {grad_norm}; lower optimizer.learning_rate, or "
                 "set model.dtype to bfloat16 if it is float16"
             )
+        self._make_moments()
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
         for group in self._adam.param_groups:
@@ -114,10 +118,39 @@ class PolicyOptimizer:
         self.zero_grad()
         return grad_norm
 
+    def _make_moments(self) -> None:
+        """Adam's state where it is missing: all of it, so that no weight has moved if the memory runs out."""
+        made = {}
+        for master in self._masters.values():
+            if master.grad is not None and not self._adam.state.get(master):
+                step = torch.zeros((), dtype=torch.float32, device=master.device)
+                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+                made[master] = {"step": step, **moments}
+        self._adam.state.update(made)
+
     def advance(self) -> None:
         """A training step is over, however many optimiser steps it took: the schedule moves on."""
         self._steps += 1
         self.mid_step = False
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Where a backward may add the parameter's gradient itself, beside what autograd brings.
+
+        The float32 buffer of a 16-bit parameter, else its `.grad`: of its shape, zero where nothing is
+        gathered yet, gone with `zero_grad`. None where no gradient is wanted, or where another's hook on the
+        parameter would not hear of it.
+        """
+        name = next((name for name, own in self._parameters.items() if own is parameter), None)
+        if name is None:
+            return None
+        hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+        if hooks > (name in self._gradients):
+            return None
+        master = self._masters[name]
+        if master.grad is None:
+            buffer = self._gradients.get(name)
+            master.grad = torch.zeros_like(master) if buffer is None else buffer.zero_()
+        return master.grad
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
@@ -207,7 +240,17 @@ def _absorb_into(master: Tensor, buffer: Tensor) -> Callable[[Tensor], None]:
         if master.grad is None:
             master.grad = buffer.copy_(parameter.grad)
         else:
-            master.grad.add_(parameter.grad)
+            _add(master.grad, parameter.grad)
         parameter.grad = None
 
     return absorb
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """`total += gradient`, of 16 bits: a CPU makes it float32 first, so there it comes in pieces."""
+    if total.is_cuda or total.numel() <= _PIECE:
+        total.add_(gradient)
+        return
+    rows = max(1, _PIECE * len(total) // total.numel())
+    for part, more in zip(total.split(rows), gradient.split(rows), strict=True):
+        part.add_(more)

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_fast.policy import Policy
 from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.scoring import Request, score
+from grpo_fast.preference.scoring import Request, RequestBatches, score
 
 _UNRELATED = (
     "_name_or_path",
@@ -49,7 +49,7 @@ def reference_logprobs(
         flat = _load(path, sum(sizes))
     else:
         requests = [Request(c.prompt.token_ids, c.sequences) for c in comparisons.values()]
-        flat = torch.cat(score(policy, requests, max_tokens))
+        flat = torch.cat(score(requests, RequestBatches(policy, max_tokens)))
         _save(path, flat)
     return dict(zip(comparisons, flat.split(sizes), strict=True))
 

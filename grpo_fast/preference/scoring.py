@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
+from grpo_fast.micro_batches import TokenBudget
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,38 @@ def split_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def split_requests(requests: Sequence[Request], policy: Policy, max_tokens: int) -> list[list[int]]:
-    """Indices of the requests of each micro-batch; the completions of a request stay together."""
-    return split_by_tokens([r.num_tokens(shared=policy.shares_prompts) for r in requests], max_tokens)
+class RequestBatches(TokenBudget):
+    """Splits requests within a budget of tokens; the completions of a request stay together.
+
+    Args:
+        configured: tokens of a micro-batch, while the memory holds them.
+    """
+
+    def __init__(self, policy: Policy, configured: int) -> None:
+        super().__init__(
+            whole="one prompt with its completions", shorter="shorten the longest completions of the data"
+        )
+        self.policy = policy
+        self.configured = configured
+
+    def fit(self, requests: Sequence[Request], work: Callable[[list[list[int]]], T]) -> T:
+        """What `work` makes of the indices of each micro-batch's requests; see `until_it_fits`.
+
+        Raises:
+            torch.OutOfMemoryError: not even the longest request alone fits.
+        """
+        sizes = [request.num_tokens(shared=self.policy.shares_prompts) for request in requests]
+        parts: list[list[int]] = []
+
+        def attempt() -> T:
+            nonlocal parts
+            parts = split_by_tokens(sizes, self.budget(self.configured))
+            return work(parts)
+
+        def largest() -> tuple[int, int]:
+            return max(sum(sizes[i] for i in part) for part in parts), max(sizes)
+
+        return self.until_it_fits(attempt, largest)
 
 
 def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
@@ -67,27 +100,36 @@ def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
     return batch
 
 
-def sequence_logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
-    """(S,) float32: log-probability of each sequence, summed over its completion."""
+def sequence_logprobs(policy: Policy, batch: PackedBatch, weight_grad: Tensor | None = None) -> Tensor:
+    """(S,) float32: log-probability of each sequence, summed over its completion.
+
+    Args:
+        weight_grad: as in `packed_loss`.
+    """
     head = policy.head
     tokens = linear_logprob(
         policy.hidden_states(batch),
-        head.weight,
+        head.weight if weight_grad is None else head.weight.detach(),
         batch.targets,
         bias=head.bias,
         logit_scale=head.logit_scale,
         softcap=head.softcap,
+        weight_grad=weight_grad,
     ).logprob
     return tokens.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, tokens)
 
 
 @torch.no_grad()
-def score(policy: Policy, requests: Sequence[Request], max_tokens: int) -> list[Tensor]:
+def score(requests: Sequence[Request], batches: RequestBatches) -> list[Tensor]:
     """For each request the log-probabilities (n,) of its completions: float32, on the CPU, no gradient."""
-    scores: list[Tensor] = [torch.empty(0)] * len(requests)
-    for part in split_requests(requests, policy, max_tokens):
-        members = [requests[i] for i in part]
-        found = sequence_logprobs(policy, pack_requests(members, policy)).cpu()
-        for i, own in zip(part, found.split([len(m.completion_ids) for m in members]), strict=True):
-            scores[i] = own.clone()
-    return scores
+
+    def of_parts(parts: list[list[int]]) -> list[Tensor]:
+        scores: list[Tensor] = [torch.empty(0)] * len(requests)
+        for part in parts:
+            members = [requests[i] for i in part]
+            found = sequence_logprobs(batches.policy, pack_requests(members, batches.policy)).cpu()
+            for i, own in zip(part, found.split([len(m.completion_ids) for m in members]), strict=True):
+                scores[i] = own.clone()
+        return scores
+
+    return batches.fit(requests, of_parts)

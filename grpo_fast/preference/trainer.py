@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from grpo_fast.collection import Progress
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptSampler
 from grpo_fast.metrics import SampleRecord
-from grpo_fast.micro_batches import sum_metrics
+from grpo_fast.micro_batches import optimizer_step, sum_metrics
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.preference.beta import BetaController
@@ -29,7 +30,7 @@ from grpo_fast.preference.inputs import preference_inputs, preference_totals, ra
 from grpo_fast.preference.losses import kto_reference_point, preference_loss
 from grpo_fast.preference.ranking_losses import ranking_loss
 from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
-from grpo_fast.preference.scoring import Request, pack_requests, score, sequence_logprobs, split_requests
+from grpo_fast.preference.scoring import Request, RequestBatches, pack_requests, score, sequence_logprobs
 from grpo_fast.preference.types import PreferenceTotals
 from grpo_fast.trainer import StepResult
 
@@ -73,6 +74,7 @@ class PreferenceTrainer:
         self.comparisons = comparisons
         self.reference = reference
         self.held_out = held_out
+        self.batches = RequestBatches(policy, config.micro_batch_tokens)
         self.engine: AbstractContextManager[Any] = nullcontext()  # nothing is generated
         self.on_progress: Progress | None = None
         self.step = 0
@@ -89,28 +91,26 @@ class PreferenceTrainer:
         self.step += 1
         self.optimizer.advance()
         tokens = sum(request.num_tokens() for request in requests_of(comparisons))
-        return StepResult(
-            [], metrics, clock.seconds | {"tokens_per_second": tokens / clock.seconds["time/step"]}
-        )
+        timings = {
+            "tokens_per_second": tokens / clock.seconds["time/step"],
+            "memory/micro_batch_tokens": self.batches.budget(self.config.micro_batch_tokens),
+        }
+        return StepResult([], metrics, clock.seconds | timings)
 
     def update(self, comparisons: Sequence[Comparison], clock: Clock) -> dict[str, float]:
-        """Backward through every micro-batch, then the step; the losses of the micro-batches add up."""
+        """The gradient of the step's comparisons in micro-batches that fit, then the step."""
         with clock("logprobs"):
             constants = self.constants(comparisons)
-        parts = self.micro_batches(comparisons)
         with clock("update"):
-            if constants.loss.couples and len(parts) > 1 and not self.ranks:
-                shares, learns = self.backward_coupled(parts, constants)
-            else:
-                results = [self.backward(part, constants) for part in parts]
-                shares, learns = [metrics for metrics, _ in results], any(grad for _, grad in results)
+            gradient = partial(self.gradient, comparisons, constants)
+            shares, learns = self.batches.fit(requests_of(comparisons), gradient)
             learning_rate = self.optimizer.learning_rate
             metrics = sum_metrics(shares) | {
                 "learning_rate": learning_rate,
                 "update/skipped": float(not learns),
             }
             if learns:
-                metrics["grad_norm"] = self.optimizer.step()
+                metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
             metrics["beta"] = constants.loss.beta
             self.beta.observe(metrics["rewards/margins"] / constants.loss.beta)
@@ -122,19 +122,31 @@ class PreferenceTrainer:
         kl = None
         if not self.ranks and not loss.paired:
             requests = [Request(c.prompt.token_ids, (c.mismatched_ids,)) for c in comparisons]
-            now = torch.cat(score(self.policy, requests, self.config.micro_batch_tokens))
+            now = torch.cat(score(requests, self.batches))
             before = torch.stack([self.reference[c.prompt.index][-1] for c in comparisons])
             kl = kto_reference_point(now, before).to(self.policy.device)
         return StepConstants(loss, preference_totals(comparisons), len(comparisons), kl)
 
-    def micro_batches(self, comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
-        """Whole comparisons, within `micro_batch_tokens`."""
-        parts = split_requests(requests_of(comparisons), self.policy, self.config.micro_batch_tokens)
-        return [[comparisons[i] for i in part] for part in parts]
+    def gradient(
+        self, comparisons: Sequence[Comparison], constants: StepConstants, parts: Sequence[Sequence[int]]
+    ) -> tuple[list[dict[str, Tensor]], bool]:
+        """Backward through every micro-batch: their shares of the metrics, and whether any has a gradient.
+
+        The losses of the micro-batches add up.
+        """
+        self.optimizer.zero_grad()  # of an attempt that failed
+        chosen = [[comparisons[i] for i in part] for part in parts]
+        if constants.loss.couples and len(parts) > 1 and not self.ranks:
+            return self.backward_coupled(chosen, constants)
+        results = [self.backward(part, constants) for part in chosen]
+        return [metrics for metrics, _ in results], any(grad for _, grad in results)
 
     def logprobs(self, comparisons: Sequence[Comparison]) -> Tensor:
-        """(S,) log-probability of every completion, with gradient."""
-        return sequence_logprobs(self.policy, pack_requests(requests_of(comparisons), self.policy))
+        """(S,) log-probability of every completion, with gradient where that is enabled."""
+        weight = self.policy.head.weight
+        weight_grad = self.optimizer.gradient_of(weight) if torch.is_grad_enabled() else None
+        batch = pack_requests(requests_of(comparisons), self.policy)
+        return sequence_logprobs(self.policy, batch, weight_grad)
 
     def loss(
         self, comparisons: Sequence[Comparison], logprobs: Tensor, constants: StepConstants
@@ -181,7 +193,7 @@ class PreferenceTrainer:
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
         chosen = self.held_out[:size]
-        scores = score(self.policy, requests_of(chosen), self.config.micro_batch_tokens)
+        scores = score(requests_of(chosen), self.batches)
         section = self.config.preference
         return RankingEvaluation(
             tuple(
@@ -197,11 +209,16 @@ class PreferenceTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the optimizer's tensors."""
-        return {"prompts": self.prompts.state_dict(), "beta": self.beta.state_dict()}
+        return {
+            "prompts": self.prompts.state_dict(),
+            "beta": self.beta.state_dict(),
+            "micro_batch_limit": self.batches.limit,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.beta.load_state_dict(state["beta"])
+        self.batches.limit = state["micro_batch_limit"]
 
 
 def requests_of(comparisons: Sequence[Comparison]) -> list[Request]:

@@ -1,42 +1,85 @@
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import pytest
 import torch
 
-from grpo_fast.head import linear_logprob
+from grpo_fast.head import linear_logprob, operator
 from grpo_fast.head.plan import Device
 from grpo_fast.memory.devices import device_budget
 from grpo_fast.memory.head_bytes import head_bytes
 from grpo_fast.memory.measure import peak_bytes
 
 CPU = torch.device("cpu")
+Weight = Literal["trained", "added to", "frozen"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("weight", ["trained", "added to", "frozen"])
 @pytest.mark.parametrize("sizes", [(300, 64, 9000), (1100, 96, 3000)], ids=str)
 def test_the_workspace_is_what_the_profiler_sees(
-    sizes: tuple[int, int, int], trained: bool, dtype: torch.dtype, rng: torch.Generator
+    sizes: tuple[int, int, int], weight: Weight, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
+    compare(Device("cpu"), sizes, weight, dtype, rng)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("weight", ["trained", "added to", "frozen"])
+def test_so_it_is_for_exact_gradients_of_the_kernels(
+    weight: Weight, recompute: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    hopper = device_budget("H200").head_device
+    if not torch.cuda.is_available():  # interpreted, and in float32: a CPU copies 16 bits for its products
+        monkeypatch.setattr(operator, "device_facts", lambda kind, index: hopper)
+        options = {"tolerance": 0.0, "recompute": recompute}
+        compare(hopper, (70, 48, 1200), weight, torch.float32, rng, **options)
+
+
+def compare(
+    device: Device,
+    sizes: tuple[int, int, int],
+    weight: Weight,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+    **options: Any,
+) -> None:
+    """Forward and backward on the CPU against the plan for a device."""
     rows, width, vocabulary = sizes
+    adds, trained = weight == "added to", weight != "frozen"
 
     def operands() -> tuple[torch.Tensor, ...]:
         hidden = torch.randn(rows, width, generator=rng).to(dtype).requires_grad_()
-        weight = torch.randn(vocabulary, width, generator=rng).to(dtype).requires_grad_(trained)
-        return hidden, weight, torch.randint(vocabulary, (rows,), generator=rng)
+        matrix = torch.randn(vocabulary, width, generator=rng).to(dtype)
+        targets = torch.randint(vocabulary, (rows,), generator=rng)
+        if adds:
+            return hidden, matrix, targets, torch.zeros(vocabulary, width)
+        return hidden, matrix.requires_grad_(trained), targets
 
     def forward(made: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return linear_logprob(*made, outputs=("logprob", "entropy")).logprob.sum()
+        into = made[3] if adds else None
+        return linear_logprob(
+            *made[:3], outputs=("logprob", "entropy"), weight_grad=into, **options
+        ).logprob.sum()
 
     def both(made: tuple[torch.Tensor, ...]) -> None:
         forward(made).backward()
 
     found = head_bytes(
-        Device("cpu"), rows=rows, hidden=width, vocabulary=vocabulary, dtype=dtype, weight_trained=trained
+        device,
+        rows=rows,
+        hidden=width,
+        vocabulary=vocabulary,
+        dtype=dtype,
+        weight_trained=trained,
+        weight_grad=adds,
+        **options,
     )
     given = sum(tensor.nbytes for tensor in operands())
-    matrix, weight = rows * width * dtype.itemsize, vocabulary * width * dtype.itemsize
-    gradients = matrix + (weight if trained else 0)
+    gradients = rows * width * dtype.itemsize
+    if trained and not adds:
+        gradients += vocabulary * width * dtype.itemsize
 
     # A few numbers a row come and go beside what is planned for.
     slack = 64 * rows
@@ -65,3 +108,33 @@ def test_a_trained_weight_and_a_flat_batch_are_planned_for() -> None:
     weight = 2 * sizes["vocabulary"] * sizes["hidden"]
     assert trained.backward >= frozen.backward + weight  # the sparse and the dense attempt hold one each
     assert trained.kept == frozen.kept
+
+
+def test_a_gradient_that_is_added_in_place_is_not_made_twice_for_a_flat_batch() -> None:
+    sizes = {"rows": 1024, "hidden": 4096, "vocabulary": 151936, "dtype": torch.bfloat16}
+    device = device_budget("H200").head_device
+
+    made, added = (
+        head_bytes(device, weight_trained=True, weight_grad=flag, **sizes) for flag in (False, True)
+    )
+
+    assert made.backward - added.backward == 2 * sizes["vocabulary"] * sizes["hidden"]
+
+
+def test_what_is_kept_for_a_gradient_of_the_entropy_is_recomputed_all_the_same() -> None:
+    sizes = {"rows": 4096, "hidden": 2048, "vocabulary": 151936, "dtype": torch.bfloat16}
+    device = device_budget("H200").head_device
+
+    plain, kept, of_entropy, capped = (
+        head_bytes(device, weight_trained=True, **sizes, **options)
+        for options in (
+            {},
+            {"recompute": False},
+            {"recompute": False, "entropy_trained": True},
+            {"recompute": False, "softcap": True},
+        )
+    )
+
+    assert kept.kept - plain.kept >= 2 * sizes["rows"] * sizes["vocabulary"]
+    assert kept.backward < of_entropy.backward and of_entropy.kept == kept.kept
+    assert capped.kept == plain.kept  # a softcap's gradient needs the logits themselves

@@ -48,7 +48,6 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(
         len(batches),
     )
     assert found.squares == int(lengths.square().sum())
-    assert found.square == found.inputs**2
 
 
 def test_a_group_far_larger_than_the_budget_is_cut_as_a_part_of_it_is() -> None:

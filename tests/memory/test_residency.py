@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.memory.residency import ROOM, Residency
+from grpo_fast.memory.residency import ROOM, Residency, host_buffer
 
 CPU = torch.device("cpu")
 SIZE = 2**12  # elements of a tensor that is worth moving
@@ -234,3 +234,20 @@ def test_on_a_gpu_the_memory_is_given_back_and_the_copies_are_ordered(rng: torch
         assert same(parts, before)
         del before
     assert torch.cuda.memory_allocated(device) == held
+
+
+def test_a_host_without_pinned_memory_to_give_gives_ordinary_memory(monkeypatch, caplog):
+    plain = torch.empty_like
+
+    def without_pinned(*args: object, pin_memory: bool = False, **options: object) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nand how to compile for debugging")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch, "empty_like", without_pinned)
+    tensor = torch.ones(3, 4, dtype=torch.bfloat16).T
+
+    buffer = host_buffer(tensor, pinned=True)
+
+    assert (buffer.shape, buffer.stride(), buffer.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert "no pinned memory" in caplog.text and "debugging" not in caplog.text

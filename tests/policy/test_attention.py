@@ -129,3 +129,22 @@ def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Callable[..., Policy], s
 
     for sdpa, flex in zip(*results, strict=True):
         torch.testing.assert_close(flex, sdpa, rtol=1e-2, atol=1e-2)
+
+
+def test_flex_attention_stays_compiled_whatever_the_lengths(
+    load: Callable[..., Policy], samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the limit torch would compute all T² scores; here it raises instead."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as integration
+
+    compiled = torch.compile(flex_attention, backend="eager")
+    monkeypatch.setattr(integration, "WrappedFlexAttention", lambda training: lambda: compiled)
+    policy = load("gemma2")
+    policy.attention = "flex_attention"
+    torch._dynamo.reset()
+
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for some in (samples[:1], samples, samples * 9):
+            for batch in packed(some):
+                assert policy.hidden_states(batch).isfinite().all()

@@ -101,6 +101,78 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     assert optimizer.step() == 264.0
 
 
+@pytest.mark.parametrize("shape", [(), (3, 2**20), (2**11, 2**10 + 1)], ids=str)
+def test_a_gradient_that_is_added_in_pieces_is_added_whole(shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(max_grad_norm=None), total_steps=1)
+
+    for _ in range(2):
+        weight.sum().backward()
+
+    assert (optimizer.gradient_of(weight) == 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_to_a_gradient_counts_beside_what_autograd_brings(dtype: torch.dtype) -> None:
+    config = OptimizerConfig(max_grad_norm=None)
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=1)
+
+    for _ in range(2):  # whether or not autograd was there first
+        optimizer.gradient_of(weight).add_(1.0)
+        weight.sum().backward()
+
+    assert (optimizer.gradient_of(weight) == 4).all()
+    assert optimizer.gradient_of(weight).dtype == torch.float32
+    assert optimizer.step() == 16.0
+    assert (optimizer.gradient_of(weight) == 0).all()  # and not what the buffer still held
+    optimizer.gradient_of(weight).fill_(7.0)
+    optimizer.zero_grad()
+    assert (optimizer.gradient_of(weight) == 0).all()
+
+
+def test_where_another_waits_for_a_gradient_nothing_may_be_added_past_it() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, frozen = nn.Parameter(torch.zeros(4, dtype=dtype)), torch.zeros(4)
+        optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(), total_steps=1)
+        assert optimizer.gradient_of(frozen) is None
+        for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+            handle = register(lambda _: None)
+            assert optimizer.gradient_of(weight) is None
+            handle.remove()
+            assert optimizer.gradient_of(weight) is not None
+
+
+def test_no_weight_has_moved_where_the_moments_do_not_fit(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build(torch.float32)
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, rng)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    zeros_like, made = torch.zeros_like, []
+
+    def room_for_five(*args: object, **options: object) -> torch.Tensor:
+        made.append(1)
+        if len(made) > 5:  # of eight: the matrices' four, and one of the vectors'
+            raise torch.OutOfMemoryError("no room")
+        return zeros_like(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", room_for_five)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            optimizer.step()
+
+    assert not optimizer.mid_step and not optimizer.moments()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    twin, other = build(torch.float32)
+    for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    assert optimizer.step() == other.step()
+    assert all(map(torch.equal, twin.parameters(), model.parameters()))
+
+
 def test_gradients_are_clipped_and_the_norm_before_is_returned(rng: torch.Generator) -> None:
     weight = nn.Parameter(torch.randn(4, 4, generator=rng))
     start = weight.detach().clone()

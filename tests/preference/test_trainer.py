@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_fast.micro_batches import tokens_of
 from grpo_fast.preference.assemble import build_preference_trainer
-from grpo_fast.preference.scoring import Request, score
+from grpo_fast.preference.scoring import Request, RequestBatches, score
+from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import train
 from grpo_fast.trainer import Clock
 
@@ -49,12 +52,28 @@ def test_micro_batches_change_nothing(algorithm, preference, make_run):
         assert split_metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [25, 10_000])
+def test_the_heads_gradient_added_in_place_is_that_of_autograd(make_run, monkeypatch, micro_batch_tokens):
+    trainer = build_preference_trainer(make_run("rank", {}, micro_batch_tokens=micro_batch_tokens))
+    comparisons = list(trainer.comparisons.values())[:8]
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: 0.0)  # the gradients stay
+
+    def gradients() -> dict[str, torch.Tensor]:
+        trainer.update(comparisons, Clock())
+        return {name: p.grad.clone() for name, p in trainer.policy.trainable().items()}
+
+    found = gradients()
+    monkeypatch.setattr(trainer.optimizer, "gradient_of", lambda parameter: None)
+    for name, gradient in gradients().items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+
+
 def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run, seed):
     trainer = build_preference_trainer(make_run("rank", {}))
     policy = trainer.policy
     comparisons = list(trainer.comparisons.values())[:12]
     requests = [Request(c.prompt.token_ids, c.completion_ids) for c in comparisons]
-    for found, request in zip(score(policy, requests, max_tokens=70), requests, strict=True):
+    for found, request in zip(score(requests, RequestBatches(policy, 70)), requests, strict=True):
         for value, completion in zip(found, request.completion_ids, strict=True):
             ids = torch.tensor([request.prompt_ids + completion])
             logprobs = policy.model(ids).logits[0].log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
@@ -85,6 +104,89 @@ def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_r
     assert steps[-1][metric] > steps[1][metric]
     assert {"eval/ranking/sum/kendall_tau", "eval/ranking/mean/top1_accuracy"} <= steps[-1].keys()
     assert (run_dir / "report.html").exists()
+
+
+def limit_memory(trainer: PreferenceTrainer, share: float, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The policy's forward raises above this share of its first batch; returns the sizes that it refused."""
+    forward, refused = trainer.policy.hidden_states, []
+
+    def bounded(batch: Any) -> torch.Tensor:
+        if not refused or tokens_of(batch) > share * refused[0]:
+            refused.append(tokens_of(batch))
+            raise torch.OutOfMemoryError(f"tried to allocate for {tokens_of(batch)} tokens")
+        return forward(batch)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "preference"),
+    [
+        ("dpo", {"loss": {"loss_type": "sigmoid"}}),
+        ("dpo", {"loss": {"loss_type": "kto"}}),  # scores before it learns
+        ("dpo", {"loss": {"loss_type": "aot"}}),  # its micro-batches depend on each other
+        ("rank", {}),
+    ],
+    ids=["dpo", "kto", "aot", "rank"],
+)
+def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+    algorithm, preference, make_run, monkeypatch, caplog
+):
+    config = make_run(algorithm, preference)
+    trainer = build_preference_trainer(config)
+    refused = limit_memory(trainer, 0.6, monkeypatch)  # of eight; the longest takes less
+    with caplog.at_level(logging.WARNING):
+        found = trainer.train_step()
+    budget = trainer.batches.limit
+
+    assert refused and budget is not None
+    assert f"micro_batch_tokens = {budget}" in caplog.text
+    assert found.timings["memory/micro_batch_tokens"] == budget
+    small = build_preference_trainer(config.model_copy(update={"micro_batch_tokens": budget}))
+    assert found.metrics == small.train_step().metrics
+    for name, parameter in small.policy.trainable().items():
+        assert parameter.equal(trainer.policy.trainable()[name]), name
+    resumed = build_preference_trainer(config)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.batches.limit == budget
+
+
+def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(make_run, monkeypatch):
+    config = make_run("rank", {})
+    trainer = build_preference_trainer(config)
+    backward, calls = trainer.backward, []
+
+    def full(comparisons: Any, constants: Any) -> Any:
+        result = backward(comparisons, constants)
+        calls.append(len(comparisons))
+        if len(calls) == 1:  # its gradient is there
+            raise torch.OutOfMemoryError("no room")
+        return result
+
+    monkeypatch.setattr(trainer, "backward", full)
+    metrics = trainer.train_step().metrics
+
+    small = build_preference_trainer(config.model_copy(update={"micro_batch_tokens": trainer.batches.limit}))
+    assert len(calls) > 2 and metrics == small.train_step().metrics
+
+
+def test_where_one_prompts_completions_do_not_fit_the_error_names_what_helps(make_run, monkeypatch):
+    trainer = build_preference_trainer(make_run("dpo", {}))
+    limit_memory(trainer, 0.0, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError, match=r"one prompt.*gradient_checkpointing.*longest.*lora"):
+        trainer.train_step()
+    assert not trainer.optimizer.mid_step
+
+
+def test_held_out_completions_are_scored_in_what_fits(make_run, monkeypatch):
+    trainer = build_preference_trainer(make_run("rank", {}))
+    expected = trainer.evaluate()
+    refused = limit_memory(trainer, 0.1, monkeypatch)  # of eighty groups
+    found = trainer.evaluate()
+    assert refused and trainer.batches.limit < refused[0] / 4
+    for one, other in zip(found.groups, expected.groups, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, rel=1e-4, abs=1e-4)
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
