@@ -9,7 +9,7 @@ train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-test
-	$(TEST) -n 2
+	$(TEST) -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "head": ("head", "time, memory and accuracy of the LM head, ours and the peers'"),
+    "smoke": ("smoke", "whether the head is right on this device, at the sizes it is used at"),
     "kernels": ("kernels", "each kernel of ours alone, against what the device can do"),
     "step": ("step", "one policy update of a real architecture, ours and the peers'"),
     "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
     "group": ("group", "the largest group whose update fits the memory"),
     "train": ("train", "whole training steps, our trainer and TRL's"),
     "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
+    "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
     "tiles": ("tile_histogram", "the histogram of saved rows, with the head of a GGUF file"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),

@@ -28,7 +28,7 @@ from grpo_fast.head.tuning import SHARED_MEMORY
 
 from .aot_cases import shipped_cases
 
-TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA"}
+TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 """Instruction by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
 
 
@@ -45,6 +45,7 @@ class Report:
     shared: int  # bytes per program, static and dynamic
     dots: int  # tl.dot in the source, after specialisation, of half precision operands
     tensor_core: int  # tensor core instructions of the expected kind
+    narrow: int = 0  # instructions that move 16 bits a thread to or from global memory
 
     def faults(self) -> list[str]:
         """What keeps this kernel from shipping; empty when nothing does."""
@@ -124,6 +125,7 @@ def inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capa
         shared=max(metadata.shared, static_shared),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
         tensor_core=len(re.findall(rf"\b{TENSOR_CORE[capability]}\b", code)),
+        narrow=len(re.findall(r"\b(?:LDG|STG)\.E\.[US]16\b", code)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 
 from .accuracy import Accuracy, Oracle, consult
 from .failures import LATE, OK, DeviceLost, failure_of
+from .patience import FIRST_CALLS, GRACE, at_most
 from .peers import Peer
 from .problem import Outcome, Problem, Run, Setting
 from .row_sources import Sources, make_problem
@@ -73,6 +75,11 @@ class Limits:
     def passed(self) -> bool:
         return time.monotonic() >= self.deadline
 
+    @property
+    def patience(self) -> float:
+        """Seconds for the first calls of one implementation."""
+        return min(FIRST_CALLS, max(0.0, self.deadline - time.monotonic()) + GRACE)
+
 
 @dataclass
 class _Contestant:
@@ -126,6 +133,7 @@ class CellRun:
         """Inputs, oracle, each implementation once for correctness and memory, then all in turn for time."""
         self._contestants = [_Contestant(PRODUCT), *(_Contestant(peer.name) for peer in self.peers)]
         product, *entered = self._contestants
+        _forget_compiled()
         oracle: list[Oracle] = []
         if not self._guard(lambda: self._make_inputs(oracle), *self._contestants):
             return
@@ -163,6 +171,12 @@ class CellRun:
         return make_problem(self.setting, self.sources, self.device, self.limits.seed + number)
 
     def _enter(
+        self, contestant: _Contestant, prepare: Callable[[Problem], Run], oracle: Oracle | None
+    ) -> None:
+        with at_most(self.limits.patience):
+            self._first_calls(contestant, prepare, oracle)
+
+    def _first_calls(
         self, contestant: _Contestant, prepare: Callable[[Problem], Run], oracle: Oracle | None
     ) -> None:
         start = time.perf_counter()
@@ -218,6 +232,7 @@ class CellRun:
             failure = failure_of(error)
         for contestant in contestants:
             contestant.failure = failure
+            contestant.runs.clear()  # with all that they hold
         try:
             for problem in self._problems:
                 problem.clear()
@@ -226,8 +241,14 @@ class CellRun:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         except RuntimeError as lost:
-            raise DeviceLost(f"{contestants[0].name} broke the device: {failure[1]}") from lost
+            raise DeviceLost(contestants[0].name, failure[1]) from lost
         return False
+
+
+def _forget_compiled() -> None:
+    """Dynamo runs a function uncompiled, and says little, once it has seen it at eight shapes."""
+    if "torch._inductor.compile_fx" in sys.modules:  # somebody compiled: loading it takes seconds
+        torch.compiler.reset()
 
 
 def _prepare_product(problem: Problem) -> Run:

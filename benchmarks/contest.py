@@ -198,7 +198,7 @@ class Contest:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         except RuntimeError as lost:
-            raise DeviceLost(f"{progress.entrant.name} broke the device: {progress.failure[1]}") from lost
+            raise DeviceLost(progress.entrant.name, progress.failure[1]) from lost
 
 
 def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:

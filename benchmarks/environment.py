@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """As one would type it: no path of this machine."""
-    program = Path(arguments[0])
-    if program.parent != Path(__file__).parent:
-        return [program.name, *arguments[1:]]
-    module = "benchmarks" if program.stem == "__main__" else f"benchmarks.{program.stem}"
-    return ["python", "-m", module, *arguments[1:]]
+    """As one would type it: no path of this machine, and not where the results went."""
+    program, *options = arguments
+    kept = [word for before, word in pairwise(["", *options]) if "--json" not in (before, word)]
+    path = Path(program)
+    if path.parent != Path(__file__).parent:
+        return [path.name, *kept]
+    module = "benchmarks" if path.stem == "__main__" else f"benchmarks.{path.stem}"
+    return ["python", "-m", module, *kept]
 
 
 def _git() -> dict[str, Any] | None:

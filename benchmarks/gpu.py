@@ -1,12 +1,15 @@
-"""`python -m benchmarks.gpu --out DIR`: what is worth knowing from an hour on a GPU, the most telling first.
+"""`python -m benchmarks.gpu --out DIR`: what is worth knowing from a GPU, the most telling first.
 
-Each part is a command of its own with a time limit; what fails or runs late does not stop the next. Two files
-grow while it runs: `results.json`, replaced after every part, and `log.txt` with all that was printed.
+Eight minutes say whether the head is right, how far it is from its goals and where the time goes; more
+minutes go on down the list. Each part is a process of its own with a time limit; what fails, breaks the
+device or runs late does not stop the next. Two files grow meanwhile: `results.json`, replaced every few
+seconds, and `log.txt` with all that was printed. A folder with results is added to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,15 +20,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-HISTOGRAM = "benchmarks/results/live_tiles_qwen2.5_coder_1.5b.json"
 PYTHON = sys.executable
-DONE, FAILED, LATE, SKIPPED = "done", "failed", "out of time", "skipped"
+DONE, FAILED, LATE, SKIPPED, RUNNING = "done", "failed", "out of time", "skipped", "running"
+SPENT = "the time is spent"
+LAST_MEASUREMENT, TO_SAVE = 45.0, 10.0  # seconds beyond a part's limit: to end by itself, and when told to
+SAVE_EVERY = 10.0  # seconds
+_CPUS = max(1, min(16, os.cpu_count() or 1) - 2)
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,15 @@ def _needs_tools(*tools: str) -> Callable[[], str | None]:
 
 
 def _head(name: str, what: str, minutes: float, *options: str) -> Part:
-    command = (PYTHON, "-m", "benchmarks", "head", "--minutes", "{minutes}", "--json", "{json}")
-    rows = ("--histogram", HISTOGRAM, "--tokens", "16384")
-    return Part(name, what, minutes, (*command, *rows, *options))
+    usual = _command("head", what, minutes)
+    loss = () if "--loss" in options else ("--loss", "logprob")
+    return replace(usual, name=name, command=(*usual.command, "--tokens", "16384", *loss, *options))
+
+
+def _command(name: str, what: str, minutes: float, missing: Callable[[], str | None] = lambda: None) -> Part:
+    """A subcommand of `python -m benchmarks` as it is."""
+    command = (PYTHON, "-m", "benchmarks", name, "--minutes", "{minutes}", "--json", "{json}")
+    return Part(name, what, minutes, command, missing)
 
 
 def _tests(name: str, what: str, minutes: float, *options: str, tool: Sequence[str] = ()) -> Part:
@@ -78,30 +91,34 @@ def _sanitizer(tool: str, minutes: float) -> Part:
     return _tests(tool, f"compute-sanitizer {tool} on small kernels", minutes, *chosen, tool=command)
 
 
-GOALS = ("--rows", "histogram", "--impl", "ours")
+OURS = ("--rows", "histogram", "--impl", "ours")
 PARTS = (
     Part(
         "environment",
         "versions, tools, ceilings",
-        0.6,
+        0.5,
         (PYTHON, "-m", "benchmarks.machine", "--json", "{json}"),
     ),
-    Part(
-        "compile",
-        "Triton's cache filled by many processes",
-        1.2,
-        (PYTHON, "-m", "benchmarks.tune", "--compile-only", "--processes", "14"),
-    ),
-    _head("goals-2048", "the head's goals, H = 2048", 1.5, *GOALS, "--hidden", "2048", "--vocab", "151936"),
+    _command("smoke", "right or wrong, at the sizes of the goals; the first compilation", 1.8),
+    _head("goals-2048", "the head's goals, H = 2048, and flat rows", 1.3, "--rows", "histogram", "flat",
+          "--impl", "ours", "--hidden", "2048", "--vocab", "151936"),
+    _head("goals-4096", "the head's goals, H = 4096", 0.9, *OURS, "--hidden", "4096", "--vocab", "128256"),
+    _head("goals-small", "the head's goals, H = 896, and H = 1536", 1.2, *OURS, "--hidden", "896", "1536",
+          "--vocab", "151936"),
+    _command("crossover", "time against density, and where the exact backward overtakes", 1.2),
+    _head("peers", "every installed peer beside ours", 3, "--rows", "histogram", "--hidden", "2048",
+          "--vocab", "151936"),
     Part(
         "profile",
         "kernels of one step, and the gap",
         1,
         (PYTHON, "-m", "benchmarks.profile_head", "--json", "{json}"),
     ),
-    _head("goals-4096", "the head's goals, H = 4096", 1.2, *GOALS, "--hidden", "4096", "--vocab", "128256"),
-    _head("goals-small", "the head's goals, H = 896 and 1536", 1.5, *GOALS, "--hidden", "896", "1536",
-          "--vocab", "151936"),
+    _head("peers-flat", "the same on rows where nothing can be left out", 3, "--rows", "flat", "--hidden",
+          "2048", "--vocab", "151936"),
+    _head("peers-losses", "GRPO, cross-entropy and DPO", 4, "--rows", "histogram", "--hidden", "2048",
+          "--vocab", "151936", "--mode", "forward_backward", "--trainable", "--loss", "grpo",
+          "cross_entropy", "dpo"),
     Part(
         "library",
         "csrc/ built in place",
@@ -109,53 +126,71 @@ PARTS = (
         (PYTHON, "setup.py", "-q", "build_ext", "--inplace"),
         _needs("setuptools"),
     ),
+    _command("kernels", "each kernel against the ceilings", 3),
     _tests("tests", "kernels and head against their oracles on the GPU", 5, "-m", "gpu or not gpu",
            "tests/head/test_accelerated.py", "tests/head/test_cuda.py", "tests/head/test_stress.py",
            "tests/kernels", "--ignore=tests/kernels/test_aot.py"),
-    Part(
-        "tune",
-        "every kernel's sizes, and csrc/ against Triton",
-        5,
-        (PYTHON, "-m", "benchmarks.tune", "--minutes", "{minutes}", "--out", "{json}", "--log", "{log}"),
-    ),
-    _head("peers", "every installed peer beside ours", 5, "--rows", "histogram", "flat", "--hidden", "2048",
-          "--vocab", "151936"),
-    Part(
-        "kernels",
-        "each kernel against the ceilings",
-        3,
-        (PYTHON, "-m", "benchmarks", "kernels", "--minutes", "{minutes}", "--json", "{json}", "--rows",
-         "histogram", "--histogram", HISTOGRAM),
-    ),
-    *(
-        Part(
-            f"sparse-{tolerance}",
-            f"stages of the sparse backward, tolerance {tolerance}",
-            1,
-            (PYTHON, "-m", "benchmarks.sparse", "--tolerance", tolerance, "--variants", "shipped"),
-        )
-        for tolerance in ("1.0", "0.75", "0.25")
-    ),
+    _command("scaling", "time and memory against N and V", 4),
     _sanitizer("memcheck", 4),
     _sanitizer("racecheck", 4),
     _sanitizer("initcheck", 4),
+    _command("step", "one update of a real architecture", 5, _needs("transformers")),
+    _command("rollout", "an engine's cycle: generate, sleep, sync, wake", 5, _needs("vllm")),
     Part(
-        "rollout",
-        "an engine's cycle: generate, sleep, sync, wake",
-        5,
-        (PYTHON, "-m", "benchmarks", "rollout", "--minutes", "{minutes}", "--json", "{json}"),
-        _needs("vllm"),
+        "tune",
+        "every kernel's sizes, and csrc/ against Triton",
+        7,
+        (PYTHON, "-m", "benchmarks.tune", "--minutes", "{minutes}", "--processes", str(_CPUS), "--out",
+         "{json}", "--log", "{log}"),
     ),
 )  # fmt: skip
+"""By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 
 
-def run_part(part: Part, minutes: float, folder: Path, log: Any) -> dict[str, Any]:
-    """How it ended, and the JSON it left."""
+def run_part(
+    part: Part, minutes: float, folder: Path, log: Any, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """How it ended, and the JSON it left.
+
+    A peer whose kernel breaks the device takes along what was measured beside it: then the part runs once
+    more without it.
+
+    Args:
+        save: told every few seconds what there is so far.
+    """
     if why := part.missing():
         return {"state": SKIPPED, "why": why}
+    deadline = time.monotonic() + 60 * minutes
+    found = _run_command(part, part.command, minutes, folder, log, save)
+    broken: list[str] = []
+    while (culprit := _culprit(found)) not in (None, *broken) and time.monotonic() < deadline:
+        broken.append(culprit)
+        left = (deadline - time.monotonic()) / 60
+        before = {"broke the device": list(broken), "before": found}
+        command = (*part.command, "--without", *broken)
+        again = _run_command(part, command, left, folder, log, lambda so_far, b=before: save(so_far | b))
+        found = again | before
+    return found
+
+
+def _culprit(found: dict[str, Any]) -> str | None:
+    result = found.get("result")
+    return result.get("culprit") if isinstance(result, dict) else None
+
+
+def _run_command(
+    part: Part,
+    command: Sequence[str],
+    minutes: float,
+    folder: Path,
+    log: Any,
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     place = folder / f"{part.name}.json"
     values = {"{json}": str(place), "{log}": f"{place}.log", "{minutes}": f"{minutes:.2f}"}
-    filled = [values.get(word, word) for word in part.command]
+    filled = [values.get(word, word) for word in command]
+    for left_over in folder.glob(f"{place.name}*"):
+        left_over.unlink()
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
     environment.pop("TRITON_INTERPRET", None)
     start = time.monotonic()
@@ -164,17 +199,46 @@ def run_part(part: Part, minutes: float, folder: Path, log: Any) -> dict[str, An
     )
     try:
         # A command that keeps its own budget may finish its last measurement.
-        code = child.wait(60 * minutes + (20 if "{minutes}" in part.command else 0))
+        limit = 60 * minutes + (LAST_MEASUREMENT if "{minutes}" in command else 0)
+        code = _wait(child, limit, lambda: save({"state": RUNNING} | _written(place)))
         state = DONE if code == 0 else FAILED
     except subprocess.TimeoutExpired:
+        code, state = _end(child), LATE
+    seconds = round(time.monotonic() - start, 1)
+    return {"state": state, "exit_code": code, "seconds": seconds} | _written(place)
+
+
+def _wait(child: subprocess.Popen, seconds: float, meanwhile: Callable[[], None]) -> int:
+    """Its exit code.
+
+    Raises:
+        subprocess.TimeoutExpired: it runs on.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return child.wait(min(SAVE_EVERY, max(left, 0.0)))
+        except subprocess.TimeoutExpired:
+            if left <= SAVE_EVERY:
+                raise
+            meanwhile()
+
+
+def _written(place: Path) -> dict[str, Any]:
+    """What a command has left in its files."""
+    files = {suffix: Path(f"{place}{suffix}") for suffix in ("", ".log")}
+    return {f"result{suffix}": _read(file) for suffix, file in files.items() if file.is_file()}
+
+
+def _end(child: subprocess.Popen) -> int:
+    """As Ctrl-C first, so that it saves what it has; then all that it started, by force."""
+    child.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(TO_SAVE)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-        code, state = child.wait(), LATE
-    found = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
-    for suffix in ("", ".log"):
-        written = Path(f"{place}{suffix}")
-        if written.is_file():
-            found[f"result{suffix}"] = _read(written)
-    return found
+    return child.wait()
 
 
 def _python_path() -> str:
@@ -194,22 +258,45 @@ def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
     """Runs parts until all are done or the time is spent; 0 when every part that ran was done."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
-    found = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "parts": {}}
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    earlier = _earlier(out)
+    found: dict[str, dict[str, Any]] = {}
+
+    def save(name: str, result: dict[str, Any]) -> None:
+        found[name] = earlier[name] if result.get("why") == SPENT and name in earlier else result
+        _save(out / "results.json", {"started": started, "parts": earlier | found})
+
     with tempfile.TemporaryDirectory() as folder, (out / "log.txt").open("a") as log:
         for part in parts:
             left = (deadline - time.monotonic()) / 60
             log.write(f"\n{'=' * 30} {part.name}: {part.what}\n")
             log.flush()
-            if left <= 0.1:
-                result = {"state": SKIPPED, "why": "the time is spent"}
-            else:
-                result = run_part(part, min(part.minutes, left), Path(folder), log)
-            found["parts"][part.name] = result
-            _save(out / "results.json", found)
+            result = {"state": SKIPPED, "why": SPENT}
+            if left > 0.1:
+                limit = min(part.minutes, left)
+                result = run_part(part, limit, Path(folder), log, partial(save, part.name))
+            save(part.name, result)
             note = result.get("why") or f"{result['seconds']:.0f} s, exit code {result['exit_code']}"
             print(f"{part.name:<14} {result['state']:<12} {note}", flush=True)
-    states = [result["state"] for result in found["parts"].values()]
-    return 1 if FAILED in states or LATE in states else 0
+    if waiting := [name for name, result in found.items() if result.get("why") == SPENT]:
+        print(f"go on with: python -m benchmarks.gpu --out {out} --only {' '.join(waiting)}", flush=True)
+    return 1 if {FAILED, LATE} & {found[part.name]["state"] for part in parts} else 0
+
+
+def _earlier(out: Path) -> dict[str, Any]:
+    """What parts left in this folder before: a run adds to it, and replaces only what it runs again."""
+    path = out / "results.json"
+    return json.loads(path.read_text())["parts"] if path.is_file() else {}
+
+
+def unpack(out: Path, folder: Path) -> int:
+    """Writes the record of every part that was done as a file of its own, for `report` and `readme`."""
+    for name, part in _earlier(out).items():
+        if part["state"] == DONE and isinstance(part.get("result"), dict | list):
+            path = folder / f"gpu_{name.replace('-', '_')}.json"
+            path.write_text(json.dumps(part["result"], indent=1, ensure_ascii=False) + "\n")
+            print(path)
+    return 0
 
 
 def _save(path: Path, found: dict[str, Any]) -> None:
@@ -223,10 +310,15 @@ def main(arguments: list[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of results.json and log.txt")
-    parser.add_argument("--minutes", type=float, default=50.0, help="time budget of the whole command (50)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time budget of the whole command (8)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument("--skip", nargs="+", choices=names, metavar="PART", default=[])
+    parser.add_argument(
+        "--unpack", type=Path, metavar="FOLDER", help="run nothing: write each part's record there"
+    )
     options = parser.parse_args(arguments)
+    if options.unpack is not None:
+        return unpack(options.out, options.unpack)
     chosen = [p for p in PARTS if p.name in (options.only or names) and p.name not in options.skip]
     return run(chosen, options.minutes, options.out)
 

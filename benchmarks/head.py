@@ -13,9 +13,9 @@ from rich.console import Console
 
 from .cell import ROUNDS, Cell, CellRun, Limits
 from .environment import environment, gpu_state
-from .failures import NOT_INSTALLED, SKIPPED, DeviceLost
+from .failures import LATE, NOT_INSTALLED, SKIPPED, DeviceLost
 from .grid import Grid, cells, default_grid
-from .live_tiles import load_histogram
+from .live_tiles import HISTOGRAM, load_histogram
 from .losses import LOSSES
 from .peers import Peer, all_peers, choose
 from .problem import DTYPES, MODES, Setting
@@ -43,9 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     head.add_argument("--trainable", action="store_true", help="only with a trainable head")
     parser.add_argument("--rows", nargs="+", choices=KINDS, help="those that can be made, unless given")
     parser.add_argument("--real-rows", type=Path, metavar="FILE", help="safetensors: hidden, target, weight")
-    parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
+    parser.add_argument(
+        "--histogram",
+        type=Path,
+        metavar="FILE",
+        help="live tiles of a model's rows, JSON (on a GPU the checked-in one of Qwen2.5-Coder-1.5B)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU unless given")
     parser.add_argument("--impl", nargs="+", metavar="WORD", help="implementations whose name contains it")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations left out")
     parser.add_argument("--repeats", type=_positive, default=ROUNDS, help=f"samples at most ({ROUNDS})")
     parser.add_argument("--seed", type=int, default=0, help="of the made rows (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="CUDA where there is one, unless given")
@@ -66,12 +72,15 @@ def main(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.resolve().parent.is_dir():
         raise ValueError(f"--json {options.json}: its folder does not exist")
     device = _device(options.device)
+    histogram = options.histogram
+    if histogram is None and device.type == "cuda" and HISTOGRAM.is_file():
+        histogram = HISTOGRAM
     sources = Sources(
         None if options.real_rows is None else load_real_rows(options.real_rows),
-        None if options.histogram is None else load_histogram(options.histogram),
+        None if histogram is None else load_histogram(histogram),
     )
     settings = _settings(options, device, sources)
-    peers = choose(all_peers(), options.impl)
+    peers = [peer for peer in choose(all_peers(), options.impl) if peer.name not in options.without]
     limits = Limits(start + 60 * options.minutes, options.repeats, options.oracle, options.seed)
     return _Session(options, device, sources, peers, limits).run(settings)
 
@@ -94,6 +103,7 @@ class _Session:
         self.peers = list(peers)
         self.limits = limits
         self.done: list[Cell] = []
+        self.culprit: str | None = None  # the implementation that broke the device
         self.gpu_states: list[dict[str, str] | None] = []
         self.environment = environment(device)
         self.options = {name: _plain(value) for name, value in vars(options).items() if name != "handler"}
@@ -122,7 +132,7 @@ class _Session:
         except KeyboardInterrupt:
             stopped = INTERRUPTION
         except DeviceLost as lost:
-            stopped = str(lost)
+            stopped, self.culprit = str(lost), lost.culprit
         self.done.append(run.result())
         self.gpu_states.append(gpu_state(self.device))
         print_cell(self.screen, self.done[-1])
@@ -143,12 +153,14 @@ class _Session:
             self.screen.print(f"written to {self.path}", markup=False)
 
     def _installed(self) -> list[Peer]:
-        """Without those that turned out not to be there: asking again costs an import each time."""
+        """Without those that turned out not to be there, or not to be ready in time: asking again takes as
+        long again."""
         missing = {
             result.name
             for cell in self.done
             for result in cell.results
-            if result.state == SKIPPED and result.reason.startswith(NOT_INSTALLED)
+            if (result.state == SKIPPED and result.reason.startswith(NOT_INSTALLED))
+            or (result.state == LATE and result.reason)
         }
         return [peer for peer in self.peers if peer.name not in missing]
 
@@ -163,6 +175,7 @@ class _Session:
             gpu_states=self.gpu_states,
             not_measured=[asdict(setting) for setting in waiting],
             stopped=stopped,
+            culprit=self.culprit,
         )
 
 

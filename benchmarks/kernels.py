@@ -17,7 +17,7 @@ import torch
 from . import ceilings
 from .contest import Contest, Entrant
 from .kernel_cases import ON_CPU, ON_CUDA, KernelInputs, entrants
-from .live_tiles import load_histogram
+from .live_tiles import HISTOGRAM, load_histogram
 from .problem import FORWARD_BACKWARD, Setting
 from .row_sources import Sources
 from .session import add_common_arguments, check_common, choose_names, positive, run_session
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=4)
     for name, what in (("tokens", "tokens N"), ("hidden", "hidden sizes H"), ("vocab", "vocabularies V")):
         parser.add_argument(f"--{name}", type=positive, nargs="+", help=what)
-    parser.add_argument("--rows", choices=ROWS, help="histogram where one is given, else peaked")
+    parser.add_argument("--rows", choices=ROWS, help="histogram where there is one, else peaked")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
 
 
@@ -41,10 +41,13 @@ def main(options: argparse.Namespace) -> int:
         ValueError: a value that cannot be used; the message says which and why.
     """
     device = check_common(options)
-    rows = options.rows or ("histogram" if options.histogram else "peaked")
-    if rows == "histogram" and options.histogram is None:
+    histogram = options.histogram
+    if histogram is None and device.type == "cuda" and HISTOGRAM.is_file():
+        histogram = HISTOGRAM
+    rows = options.rows or ("histogram" if histogram else "peaked")
+    if rows == "histogram" and histogram is None:
         raise ValueError("--rows histogram needs --histogram FILE; `python -m benchmarks tiles` makes one")
-    sources = Sources(histogram=load_histogram(options.histogram) if options.histogram else None)
+    sources = Sources(histogram=load_histogram(histogram) if histogram else None)
     names = choose_names(ON_CUDA if device.type == "cuda" else ON_CPU, options.impl)
     tokens, hidden, vocabulary = _DEFAULTS[device.type]
     settings = [

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 TILE = 128
+HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
+"""The checked-in one, in a checkout."""
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
 PART_ROWS = 64 * TILE
 _CHUNK_BYTES = 256 << 20

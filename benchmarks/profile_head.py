@@ -15,13 +15,20 @@ from pathlib import Path
 
 import torch
 
-from .live_tiles import load_histogram
+from .live_tiles import HISTOGRAM, load_histogram
 from .problem import FORWARD_BACKWARD, Problem, Setting
 from .row_sources import Sources, make_problem
 from .timing import seconds_of, summarise
-from .tune import HISTOGRAM
 
-REPEATS = 5
+REPEATS, SAMPLES = 5, 9
+TOKENS = 16_384
+SHAPES = (  # H, V, trainable, tolerance
+    (2048, 151_936, True, None),
+    (2048, 151_936, False, None),
+    (4096, 128_256, True, None),
+    (896, 151_936, True, None),
+    (2048, 151_936, True, 0.0),
+)
 
 
 def step(problem: Problem, tolerance: float | None) -> Callable[[], None]:
@@ -56,13 +63,13 @@ def profiled(run: Callable[[], None], device: torch.device) -> list[dict[str, fl
 def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | None) -> dict:
     """One shape's profile, its wall time, and the product's."""
     device = torch.device("cuda")
-    setting = Setting("histogram", 16_384, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
+    setting = Setting("histogram", TOKENS, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
     problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed=0)
     run = step(problem, tolerance)
     kernels = profiled(run, device)
-    wall = summarise([seconds_of(run, device) for _ in range(9)]).median
+    wall = summarise([seconds_of(run, device) for _ in range(SAMPLES)]).median
     x, w = problem.hidden.detach(), problem.weight.detach()
-    product = summarise([seconds_of(lambda: x @ w.T, device) for _ in range(9)]).median
+    product = summarise([seconds_of(lambda: x @ w.T, device) for _ in range(SAMPLES)]).median
     busy = sum(kernel["ms"] for kernel in kernels)
     return {
         "setting": setting.title,
@@ -94,10 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("profile_head: torch sees no CUDA device", file=sys.stderr)
         return 2
-    shapes = ((2048, 151_936, True, None), (2048, 151_936, False, None), (4096, 128_256, True, None),
-              (896, 151_936, True, None), (2048, 151_936, True, 0.0))  # fmt: skip
     found = []
-    for shape in shapes:
+    for shape in SHAPES:
         found.append(measure(*shape))
         show(found[-1])
         if options.json is not None:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cell import PRODUCT, Cell, Result
-from .failures import ERROR, LATE, OK, SKIPPED
+from .failures import ERROR, OK, SKIPPED
 from .goals import TIMES, verdicts
 from .timing import Spread
 
@@ -120,7 +120,7 @@ def _error(value: float | None) -> str:
 def _remark(result: Result) -> str:
     parts = []
     if result.state != OK:
-        parts.append(result.state if result.state == LATE else f"{result.state} {result.reason}".strip())
+        parts.append(f"{result.state} {result.reason}".strip())
     if result.accuracy is not None and not result.accuracy.acceptable:
         parts.append("INACCURATE")
     elif result.accuracy is not None and result.accuracy.logprob is None and result.state != ERROR:

@@ -10,6 +10,8 @@ import torch
 
 from . import host_memory
 
+_COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -74,7 +76,7 @@ def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy far larger than any cache."""
-    size = 1 << (29 if device.type == "cuda" else 25)
+    size = _COPY_BYTES[device.type]
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

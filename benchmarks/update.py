@@ -92,7 +92,9 @@ def entrant(name: str, update: Update) -> Entrant:
 
 def _ours(update: Update) -> Prepared:
     def loss(batch: PackedBatch, hidden: Tensor) -> Tensor:
-        return packed_loss(update.policy.head, hidden, batch, LOSS, totals=update.totals).loss
+        head = update.policy.head
+        into = update.optimizer.gradient_of(head.weight)
+        return packed_loss(head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
 
     return _packed(OURS, update, loss)
 

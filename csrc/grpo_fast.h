@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 // Rises with every change of a function or a struct; a caller built for another number must not call.
-enum { GRPO_FAST_INTERFACE = 1 };
+enum { GRPO_FAST_INTERFACE = 2 };
 
 enum { GRPO_FAST_BFLOAT16 = 0, GRPO_FAST_FLOAT16 = 1 };
 
@@ -18,6 +18,9 @@ enum { GRPO_FAST_BAD_DTYPE = -1, GRPO_FAST_BAD_SIZE = -2, GRPO_FAST_BAD_LEVELS =
 
 int grpo_fast_interface(void);
 const char* grpo_fast_message(int error);
+
+// 0 if the device can run the kernels: it has code for it, by the driver's compiler if need be.
+int grpo_fast_usable(int device);
 
 typedef struct {
   const void* weight;          // (V, depth) of dtype, unit stride along depth

@@ -54,6 +54,11 @@ inline void close_copies() {}
 template <int PENDING>
 inline void wait_copies() {}
 
+template <class Kernel>
+int can_launch(Kernel, int) {
+  return 0;
+}
+
 template <class Kernel, class Call>
 int launch(Kernel kernel, dim3 grid, unsigned threads, int, void*, Call call) {
   blockDim = {threads};

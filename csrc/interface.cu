@@ -1,9 +1,18 @@
-// Version and messages.
+// Version, messages, and whether a device can run what was built.
 
 #include "grpo_fast.h"
 #include "launch.h"
 
+namespace {
+
+// Built for the same architectures as every kernel.
+__global__ void nothing() {}
+
+}  // namespace
+
 extern "C" int grpo_fast_interface(void) { return GRPO_FAST_INTERFACE; }
+
+extern "C" int grpo_fast_usable(int device) { return can_launch(nothing, device); }
 
 extern "C" const char* grpo_fast_message(int error) {
   switch (error) {

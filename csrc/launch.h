@@ -6,12 +6,33 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+// Runs `work` with the device as the current one, and makes the caller's current again.
+template <class Work>
+int on_device(int device, Work work) {
+  int before = device;
+  cudaError_t error = cudaGetDevice(&before);
+  if (error == cudaSuccess && before != device) error = cudaSetDevice(device);
+  if (error != cudaSuccess) return error;
+  error = work();
+  if (before != device) cudaSetDevice(before);
+  return error;
+}
+
 template <class Kernel, class Call>
 int launch(Kernel kernel, dim3 grid, unsigned threads, int device, void* stream, Call call) {
-  const cudaError_t chosen = cudaSetDevice(device);
-  if (chosen != cudaSuccess) return chosen;
-  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(call);
-  return cudaGetLastError();
+  return on_device(device, [&] {
+    kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(call);
+    return cudaGetLastError();
+  });
+}
+
+// 0, or why the device cannot run the kernel: no code for its architecture, or a driver that is too old.
+template <class Kernel>
+int can_launch(Kernel kernel, int device) {
+  return on_device(device, [&] {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, kernel);
+  });
 }
 
 // Copies 16 bytes from global to shared memory without waiting and without registers.

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it at run time
+    from grpo_fast.head.api import linear_cross_entropy as linear_cross_entropy
+    from grpo_fast.head.api import linear_grpo_loss as linear_grpo_loss
+    from grpo_fast.head.api import linear_logprob as linear_logprob
+    from grpo_fast.head.outputs import GRPOLossOutput as GRPOLossOutput
+    from grpo_fast.head.outputs import HeadOutput as HeadOutput
+    from grpo_fast.objective import GRPOLossConfig as GRPOLossConfig
+    from grpo_fast.objective import LossInputs as LossInputs
+    from grpo_fast.objective import LossOutputs as LossOutputs
+    from grpo_fast.objective import StepTotals as StepTotals
 
 # In a checkout the kernels lie in their own top-level folder, which must not become an importable
 # top-level name: transformers looks for the hub's package of that name. An installed package has
@@ -20,6 +31,9 @@ _PUBLIC = {
     "GRPOLossConfig": "grpo_fast.objective",
     "LossInputs": "grpo_fast.objective",
     "LossOutputs": "grpo_fast.objective",
+    "StepTotals": "grpo_fast.objective",
+    "GRPOLossOutput": "grpo_fast.head.outputs",
+    "HeadOutput": "grpo_fast.head.outputs",
 }
 
 __all__ = list(_PUBLIC)

@@ -8,7 +8,7 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -19,6 +19,7 @@ OVERRIDES_HELP = (
     "`--optimizer.learning_rate 1e-6`; TRL's and Axolotl's flat names (`learning_rate`, `num_generations`, "
     "`beta`, ...) work too."
 )
+FIRST_STEPS = "begin with `grpo-fast doctor`, then `grpo-fast train quickstart`, which needs no GPU"
 ASSIGNMENT = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
@@ -60,7 +61,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
+    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C.
+
+    A training run that a signal stops has saved its last step, and leaves with 0.
+    """
     tokens = list(sys.argv[1:] if argv is None else argv)
     parser, commands = build_parser()
     debug = "--debug" in tokens
@@ -68,12 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
-    overrides: list[str] = []
-    command = commands.get(tokens[0]) if tokens else None
-    if command is not None and command.get_default("takes_overrides"):
-        own, overrides = command.split_overrides(tokens[1:])
-        tokens = [tokens[0], *own]
-    args = parser.parse_args(tokens)
+    args, overrides = parse(tokens, parser, commands)
     try:
         return run_command(args, overrides)
     except KeyboardInterrupt:
@@ -86,6 +85,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def parse(
+    tokens: Sequence[str], parser: Parser, commands: Mapping[str, Parser]
+) -> tuple[argparse.Namespace, list[str]]:
+    """(what the command's own options say, overrides of the configuration); leaves with 2 on wrong usage."""
+    if not tokens or tokens[0].startswith("-"):
+        return parser.parse_args(tokens), []
+    name, *rest = tokens
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+        parser.error(f"no command {name!r}; {hint}")
+    command = commands[name]
+    overrides: list[str] = []
+    if command.get_default("takes_overrides"):
+        rest, overrides = command.split_overrides(rest)
+    args, stray = parser.parse_known_args([name, *rest])
+    if stray:
+        hint = "; a key of the configuration is set by KEY=VALUE" if "takes_overrides" in args else ""
+        command.error(f"unrecognized arguments: {' '.join(stray)}{hint}")
+    return args, overrides
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -124,7 +145,11 @@ def report_error(error: Exception) -> int:
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The whole command line, and each command's own parser by name."""
-    parser = Parser(prog="grpo-fast", description="Group-relative policy optimisation of language models.")
+    parser = Parser(
+        prog="grpo-fast",
+        description="Group-relative policy optimisation of language models.",
+        epilog=FIRST_STEPS,
+    )
     parser.add_argument("--version", action=Version, nargs=0, help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)

@@ -36,10 +36,12 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast eval`"""
     config = evaluation_config(args, overrides)
-    num_samples = args.num_samples or max(args.k)
-    if min(args.k) < 1 or num_samples < max(args.k):
-        message = f"must lie between 1 and the {num_samples} answers of a question; set --num-samples"
-        raise ConfigError("eval", [Problem("--k", message, args.k)])
+    num_samples = max(args.k) if args.num_samples is None else args.num_samples
+    if min(args.k) < 1:
+        raise ConfigError("eval", [Problem("--k", "must be at least 1", args.k)])
+    if num_samples < max(args.k):
+        message = f"must be at least the largest k, {max(args.k)}"
+        raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
 
     from grpo_fast.data import load_prompts
     from grpo_fast.evaluate import evaluate as score
@@ -146,7 +148,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(table.record(*shown), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(table.render(*shown))
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table.render(*shown))
     return 0 if found.prediction.fits else 1
 
 
@@ -236,8 +238,9 @@ def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) 
         rows.append((f"mean@{result.num_samples}", score_text(result.score, result.interval)))
     rows += [("mean reward", f"{result.mean_reward:.4f}"), ("truncated", f"{100 * result.truncated:.1f} %")]
     skipped = f", {result.skipped} more without a score" if result.skipped else ""
+    answers = "1 answer" if result.num_samples == 1 else f"{result.num_samples} answers"
     head = (
-        f"{result.n} questions{skipped}, {result.num_samples} answers each at temperature {temperature:g}; "
+        f"{result.n} questions{skipped}, {answers} each at temperature {temperature:g}; "
         f"right: {result.reward_name} >= {result.threshold:g}; 95 % intervals over questions"
     )
     width = max(len(name) for name, _ in rows)

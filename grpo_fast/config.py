@@ -15,6 +15,8 @@ from grpo_fast.section import Fraction, PositiveInt, Section
 
 
 class LoraConfig(Section):
+    """Low-rank adapters in place of the weights (Hu et al. 2021, arXiv:2106.09685), scaled by alpha / r."""
+
     r: PositiveInt = 16
     alpha: float = 32.0
     dropout: Fraction = 0.0
@@ -22,6 +24,8 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
+    """Which model, where, in which precision, and what of it is trained."""
+
     path: str = Field(
         description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package"
     )
@@ -36,10 +40,14 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
     chat_template: str | None = Field(None, description="a Jinja file, when the tokenizer has no template")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(
+        False, description="true runs the Python code that the model's repository ships, whatever it does"
+    )
 
 
 class DatasetConfig(Section):
+    """Where prompts come from, and how a row becomes one."""
+
     source: str = Field(description="JSONL, Parquet or CSV file, hub id, or `reasoning_gym:TASK`")
     name: str | None = Field(None, description="the hub dataset's configuration")
     split: str = Field("train", description="the hub dataset's split; a file is one split")
@@ -63,6 +71,8 @@ class DatasetConfig(Section):
 
 
 class RewardConfig(Section):
+    """One reward function, and how it counts."""
+
     reward: str = Field(description="a built-in's name, or `module:function`, or `path/to/file.py:function`")
     weight: float = 1.0
     options: dict[str, Any] = Field({}, description="keyword arguments bound to the function")
@@ -92,6 +102,8 @@ class AdaptiveLengthConfig(Section):
 
 
 class RolloutConfig(Section):
+    """How completions are drawn."""
+
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
     )
@@ -131,6 +143,8 @@ class RolloutConfig(Section):
 
 
 class MemoryConfig(Section):
+    """What leaves the GPU while completions are drawn."""
+
     offload: Literal["auto", "none"] | list[Literal["gradients", "optimizer", "master", "reference"]] = Field(
         "auto",
         description="what of the trainer leaves the GPU while the engine generates: gradient buffers, Adam's "
@@ -139,6 +153,8 @@ class MemoryConfig(Section):
 
 
 class AdvantageConfig(Section):
+    """How the rewards of a group become advantages, and which completions train."""
+
     scale_rewards: Literal["group", "batch", "none"] = "group"
     baseline: Literal["mean", "leave_one_out"] = "mean"
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
@@ -168,6 +184,8 @@ class AdvantageConfig(Section):
 
 
 class OptimizerConfig(Section):
+    """AdamW, the learning rate's schedule and the gradient's clip."""
+
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -179,6 +197,8 @@ class OptimizerConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """When and how held-out questions are scored."""
+
     dataset: DatasetConfig | None = None
     every: Annotated[int, Field(ge=0)] = Field(
         0, description="steps between evaluations; 0: before and after only"
@@ -193,11 +213,15 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """How often a run is saved, and how many saves it keeps."""
+
     every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: at the end only")
     keep: PositiveInt = 2
 
 
 class LoggingConfig(Section):
+    """What a run writes down, and for whom."""
+
     every: PositiveInt = 1
     samples_every: Annotated[int, Field(ge=0)] = 5
     samples: PositiveInt = 4

@@ -21,7 +21,7 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{key} = {path!r} cannot be imported ({error}); write it as 'package.module:function' and see "
-            "that the module is on the Python path"
+            "that the module is on the Python path (PYTHONPATH=. for a file of this folder)"
         ) from error
     if not callable(function):
         raise ValueError(f"{key} = {path!r} is a {type(function).__name__}, not a function")

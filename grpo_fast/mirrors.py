@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
+from grpo_fast.run_dir import CONFIG_FILE
+
 if TYPE_CHECKING:
     from grpo_fast.config import LoggingConfig
-from grpo_fast.run_dir import CONFIG_FILE
 
 
 class Mirror(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -21,7 +20,7 @@ from grpo_fast.metrics import (
     SAMPLES_FILE,
     TIMINGS_FILE,
 )
-from grpo_fast.run_dir import CONFIG_FILE
+from grpo_fast.run_dir import CONFIG_FILE, write_whole
 from grpo_fast.summary import CONFIDENCE, duration_text, score_text
 
 REPORT_FILE = "report.html"
@@ -64,9 +63,7 @@ def write_report(run_dir: Path) -> Path:
     """
     page = _render(_read_run(run_dir))
     path = run_dir / REPORT_FILE
-    unfinished = path.with_suffix(".html.tmp")
-    unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
-    os.replace(unfinished, path)
+    write_whole(path, page.encode("utf-8", "backslashreplace"))
     return path
 
 

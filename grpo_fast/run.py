@@ -14,11 +14,12 @@ from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.data import load_prompts
 from grpo_fast.driver import Algorithm, Run, StopRequest
 from grpo_fast.memory import planned_kv_cache_bytes, resolve_auto
+from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import PolicyOptimizer, load_policy
 from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.rewards import load_rewards
-from grpo_fast.rollout import make_engine
-from grpo_fast.run_dir import CHECKPOINTS_DIR, CONFIG_FILE
+from grpo_fast.rollout import make_engine, require_engine
+from grpo_fast.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
 from grpo_fast.stage_parts import build_parts
 from grpo_fast.stages import resolve_stages, schedule_steps
 from grpo_fast.trainer import Trainer
@@ -51,7 +52,7 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         if checkpoint is not None:
             restore(trainer, checkpoint)
         check_writable(run_dir, needed_bytes=checkpoint_bytes(trainer))
-        (run_dir / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         stop = stack.enter_context(StopRequest().listening())
         Run(trainer, run_dir, store, stop, stack, checkpoint, display).execute()
     return run_dir
@@ -60,7 +61,10 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
 def find_checkpoint(
     run_dir: Path, store: CheckpointStore, config: TrainConfig, resume: str | None
 ) -> Checkpoint | None:
-    """The checkpoint to continue from; none for a new run, or one that was stopped before its first."""
+    """The checkpoint to continue from; none for a new run, or one that was stopped before its first.
+
+    The latter may go on with any configuration: nothing that it has trained is kept.
+    """
     earlier = run_dir / CONFIG_FILE
     if resume is None:
         if earlier.exists():
@@ -73,14 +77,15 @@ def find_checkpoint(
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume"
         )
+    checkpoint = store.load_latest() if resume == "latest" else store.load(Path(resume))
     changed = changed_keys(load_config(earlier, []), config)
-    if changed:
+    if changed and checkpoint is not None:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration "
             f"({', '.join(changed)} differ): resume with its own ({earlier}), or start a new run in "
             "another output_dir"
         )
-    return store.load_latest() if resume == "latest" else store.load(Path(resume))
+    return checkpoint
 
 
 def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
@@ -98,8 +103,11 @@ def build_trainer(config: TrainConfig) -> Algorithm:
 
 
 def build_grpo_trainer(config: TrainConfig) -> Trainer:
+    require_engine(config.rollout)
     judges = load_rewards(config.rewards)
     stages = resolve_stages(config)
+    for stage in stages:
+        resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
     policy = load_policy(config.model, needs_reference=needs_reference)
     held_out = None

@@ -11,20 +11,31 @@ corrects Triton's interpreter builder; `tests/kernels/test_interpreter.py` holds
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the others have a core each: threads of OpenMP would spin on theirs
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
 import torch
+from hypothesis import HealthCheck, settings
 
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+searched_modules = 0
+
+# A test says nothing of how fast the machine is, or of what else runs on it.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +54,37 @@ def rng() -> torch.Generator:
     seed = int(torch.Generator().seed() % 2**31)
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def garbage_in_new_memory() -> Iterator[None]:
+    """Memory nobody has written holds NaN and huge integers, as what an allocator reuses may.
+
+    On a CPU, whose fresh pages are zero and would hide it, torch fills what `torch.empty` returns. On a GPU
+    that mode would choose other algorithms, so the memory that its allocator reuses is filled instead.
+    """
+    if torch.cuda.is_available() and not INTERPRETED:
+        sizes = (1 << 26, *[1 << 17] * 32)  # of the allocator's large blocks, and of its small ones
+        filled = [torch.full((size,), torch.nan, device="cuda") for size in sizes]
+        del filled
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(autouse=True)
+def libraries_are_not_searched_for_garbage() -> None:
+    """A collection searches what a test made, and not torch and the peers, which takes up to a second."""
+    global searched_modules
+    if len(sys.modules) > searched_modules + 50:
+        searched_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

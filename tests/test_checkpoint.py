@@ -206,7 +206,7 @@ def keep_saving(root: Path, first: int, done) -> None:
 
 def test_a_kill_at_any_moment_leaves_every_checkpoint_whole(tmp_path, rng):
     context = multiprocessing.get_context("fork")
-    done = context.Value("q", 0)
+    done = context.Value("q", 0, lock=False)  # which a kill might leave locked
     for _ in range(25):
         first = done.value + 1
         saver = context.Process(target=keep_saving, args=(tmp_path, first, done))

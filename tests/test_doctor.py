@@ -18,7 +18,7 @@ def run(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "grpo_fast.cli", "doctor", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **settings.pop("env", {})}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=env, check=False, **settings
+        command, capture_output=True, text=True, timeout=600, env=env, check=False, **settings
     )
 
 

@@ -3,6 +3,7 @@ which transformers looks for by name."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import site
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import grpo_fast
+
 ROOT = Path(__file__).resolve().parent.parent
 HUB_KERNELS = "kernels==0.17.2"
 PROBE = """
+import importlib.resources
+
 import grpo_fast.kernels
 import transformers
 from grpo_fast.config_io import load_config
@@ -29,9 +34,13 @@ def test_a_transformers_model_loads():
 def test_the_recipes_are_installed():
     assert load_config("quickstart", []).model.path
 
+def test_type_checkers_may_read_the_annotations():
+    assert importlib.resources.files("grpo_fast").joinpath("py.typed").is_file()
+
 if __name__ == "__main__":
     test_a_transformers_model_loads()
     test_the_recipes_are_installed()
+    test_type_checkers_may_read_the_annotations()
     print(grpo_fast.kernels.__file__)
 """
 BENCHMARKS = """
@@ -89,32 +98,59 @@ def hub_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return target
 
 
-@pytest.mark.parametrize("mode", ["regular", "editable"])
-def test_an_installed_package_loads_kernels_and_transformers(
-    mode: str, checkout: Path, hub_kernels: Path | None, tmp_path: Path
-):
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+@pytest.fixture(scope="module")
+def environments(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """The Python and the site-packages of an environment with each kind of installation."""
+    return {mode: install(checkout, mode, tmp_path_factory.mktemp(mode)) for mode in ("regular", "editable")}
+
+
+def install(checkout: Path, mode: str, folder: Path) -> tuple[Path, Path]:
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
     # The dependencies of this environment, without the grpo_fast that is installed in it.
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     source = ["--editable", checkout] if mode == "editable" else [checkout]
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
-    run(*pip, *source, cwd=tmp_path)
+    run(*pip, *source, cwd=folder)
+    return python, packages
 
-    for cwd in (tmp_path, checkout):
-        location = run(python, "-c", PROBE, cwd=cwd, path=hub_kernels)
-        expected = packages if (mode, cwd) == ("regular", tmp_path) else checkout
-        assert str(expected) in location
-    assert "usage: grpo-fast bench" in run(python, "-c", BENCHMARKS, cwd=tmp_path, path=hub_kernels)
+
+@pytest.mark.parametrize("mode", ["regular", "editable"])
+def test_an_installed_package_loads_kernels_and_transformers(
+    mode: str,
+    checkout: Path,
+    environments: dict[str, tuple[Path, Path]],
+    hub_kernels: Path | None,
+    tmp_path: Path,
+):
+    python, packages = environments[mode]
+
+    elsewhere = run(python, "-c", PROBE + BENCHMARKS, cwd=tmp_path, path=hub_kernels)
+    assert str(packages if mode == "regular" else checkout) in elsewhere
+    assert "usage: grpo-fast bench" in elsewhere
+    assert str(checkout) in run(python, "-c", PROBE, cwd=checkout, path=hub_kernels)
 
 
 @pytest.mark.parametrize(
-    "command", [["pytest"], ["python", "-m", "pytest"]], ids=["pytest", "python -m pytest"]
+    ("command", "hub_kernels"),
+    [(["pytest"], True), (["python", "-m", "pytest"], False)],
+    indirect=["hub_kernels"],
+    ids=["pytest, with hub kernels", "python -m pytest, without hub kernels"],
 )
 def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(
     command: list[str], checkout: Path, hub_kernels: Path | None
 ):
     executable = Path(sys.executable).parent / command[0]
     printed = run(executable, *command[1:], "tests/test_probe.py", cwd=checkout, path=hub_kernels)
-    assert "2 passed" in printed
+    assert "3 passed" in printed
+
+
+def test_type_checkers_see_the_public_names():
+    source = ast.parse((ROOT / "grpo_fast" / "__init__.py").read_text(encoding="utf-8"))
+
+    block = next(node for node in source.body if isinstance(node, ast.If))
+    seen = [alias.asname for node in block.body for alias in node.names]
+
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    assert sorted(seen) == sorted(grpo_fast.__all__)

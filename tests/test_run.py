@@ -17,6 +17,8 @@ import yaml
 
 from grpo_fast.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
 from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import load_config
+from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
 
 STEPS = 12
@@ -55,7 +57,7 @@ def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == code, output
     return output
 
@@ -77,10 +79,10 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_one_that_was_not(
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    finish(start(config_file, tmp_path / "whole"))
+    train(load_config(config_file, [f"output_dir={tmp_path / 'whole'}"]), display=False)
     killed = tmp_path / "killed"
     process = start(config_file, killed)
-    for _ in range(3):
+    for _ in range(2):
         done = (killed / "metrics.jsonl").read_bytes().count(b"\n") if killed.exists() else 0
         # A step takes some 50 ms here, half of it saving: the kill falls anywhere, also into a save.
         wait_for_steps(process, killed, done + rng.randrange(3))
@@ -129,6 +131,21 @@ def test_a_run_is_not_resumed_with_another_configuration(toy, tmp_path: Path):
         train(changed, resume="latest", display=False)
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_configuration(
+    toy, tmp_path: Path
+):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def wrong(completions, **columns):\n    return [1.0]\n")
+    with pytest.raises(RewardError, match="return one each"):
+        train(in_process(toy, tmp_path / "run", rewards=[{"reward": f"{rewards}:wrong"}]), display=False)
+
+    train(in_process(toy, tmp_path / "run"), resume="latest", display=False)
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
+
+
 def test_a_run_is_resumed_for_more_steps(toy, tmp_path: Path):
     train(in_process(toy, tmp_path / "run"), display=False)
     train(in_process(toy, tmp_path / "run", max_steps=4), resume="latest", display=False)
@@ -145,6 +162,15 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_offered(toy,
     with pytest.raises(DamagedCheckpoint, match=r"step-00000002.*optimizer.*step-00000001"):
         train(config, resume="latest", display=False)
     train(config, resume=str(newest.with_name("step-00000001")), display=False)
+
+
+def test_a_loss_that_cannot_be_imported_is_refused_before_any_step(toy, tmp_path: Path):
+    config = in_process(toy, tmp_path / "run", loss={"loss_type": "nowhere:loss"})
+
+    with pytest.raises(ValueError, match=r"loss_type = 'nowhere:loss' cannot be imported"):
+        train(config, display=False)
+
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_an_unwritable_directory_is_reported_before_anything_is_loaded(toy, tmp_path: Path):
@@ -182,7 +208,7 @@ def test_a_second_interruption_leaves_at_once_and_resumes_from_the_step_before(
     wait_for_steps(process, run_dir, 3)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     saved = CheckpointStore(run_dir / "checkpoints").load_latest()
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The interruption falls anywhere: into an update, or between a finished step and its line.

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ..losses import CLIP, CROSS_ENTROPY, GRPO, KL_BETA
 from ..problem import Outcome, Problem, Run
-from .protocol import Peer, require_cuda
+from .protocol import Peer, Unsupported, require_cuda
 
 if TYPE_CHECKING:
     from grpo_fast.head.outputs import Certificate
+
+_REFERENCE_FLOPS = 12e12  # of one product on a GPU
 
 
 def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
@@ -81,6 +83,9 @@ def _certified(outcome: Outcome, problem: Problem, certificate: Certificate) -> 
 
 
 def prepare_reference(problem: Problem) -> Run:
+    rows, (vocabulary, depth) = problem.targets.numel(), problem.weight.shape
+    if problem.hidden.is_cuda and 2 * rows * vocabulary * depth > _REFERENCE_FLOPS:
+        raise Unsupported("multiplies in float32: at this size it would take the others' time")
     return lambda: problem.finish(_Reference.apply(problem.hidden, problem.weight, problem.targets))
 
 

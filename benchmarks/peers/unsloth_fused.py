@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..problem import Outcome, Problem, Run
@@ -22,6 +23,7 @@ PACKAGE, FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
 
 def prepare(problem: Problem) -> Run:
     logprobs = _logprobs()
+    _call_without_package(lambda: logprobs(problem.hidden[:1], problem.weight, problem.targets[:1]))
     shape = (problem.sequences, -1)
 
     def run() -> Outcome:
@@ -29,6 +31,17 @@ def prepare(problem: Problem) -> Run:
         return problem.finish(logprobs(hidden, problem.weight, problem.targets.view(shape)))
 
     return run
+
+
+def _call_without_package(call: Callable[[], object]) -> None:
+    """The first call, and no other, imports the package for a bound on its chunks' memory; where it cannot,
+    it takes 2 GiB, which is what large cards have anyway."""
+    sys.modules[PACKAGE] = None
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        del sys.modules[PACKAGE]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ def config_path(name: str | Path) -> Path:
     recipe = RECIPES / f"{name}.yaml"
     if path.name == str(name) and recipe.is_file():
         return recipe
-    known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.yaml"))) or "none"
-    problem = Problem("the configuration", f"is no file, no run and no recipe (recipes: {known})", str(name))
-    raise ConfigError(str(name), [problem])
+    known = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    near = difflib.get_close_matches(path.stem, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(known)}"
+    raise ConfigError(str(name), [Problem("CONFIG", f"is no file, no run and no recipe; {hint}", str(name))])
 
 
 def parse_overrides(tokens: Sequence[str]) -> Pairs:

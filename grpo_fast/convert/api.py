@@ -44,7 +44,14 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
 
 
 def recognise(document: Mapping[str, Any]) -> str:
-    """Whose configuration this is."""
+    """Whose configuration this is.
+
+    Raises:
+        ConfigError: it is ours already.
+    """
+    if all(isinstance(document.get(section), Mapping) for section in ("model", "dataset")):
+        message = "has our sections model and dataset already; `grpo-fast train` takes it as it is"
+        raise ConfigError("convert", [Problem("FILE", message)])
     if isinstance(document.get("algorithm"), Mapping) or isinstance(document.get("policy"), Mapping):
         return "nemo_rl"
     if isinstance(document.get("grpo"), Mapping) or isinstance(document.get("dpo"), Mapping):

@@ -183,7 +183,7 @@ def scheduler(value: Any, leaves: Leaves) -> Places:
 
 
 def backend(value: Any, _: Leaves) -> Places:
-    return {"rollout.engine": "auto" if value == "vllm" else "transformers"}
+    return {"rollout.engine": "vllm" if value == "vllm" else "transformers"}
 
 
 def top_k(value: Any, _: Leaves) -> Places:

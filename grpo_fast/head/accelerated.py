@@ -4,10 +4,10 @@ Rows without work are sorted behind the others by a permutation that stays on th
 at a count that stays there too: nothing waits for the host in the forward.
 
 The backward asks the host once, for cuBLAS must know its sizes: the dense path for how many rows have a
-gradient; the sparse path, after all its kernels are launched, how many rows are live nearly everywhere (the
-dense path takes them) and whether its lists overflowed. With what the forward kept it does not ask. While a
-CUDA graph is captured it does not either: the dense path works on all rows, the sparse path takes dense rows
-too, and an overflow turns the gradient into NaN.
+gradient; the sparse path, after all its kernels are launched, whether its lists overflowed. Only then are
+rows that are live nearly everywhere set apart for the dense path, and it asks again. With what the forward
+kept it does not ask. While a CUDA graph is captured it does not either: the dense path works on all rows, and
+an overflow turns the gradient into NaN.
 """
 
 from __future__ import annotations
@@ -249,10 +249,14 @@ def _dense(rows: _SortedRows, plan: HeadPlan, wanted: _Wanted, kept: Kept | None
 
 
 def _sparse(
-    rows: _SortedRows, tile_lse: Tensor, plan: HeadPlan, wanted: _Wanted
+    rows: _SortedRows, tile_lse: Tensor, plan: HeadPlan, wanted: _Wanted, *, split_rows: bool = False
 ) -> tuple[HeadGradients, dict[str, Tensor] | None]:
-    """From the live pairs, and densely what is live nearly everywhere."""
-    problem, capturing = rows.problem, _capturing(rows.logprob)
+    """From the live pairs; where the lists overflow, once more without the rows that crowd them.
+
+    A crowded row costs less among the pairs than on the dense path, whose price is a pass over the weight and
+    its gradient however few rows it is for.
+    """
+    problem = rows.problem
     g_logprob = rows.upstream.logprob
     pairs = select_pairs(
         tile_lse,
@@ -264,7 +268,7 @@ def _sparse(
         tolerance=plan.tolerance,
         itemsize=problem.hidden.element_size(),
         g_logsumexp=rows.upstream.logsumexp,
-        split_rows=not capturing,
+        split_rows=split_rows,
         config=plan.sparse,
     )
     result = sparse_backward(
@@ -285,20 +289,32 @@ def _sparse(
     )
     found = HeadGradients(result.hidden, result.weight, result.bias)
     certificate = pairs.metrics(result.left_out)
-    if capturing:
+    if _capturing(rows.logprob):
         _poison(found, result.dense)
         return found, certificate
     missing = torch.cat([result.dense, pairs.dense_rows.sum(0, keepdim=True)])
     nothing_written, no_hidden, dense_rows = missing.tolist()
-    if nothing_written:
-        return _dense(rows, plan, wanted), None
+    if nothing_written:  # pairs overflowed: never once rows are set apart
+        del pairs, result, found  # the second pass needs as much memory
+        return _sparse(rows, tile_lse, plan, wanted, split_rows=True)
     if dense_rows:
         found = _with_dense_rows(found, rows, pairs.dense_rows, plan, wanted)
     if no_hidden and wanted.hidden:
-        exact = _dense(rows, plan, _Wanted(hidden=True, weight=False, bias=False))
-        found = replace(found, hidden=exact.hidden)
-        certificate = pairs.metrics() if wanted.weight or wanted.bias else None
+        alone = _Wanted(hidden=True, weight=False, bias=False)
+        if split_rows:
+            again, of_hidden = _dense(rows, plan, alone), None
+        else:
+            again, of_hidden = _sparse(rows, tile_lse, plan, alone, split_rows=True)
+        found = replace(found, hidden=again.hidden)
+        certificate = _worse(of_hidden, pairs.metrics() if wanted.weight or wanted.bias else None)
     return found, certificate
+
+
+def _worse(first: dict[str, Tensor] | None, second: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Number by number; None: nothing was left out."""
+    if first is None or second is None:
+        return first or second
+    return {name: torch.maximum(first[name], second[name]) for name in first}
 
 
 def _with_dense_rows(

@@ -12,8 +12,10 @@ from grpo_fast.head.checks import (
     Arguments,
     check_arguments,
     check_outputs,
+    check_packed,
     check_tolerance,
     check_weight_grad,
+    is_number,
 )
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import head_statistics, path_of
@@ -50,10 +52,11 @@ def linear_logprob(
 
     Args:
         hidden: (..., H), any strides.
-        weight: (V, H).
+        weight: (V, H), whole: a DTensor is refused, and what FSDP or ZeRO-3 has split must be gathered.
         targets: (...) int64 in [0, V), or `ignore_index`: that token costs nothing and returns zero.
         bias: (V,).
-        temperature: a positive number, or one per token in the targets' shape. Not differentiable.
+        temperature: a positive number, or one per token in the targets' shape. Not differentiable: a tensor
+            that requires grad is refused.
         logit_scale: positive factor of the logits, before the softcap (Cohere, Granite).
         softcap: bound of the logits (Gemma 2); None for no bound.
         outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
@@ -83,7 +86,7 @@ def linear_logprob(
             log-probability NaN.
     """
     wanted = check_outputs(outputs)
-    if not isinstance(topk, int) or topk < 0:
+    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
         raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
     check_weight_grad(weight, weight_grad)
     arguments = _arguments(
@@ -140,10 +143,10 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
+    if not is_number(label_smoothing, 0, 1):
         raise ValueError(f"label_smoothing must lie in [0, 1], got {label_smoothing!r}")
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss must be at least 0, got {z_loss!r}")
+    if not is_number(z_loss):
+        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss!r}")
     wanted = {"logprob"}
     if label_smoothing or z_loss:
         wanted.add("logsumexp")
@@ -202,14 +205,15 @@ def linear_grpo_loss(
         weight: (V, H).
         targets: (N,) int64.
         advantages: (N,) float.
-        sequence_ids: (N,) int64 in [0, num_sequences), a sequence's tokens contiguous and in order.
+        sequence_ids: (N,) int64 in [0, num_sequences), a sequence's tokens contiguous and in order. Checked
+            on a CPU only.
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
         ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
         sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
         loss_mask: (N,) bool; False keeps a token out of the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
-        totals: counts over the optimiser step, when this batch is only part of it.
+        totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
         config: the loss and its constants; None for `GRPOLossConfig()`.
         entropy: return the entropy too (also as a metric), whether or not the loss needs it.
         The others are those of `linear_logprob`.
@@ -218,6 +222,7 @@ def linear_grpo_loss(
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
     config = GRPOLossConfig() if config is None else config
+    _check_kinds(config, totals)
     per_token = {
         "targets": targets,
         "advantages": advantages,
@@ -228,7 +233,7 @@ def linear_grpo_loss(
         "loss_mask": loss_mask,
         "group_ids": group_ids,
     }
-    _check_packed(hidden, per_token)
+    check_packed(hidden, per_token, num_sequences)
     check_weight_grad(weight, weight_grad)
     counted = targets != ignore_index
     loss_mask = counted if loss_mask is None else loss_mask & counted
@@ -291,6 +296,8 @@ def _arguments(
 ) -> Arguments:
     vocabulary = None
     if process_group is not None:
+        if not isinstance(process_group, ProcessGroup):
+            raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
         from grpo_fast.head.parallel import shard_bounds
 
         _, vocabulary = shard_bounds(weight.shape[0], process_group)
@@ -366,10 +373,10 @@ def _head_output(
     )
 
 
-def _check_packed(hidden: Tensor, per_token: dict[str, Tensor | None]) -> None:
-    """Raises ValueError unless everything is flat and of one length."""
-    if hidden.dim() != 2:
-        raise ValueError(f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}")
-    for name, tensor in per_token.items():
-        if tensor is not None and tensor.shape != hidden.shape[:1]:
-            raise ValueError(f"{name} must be (N,) = ({hidden.shape[0]},), got shape {tuple(tensor.shape)}")
+def _check_kinds(config: GRPOLossConfig, totals: StepTotals | None) -> None:
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
+    if totals is not None and not isinstance(totals, StepTotals):
+        raise TypeError(
+            f"totals must be a grpo_fast.StepTotals, or None where the batch is the step, got {totals!r}"
+        )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 
 from grpo_fast.head.problem import ROW_IGNORED, ROW_INVALID, HeadProblem
 
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
+_NEEDED = ("targets", "advantages", "sequence_ids")
+_IDS = ("targets", "sequence_ids", "group_ids")
+_INTEGERS = (torch.int64, torch.int32)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -47,10 +52,14 @@ def check_arguments(
         ValueError: shapes or values that do not fit together.
     """
     _check_tensors(hidden, weight, targets, bias)
-    if not (isinstance(logit_scale, (int, float)) and math.isfinite(logit_scale) and logit_scale > 0):
+    if not (is_number(logit_scale) and logit_scale > 0):
         raise ValueError(f"logit_scale must be a positive number, got {logit_scale!r}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not (is_number(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a positive number, or None for no cap, got {softcap!r}")
+    if not isinstance(ignore_index, int):
+        raise TypeError(
+            f"ignore_index must be an integer, got {ignore_index!r}: give one that is no token, such as -100"
+        )
     kind = _compute_dtype(hidden, weight)
     entries = weight.shape[0] if vocabulary is None else vocabulary
     flat = targets.reshape(-1).to(torch.int64)
@@ -72,22 +81,30 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
     """The requested statistics as a set.
 
     Raises:
+        TypeError: no sequence.
         ValueError: a name that the head does not know.
     """
     if isinstance(outputs, str):
         raise ValueError(
             f"outputs must be a sequence of names, got the string {outputs!r}: write ({outputs!r},)"
         )
+    if not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}: choose from {list(OUTPUTS)}")
     wanted = frozenset(outputs)
-    unknown = wanted - set(OUTPUTS)
+    unknown = [name for name in wanted if name not in OUTPUTS]
     if unknown:
-        raise ValueError(f"outputs has unknown names {sorted(unknown)}: choose from {list(OUTPUTS)}")
+        raise ValueError(f"outputs has unknown names {unknown}: choose from {list(OUTPUTS)}")
     return wanted
+
+
+def is_number(value: object, least: float = 0.0, most: float = math.inf) -> bool:
+    """Whether it is a finite real number within the bounds, by comparisons, which a compiler can trace."""
+    return isinstance(value, Real) and least <= value <= most and value < math.inf
 
 
 def check_tolerance(tolerance: float | None) -> None:
     """Raises ValueError unless the tolerance is None, or finite and at least 0."""
-    if tolerance is not None and not 0 <= tolerance < math.inf:
+    if tolerance is not None and not is_number(tolerance):
         raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
 
 
@@ -115,6 +132,32 @@ def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
         )
 
 
+def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_sequences: int | None) -> None:
+    """Judges what a policy loss reads beside the head's arguments: flat, of one length, on one device.
+
+    Args:
+        per_token: (N,) tensors by argument's name, None for one that may be left out and is.
+
+    Raises:
+        TypeError: not a tensor, or of the wrong kind of numbers.
+        ValueError: shapes, devices or sequence ids that do not fit together. The ids are read on a CPU only.
+    """
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"hidden must be an (N, H) float tensor, got {type(hidden).__name__}")
+    if hidden.dim() != 2:
+        raise ValueError(
+            f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}: select the rows that "
+            "predict completion tokens, as hidden[mask]"
+        )
+    for name, tensor in per_token.items():
+        if tensor is not None or name in _NEEDED:
+            _check_per_token(name, tensor, hidden)
+    if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
+        raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
+    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_sequences(per_token["sequence_ids"], num_sequences)
+
+
 def check_values(problem: HeadProblem) -> None:
     """Targets and temperatures, where looking at them does not stall a device.
 
@@ -128,12 +171,43 @@ def check_values(problem: HeadProblem) -> None:
     if (problem.targets == ROW_INVALID).any():
         row = int((problem.targets == ROW_INVALID).nonzero()[0])
         raise ValueError(
-            f"targets must lie in [0, vocabulary) or equal ignore_index, but row {row} (flattened) does not: "
-            "check that the tokenizer fits the weight, or set ignore_index for it"
+            f"targets must lie in [0, V) or equal ignore_index, but row {row}, targets.flatten()[{row}], is "
+            "outside: check that the tokenizer fits the weight, or set ignore_index to what pads the targets"
         )
     if problem.inv_temperature is not None and problem.inv_temperature.isnan().any():
         row = int(problem.inv_temperature.isnan().nonzero()[0])
-        raise ValueError(f"temperature must be positive and finite, but row {row} (flattened) is not")
+        raise ValueError(
+            f"temperature must be positive and finite, but row {row}, temperature.flatten()[{row}], is not"
+        )
+
+
+def _check_per_token(name: str, tensor: Tensor | None, hidden: Tensor) -> None:
+    kinds = (torch.bool,) if name == "loss_mask" else _INTEGERS if name in _IDS else _FLOATS
+    if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be an (N,) {str(kinds[0]).removeprefix('torch.')} tensor, got {kind}")
+    if tensor.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"{name} must be (N,) = ({hidden.shape[0]},), got shape {tuple(tensor.shape)}: one value a "
+            "token; values[sequence_ids] spreads a sequence's"
+        )
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other")
+
+
+def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
+    limit = math.inf if num_sequences is None else num_sequences
+    if ids.numel() and not 0 <= ids.min() <= ids.max() < limit:
+        raise ValueError(
+            f"sequence_ids must lie in [0, num_sequences = {num_sequences}), got {int(ids.min())} to "
+            f"{int(ids.max())}: number the batch's sequences from 0"
+        )
+    runs = torch.unique_consecutive(ids)
+    if runs.numel() != torch.unique(runs).numel():
+        raise ValueError(
+            f"sequence_ids must keep a sequence's tokens together, got {len(runs)} runs of "
+            f"{len(torch.unique(runs))} ids: sort the tokens by sequence"
+        )
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -143,13 +217,21 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
-    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"{name} is a DTensor: give {name}.full_tensor(), or a split vocabulary as {name}.to_local() "
+                "with its process_group"
+            )
+    if not isinstance(targets, Tensor) or targets.dtype not in _INTEGERS:
         kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
         raise TypeError(f"targets must be an int64 tensor of token ids, got {kind}")
+    if weight.numel() == 0:
+        raise ValueError(
+            f"weight must have entries, got shape {tuple(weight.shape)}: gather it first where FSDP or "
+            "ZeRO-3 has split it"
+        )
     if weight.dim() != 2:
         raise ValueError(f"weight must be (V, H), got shape {tuple(weight.shape)}")
-    if weight.shape[0] == 0 or weight.shape[1] == 0:
-        raise ValueError(f"weight must have entries, got shape {tuple(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be (..., H), H = {weight.shape[1]} as in weight, got shape {tuple(hidden.shape)}"
@@ -167,10 +249,17 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
             )
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Of the device's kind alone: torch 2.11's compiler cannot trace the question."""
+    return is_autocast_available(kind)
+
+
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Autocast's dtype where it is in force, as for any linear layer; else the wider of the two."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+    autocast = _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    if autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(hidden.dtype, weight.dtype)
 
@@ -178,7 +267,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: torch.dtype) -> Tensor | None:
     """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
     if not isinstance(temperature, Tensor):
-        if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
+        if not (is_number(temperature) and temperature > 0):
             raise ValueError(f"temperature must be positive and finite, got {temperature!r}")
         if temperature == 1.0:
             return None
@@ -189,6 +278,8 @@ def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: tor
             f"temperature must be a number or of the targets' shape {tuple(targets.shape)}, "
             f"got shape {tuple(temperature.shape)}"
         )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError("temperature requires grad, but gets no gradient here: give temperature.detach()")
     accumulator = torch.float64 if kind == torch.float64 else torch.float32
     values = (
         temperature.detach().to(device=targets.device, dtype=accumulator).expand(targets.shape).reshape(-1)

@@ -1,13 +1,14 @@
 """The CUDA C++ of `csrc/`, where it was built: one shared library, called through ctypes as torch operators.
 
 Optional: every operator here has a Triton kernel that computes the same, and `tuning` says which one is used.
-Importing this module registers the operators; the library is loaded when the first of them runs.
+Importing this module registers the operators; the library is loaded when a plan asks whether it is usable.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).resolve().parent.parent / "_cuda" / "libgrpo_fast.so"
-INTERFACE = 1
+INTERFACE = 2
 """Of `csrc/grpo_fast.h`, as the library must report it."""
 
 REMEDY = "install again where nvcc is on PATH, with GRPO_FAST_CUDA=1 to see why it is not built"
@@ -46,6 +47,20 @@ class MassCurveCall(ctypes.Structure):
 def available() -> bool:
     """Whether the library was built; it may still fail to load."""
     return LIBRARY.is_file()
+
+
+@functools.cache
+def usable(index: int) -> bool:
+    """Whether the library was built and runs on this device; warns once if it was built and does not."""
+    if not available():
+        return False
+    try:
+        library = load()
+        _check(library, library.grpo_fast_usable(index))
+    except (ImportError, RuntimeError) as error:
+        warnings.warn(f"Triton stands in for the CUDA library on cuda:{index}. {error}", stacklevel=2)
+        return False
+    return True
 
 
 @functools.cache

@@ -147,7 +147,8 @@ def _policy_loss(*arguments):
 
     *tensors, sequences = arguments[: len(_TOKENS) + 1]
     given = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    return policy_loss(*given, sequences, PolicyLoss(*arguments[len(_TOKENS) + 1 :]))
+    with torch.cuda.device_of(tensors[0]):
+        return policy_loss(*given, sequences, PolicyLoss(*arguments[len(_TOKENS) + 1 :]))
 
 
 @_policy_loss.register_fake

@@ -2,7 +2,8 @@
 
 `torch.compile` and CUDA graphs see `grpo_fast::head_forward` and `grpo_fast::head_backward`; which path runs
 inside is the plan's affair. Besides its statistics the forward returns state for the backward, since an
-operator's results are all that autograd may keep.
+operator's results are all that autograd may keep. Kernels start on the current device, so the operators make
+it that of their tensors.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _head_forward(*arguments):
         keep=call.keep,
     )
     jacobian, *sorted_state = _empty_state(problem)
-    with torch.autocast(device.type, enabled=False):
+    with torch.cuda.device_of(call.hidden), torch.autocast(device.type, enabled=False):
         if plan.path == "triton":
             from grpo_fast.head import accelerated
 
@@ -239,7 +240,7 @@ def _head_backward(*arguments):
         trainable=call.need_weight,
     )
     left_out = None
-    with torch.autocast(problem.hidden.device.type, enabled=False):
+    with torch.cuda.device_of(call.hidden), torch.autocast(call.hidden.device.type, enabled=False):
         if plan.path == "triton":
             from grpo_fast.head import accelerated
 
@@ -380,5 +381,5 @@ def device_facts(kind: str, index: int | None) -> Device:
         capability=(facts.major, facts.minor),
         shared_memory=facts.shared_memory_per_block_optin,
         has_triton=importlib.util.find_spec("triton") is not None,
-        has_library=cuda.available(),
+        has_library=cuda.usable(torch.cuda.current_device() if index is None else index),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
     """What a backward left out, and the most it can have cost. NaN until the backward has run.
 
@@ -18,7 +18,12 @@ class Certificate:
 
     values: Tensor  # (4,) float32
 
-    SIZE: ClassVar[int] = 4
+    NAMES: ClassVar[tuple[str, ...]] = ("density", "left_out_mean", "left_out_max", "error_bound")
+    SIZE: ClassVar[int] = len(NAMES)
+
+    def __repr__(self) -> str:
+        facts = zip(self.NAMES, self.values.tolist(), strict=True)
+        return f"Certificate({', '.join(f'{name}={value:.4g}' for name, value in facts)})"
 
     @classmethod
     def pending(cls, device: torch.device) -> Certificate:
@@ -30,8 +35,7 @@ class Certificate:
             self.values.zero_()
             self.values[0].fill_(1.0)
         else:
-            names = ("density", "left_out_mean", "left_out_max", "error_bound")
-            self.values.copy_(torch.stack([left_out[name].float() for name in names]))
+            self.values.copy_(torch.stack([left_out[name].float() for name in self.NAMES]))
 
     @property
     def density(self) -> Tensor:
@@ -54,7 +58,7 @@ class Certificate:
         return self.values[3]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadOutput:
     """Per-token results, float32 (float64 for float64 inputs), of the targets' shape; zero where ignored.
 
@@ -72,7 +76,7 @@ class HeadOutput:
     certificate: Certificate | None = None  # filled by the backward
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GRPOLossOutput:
     """A policy loss over a packed batch. N tokens."""
 

@@ -103,7 +103,8 @@ def _local_targets(targets: Tensor, start: int, entries: int) -> Tensor:
 
 
 def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: dist.ProcessGroup) -> Tensor:
-    result = tensor.detach().clone()
+    # Ranks add up memory: whatever the strides, it must be in the same order on all of them.
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, operation, group=group)
     return result
 

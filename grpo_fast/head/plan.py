@@ -85,7 +85,7 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     keep = work.keep and path == "triton" and not work.softcap
     forward_wide = not (work.extra_statistics and (work.softcap or keep))
     backward_wide = not (work.softcap or work.dense_gradient)
-    sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable)
+    sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
     return HeadPlan(
@@ -124,9 +124,9 @@ def _chunks(device: Device, work: Workload) -> Chunks:
 
 
 def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool) -> ProductTile | None:
-    """Hopper's tile, as large as registers allow: operand bytes per product keep the tensor cores fed."""
+    """A large tile, where the architecture has descriptors: few bytes per product feed the tensor cores."""
     tile = sizes.wide if wide else sizes.narrow
-    if tile is None or not work.aligned or device.capability[0] not in (9, 10):
+    if tile is None or not work.aligned:
         return None
     results = tile.rows * TILE * work.dtype.itemsize
     needed = tile.shared_bytes(work.dtype.itemsize) + results + _SCRATCH_BYTES

@@ -269,6 +269,7 @@ class LiveRows:
     def gather(
         cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients, index: Tensor
     ) -> LiveRows:
+        """The rows at `index`, (n,) int64, whether or not they have a gradient."""
         chosen = gradients.rows(index)
         block = problem.rows(index)
         logprob = statistics.logprob[index]

@@ -20,7 +20,7 @@ from grpo_fast.kernels import TILE, ProductTile
 from grpo_fast.kernels.sparse_config import SparseConfig
 
 TABLES = Path(__file__).resolve().parent / "tables"
-SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448}
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory one program may use, by architecture."""
 
 Precision = Literal["half", "float32"]
@@ -73,20 +73,29 @@ class Table:
         return next(rule.sizes for rule in self.rules if rule.fits(precision, hidden, trainable))
 
 
-def sizes_for(capability: tuple[int, int], dtype: torch.dtype, hidden: int, trainable: bool) -> Sizes:
+def sizes_for(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    hidden: int,
+    trainable: bool,
+    shared_memory: int | None = None,
+) -> Sizes:
     """The sizes for a device and a shape.
 
-    A device without a table of its own takes that of the newest architecture before it; an older one than
-    any, the oldest.
+    A device without a table of its own takes that of the newest architecture before it whose shared memory it
+    has; where there is none, the table that needs the least.
 
     Args:
         capability: CUDA compute capability; the plan of another device reads it as the oldest.
         hidden: H.
         trainable: whether the head's weight takes a gradient.
+        shared_memory: bytes one program may use; None: as much as any table asks for.
     """
     tables = load_tables()
     wanted = 10 * capability[0] + capability[1]
-    chosen = max((a for a in tables if a <= wanted), default=min(tables))
+    fits = [a for a in tables if shared_memory is None or SHARED_MEMORY[a] <= shared_memory]
+    least = min(tables, key=lambda a: (SHARED_MEMORY[a], a))
+    chosen = max((a for a in fits if a <= wanted), default=least)
     precision: Precision = "half" if dtype in (torch.bfloat16, torch.float16) else "float32"
     return tables[chosen].sizes(precision, hidden, trainable)
 

@@ -50,6 +50,12 @@ def _version(host: ModuleType, distribution: str) -> str:
         ) from error
 
 
+def require_config(config: GRPOLossConfig) -> None:
+    """Raises TypeError for anything else, such as the bare name of a loss."""
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"the loss must be a GRPOLossConfig, such as GRPOLossConfig('gspo'), got {config!r}")
+
+
 def padded_policy_loss(
     config: GRPOLossConfig, mask: Tensor, totals: StepTotals | None, **tensors: Tensor | None
 ) -> LossOutputs:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.head.api import linear_logprob
-from grpo_fast.integrations.host import padded_policy_loss, require
+from grpo_fast.integrations.host import padded_policy_loss, require, require_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 KNOWN_VERSIONS = ("0.6",)
@@ -45,6 +45,7 @@ class PolicyLoss:
 
     Raises:
         ImportError: NeMo-RL is missing, or of a version this adapter does not know.
+        TypeError: `config` is none.
         ValueError: the loss needs the entropy or a value head.
     """
 
@@ -54,6 +55,7 @@ class PolicyLoss:
         use_fused_linear_logprobs: bool = False,
         exactly_on_policy: bool = False,
     ) -> None:
+        require_config(config)
         require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 

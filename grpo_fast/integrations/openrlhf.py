@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fast.head.api import linear_logprob
 from grpo_fast.head.outputs import HeadOutput
 from grpo_fast.integrations.head_tap import HeadTap, tapped_head
-from grpo_fast.integrations.host import padded_local_loss, require
+from grpo_fast.integrations.host import padded_local_loss, require, require_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy.head import HeadParameters
 
@@ -35,6 +35,7 @@ def patch(loss: GRPOLossConfig | None = None) -> None:
 
     Raises:
         ImportError: OpenRLHF is missing, or of a version this adapter does not know.
+        TypeError: the loss is no configuration.
         ValueError: the loss has terms that OpenRLHF adds itself, or is not of the catalogue.
     """
     if loss is not None:
@@ -140,6 +141,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _check(loss: GRPOLossConfig) -> None:
+    require_config(loss)
     if loss.is_custom:
         raise ValueError(
             f"loss_type = {loss.loss_type!r} is a function of your own, whose normaliser is unknown; choose "

@@ -74,10 +74,10 @@ class RewardSet:
         """Raises ValueError for no reward, or two of one name."""
         self.rewards = tuple(rewards)
         self.names = tuple(reward.name for reward in rewards)
-        if not rewards or len(set(self.names)) < len(rewards):
-            raise ValueError(
-                f"a run needs at least one reward, each with its own name; got {list(self.names)}"
-            )
+        if not rewards:
+            raise ValueError("rewards is empty: nothing scores completions; give rewards=[{reward: NAME}]")
+        if len(set(self.names)) < len(rewards):
+            raise ValueError(f"each reward needs a name of its own; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)
         self._runner = Runner()
 

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from grpo_fast.config import RolloutConfig
     from grpo_fast.policy import Policy
 
-__all__ = ["Completion", "Engine", "RolloutObserver", "Sampling", "make_engine", "sampling_of"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "RolloutObserver",
+    "Sampling",
+    "make_engine",
+    "require_engine",
+    "sampling_of",
+]
 
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
@@ -25,6 +33,26 @@ def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
         stop=tuple(config.stop),
         seed=seed,
     )
+
+
+def require_engine(config: RolloutConfig) -> None:
+    """What `make_engine` would miss only once the policy is loaded.
+
+    Raises:
+        ValueError: the environment or a setting contradicts `config.engine`.
+        ImportError: vLLM is asked for and not installed, or of an unknown version; the message says what to
+            install.
+    """
+    if config.engine != "vllm":
+        return
+    if config.max_batch_tokens is not None:
+        raise ValueError(
+            f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
+            "set rollout.vllm.kv_cache_gib instead"
+        )
+    from grpo_fast.rollout.vllm_process import require_vllm
+
+    require_vllm()
 
 
 def make_engine(
@@ -44,12 +72,8 @@ def make_engine(
         ValueError: `config.engine` names no engine, or a setting contradicts the device or the policy.
         ImportError: vLLM is asked for and not installed, or of an unknown version.
     """
+    require_engine(config)
     engine = config.engine
-    if engine == "vllm" and config.max_batch_tokens is not None:
-        raise ValueError(
-            f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
-            "set rollout.vllm.kv_cache_gib instead"
-        )
     if engine == "auto":
         engine = "vllm" if policy.device.type == "cuda" and _vllm_is_there() else "transformers"
     if engine == "vllm":

@@ -7,6 +7,7 @@ nothing, a failed one can be asked for again, and nothing generates but in phase
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Literal, Protocol
 
@@ -35,11 +36,15 @@ class SleepCycle:
     Args:
         engine: what sleeps.
         level: 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both.
+        require_room: raises where there is no memory to wake a tag in, before vLLM would, half-way.
     """
 
-    def __init__(self, engine: Sleeper, level: Level) -> None:
+    def __init__(
+        self, engine: Sleeper, level: Level, require_room: Callable[[str], None] = lambda tag: None
+    ) -> None:
         self.engine = engine
         self.level = level
+        self._require_room = require_room
         self.phase = Phase.AWAKE
         self.weights_dropped = False
 
@@ -89,6 +94,8 @@ class SleepCycle:
 
     def _wake(self, tag: str) -> None:
         try:
+            if self.level > 0:
+                self._require_room(tag)
             self.engine.wake_up(tags=[tag])
         except Exception as error:
             raise RuntimeError(

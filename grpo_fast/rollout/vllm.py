@@ -8,8 +8,11 @@ cached, and goes on.
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +32,7 @@ from grpo_fast.rollout.vllm_checks import (
 from grpo_fast.rollout.vllm_choices import shares_weights, sleep_level, uses_adapters
 from grpo_fast.rollout.vllm_config import VLLMConfig
 from grpo_fast.rollout.vllm_layout import storage_of
+from grpo_fast.rollout.vllm_memory import require_room
 from grpo_fast.rollout.vllm_process import stopped
 from grpo_fast.rollout.vllm_requests import (
     Requests,
@@ -43,6 +47,11 @@ from grpo_fast.rollout.vllm_sync import AdapterSync, MergedSync, Sync, fingerpri
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
+logger = logging.getLogger(__name__)
+NOT_SHARED = (
+    "vLLM's weights are a copy that stays on the device, for %s; rollout.vllm.share_weights = false lets it "
+    "leave while the trainer works"
+)
 GREEDY_PROBE = Sampling(max_completion_length=1, temperature=0.0)
 
 
@@ -81,8 +90,9 @@ class VLLMEngine:
         self._policy = policy
         self._eos_ids = policy.eos_token_ids
         self._same_tokenizer = False  # not yet looked at
+        self._in_parallel = config.tensor_parallel_size > 1
         adapters = uses_adapters(policy, config)
-        level = sleep_level(policy, config, adapters)
+        level, shares = sleep_level(policy, config, adapters), shares_weights(policy, config, adapters)
         self._started: Started | None = start(
             policy,
             config,
@@ -90,19 +100,24 @@ class VLLMEngine:
             kv_cache_bytes=kv_cache_bytes,
             adapters=adapters,
             sleeps=policy.device.type == "cuda" and level != 0,
-            shares=shares_weights(policy, config, adapters),
+            shares=shares,
         )
         try:
-            self._sync: Sync = (
+            self._cycle = SleepCycle(self._vllm, 0, require_room)
+            self._sync: Sync | None = (
                 AdapterSync(self._vllm)
                 if adapters
                 else MergedSync(self._vllm, self._started.model, policy, self._started.landings)
             )
-            if config.share_weights is True and self._sync.way not in ("shared", "adapter"):
-                raise ValueError(f"rollout.vllm.share_weights = true: {self._sync.reason}; set it to auto")
+            self._started.landings = []  # of a weight that vLLM repacked they would keep the memory
+            self.sync_way, self.sync_reason = self._sync.way, self._sync.reason
+            if config.share_weights is True and self.sync_way not in ("shared", "adapter"):
+                raise ValueError(f"rollout.vllm.share_weights = true: {self.sync_reason}; set it to auto")
+            if shares and self.sync_way not in ("shared", "adapter"):
+                logger.warning(NOT_SHARED, self.sync_reason)
             if level == "auto":
-                level = 1 if self._sync.way in ("shared", "adapter") else 2
-            self._cycle = SleepCycle(self._vllm, level)
+                level = 1 if self.sync_way in ("shared", "adapter") else 2
+            self._cycle.level = level
             self.sync(policy)
             self._compare_with_policy()
             if level == 2:
@@ -110,14 +125,6 @@ class VLLMEngine:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def sync_way(self) -> str:
-        return self._sync.way
-
-    @property
-    def sync_reason(self) -> str:
-        return self._sync.reason
 
     @property
     def max_length(self) -> int:
@@ -145,8 +152,11 @@ class VLLMEngine:
                 that leaves no room for its completion.
             FloatingPointError: the model's logits hold NaN.
         """
+        self._running()
         self._cycle.require_awake()
         check(sampling)
+        if sampling.seed is None and self._in_parallel:
+            raise ValueError("sampling.seed = None: tensor-parallel processes must draw alike; give a seed")
         if n < 1:
             raise ValueError(f"n = {n} must be at least 1")
         for index, prompt in enumerate(prompts):
@@ -174,6 +184,7 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Give the memory away; does nothing when asleep."""
+        self._running()
         self._cycle.sleep()
 
     def sync(self, policy: Policy) -> None:
@@ -188,6 +199,7 @@ class VLLMEngine:
         """
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
+        self._running()
         if policy.device.type == "cuda":
             torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
         self._cycle.wake_weights()
@@ -205,6 +217,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: the weights were dropped and not synced since, or there is no memory to wake in.
         """
+        self._running()
         self._cycle.wake()
 
     def memory(self) -> dict[str, int]:
@@ -214,19 +227,32 @@ class VLLMEngine:
         no_cache = self._cycle.phase is not Phase.AWAKE and self._cycle.level > 0
         caches = {storage_of(t): t.untyped_storage().nbytes() for t in self._kv_tensors()}
         return {
-            "weights": 0 if asleep else started.weight_bytes,
+            "weights": 0 if asleep and started.weights_sleep else started.weight_bytes,
             "kv_cache": 0 if no_cache else sum(caches.values()),
         }
 
     def close(self) -> None:
-        """Stop vLLM and free what it holds. The policy stays as it is, shared weights included."""
+        """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
+
+        vLLM takes torch.distributed down as it goes, also where it was there before.
+        """
         if self._started is None:
             return
-        vllm, self._started = self._vllm, None
+        vllm = self._vllm
+        with suppress(RuntimeError):  # no room: what sleeps, vLLM cannot free; it goes with the process
+            self._cycle.weights_loaded()
+            self._cycle.wake()
+        self._started = self._sync = self._cycle.engine = None  # what refers to its memory keeps it
         try:
             vllm.engine_core.shutdown()
+        except Exception as error:  # a run that is over does not fail by it
+            logger.warning("vLLM did not stop cleanly: %s", error)
         finally:
             stopped()
+            del vllm
+            gc.collect()
+            if self._policy.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> VLLMEngine:
         return self
@@ -285,7 +311,8 @@ class VLLMEngine:
         if not agree(self._probe(), expected, policy.base_model.dtype):
             raise ValueError(
                 f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the "
-                "policy does; its implementation of the model differs: set rollout.engine to transformers"
+                "policy does; its implementation of the model differs, or its reload of the weights is not "
+                "exact: set rollout.engine to transformers"
             )
 
     def _rehearse(self) -> None:
@@ -299,8 +326,9 @@ class VLLMEngine:
         self.wake()
         if agree(before, self._probe(), self._policy.base_model.dtype):
             return
-        for tensor, value in zip(loose, kept, strict=True):
-            tensor.data.copy_(value)
+        with torch.inference_mode():  # in which vLLM may have made them
+            for tensor, value in zip(loose, kept, strict=True):
+                tensor.copy_(value)
         self._cycle.level = 1
         self._compare_with_policy()
         warnings.warn(

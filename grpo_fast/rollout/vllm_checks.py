@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 PROBE_LENGTH = 16
 COMPARED_TOKENS = 2000  # of two tokenizers
-ROUNDING = {torch.float32: 1e-2}  # mean nats between two ways of computing the same; 16 bits: below
+# Mean nats between two ways of computing the same. float32: vLLM's attention on a GPU may use TF32.
+ROUNDING = {torch.float32: 5e-2}
 ROUNDING_16_BIT = 0.25
 
 
@@ -81,7 +82,8 @@ def loose_tensors(model: nn.Module, *, without: Collection[int] = ()) -> list[Te
 
 
 def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    """Real ones alone: a compiled model keeps tensors without memory, and its graphs' outputs."""
+    if type(value) in (Tensor, nn.Parameter):
         yield value
     elif id(value) not in seen and not isinstance(value, nn.Module):
         seen.add(id(value))
@@ -91,5 +93,9 @@ def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 yield from _tensors_in(item, seen)
-        elif type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+        elif _may_hold_weights(type(value).__module__) and hasattr(value, "__dict__"):
             yield from _tensors_in(vars(value), seen)
+
+
+def _may_hold_weights(module: str) -> bool:
+    return module.startswith("vllm.") and not module.startswith(("vllm.compilation.", "vllm.config."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from grpo_fast.rollout.vllm_config import VLLMConfig
+from grpo_fast.rollout.vllm_sync import has_experts
 
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
@@ -31,6 +32,9 @@ def shares_weights(policy: Policy, config: VLLMConfig, adapters: bool) -> bool:
         obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
     elif policy.has_adapters and not adapters:
         obstacle = "merged LoRA weights are not the policy's own; set lora_sync to adapter"
+    elif has_experts(policy):
+        # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep gives away.
+        obstacle = "vLLM lays out experts in its own way; leave them to its sleep"
     if config.share_weights is True and obstacle is not None:
         raise ValueError(f"rollout.vllm.share_weights = true: {obstacle}, or share_weights to auto")
     wanted = policy.device.type == "cuda" if config.share_weights == "auto" else config.share_weights

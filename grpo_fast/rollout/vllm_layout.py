@@ -96,12 +96,10 @@ def size_in_bytes(model: nn.Module, *, without: Collection[int] = ()) -> int:
     return sum(size for storage, size in storages.items() if storage not in without)
 
 
+@torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
 @torch.no_grad()
 def share(
-    model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    landings: Sequence[Landing],
-    allocate: Callable[[Tensor], Tensor],
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], landings: Sequence[Landing]
 ) -> list[Landing]:
     """Make engine and trainer use the same memory, where a whole weight is a contiguous part of a tensor.
 
@@ -111,7 +109,6 @@ def share(
     Args:
         model: the engine's, its weights loaded and not yet processed.
         parameters: the trainer's, by the checkpoint's names.
-        allocate: an empty tensor like its argument, outside any pool that the engine drops.
 
     Returns:
         The landings with their targets where they are now; `aliases` tells which are shared.
@@ -133,7 +130,7 @@ def share(
         if len(parts) == 1 and first.numel() == tensor.numel():
             home = first.data.view(tensor.shape)
         else:
-            home = allocate(tensor).copy_(tensor)
+            home = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
         for part in parts:
             shape = parameters[part.name].shape
             place = home.view(-1)[part.target.storage_offset() :][: part.target.numel()].view(shape)

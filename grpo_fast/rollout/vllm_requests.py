@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import signal
 import threading
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MASK = 2**64 - 1
+_calls = itertools.count()
 
 
 def mix(value: int) -> int:
@@ -88,6 +90,8 @@ class Requests:
     def __init__(self, engine: Any, device: torch.device) -> None:
         self._engine = engine
         self._device = device
+        # vLLM runs a batch ahead: the last one still names requests of this call when the next call begins.
+        self._call = next(_calls)
         self._open: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Requests:
@@ -99,7 +103,7 @@ class Requests:
             self._open.clear()
 
     def add(self, prompt: Sequence[int], key: tuple[int, int], params: Any, adapter: Any) -> None:
-        name = f"{key[0]}-{key[1]}"
+        name = f"{self._call}-{key[0]}-{key[1]}"
         self._open[name] = key
         prompt_of = {"prompt_token_ids": list(prompt)}
         self._engine.add_request(name, prompt_of, params, lora_request=adapter)

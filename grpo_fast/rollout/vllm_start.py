@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.rollout.vllm_config import VLLMConfig
 from grpo_fast.rollout.vllm_layout import Landing, share, size_in_bytes, storage_of, watch_loading
+from grpo_fast.rollout.vllm_memory import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm_process import require_vllm, starting
-from grpo_fast.rollout.vllm_sync import allocate_outside_pool, base_parameters, base_weights
+from grpo_fast.rollout.vllm_sync import base_parameters, base_weights, checkpoint_weights
+from grpo_fast.rollout.vllm_version import installed_version, require_version
 
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
+logger = logging.getLogger(__name__)
 LOAD_FORMAT = "grpo_fast"
-GIB = 2**30
 CPU_KV_GIB = 1.0
+FP32_HEAD_SINCE = (0, 26)  # older ones warn, and generate with the model's own dtype
 FREE_SHARE = 0.5  # of the free GPU memory, when nothing says how much vLLM may have
 
 
@@ -34,6 +41,7 @@ class Started:
     llm: Any
     landings: list[Landing]
     weight_bytes: int  # as loaded, in memory of vLLM's own
+    weights_sleep: bool  # that memory is given away too, not the KV cache alone
 
     @property
     def engine(self) -> Any:
@@ -73,27 +81,37 @@ def start(
         ValueError: the environment or the configuration contradicts itself.
     """
     require_vllm()
-    started = Started(None, [], 0)
+    on_gpu = policy.device.type == "cuda"
+    started = Started(None, [], 0, weights_sleep=sleeps and not shares)
 
     def load(model: nn.Module) -> None:
-        weights = base_weights(policy) if adapters else policy.named_weights()
+        weights = base_weights(policy) if adapters else checkpoint_weights(policy)
         started.landings = watch_loading(model.load_weights, weights)
         if shares:
             parameters = base_parameters(policy)
-            started.landings = share(model, parameters, started.landings, allocate_outside_pool)
+            started.landings = share(model, parameters, started.landings)
         own = {storage_of(p) for p in policy.model.parameters()} if shares else set()
         started.weight_bytes = size_in_bytes(model, without=own)
 
-    with starting(), _model_folder(policy) as folder, _loading_by(load):
+    logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
+    alone = config.tensor_parallel_size == 1
+    compiles = not runs_eagerly(policy.device, config)
+    with starting(alone=alone), _model_folder(policy, compiles=compiles) as folder, _loading_by(load):
         from vllm import LLM
         from vllm.platforms import current_platform
 
         require_device(policy.device, current_platform.device_type, config)
+        require_processes(config)
         arguments = engine_arguments(policy, config, max_length, kv_cache_bytes)
         if adapters:
             arguments |= adapter_arguments(policy)
-        started.llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
-    if policy.device.type == "cuda":
+        if started.weights_sleep:
+            require_empty_pool()
+        if on_gpu:
+            torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
+        with weights_outside_the_pool() if sleeps and shares else nullcontext():
+            started.llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
+    if on_gpu:
         torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
     return started
 
@@ -105,8 +123,9 @@ def require_device(device: torch.device, platform: str, config: VLLMConfig) -> N
         ValueError: it works elsewhere.
     """
     if device.type != platform:
+        built_for = platform or "a GPU, and finds none"
         raise ValueError(
-            f"the policy is on {device}, and the installed vLLM is one for {platform}; change model.device, "
+            f"the policy is on {device}, and the installed vLLM is one for {built_for}; change model.device, "
             "or set rollout.engine to transformers"
         )
     if device.index and config.tensor_parallel_size == 1:
@@ -114,19 +133,48 @@ def require_device(device: torch.device, platform: str, config: VLLMConfig) -> N
             f"the policy is on {device}, and vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES = "
             f"{device.index} and model.device to cuda"
         )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.tensor_parallel_size > 1 and (device.index or 0) != local_rank:
+        raise ValueError(
+            f"the policy is on {device}, and vLLM takes the GPU of LOCAL_RANK = {local_rank}; start it with "
+            f"model.device=cuda:{local_rank}"
+        )
+
+
+def require_processes(config: VLLMConfig) -> None:
+    """vLLM joins torch.distributed where it runs already, and its groups must fill it.
+
+    Raises:
+        ValueError: there are more or fewer processes than vLLM will use, or not those of torchrun.
+    """
+    wanted = config.tensor_parallel_size
+    if wanted > 1 and int(os.environ.get("WORLD_SIZE", "1")) != wanted:
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size = {wanted} needs as many processes, not "
+            f"{os.environ.get('WORLD_SIZE', '1')}; start the run with torchrun --nproc-per-node {wanted}"
+        )
+    there = torch.distributed.get_world_size() if torch.distributed.is_initialized() else wanted
+    if there != wanted:
+        raise ValueError(
+            f"torch.distributed runs with {there} processes, and vLLM would join it with "
+            f"rollout.vllm.tensor_parallel_size = {wanted}; set it to {there}, or leave torch.distributed off"
+        )
+
+
+def runs_eagerly(device: torch.device, config: VLLMConfig) -> bool:
+    return device.type == "cpu" if config.enforce_eager is None else config.enforce_eager
 
 
 def engine_arguments(
     policy: Policy, config: VLLMConfig, max_length: int | None, kv_cache_bytes: int | None
 ) -> dict[str, Any]:
     """What `LLM` is called with, besides model, sleep and adapters."""
-    on_cpu = policy.device.type == "cpu"
     arguments: dict[str, Any] = {
         "load_format": LOAD_FORMAT,
         "dtype": str(policy.base_model.dtype).removeprefix("torch."),
         "seed": 0,  # requests bring their own
         "max_model_len": config.max_model_length or max_length or -1,  # -1: the model's, or what fits
-        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "enforce_eager": runs_eagerly(policy.device, config),
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # its own neutral defaults, not the model's
@@ -135,31 +183,28 @@ def engine_arguments(
     if config.max_sequences is not None:
         arguments["max_num_seqs"] = config.max_sequences
     if config.fp32_head:
+        require_version(FP32_HEAD_SINCE, "rollout.vllm.fp32_head = true")
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.tensor_parallel_size > 1:
-        if int(os.environ.get("WORLD_SIZE", "1")) != config.tensor_parallel_size:
-            raise ValueError(
-                f"rollout.vllm.tensor_parallel_size = {config.tensor_parallel_size} needs as many processes, "
-                f"not {os.environ.get('WORLD_SIZE', '1')}; start the run with torchrun --nproc-per-node "
-                f"{config.tensor_parallel_size}"
-            )
         arguments["tensor_parallel_size"] = config.tensor_parallel_size
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments | cache_arguments(policy.device, config, kv_cache_bytes)
 
 
 def cache_arguments(device: torch.device, config: VLLMConfig, planned: int | None) -> dict[str, Any]:
-    """How much memory is for keys and values: as configured, else as planned, else by a share."""
-    if config.kv_cache_gib is not None:
-        return {"kv_cache_memory_bytes": int(config.kv_cache_gib * GIB)}
-    if planned is not None:
-        return {"kv_cache_memory_bytes": planned}
+    """How much memory is for keys and values: as configured, else as planned, else by a share.
+
+    vLLM refuses to start where its share, by default 92 % of the device, is not free, even when a size is
+    given instead: the share must leave out what the trainer holds already.
+    """
+    size = planned if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
     if device.type == "cpu":
-        return {"kv_cache_memory_bytes": int(CPU_KV_GIB * GIB)}
-    if config.gpu_memory_utilization is not None:
-        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+        return {"kv_cache_memory_bytes": int(CPU_KV_GIB * GIB) if size is None else size}
     free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": FREE_SHARE * free / total}
+    share = FREE_SHARE * free / total
+    if size is not None:
+        return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": share}
+    return {"gpu_memory_utilization": config.gpu_memory_utilization or share}
 
 
 def adapter_arguments(policy: Policy) -> dict[str, Any]:
@@ -174,13 +219,32 @@ def adapter_arguments(policy: Policy) -> dict[str, Any]:
 
 
 @contextmanager
-def _model_folder(policy: Policy) -> Iterator[Path]:
-    """Configuration and tokenizer, which vLLM reads from disk."""
+def _model_folder(policy: Policy, *, compiles: bool) -> Iterator[Path]:
+    """Configuration and tokenizer, which vLLM reads from disk; kept where it compiles the model."""
     with tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as folder:
         config = policy.base_model.config
         config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
-        yield Path(folder)
+        yield kept(Path(folder)) if compiles else Path(folder)
+
+
+def kept(folder: Path) -> Path:
+    """A copy in the cache, named by its content; the folder itself where the cache cannot be written.
+
+    vLLM looks for a model that it has compiled before by the name of the folder: under a new name, every run
+    compiles, and leaves what it compiled.
+    """
+    content = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        name = file.relative_to(folder).as_posix()
+        content.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    place = cache_folder() / "vllm" / content.hexdigest()[:24]
+    with suppress(OSError):  # a full disk; or another run was faster
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent) as partial:
+                shutil.copytree(folder, Path(partial) / "whole").rename(place)
+    return place if place.is_dir() else folder
 
 
 @contextmanager

@@ -36,6 +36,24 @@ class Sync(Protocol):
         ...
 
 
+def has_experts(policy: Policy) -> bool:
+    return any(".experts." in name for name, _ in policy.base_model.named_parameters())
+
+
+def checkpoint_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights under the names that vLLM's loaders know.
+
+    transformers fuses a layer's experts as it loads them; here they are copies, one by one again.
+    """
+    if not has_experts(policy):
+        yield from policy.named_weights()
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in policy.named_weights():
+        yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
+
+
 def base_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint without its adapters; a tied head is not repeated."""
     seen: set[int] = set()
@@ -82,11 +100,14 @@ class MergedSync:
     def __init__(self, engine: Any, model: nn.Module, policy: Policy, landings: list[Landing]) -> None:
         self._engine = engine
         self._packed_ties = packed_ties(model)
-        self._changing = changing(policy)
+        # Experts have other names in the policy: all of them are copied, whatever trains.
+        self._changing = None if has_experts(policy) else changing(policy)
         self._landings = live(model, landings)
         self.way, self.reason = choose_way(policy, landings, self._landings)
+        if engine.model_config.use_mla:
+            self.way, self.reason = "portable", "vLLM derives other weights from those of latent attention"
         if self.way == "direct":
-            self._check_against_reload(policy)
+            self._check_against_reload(model, policy)
 
     def __call__(self, policy: Policy, *, everything: bool) -> None:
         if self.way == "portable":
@@ -97,21 +118,24 @@ class MergedSync:
     @torch.no_grad()
     def _copy(self, policy: Policy, names: set[str] | None) -> None:
         due = grouped(part for part in self._landings if names is None or part.name in names)
-        for name, weight in policy.named_weights():
+        for name, weight in checkpoint_weights(policy):
             for landing in due.get(name, ()):
                 if not landing.aliases(weight):
                     landing.load(weight)
 
     def _reload(self, policy: Policy) -> None:
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": policy.named_weights()})
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_weights(policy)})
         for module in self._packed_ties:
             module.quant_method.process_weights_after_loading(module)
 
-    def _check_against_reload(self, policy: Policy) -> None:
+    def _check_against_reload(self, model: nn.Module, policy: Policy) -> None:
         """The portable way must leave the same values at the same places, or it is the one to take."""
         self._reload(policy)
+        if len(live(model, self._landings)) < len(self._landings):
+            self.way, self.reason = "portable", "vLLM's own reload moves the weights"
+            return
         parts = grouped(self._landings)
-        for name, weight in policy.named_weights():
+        for name, weight in checkpoint_weights(policy):
             if not all(part.holds(weight) for part in parts[name]):
                 self.way, self.reason = "portable", f"vLLM's own reload leaves other values in {name}"
                 return
@@ -131,7 +155,7 @@ def choose_way(policy: Policy, landings: list[Landing], alive: list[Landing]) ->
     by_name = grouped(landings)
     shared = True
     reason = "every weight is the same memory in both"
-    for name, weight in policy.named_weights():
+    for name, weight in checkpoint_weights(policy):
         parts = by_name.get(name, [])
         if not parts:
             return "portable", f"{name} is not loaded by plain copies"
@@ -185,11 +209,3 @@ class AdapterSync:
             if not self._engine.add_lora(request):
                 raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
         self.adapter = request
-
-
-def allocate_outside_pool(tensor: Tensor) -> Tensor:
-    """Empty memory that vLLM's sleep does not touch: a memory pool is that of the thread that entered it."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(torch.empty_like, tensor, requires_grad=False).result()

@@ -22,5 +22,22 @@ def version_problem(version: str | None) -> str | None:
     """Why this version of vLLM cannot be used, with the remedy; none: it can."""
     if version is None:
         return f"vLLM is not installed: {INSTALL}"
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    return None if OLDEST <= numbers <= NEWEST else f"vLLM {version} is not known to work here: {INSTALL}"
+    known = OLDEST <= _numbers(version) <= NEWEST
+    return None if known else f"vLLM {version} is not known to work here: {INSTALL}"
+
+
+def require_version(oldest: tuple[int, int], setting: str) -> None:
+    """
+    Raises:
+        ValueError: `setting` is for a newer vLLM than is installed.
+    """
+    version = installed_version()
+    if version is not None and _numbers(version) < oldest:
+        raise ValueError(
+            f"{setting} needs vLLM {oldest[0]}.{oldest[1]} or newer, and {version} is installed; leave it "
+            f"out, or pip install 'vllm>={oldest[0]}.{oldest[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -83,7 +83,7 @@ def _load_costs(
     mass = tl.load(curve + level[:, None].to(tl.int64) * rows + row[None, :], mask=inside, other=0.0)
     theta = tl.exp(tl.load(levels + level, mask=level < LEVELS, other=0.0))
     c = tl.load(weight + row, mask=row < rows, other=0.0)
-    counted = tl.maximum(mass, theta[:, None])
+    counted = tl.maximum(mass, theta[:, None], propagate_nan=tl.PropagateNan.ALL)
     cost = (c * c)[None, :] * theta[:, None] * counted
     # What compares with nothing, a row of NaN, keeps the last level alone.
     cost = tl.where(level[:, None] == LEVELS - 1, 0.0, tl.where(inside & (cost == cost), cost, float("inf")))

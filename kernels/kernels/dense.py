@@ -44,7 +44,8 @@ class LogitGradient:
     mean: Tensor | None  # g_mean_logit / V
 
 
-@triton.jit(do_not_specialize=["rows", "start", "width", "vocabulary", "programs"])
+# `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
+@triton.jit(do_not_specialize=["rows", "vocabulary", "programs"])
 def logit_gradient_kernel(
     hidden,  # (N, H): see tile_product
     weight,  # (V, H)
@@ -188,10 +189,11 @@ def dense_backward(
     kind = {"dtype": torch.float32, "device": hidden.device}
     of_hidden = torch.zeros(count, hidden_size, **kind) if need_hidden else None
     of_weight, of_bias = weight_gradient, bias_gradient
+    new = torch.empty_like if count else torch.zeros_like
     if need_weight and of_weight is None:
-        of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        of_weight = new(weight, memory_format=torch.contiguous_format)
     if need_bias and of_bias is None:
-        of_bias = torch.zeros_like(bias)
+        of_bias = new(bias)
     if count == 0:
         return Gradients(of_hidden, of_weight, of_bias)
     scale = _power_of_two_scale(rows, inv_temperature, logit_scale)
@@ -214,11 +216,11 @@ def dense_backward(
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[start : start + width])
         if need_weight:
-            part = _accumulate(torch.zeros(width, hidden_size, **kind), gradient.t(), hidden).mul_(scale)
-            _put(of_weight[start : start + width], part, add=weight_gradient is not None)
+            part = _product(gradient.t(), hidden)
+            _put(of_weight[start : start + width], part, scale, add=weight_gradient is not None)
         if need_bias:
-            part = gradient.sum(0, dtype=torch.float32).mul_(scale)
-            _put(of_bias[start : start + width], part, add=bias_gradient is not None)
+            part = gradient.sum(0, dtype=torch.float32)
+            _put(of_bias[start : start + width], part, scale, add=bias_gradient is not None)
     return Gradients(None if of_hidden is None else of_hidden.mul_(scale), of_weight, of_bias)
 
 
@@ -286,21 +288,32 @@ def _power_of_two_scale(rows: LogitGradient, inv_temperature: Tensor | None, log
     return torch.where(usable, largest.log2().ceil().clamp(min=-100).exp2(), torch.ones_like(largest))
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """total += left @ right in float32, in place."""
     if left.dtype == torch.float32:
         return total.addmm_(left, right)
-    if total.is_cuda:
+    if total.is_cuda and _ADDS_IN_FLOAT32:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    return total.addmm_(left.float(), right.float())
+    return total.add_(_product(left, right))
 
 
-def _put(destination: Tensor, part: Tensor, *, add: bool) -> None:
-    """Rounds float32 to the destination's dtype once, sum included."""
+_ADDS_IN_FLOAT32 = torch.__version__ >= (2, 10)
+"""Whether `torch.addmm` adds half precision products to float32; torch 2.9 refuses (pytorch#167931)."""
+
+
+def _put(destination: Tensor, part: Tensor, scale: Tensor, *, add: bool) -> None:
+    """Rounds scale·part to the destination's dtype once, sum included; `part` may be spoilt."""
     if add:
-        destination.add_(part)
+        destination.add_(part.mul_(scale))
     else:
-        destination.copy_(part)
+        torch.mul(part, scale, out=destination)
 
 
 def _aligned(width: int) -> int:

@@ -68,7 +68,8 @@ class RowResults:
     log_sum_sq: Tensor | None
 
 
-@triton.jit(do_not_specialize=["capacity", "vocabulary", "programs"])
+# `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
+@triton.jit(do_not_specialize=["capacity", "programs"])
 def forward_kernel(
     hidden,  # (N, H): see tile_product
     weight,  # (V, H)

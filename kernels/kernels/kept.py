@@ -83,7 +83,8 @@ def kept_gradient(
 _ROWS = 32
 
 
-@triton.jit(do_not_specialize=["rows", "start", "width", "capacity"])
+# `start` and `width` are specialised: where they may be no multiple of 16, threads move two bytes at a time.
+@triton.jit(do_not_specialize=["rows", "capacity"])
 def kept_gradient_kernel(
     exponentials,  # (N, V)
     maximum,  # (T, N) float32

@@ -78,7 +78,14 @@ _BLOCK = 1024
 _SEQUENCE_BLOCK = 512  # all options together spill at twice as many
 
 
-@triton.jit(do_not_specialize=["sequences", "count"])
+# What a micro-batch slices out of a step starts anywhere: its alignment must not compile the kernels anew.
+_SLICED = (
+    *("logprobs", "advantages", "sequence_ids", "loss_mask"),
+    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropies"),
+)
+
+
+@triton.jit(do_not_specialize=["sequences", "count"], do_not_specialize_on_alignment=_SLICED)
 def _find_sequences(
     sequence_ids,  # (N,) int64
     loss_mask,  # (N,) bool
@@ -115,7 +122,7 @@ def _largest(values, counted):
     return tl.max(tl.where(counted, values, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["sequences", "blocks"])
+@triton.jit(do_not_specialize=["sequences", "blocks"], do_not_specialize_on_alignment=_SLICED)
 def _sequence_loss(
     logprobs,  # (N,) as the next six
     advantages,

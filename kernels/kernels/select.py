@@ -21,9 +21,8 @@ Each row leaves out its smallest tiles, up to a threshold that `balance` sets. A
 below, or holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it
 reaches the gradient.
 
-A row that is live nearly everywhere can be set apart for the dense path (`dense_rows`): it has no pairs and
-leaves out nothing. The border is the list's room per row, so a list without such rows never overflows, and
-cost grows smoothly with density.
+Rows that are live nearly everywhere can be set apart for the dense path (`dense_rows`): they have no pairs
+and leave out nothing. The border is the list's room per row, so a list without such rows never overflows.
 
 Everything stays on the device, in buffers of fixed capacity, and every list is in ascending order:
 bit-equal from run to run.

@@ -216,7 +216,7 @@ def _pair_gradient(
             kept = tl.sum((entries != 0.0).to(tl.int32), axis=1)
             start = tl.atomic_add(entries_used, tl.sum(kept).to(tl.int64), sem="relaxed")
             start += tl.cumsum(kept) - kept
-            space = tl.minimum(entry_capacity - start, TILE).to(tl.int32)
+            space = tl.minimum(tl.maximum(entry_capacity - start, 0), TILE).to(tl.int32)
             _emit(entries, tile * TILE, start, space, entry_columns, entry_values, SPLITS=2)
 
             word = (tile // 32).to(tl.int64) * rows + row

@@ -5,10 +5,15 @@ entries in a fixed order (by vocabulary tile, then column), so results are bit-e
 Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
 2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower.
 
+A flat row has a hundred times the entries of a median one, and a program that adds it up alone would run on
+when all others have finished. Only such rows are split: each slice of H is a program's, with as many bytes in
+flight as a short row has.
+
 The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs finished.
 `_gather_entries` brings them together through the pairs' row-major table; `_entry_curve` sums what each
 threshold would leave out of them, and `balance` sets the threshold that spends what the pairs left of the
-tolerance.
+tolerance. `_keep_entries` drops what is below it, two in three: the product waits for no entry that does not
+count.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from torch import Tensor
 from . import LEVELS
 from .balance import Balance, balance, log_levels
 from .select import Pairs
+from .sparse_config import persistent_programs
 
 
 @dataclass(frozen=True)
@@ -31,15 +37,17 @@ class EntryLists:
 
     columns: Tensor  # (capacity,) int32: vocabulary entry
     values: Tensor  # (capacity,) float32: dL/d(x·w)
-    used: Tensor  # (2,) int64: entries emitted, entries gathered
+    used: Tensor  # (3,) int64: entries emitted, entries gathered, long rows
     starts: Tensor  # (pairs,) int32: first entry of each pair, pairs in row-major order
     counts: Tensor  # (pairs,) int32
     dropped: Tensor  # (pairs,) float32: Σ |gradient| of what was not emitted
-    row_columns: Tensor  # (capacity,) int32
+    row_columns: Tensor  # (capacity,) int32; in the end each row's kept entries come first
     row_values: Tensor  # (capacity,) float32
     row_starts: Tensor  # (N,) int64
     row_counts: Tensor  # (N,) int32
     row_dropped: Tensor  # (N,) float32
+    kept_counts: Tensor  # (N,) int32: entries that are kept
+    long_rows: Tensor  # (N,) int32: rows with more than `LONG_ROW` of them, in no order
 
     @classmethod
     def allocate(cls, pairs: Pairs, rows: int) -> EntryLists:
@@ -51,7 +59,7 @@ class EntryLists:
         return cls(
             columns=empty(capacity, torch.int32),
             values=empty(capacity, torch.float32),
-            used=torch.zeros(2, dtype=torch.int64, device=pairs.rows.device),
+            used=torch.zeros(3, dtype=torch.int64, device=pairs.rows.device),
             starts=empty(pairs.rows.numel(), torch.int32),
             counts=empty(pairs.rows.numel(), torch.int32),
             dropped=empty(pairs.rows.numel(), torch.float32),
@@ -60,50 +68,69 @@ class EntryLists:
             row_starts=empty(rows, torch.int64),
             row_counts=empty(rows, torch.int32),
             row_dropped=empty(rows, torch.float32),
+            kept_counts=empty(rows, torch.int32),
+            long_rows=empty(rows, torch.int32),
         )
 
     def overflow(self) -> Tensor:
-        """(1,) int32: set when more entries were found than fit; then dX is not written."""
+        """(1,) int32: set when more entries were found than fit; then dX means nothing."""
         return (self.used[:1] > self.columns.numel()).int()
 
 
 def hidden_gradient(
     hidden: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, pairs: Pairs, lists: EntryLists
 ) -> tuple[Tensor, Balance]:
-    """(N, H) in the dtype of hidden, and what each row leaves out; unwritten when pairs or entries
+    """(N, H) in the dtype of hidden, and what each row leaves out; without meaning when pairs or entries
     overflowed.
 
     Args:
         row_scale: (N,) float32, largest |dL/d(x·w)| per probability.
     """
     rows, depth = hidden.shape
-    gradient = torch.empty((rows, depth), dtype=hidden.dtype, device=hidden.device)
     curve = torch.empty((LEVELS, rows), dtype=torch.float32, device=hidden.device)
     levels = log_levels(hidden.device)
     config, capacity = pairs.config, lists.columns.numel()
     gathered = lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts
+    lists.used[1:].zero_()
     if rows:
         _gather_entries[(rows,)](
             lists.columns, lists.values, lists.used, lists.starts, lists.counts, lists.dropped,
             pairs.row_ends, pairs.live_count, pairs.overflow, *gathered, lists.row_dropped, capacity,
-            BLOCK=32, RUN=8, num_warps=1,
+            BLOCK=64, RUN=8, num_warps=4,
         )  # fmt: skip
         _entry_curve[(rows,)](
             *gathered, lists.row_dropped, pairs.left_out, targets, row_scale, levels, curve, rows,
-            LEVELS=LEVELS, BLOCK_LEVELS=triton.next_power_of_2(LEVELS), BLOCK=32, num_warps=1,
+            LEVELS=LEVELS, BLOCK_LEVELS=triton.next_power_of_2(LEVELS), BLOCK=128, num_warps=4,
         )  # fmt: skip
     balanced = balance(curve, levels, pairs.mass_gradient, pairs.budget(1.0))
     if config.cuda_rows:
         gradient = torch.ops.grpo_fast.sparse_hidden_gradient(
             weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow
         )
-    elif rows:
+        return gradient, balanced
+    gradient = torch.empty((rows, depth), dtype=hidden.dtype, device=hidden.device)
+    if rows:
+        _keep_entries[(rows,)](
+            *gathered, targets, row_scale, balanced.log_threshold,
+            lists.kept_counts, lists.long_rows, lists.used, LONG_ROW=LONG_ROW, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+        kept = *gathered[:3], lists.kept_counts
         _hidden_gradient[(rows,)](
-            weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow,
-            gradient, depth, weight.stride(0), capacity,
+            weight, *kept, gradient, depth, weight.stride(0), LONG_ROW=LONG_ROW,
             BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
         )  # fmt: skip
+        _hidden_gradient_of_long_rows[(persistent_programs(hidden.device, 3),)](
+            weight, *kept, lists.long_rows, lists.used, gradient, depth, weight.stride(0),
+            BLOCK=_SLICE, ENTRIES=_SLICE_ENTRIES, num_warps=8,
+        )  # fmt: skip
     return gradient, balanced
+
+
+LONG_ROW = 256
+"""Kept entries above which a row is split over programs."""
+
+_SLICE = 512  # columns of H
+_SLICE_ENTRIES = 16
 
 
 @triton.jit
@@ -198,58 +225,128 @@ def _entry_curve(
     scale, target = tl.load(row_scale + row), tl.load(targets + row)
     level = tl.arange(0, BLOCK_LEVELS)
     threshold = tl.exp(tl.load(levels + level, mask=level < LEVELS, other=float("-inf")))
-    below = tl.zeros((BLOCK_LEVELS,), dtype=tl.float32)
+    below = tl.zeros((BLOCK, BLOCK_LEVELS), dtype=tl.float32)
     for start in range(0, count, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         present = entry < count
         share = _probability(tl.load(row_values + first + entry, mask=present, other=0.0), scale)
         is_target = tl.load(row_columns + first + entry, mask=present, other=0) == target
         share = tl.where(is_target, 0.0, share)
-        below += tl.sum(tl.where(share[:, None] < threshold[None, :], share[:, None], 0.0), axis=0)
+        below += tl.where(share[:, None] < threshold[None, :], share[:, None], 0.0)
     so_far = tl.load(left_out + row) + _probability(tl.load(row_dropped + row), scale)
-    tl.store(curve + level.to(tl.int64) * rows + row, so_far + below, mask=level < LEVELS)
+    place = curve + level.to(tl.int64) * rows + row
+    tl.store(place, so_far + tl.sum(below, axis=0), mask=level < LEVELS)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _hidden_gradient(
-    weight,  # (V, H)
+@triton.jit
+def _keep_entries(
     row_columns,
     row_values,
     row_starts,
     row_counts,
-    targets,
-    row_scale,
-    log_threshold,
-    used,
-    overflow,
-    gradient,  # (N, H), written
+    targets,  # (N,) int64
+    row_scale,  # (N,) float32
+    log_threshold,  # (N,) float32
+    kept_counts,  # (N,) int32, written
+    long_rows,  # (N,) int32, written
+    used,  # (3,) int64
+    LONG_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Moves one row's entries at or above its threshold, and the target's, to its front, in their order."""
+    row = tl.program_id(0)
+    first, count = tl.load(row_starts + row), tl.load(row_counts + row)
+    threshold, scale = tl.exp(tl.load(log_threshold + row)), tl.load(row_scale + row)
+    target = tl.load(targets + row)
+    kept = 0
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        present = entry < count
+        column = tl.load(row_columns + first + entry, mask=present, other=0)
+        value = tl.load(row_values + first + entry, mask=present, other=0.0)
+        # Written so that NaN is kept.
+        keep = present & ((column == target) | ~(_probability(value, scale) < threshold))
+        rank = tl.cumsum(keep.to(tl.int32)) - keep.to(tl.int32)
+        tl.debug_barrier()  # what is overwritten has been read, by other threads too
+        tl.store(row_columns + first + kept + rank, column, mask=keep)
+        tl.store(row_values + first + kept + rank, value, mask=keep)
+        kept += tl.sum(keep.to(tl.int32))
+    tl.store(kept_counts + row, kept)
+    is_long = kept > LONG_ROW
+    if is_long:
+        tl.store(long_rows + tl.atomic_add(used + 2, is_long.to(tl.int64), sem="relaxed"), row)
+
+
+@triton.jit
+def _add_rows(columns, values, count, weight, weight_stride, column, inside, ENTRIES: tl.constexpr):
+    """Σ value · W[column] over a list, at these columns of H; ENTRIES rows of W are in flight at a time."""
+    total = tl.zeros((ENTRIES, column.shape[0]), dtype=tl.float32)
+    for start in range(0, count, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        present = entry < count
+        token = tl.load(columns + entry, mask=present, other=0).to(tl.int64)
+        value = tl.load(values + entry, mask=present, other=0.0)
+        w = tl.load(
+            weight + token[:, None] * weight_stride + column[None, :],
+            mask=present[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += value[:, None] * w.to(tl.float32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _hidden_gradient(
+    weight,  # (V, H)
+    columns,
+    values,
+    starts,
+    counts,
+    gradient,  # (N, H), written but for long rows
     depth,
     weight_stride,
-    capacity,
+    LONG_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """One row of dX, all of H; ENTRIES rows of W are in flight at a time."""
+    """One row of dX, all of H."""
     row = tl.program_id(0)
-    if (tl.load(overflow) == 0) & (tl.load(used) <= capacity):
-        first, count = tl.load(row_starts + row), tl.load(row_counts + row)
-        threshold, scale = tl.exp(tl.load(log_threshold + row)), tl.load(row_scale + row)
-        target = tl.load(targets + row)
+    count = tl.load(counts + row)
+    if count <= LONG_ROW:
+        first = tl.load(starts + row)
         column = tl.arange(0, BLOCK)
         inside = column < depth
-        total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
-        for start in range(0, count, ENTRIES):
-            entry = start + tl.arange(0, ENTRIES)
-            present = entry < count
-            token = tl.load(row_columns + first + entry, mask=present, other=0).to(tl.int64)
-            value = tl.load(row_values + first + entry, mask=present, other=0.0)
-            present &= (token == target) | ~(_probability(value, scale) < threshold)
-            value = tl.where(present, value, 0.0)
-            w = tl.load(
-                weight + token[:, None] * weight_stride + column[None, :],
-                mask=present[:, None] & inside[None, :],
-                other=0.0,
-            )
-            total += value[:, None] * w.to(tl.float32)
+        total = _add_rows(
+            columns + first, values + first, count, weight, weight_stride, column, inside, ENTRIES
+        )
         place = gradient + row.to(tl.int64) * depth + column
-        tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)
+        tl.store(place, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hidden_gradient_of_long_rows(
+    weight,  # (V, H)
+    columns,
+    values,
+    starts,
+    counts,
+    long_rows,
+    used,
+    gradient,  # (N, H), long rows written
+    depth,
+    weight_stride,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    """BLOCK columns of H of a long row at a time. Persistent."""
+    slices = tl.cdiv(depth, BLOCK)
+    for item in range(tl.program_id(0), tl.load(used + 2).to(tl.int32) * slices, tl.num_programs(0)):
+        row = tl.load(long_rows + item // slices)
+        first, count = tl.load(starts + row), tl.load(counts + row)
+        column = (item % slices) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < depth
+        total = _add_rows(
+            columns + first, values + first, count, weight, weight_stride, column, inside, ENTRIES
+        )
+        place = gradient + row.to(tl.int64) * depth + column
+        tl.store(place, total.to(gradient.dtype.element_ty), mask=inside)

@@ -17,7 +17,7 @@ def run_pytest(*arguments: str) -> str:
     """In a process of its own, where no worker of this one turns benchmarks off."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -15,3 +15,11 @@ def test_the_command_is_what_one_would_type_and_no_path_of_the_machine():
     ]
     assert environment._command([str(folder / "quickstart.py")]) == ["python", "-m", "benchmarks.quickstart"]
     assert environment._command(["/some/where/bin/grpo-fast", "bench"]) == ["grpo-fast", "bench"]
+
+
+def test_where_the_results_of_a_command_went_is_not_part_of_it():
+    typed = ["bench", "head", "--rows", "flat", "--json", "/some/where/out.json", "--repeats", "3"]
+
+    assert environment._command(["/some/where/bin/grpo-fast", *typed]) == [
+        *("grpo-fast", "bench", "head", "--rows", "flat", "--repeats", "3")
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -27,7 +29,7 @@ def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, ca
     slow = "import sys, time; open(sys.argv[1], 'w').write('[3]'); print('soon', flush=True); time.sleep(60)"
     parts = [
         part("fails", "print('why it failed'); raise SystemExit(3)"),
-        part("late", slow, minutes=0.03),
+        part("late", slow, minutes=0.1),
         part("absent", "", missing=lambda: "no such tool"),
         part("works", WRITES),
     ]
@@ -47,11 +49,109 @@ def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, ca
     assert "works          done" in capfd.readouterr().out
 
 
+def test_what_broke_the_device_is_left_out_of_a_second_run_of_its_part(tmp_path):
+    code = """
+import json, sys
+lost = {"culprit": "bad", "cells": []} if "--without" not in sys.argv else {"culprit": None, "cells": [1]}
+json.dump(lost | {"arguments": sys.argv[3:]}, open(sys.argv[1], "w"))
+raise SystemExit(lost["culprit"] is not None)
+"""
+
+    exit_code = gpu.run([part("peers", code), part("works", WRITES)], 5.0, tmp_path)
+
+    found = results(tmp_path)["peers"]
+    assert (exit_code, found["state"], found["broke the device"]) == (0, DONE, ["bad"])
+    assert found["result"] == {"culprit": None, "cells": [1], "arguments": ["--without", "bad"]}
+    assert found["before"]["state"] == FAILED
+    assert results(tmp_path)["works"]["state"] == DONE
+
+
+def test_a_part_that_runs_late_is_told_so_and_may_save(tmp_path):
+    code = """
+import signal, sys, time
+def save(*_):
+    open(sys.argv[1], "w").write('["saved"]')
+    raise SystemExit(130)
+signal.signal(signal.SIGTERM, save)
+time.sleep(60)
+"""
+
+    gpu.run([part("slow", code, minutes=0.1)], 5.0, tmp_path)
+
+    assert results(tmp_path)["slow"]["state"] == LATE
+    assert results(tmp_path)["slow"]["result"] == ["saved"]
+
+
+def test_results_can_be_read_while_a_part_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "SAVE_EVERY", 0.2)
+    code = f"""
+import json, sys, time
+open(sys.argv[1], "w").write('["so far"]')
+while True:
+    time.sleep(0.1)
+    try:
+        found = json.load(open({str(tmp_path / "results.json")!r}))["parts"]["looking"]
+    except OSError:
+        continue
+    if found == {{"state": "running", "result": ["so far"]}}:
+        raise SystemExit(0)
+"""
+
+    assert gpu.run([part("looking", code)], 5.0, tmp_path) == 0
+
+
+def test_a_second_run_adds_to_the_folder_and_keeps_what_it_has_no_time_for(tmp_path, capsys):
+    first, second = part("first", WRITES), part("second", WRITES)
+    gpu.run([first], 5.0, tmp_path)
+
+    gpu.run([first, second], 0.0, tmp_path)
+    assert results(tmp_path)["first"]["state"] == DONE
+    assert results(tmp_path)["second"] == {"state": SKIPPED, "why": "the time is spent"}
+    assert "go on with: python -m benchmarks.gpu --out" in capsys.readouterr().out
+    gpu.run([second], 5.0, tmp_path)
+
+    assert {name: result["state"] for name, result in results(tmp_path).items()} == {
+        "first": DONE, "second": DONE
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [p for p in PARTS if p.command[1] == "-m"], ids=lambda part: part.name)
+def test_a_parts_command_line_is_one_that_its_program_takes(chosen, monkeypatch, tmp_path):
+    values = {"{json}": str(tmp_path / "out.json"), "{log}": str(tmp_path / "log"), "{minutes}": "0.5"}
+    _, _, module, *arguments = (values.get(word, word) for word in chosen.command)
+
+    class Parsed(Exception):
+        pass
+
+    def stop(self, *given):
+        parse(self, *given)
+        raise Parsed
+
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    program = importlib.import_module(f"{module}.__main__" if module == "benchmarks" else module)
+    if module == "pytest":
+        return
+    with pytest.raises(Parsed):
+        program.main(arguments)
+
+
 def test_parts_that_no_time_is_left_for_are_named_and_not_started(tmp_path):
     code = gpu.run([part("works", WRITES)], 0.0, tmp_path)
 
     assert results(tmp_path) == {"works": {"state": SKIPPED, "why": "the time is spent"}}
     assert code == 0
+
+
+def test_each_parts_record_can_be_had_as_a_file(tmp_path, capsys):
+    gpu.run([part("works-well", WRITES), part("fails", "raise SystemExit(1)")], 5.0, tmp_path / "out")
+    (tmp_path / "records").mkdir()
+
+    code = gpu.main(["--out", str(tmp_path / "out"), "--unpack", str(tmp_path / "records")])
+
+    assert code == 0
+    assert [file.name for file in (tmp_path / "records").iterdir()] == ["gpu_works_well.json"]
+    assert json.loads((tmp_path / "records" / "gpu_works_well.json").read_text()) == [1, 2]
 
 
 def test_only_and_skip_choose_parts_in_their_order(tmp_path, monkeypatch):
@@ -65,11 +165,12 @@ def test_only_and_skip_choose_parts_in_their_order(tmp_path, monkeypatch):
 
 def test_what_decides_the_goals_fits_in_eight_minutes():
     names = [part.name for part in PARTS]
-    first = names[: names.index("library") + 1]
+    first = names[: names.index("crossover") + 1]
 
     assert len(set(names)) == len(names)
-    assert {"environment", "goals-2048", "goals-4096", "goals-small", "profile"} <= set(first)
+    assert first == ["environment", "smoke", "goals-2048", "goals-4096", "goals-small", "crossover"]
     assert sum(part.minutes for part in PARTS if part.name in first) <= 8
+    assert names[-1] == "tune"
 
 
 @pytest.mark.parametrize("name", [part.name for part in PARTS if "--minutes" in part.command])

@@ -105,8 +105,8 @@ def test_a_probe_runs_in_a_process_of_its_own_and_exceeding_the_budget_is_out_of
     preload(["ours"])
     probe = Probe("ours", "toy", None, 2, 4, 4, "float32", "cpu", 1 << 34, ANYTHING)
 
-    fits = run_probe(probe, timeout=200)
-    too_much = run_probe(Probe(**vars(probe) | {"budget": 1 << 20}), timeout=200)
+    fits = run_probe(probe, timeout=600)
+    too_much = run_probe(Probe(**vars(probe) | {"budget": 1 << 20}), timeout=600)
 
     assert (fits.state, fits.reason) == (OK, "")
     assert fits.seconds > 0
@@ -116,7 +116,7 @@ def test_a_probe_runs_in_a_process_of_its_own_and_exceeding_the_budget_is_out_of
 def test_a_probe_that_fails_says_why():
     probe = Probe("ours", "toy", None, 2, 4, 4, "float32", "cpu", None, {"no_such_option": 1})
 
-    outcome = run_probe(probe, timeout=200)
+    outcome = run_probe(probe, timeout=600)
 
     assert outcome.state == ERROR
     assert "no_such_option" in outcome.reason

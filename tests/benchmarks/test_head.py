@@ -34,7 +34,7 @@ TINY = [
 ]
 
 
-def run_head(folder: Path, *arguments: str, minutes: str = "2") -> tuple[int, dict]:
+def run_head(folder: Path, *arguments: str, minutes: str = "30") -> tuple[int, dict]:
     out = folder / "record.json"
     code = main(["head", *TINY, "--minutes", minutes, "--json", str(out), *arguments])
     return code, json.loads(out.read_text())

@@ -44,7 +44,7 @@ def trl_source(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install --no-deps trl")
 def test_a_suite_runs_on_our_functions_and_every_failure_has_a_kind(trl_source):
-    found = run_suite("trl", trl_source, seconds=250)
+    found = run_suite("trl", trl_source, seconds=600)
 
     assert {key: found[key] for key in ("commit", "finished", "passed", "failed", "deselected")} == {
         "commit": "c0ffee",

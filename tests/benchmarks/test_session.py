@@ -53,7 +53,7 @@ def test_every_bout_is_in_the_file_with_where_and_how_it_was_measured(tmp_path):
     ("error", "code", "stopped"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
-        (DeviceLost("it broke the device"), 1, "it broke the device"),
+        (DeviceLost("it", "gone"), 1, "it broke the device: gone"),
     ],
 )
 def test_what_ends_a_run_early_loses_nothing_that_was_measured(tmp_path, error, code, stopped):

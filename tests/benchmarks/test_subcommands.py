@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.contest import Entrant
 from benchmarks.record import FAILED, OK, OOM, Measurement, Record, read
 
-COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "2")
+COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
 
 
 def run(tmp_path: Path, *arguments: str) -> Record:

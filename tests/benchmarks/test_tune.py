@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,25 @@ def test_every_candidate_differs_from_what_is_shipped_and_fits_the_architecture(
     found = list(tune.candidates(sizes, architecture))
 
     assert len({tune.name(stage, change) for stage, change, _ in found}) == len(found) > 10
-    assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture == 90)
+    assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture in (90, 100))
+
+
+def test_what_is_shipped_is_compiled_before_any_candidate(monkeypatch):
+    compiled = []
+
+    def compile_one(architecture, shape, stage, sizes):
+        compiled.append(sizes)
+        return ["spills"] if sizes != SIZES else []
+
+    monkeypatch.setattr(tune, "compile_one", compile_one)
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
+
+    found = dict(tune.compile_all(90, dict.fromkeys(tune.SHAPES[:2], SIZES), 2))
+
+    assert compiled[:6] == [SIZES] * 6
+    assert list(found) == list(tune.SHAPES[:2])
+    assert found[tune.SHAPES[0]]["forward: as shipped"] == []
+    assert found[tune.SHAPES[1]]["pairs: pair_rows=64"] == ["spills"]
 
 
 def test_candidates_are_compiled_without_a_gpu():
@@ -121,6 +140,7 @@ def test_the_bench_times_and_checks_real_kernels(device, monkeypatch):
         pytest.skip("interpreted; on a GPU the tuner itself runs")
     monkeypatch.setattr(tune, "TOKENS", 16)
     monkeypatch.setattr(tune, "ROUNDS", 1)
+    monkeypatch.setattr(tune, "WORST_GRADIENT", 0.05)  # sixteen rows average little out
     bench = tune.Bench(tune.Shape(1024, 16, 300, True), device, seed=0)
     sizes = tuning.load_tables()[80].sizes("half", 64, True)
     smaller = tune.changed(sizes, tune.PAIRS, {"pair_rows": 32})

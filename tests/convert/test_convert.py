@@ -173,6 +173,7 @@ def test_a_nemo_rl_run_finds_its_places():
         "loss.sampler_clip_max": 2.0,
         "micro_batch_tokens": 2048,
         "rollout.max_completion_length": 512,
+        "rollout.engine": "vllm",
         "evaluation.temperature": 1.0,
         "model.gradient_checkpointing": True,
         "model.lora.r": 8,

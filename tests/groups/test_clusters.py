@@ -9,18 +9,25 @@ from grpo_fast.groups.clusters import key_groups, leader_clusters, settle_leftov
 
 @pytest.fixture
 def points(seed: int) -> torch.Tensor:
-    return torch.rand(60, 2, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def table_of(points: torch.Tensor) -> torch.Tensor:
+    """By differences: the products that `cdist` may take instead find points close to each other equal."""
+    return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def distance_of(points: torch.Tensor):
-    return lambda rows, others: torch.cdist(points[rows], points[others])
+    table = table_of(points)
+    return lambda rows, others: table[rows][:, others]
 
 
 def one_by_one(points: torch.Tensor, radius: float, max_size: int) -> list[list[int]]:
     groups: list[list[int]] = []
-    for i, point in enumerate(points):
-        near = [(float((point - points[g[0]]).norm()), k) for k, g in enumerate(groups) if len(g) < max_size]
-        if near and min(near)[0] <= radius:
+    table = table_of(points).tolist()
+    for i in range(len(points)):
+        near = [(table[i][g[0]], k) for k, g in enumerate(groups) if len(g) < max_size]
+        if near and min(near)[0] <= radius + clusters.ROUNDING:
             groups[min(near)[1]].append(i)
         else:
             groups.append([i])

@@ -85,6 +85,11 @@ def gradients(call: Call, found: dict[str, Tensor], upstream: dict[str, Tensor])
     return list(torch.autograd.grad(loss, call.parameters))
 
 
+@pytest.fixture(autouse=True)
+def the_head_meets_garbage(garbage_in_new_memory):
+    """Nothing may be read that was not written."""
+
+
 @pytest.fixture(scope="session")
 def oracle() -> SimpleNamespace:
     """`Call`, `statistics(call)` and `gradients(call, statistics, upstream)` of the dense head."""

@@ -253,32 +253,110 @@ def test_the_weights_gradient_is_added_where_the_caller_says(on_device, make_cal
     assert relative(weight_grad, exact) < (1e-6 if kind == torch.float32 else 2**-8)
 
 
-def test_rows_that_are_live_everywhere_go_to_the_dense_path_and_the_others_do_not(
-    on_device, make_call, oracle, monkeypatch
-):
+@pytest.fixture
+def crowded(on_device, make_call, monkeypatch):
+    """Makes a call whose last 8 of 16 rows are live in all of 8 tiles; and the rows that go the dense way."""
     from grpo_fast.kernels.sparse_config import FULL
 
     from grpo_fast.head import accelerated
 
-    tight = replace(FULL, least_pairs=1, pair_density=0.3)
-    select = accelerated.select_pairs
-    monkeypatch.setattr(accelerated, "select_pairs", lambda *a, **k: select(*a, **k | {"config": tight}))
-    peaked = make_call((40,), 2000, 40, spread=10.0)
-    with torch.no_grad():
-        peaked.hidden[20:] *= 0.01
-    call = on_device(peaked)
+    select, dense, dense_rows = accelerated.select_pairs, accelerated._dense, []
+
+    def counted(rows, *rest):
+        dense_rows.append(rows.logprob.numel())
+        return dense(rows, *rest)
+
+    def make(**limits):
+        config = replace(FULL, least_pairs=1, least_entries=1, **limits)
+        monkeypatch.setattr(accelerated, "select_pairs", lambda *a, **k: select(*a, **k | {"config": config}))
+        monkeypatch.setattr(accelerated, "_dense", counted)
+        call = make_call((16,), 1000, 16, spread=30.0)
+        with torch.no_grad():
+            call.hidden[8:] *= 0.01
+        return on_device(call), dense_rows
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        ({"pair_density": 0.95, "entries_per_row": 1000}, 0),
+        ({"pair_density": 0.3, "entries_per_row": 1000}, 1),
+        ({"pair_density": 0.95, "entries_per_row": 200}, 1),
+        ({"pair_density": 0.95, "entries_per_row": 0}, 2),
+    ],
+    ids=["all fits", "pairs overflow", "entries overflow", "the other rows' entries overflow too"],
+)
+def test_rows_that_are_live_everywhere_go_the_dense_way_only_where_a_list_overflows(
+    crowded, oracle, limits, calls
+):
+    call, dense_rows = crowded(**limits)
     exact_call = call.to(torch.float64)
-    ones = {"logprob": torch.ones(40, device=call.hidden.device)}
+    ones = {"logprob": torch.ones(16, device=call.hidden.device)}
     exact = oracle.gradients(exact_call, oracle.statistics(exact_call), ones)
 
     out = linear_logprob(call.hidden, call.weight, call.targets)
     found = oracle.gradients(call, {"logprob": out.logprob}, ones)
 
-    assert 0.4 < out.certificate.density < 1
+    assert len(dense_rows) == calls
+    assert calls == 0 or 6 <= dense_rows[0] < 16  # 6 of the last 8 have a target
+    assert calls < 2 or dense_rows[1] == 16
+    assert 0.3 < out.certificate.density < 1
     assert out.certificate.error_bound <= 1
-    assert relative(found[0][20:], exact[0][20:]) < 2e-5  # exact where dense
+    if calls:
+        assert relative(found[0][8:], exact[0][8:]) < 2e-5  # exact where dense
     for got, expected in zip(found, exact, strict=True):
         assert relative(got, expected) < 5e-3
+
+
+@pytest.mark.parametrize(("pair_density", "fits"), [(0.95, True), (0.3, False)])
+def test_a_captured_backward_asks_nobody_and_gives_nan_where_a_list_overflows(
+    crowded, monkeypatch, pair_density, fits
+):
+    from grpo_fast.head import accelerated
+
+    call, dense_rows = crowded(pair_density=pair_density, entries_per_row=1000)
+
+    def gradients():
+        logprob = linear_logprob(call.hidden, call.weight, call.targets).logprob
+        return torch.autograd.grad(logprob.sum(), call.parameters)
+
+    expected = gradients()
+    dense_rows.clear()
+    monkeypatch.setattr(accelerated, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("a number was asked for"))
+
+    captured = gradients()
+
+    assert not dense_rows
+    for got, eager in zip(captured, expected, strict=True):
+        assert torch.equal(got, eager) if fits else got.isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+def test_a_captured_step_replays_on_new_numbers(on_device, make_call, tolerance):
+    call = on_device(make_call((64,), 600, 64, dtype=torch.bfloat16))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        logprob = linear_logprob(call.hidden, call.weight, call.targets, tolerance=tolerance).logprob
+        return logprob, *torch.autograd.grad(logprob.sum(), call.parameters)
+
+    aside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        call.hidden.copy_(call.hidden.flip(0))
+
+    graph.replay()
+
+    for got, expected in zip(captured, step(), strict=True):
+        assert relative(got, expected) < 2**-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

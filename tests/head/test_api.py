@@ -205,6 +205,17 @@ def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(make_call):
         assert torch.equal(a, b)
 
 
+def test_a_compiled_caller_may_change_the_temperature_from_call_to_call(make_call):
+    call = make_call()
+
+    def total(hidden, temperature):
+        return linear_logprob(hidden, call.weight, call.targets, temperature=temperature).logprob.sum()
+
+    compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
+    for temperature in (0.7, 0.9, 1.3):
+        torch.testing.assert_close(compiled(call.hidden, temperature), total(call.hidden, temperature))
+
+
 def test_the_certificate_is_pending_until_the_backward_has_run(make_call):
     call = make_call()
 
@@ -214,6 +225,7 @@ def test_the_certificate_is_pending_until_the_backward_has_run(make_call):
 
     assert before.isnan()
     assert out.certificate.error_bound == 0
+    assert repr(out.certificate) == "Certificate(density=1, left_out_mean=0, left_out_max=0, error_bound=0)"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -274,12 +276,54 @@ def test_the_operators_pass_torchs_own_checks(on_cpu, emulated, rng):
 def test_a_missing_library_and_one_of_other_sources_say_what_to_do(emulated, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="was not built: install again where nvcc"):
         cuda.load(tmp_path / "libgrpo_fast.so")
+    cuda_interface = cuda.INTERFACE
     monkeypatch.setattr(cuda, "INTERFACE", 99)
-    with pytest.raises(ImportError, match="interface 1, this is 99"):
+    with pytest.raises(ImportError, match=f"interface {cuda_interface}, this is 99"):
         cuda.load.__wrapped__(Path(emulated._name))
     (tmp_path / "libgrpo_fast.so").write_text("not a library")
     with pytest.raises(ImportError, match="cannot be loaded"):
         cuda.load(tmp_path / "libgrpo_fast.so")
+
+
+@pytest.fixture
+def asked_afresh():
+    cuda.usable.cache_clear()
+    yield
+    cuda.usable.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_afresh")
+def test_a_library_that_does_not_run_on_the_device_is_not_used_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "libgrpo_fast.so")
+    assert not cuda.usable(0)
+    (tmp_path / "libgrpo_fast.so").write_text("not a library")
+    old_driver = SimpleNamespace(
+        grpo_fast_usable=lambda index: 35, grpo_fast_message=lambda error: b"old driver"
+    )
+
+    with pytest.warns(UserWarning, match=r"Triton stands in .* on cuda:1\. .* cannot be loaded"):
+        monkeypatch.setattr(cuda, "load", partial(cuda.load.__wrapped__, tmp_path / "libgrpo_fast.so"))
+        assert not cuda.usable(1)
+    with pytest.warns(UserWarning, match=r"on cuda:2\. CUDA library: old driver \(35\)"):
+        monkeypatch.setattr(cuda, "load", lambda: old_driver)
+        assert not cuda.usable(2)
+
+
+@pytest.mark.usefixtures("asked_afresh")
+def test_a_library_that_runs_on_the_device_is_used(emulated, monkeypatch):
+    monkeypatch.setattr(cuda, "LIBRARY", Path(emulated._name))
+    monkeypatch.setattr(cuda, "load", lambda: emulated)
+
+    assert cuda.usable(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_the_built_library_runs_on_every_gpu_here_and_leaves_the_current_one_as_it_was():
+    before = torch.cuda.current_device()
+
+    assert all(cuda.usable(index) for index in range(torch.cuda.device_count()))
+    assert torch.cuda.current_device() == before
 
 
 def test_unsupported_operands_are_named(emulated, rng):

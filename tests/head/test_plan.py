@@ -12,6 +12,8 @@ from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
 ADA = Device("cuda", (8, 9), shared_memory=101_376, has_triton=True)
+BLACKWELL = Device("cuda", (10, 0), shared_memory=232_448, has_triton=True)
+RTX = Device("cuda", (12, 0), shared_memory=101_376, has_triton=True)
 CPU = Device("cpu")
 WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
 
@@ -28,7 +30,7 @@ def test_float64_always_takes_the_reference():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("device", [H200, A100, ADA])
+@pytest.mark.parametrize("device", [H200, A100, ADA, BLACKWELL, RTX])
 def test_every_tile_fits_the_shared_memory_in_whole_mass_tiles(device, dtype):
     for softcap in (False, True):
         for extra in (False, True):
@@ -42,10 +44,12 @@ def test_every_tile_fits_the_shared_memory_in_whole_mass_tiles(device, dtype):
             assert plan.dense_columns % plan.backward_tile.columns == 0
 
 
-def test_hopper_reads_through_descriptors_unless_the_operands_are_misaligned():
-    assert plan_head(H200, WORK).forward_tile.descriptors
-    assert not plan_head(H200, replace(WORK, aligned=False)).forward_tile.descriptors
-    assert not plan_head(A100, WORK).forward_tile.descriptors
+def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operands_are_misaligned():
+    for device in (H200, BLACKWELL):
+        assert plan_head(device, WORK).forward_tile.descriptors
+        assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
+    for device in (A100, ADA, RTX):
+        assert not plan_head(device, WORK).forward_tile.descriptors
 
 
 def test_the_backward_is_sparse_unless_exactness_or_a_dense_gradient_is_asked_for():

@@ -42,10 +42,21 @@ def test_the_tables_are_installed_with_the_package():
 
 
 @pytest.mark.parametrize(
-    ("capability", "architecture"), [((8, 0), 80), ((8, 6), 80), ((8, 9), 89), ((9, 0), 90), ((12, 0), 90)]
+    ("capability", "shared_memory", "architecture"),
+    [
+        ((8, 0), 166_912, 80),
+        ((8, 6), 101_376, 89),  # newer than an A100, with less shared memory
+        ((8, 7), 166_912, 80),
+        ((8, 9), 101_376, 89),
+        ((9, 0), 232_448, 90),
+        ((10, 3), 232_448, 100),
+        ((12, 1), 101_376, 120),
+        ((99, 0), 1 << 20, 120),
+        ((7, 5), 65_536, 89),
+    ],
 )
-def test_a_device_takes_its_own_table_or_that_of_the_architecture_before(
-    monkeypatch, capability, architecture
+def test_a_device_takes_the_newest_table_before_it_that_fits_its_shared_memory(
+    monkeypatch, capability, shared_memory, architecture
 ):
     tables = {
         number: replace(
@@ -56,7 +67,9 @@ def test_a_device_takes_its_own_table_or_that_of_the_architecture_before(
     }
     monkeypatch.setattr(tuning, "load_tables", lambda: tables)
 
-    assert tuning.sizes_for(capability, torch.bfloat16, 2048, True).pointer_forward == architecture
+    found = tuning.sizes_for(capability, torch.bfloat16, 2048, True, shared_memory)
+
+    assert found.pointer_forward == architecture
 
 
 def test_the_most_particular_rule_comes_first_and_applies():

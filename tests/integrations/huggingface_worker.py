@@ -1,4 +1,4 @@
-"""One rank of `test_huggingface.py`: `python huggingface_worker.py STORE RANK`.
+"""Two processes, forked after the imports: `python huggingface_worker.py STORE`.
 
 Each of two ranks holds its half of a batch and the normaliser of the whole; gradients averaged over ranks,
 times two, must be those of one process with full logits.
@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,9 +39,9 @@ def wrapped(model: nn.Module, parallel: str) -> nn.Module:
     return model
 
 
-def main(store: str, rank: int) -> None:
+def main(rank: int, store: str) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
     )
     torch.manual_seed(3)
     reference = LlamaForCausalLM(
@@ -79,4 +80,4 @@ def main(store: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    multiprocessing.start_processes(main, args=(sys.argv[1],), nprocs=2, start_method="fork")

@@ -21,7 +21,7 @@ HEAVY = (
 
 def main(store: str, rank: int) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
     )
     sys.modules["nemo_rl.models.policy"] = MagicMock()
     with stubbed(*HEAVY):

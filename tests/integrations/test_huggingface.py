@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -236,15 +237,16 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "huggingface_worker.py"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_example_runs_as_it_stands() -> None:
+def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     import grpo_fast.integrations.examples as examples
 
     path = Path(next(iter(examples.__path__))) / "huggingface_sft.py"
     assert len(path.read_text().splitlines()) <= 30
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+
+    runpy.run_path(str(path))
+
+    assert "'loss'" in capsys.readouterr().out

@@ -171,6 +171,14 @@ def test_an_unknown_loss_is_refused_by_name(make_completions):
         ours.LigerFusedLinearGRPOLoss(loss_type="ppo")(**make_completions())
 
 
+def test_a_kl_without_its_reference_is_refused_with_what_to_give():
+    loss = ours.LigerFusedLinearGRPOLoss(beta=0.04)
+    ids, mask = torch.zeros(B, T, dtype=torch.int64), torch.ones(B, T)
+
+    with pytest.raises(ValueError, match=r"beta = 0\.04 .* give ref_per_token_logps"):
+        loss(torch.randn(B, T, H), torch.randn(V, H), ids, mask, torch.ones(B))
+
+
 # --------------------------------------------------------------------------------------------- preference
 
 

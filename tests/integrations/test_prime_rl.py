@@ -190,6 +190,6 @@ with stubbed(*{HEAVY!r}):
     models.__path__ = [path + "/models" for path in prime_rl.trainer.__path__]
     exec(compile(open({str(path)!r}).read(), "example", "exec"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "loss" in done.stdout

@@ -304,22 +304,20 @@ def test_the_seam_is_trls_again_after_a_loss(model_folder, tmp_path, make_batch)
     assert {name: value for name, value in vars(utils).items() if before.get(name) is not value} == {}
 
 
-def two_processes(worker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_worker(command: list[str], worker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [*command, str(root / "tests/integrations" / worker), *arguments],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_two_processes_normalise_by_the_tokens_of_both(mode, model_folder):
-    done = two_processes("trl_worker.py", mode, str(model_folder))
+def test_two_processes_under_ddp_and_fsdp2_normalise_by_the_tokens_of_both(model_folder, tmp_path):
+    done = run_worker([sys.executable], "trl_worker.py", str(model_folder), str(tmp_path / "store"))
 
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -330,7 +328,8 @@ def test_two_processes_normalise_by_the_tokens_of_both(mode, model_folder):
 )
 def test_zero3_gathers_the_head_for_our_forward_and_for_its_backward(model_folder):
     """Loss and gradients of two partitioned halves are those of one whole model."""
-    done = two_processes("zero3_worker.py", str(model_folder))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_worker(torchrun, "zero3_worker.py", str(model_folder))
 
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -254,8 +254,8 @@ def test_several_ranks_without_counts_of_the_step_are_refused(
 def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "verl_worker.py"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_example_runs_as_it_stands() -> None:
@@ -266,6 +266,6 @@ def test_the_example_runs_as_it_stands() -> None:
     program = f"exec(compile(open({str(path)!r}).read(), 'example', 'exec'))"
     stub = f"import sys; sys.path.insert(0, {str(HERE)!r}); from host_stubs import stubbed\n"
     program = stub + f"with stubbed(*{HEAVY!r}):\n    {program}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "log-probability" in done.stdout

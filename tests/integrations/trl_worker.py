@@ -1,14 +1,16 @@
-"""What each of two processes does: `torchrun --nproc-per-node 2 trl_worker.py ddp|fsdp2 FOLDER`."""
+"""Two processes, forked after the imports: `python trl_worker.py MODEL_FOLDER STORE`."""
 
 from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -70,7 +72,6 @@ def loss_of(model: torch.nn.Module, inputs: dict[str, Any], processes: int) -> T
 
 def fsdp2(folder: Path) -> None:
     """Two sharded halves of a batch give the gradients of the whole one."""
-    dist.init_process_group("gloo")
     whole, half = batch(), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     models = []
     for _ in range(2):
@@ -98,7 +99,17 @@ def fsdp2(folder: Path) -> None:
         )
 
 
-if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    {"ddp": ddp, "fsdp2": fsdp2}[sys.argv[1]](Path(sys.argv[2]))
+def main(rank: int, folder: Path, store: str) -> None:
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= ranks  # which Accelerate reads
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
+    )
+    fsdp2(folder)
+    ddp(folder)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    folder, store = sys.argv[1:]
+    multiprocessing.start_processes(main, args=(Path(folder), store), nprocs=2, start_method="fork")

@@ -1,25 +1,23 @@
-"""One rank of `test_verl.py`: `python verl_worker.py STORE RANK`. Half the vocabulary on each of two."""
+"""Two processes, forked after the imports, with half the vocabulary each: `python verl_worker.py STORE`."""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from host_stubs import stubbed
 
 HEAVY = ("ray", "tensordict", "omegaconf", "hydra", "codetiming", "orjson", "torchdata", "cloudpickle")
 
 
-def main(store: str, rank: int) -> None:
+def main(rank: int, store: str, kernel: ModuleType) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=200)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
     )
-    with stubbed(*HEAVY):
-        from verl.utils.kernel import linear_cross_entropy as kernel
-
-        import grpo_fast.integrations.verl  # noqa: F401
     torch.manual_seed(11)
     hidden = torch.randn(5, 3, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
@@ -44,4 +42,9 @@ def main(store: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    with stubbed(*HEAVY):
+        from verl.utils.kernel import linear_cross_entropy
+
+        import grpo_fast.integrations.verl  # noqa: F401
+    arguments = sys.argv[1], linear_cross_entropy
+    multiprocessing.start_processes(main, args=arguments, nprocs=2, start_method="fork")

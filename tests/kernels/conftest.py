@@ -45,6 +45,11 @@ class Head:
         }
 
 
+@pytest.fixture(autouse=True)
+def kernels_meet_garbage(garbage_in_new_memory):
+    """No kernel may read what none has written."""
+
+
 @pytest.fixture
 def make_head(rng: torch.Generator, device: torch.device):
     """Heads with every third row ignored or without gradient; `peak` scales the target's logit."""

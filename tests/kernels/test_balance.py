@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from grpo_fast.kernels import LEVELS
@@ -35,13 +36,13 @@ def test_what_is_left_out_is_on_the_curve_and_within_the_budget(rng, device, bud
 
 def test_fewer_masses_are_kept_than_with_one_threshold_for_all_rows(rng, device):
     levels = log_levels(device)
-    masses, weight = mixed_masses(rng).to(device), torch.ones(300, device=device)
+    masses, weight = mixed_masses(rng).to(device), torch.logspace(-2, 2, 300, device=device)
 
-    got = balance(curves(masses, levels), levels, weight, torch.tensor(1e-3, device=device))
+    got = balance(curves(masses, levels), levels, weight, torch.tensor(1.0, device=device))
 
     kept = (masses >= got.log_threshold.exp()[:, None]).sum()
-    uniform = next(level for level in levels if curves(masses, level[None]).square().sum() <= 1e-3)
-    assert kept < (masses >= uniform.exp()).sum()
+    uniform = next(level for level in levels if (weight * curves(masses, level[None])).square().sum() <= 1)
+    assert kept < 0.9 * (masses >= uniform.exp()).sum()
 
 
 def test_no_budget_leaves_out_nothing(rng, device):
@@ -66,6 +67,14 @@ def test_a_curve_that_starts_above_the_budget_is_unmet_and_adds_nothing(device):
     assert (got.log_threshold == -torch.inf).all()
 
 
+@pytest.fixture
+def maximum_of_the_gpu(monkeypatch):
+    """A GPU's maximum drops a NaN unless it is told otherwise; the interpreter's keeps it."""
+    builder = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    monkeypatch.setattr(builder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+
+
+@pytest.mark.usefixtures("maximum_of_the_gpu")
 def test_a_row_of_nan_leaves_out_nothing_and_does_not_spoil_the_others(rng, device):
     levels = log_levels(device)
     curve, weight = curves(mixed_masses(rng).to(device), levels), torch.ones(300, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grpo_fast.kernels import ProductTile
+from grpo_fast.kernels import ProductTile, dense
 from grpo_fast.kernels.dense import Gradients, LogitGradient, dense_backward
 
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
@@ -63,6 +63,23 @@ def test_half_precision_errs_by_rounding_the_logit_gradient_and_the_result_once(
     assert relative(found.hidden / scale, head.d_hidden) < 3e-3
     if scale == 1.0 or dtype == torch.bfloat16:
         assert relative(found.weight.float() / scale, head.d_weight) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, dense._ADDS_IN_FLOAT32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_products_are_added_in_float32_by_every_torch(
+    device, rng, monkeypatch, dtype, in_place
+):
+    monkeypatch.setattr(dense, "_ADDS_IN_FLOAT32", in_place)
+    left, right = (torch.randn(2, 96, 64, generator=rng) / 8).to(device, dtype)
+    total = torch.randn(96, 96, generator=rng).to(device)
+    exact = total.double() + left.double() @ right.double().T
+
+    found = dense._accumulate(total, left, right.t())
+
+    assert found is total
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_chunking_changes_nothing_but_the_order_of_a_sum(make_head):

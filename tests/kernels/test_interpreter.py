@@ -80,3 +80,11 @@ def test_a_bf16_reduction_is_refused_rather_than_summed_as_integers(device):
         pytest.skip("the compiler reduces bfloat16 correctly")
     with pytest.raises(Exception, match="cast to float32"):
         _sum[(1,)](torch.ones(64, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16), SIZE=64)
+
+
+def test_memory_that_nobody_wrote_is_garbage(device):
+    if device.type == "cuda":
+        pytest.skip("what the allocator hands out again is not known")
+
+    assert torch.empty(3, 5).isnan().all()
+    assert torch.ones(4).new_empty(2, dtype=torch.int32).eq(2**31 - 1).all()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grpo_fast.kernels import sparse, sparse_rows
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 from grpo_fast.kernels.sparse_config import FULL, HALF, SparseConfig
@@ -167,6 +168,37 @@ def test_chunks_and_runs_change_no_bit(make_head):
         first, again, in_chunks = (getattr(got, name) for _, got in results)
         assert torch.equal(first, again)
         assert torch.equal(first, in_chunks)
+
+
+@pytest.mark.parametrize("depth", [40, 520])
+def test_splitting_a_row_over_programs_changes_its_gradient_by_rounding_alone(make_head, monkeypatch, depth):
+    head = make_head(12, 300, depth, peak=30.0, spread=1.0)
+    _, whole = run(head, 1.0)
+    monkeypatch.setattr(sparse_rows, "LONG_ROW", 8)
+
+    _, split = run(head, 1.0)
+    monkeypatch.setattr(sparse_rows, "LONG_ROW", -1)
+    _, every = run(head, 1.0)
+
+    for got in (split, every):
+        torch.testing.assert_close(
+            got.hidden, whole.hidden, rtol=1e-5, atol=1e-6 * float(whole.hidden.abs().max())
+        )
+        assert torch.equal(got.left_out, whole.left_out)
+
+
+def test_the_lists_of_entries_serve_more_than_once(make_head, monkeypatch):
+    form, formed = sparse.hidden_gradient, []
+
+    def twice(*arguments):
+        formed.extend(form(*arguments)[0] for _ in range(2))
+        return form(*arguments)
+
+    monkeypatch.setattr(sparse, "hidden_gradient", twice)
+
+    _, got = run(make_head(20, 300, peak=20.0), 1.0)
+
+    assert torch.equal(formed[0], got.hidden) and torch.equal(formed[1], got.hidden)
 
 
 def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):

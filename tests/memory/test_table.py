@@ -37,6 +37,14 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
         assert text in printed
 
 
+def test_a_list_that_would_make_room_is_printed_and_not_taken_for_markup(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, "memory.offload=none"])
+
+    assert "memory.offload=[gradients," in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

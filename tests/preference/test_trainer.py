@@ -84,8 +84,8 @@ def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run
 @pytest.mark.parametrize(
     ("algorithm", "preference", "metric"),
     [
-        ("dpo", {"loss": {"loss_type": "sigmoid"}}, "rewards/accuracies"),
-        ("dpo", {"loss": {"loss_type": "simpo"}}, "rewards/accuracies"),
+        ("dpo", {"loss": {"loss_type": "sigmoid"}}, "rewards/margins"),
+        ("dpo", {"loss": {"loss_type": "simpo"}}, "rewards/margins"),
         ("dpo", {"loss": {"loss_type": "kto"}}, "rewards/margins"),
         ("rank", {"ranking": {"objective": "plackett_luce"}}, "ranking/pairwise_accuracy"),
         ("rank", {"ranking": {"objective": "advantage_likelihood"}}, "ranking/pairwise_accuracy"),

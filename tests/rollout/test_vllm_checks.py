@@ -29,6 +29,44 @@ def test_a_model_that_level_two_leaves_whole_stays_there(direct, monkeypatch):
     assert direct.engine.generate(PROMPTS, 1, SAMPLING)
 
 
+def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
+    direct, shake, largest_difference, monkeypatch
+):
+    """The CPU drops nothing, so the test does, and frozen weights with the others."""
+    engine, policy, vllm = direct.engine, direct.policy, direct.engine._vllm
+    sleep, calls = vllm.sleep, []
+
+    def dropping(level: int) -> None:
+        sleep(level=level)
+        for parameter in engine._running().model.parameters():
+            parameter.data.fill_(torch.nan)
+        for cache in engine._kv_tensors():
+            cache.fill_(1e4)  # attention masks what a block does not hold yet by a factor of 0
+
+    def noting(name: str) -> None:
+        call = getattr(vllm, name)
+        monkeypatch.setattr(
+            vllm, name, lambda **given: calls.append((name, *given.values())) or call(**given)
+        )
+
+    monkeypatch.setattr(vllm, "sleep", dropping)
+    for name in ("sleep", "wake_up", "reset_prefix_cache"):
+        noting(name)
+    monkeypatch.setattr(engine._cycle, "level", 2)
+    engine.sleep()
+    shake(policy)
+    engine.sync(policy)
+    engine.wake()
+
+    assert largest_difference(policy, PROMPTS, engine.generate(PROMPTS, 2, SAMPLING)) < 1e-3
+    assert calls == [
+        ("sleep", 2),
+        ("wake_up", ["weights"]),
+        ("reset_prefix_cache",),
+        ("wake_up", ["kv_cache"]),
+    ]
+
+
 def test_a_model_that_level_two_damages_is_repaired_and_put_to_level_one(
     direct, shake, largest_difference, monkeypatch
 ):

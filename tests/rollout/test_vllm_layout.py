@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.rollout.vllm_layout import Landing, live, share, size_in_bytes, watch_loading
+from grpo_fast.rollout.vllm_layout import Landing, live, share, size_in_bytes, storage_of, watch_loading
 
 WIDTH, ROWS, PADDED = 4, 6, 8
 SIZES = {"q": 4, "k": 2, "v": 2}
@@ -102,18 +102,14 @@ def test_a_repacked_weight_has_left_its_landing(engine, parameters):
 
 def test_shared_weights_are_one_memory_and_keep_their_values_and_identities(engine, parameters):
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    fresh: list[Tensor] = []
-
-    def allocate(tensor: Tensor) -> Tensor:
-        fresh.append(torch.empty_like(tensor))
-        return fresh[-1]
+    own = {parameter.data_ptr() for parameter in parameters.values()}
 
     landings = watch(engine, parameters)
-    shared = share(engine, parameters, list(landings.values()), allocate)
+    shared = share(engine, parameters, list(landings.values()))
 
     aliased = {part.name for part in shared if part.aliases(parameters[part.name])}
     assert aliased == set(parameters) - {"slice"}  # of which the engine has a slice
-    assert len(fresh) == 2  # the fused tensor and the padded one; whole weights need none
+    assert engine.down.data_ptr() in own  # a whole weight needs no new memory
     for name, parameter in parameters.items():
         assert torch.equal(parameter, before[name])
         assert parameter.is_contiguous()
@@ -126,6 +122,19 @@ def test_shared_weights_are_one_memory_and_keep_their_values_and_identities(engi
     assert torch.equal(engine.head[:ROWS], 3 * before["embed"])
     assert torch.equal(engine.down, 3 * before["down"])
     assert torch.equal(engine.slice, before["slice"][:, WIDTH // 2 :])
+
+
+def test_weights_shared_while_an_engine_loads_in_inference_mode_can_be_trained(parameters):
+    with torch.inference_mode():
+        engine = Engine()  # its own tensors could not
+        share(engine, parameters, list(watch(engine, parameters).values()))
+
+    for parameter in parameters.values():
+        assert not parameter.is_inference()
+        parameter.square().sum().backward()
+        with torch.no_grad():
+            parameter -= parameter.grad
+    assert storage_of(engine.qkv) == storage_of(parameters["q"])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +151,7 @@ def test_what_differs_in_dtype_or_layout_is_not_shared(
     parameters[name] = spoil(parameters[name])
     landings = watch(engine, parameters)
 
-    shared = share(engine, parameters, list(landings.values()), torch.empty_like)
+    shared = share(engine, parameters, list(landings.values()))
 
     assert not any(part.aliases(parameters[part.name]) for part in shared if part.name == name)
     assert all(part.holds(parameters[part.name]) for part in shared)
@@ -162,7 +171,7 @@ def test_a_tensor_loaded_twice_from_one_weight_is_not_shared(parameters):
     engine, down = Twice(), {"down": parameters["down"]}
     landings = watch_loading(engine.load_weights, detached(down))
 
-    shared = share(engine, down, landings, torch.empty_like)
+    shared = share(engine, down, landings)
 
     assert len(shared) == 2
     assert not any(part.aliases(down["down"]) for part in shared)

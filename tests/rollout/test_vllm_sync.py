@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_fast.config import LoraConfig
 from grpo_fast.policy import Policy
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.vllm_layout import Landing
+from grpo_fast.rollout.vllm_layout import Landing, watch_loading
+from grpo_fast.rollout.vllm_sync import MergedSync, checkpoint_weights
 
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(140))]
@@ -105,3 +111,62 @@ def test_a_float32_head_gives_float32_logits_of_bfloat16_hidden_states(
         torch.testing.assert_close(logits, policy.head.logits(hidden))
         groups = engine.generate(PROMPTS, 3, SAMPLING)
         assert largest_difference(policy, PROMPTS, groups) < ROUNDING["bfloat16"]
+
+
+class Plain(nn.Module):
+    """A model of one weight, in an engine whose reload may put it elsewhere or derive others from it."""
+
+    def __init__(self, *, latent: bool = False, moves: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+        self.model_config = SimpleNamespace(use_mla=latent)
+        self._moves = moves
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, weight in weights:
+            self.weight.data.copy_(weight)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        if self._moves:
+            self.weight.data = self.weight.data.clone()
+        self.load_weights(kwargs["weights_iterator"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "reason"),
+    [
+        (Plain(), "direct", "memory of its own"),
+        (Plain(latent=True), "portable", "derives other weights"),
+        (Plain(moves=True), "portable", "reload moves the weights"),
+    ],
+    ids=["plain", "latent attention", "moving"],
+)
+def test_copies_are_made_only_where_they_reach_everything_that_is_read(engine, way, reason):
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    policy = SimpleNamespace(
+        base_model=nn.Module(),
+        named_weights=lambda: iter([("weight", weight.detach())]),
+        trainable=lambda: {"weight": weight},
+    )
+    landings = watch_loading(engine.load_weights, policy.named_weights())
+
+    sync = MergedSync(engine, engine, policy, landings)
+    with torch.no_grad():
+        weight += 1
+    sync(policy, everything=False)
+
+    assert (sync.way, reason in sync.reason) == (way, True)
+    assert torch.equal(engine.weight, weight)
+
+
+def test_experts_are_sent_one_by_one_under_the_names_of_a_checkpoint(tmp_path, seed):
+    small = {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 4, "hidden_size": 16, "vocab_size": 20}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=8, **small))
+    policy = SimpleNamespace(base_model=model, named_weights=lambda: iter(model.state_dict().items()))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+
+    sent = dict(checkpoint_weights(policy))
+
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in saved.items())

@@ -121,7 +121,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             () float32 and the metrics.
 
         Raises:
-            ValueError: a combination that is not offered.
+            ValueError: a combination that is not offered, or a KL without its reference.
         """
         recipe = self._recipe()
         packing = Packing.of(attention_mask)
@@ -134,6 +134,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if self.beta != 0 and self.use_ref_model:
             reference = pack_if_given(scored, ref_per_token_logps, logprobs.dtype)
             if reference is None:
+                if ref_input is None or ref_weight is None:
+                    raise ValueError(
+                        f"beta = {self.beta} weighs a KL to a reference model: give ref_per_token_logps, or "
+                        "ref_input and ref_weight, or set use_ref_model=False"
+                    )
                 with torch.no_grad():
                     rows = scored.pack(ref_input)
                     reference = _logprobs(rows, ref_weight, ids, ref_bias, self.temperature)

@@ -26,12 +26,12 @@ from grpo_fast.rewards.builtins.math_equivalence import MathVerify, Worker
     ],
 )
 def test_equivalent_expressions_are_right(completion, answer, value):
-    assert MathVerify()([completion], answer=[answer]) == [value]
+    assert MathVerify(time_limit=60)([completion], answer=[answer]) == [value]
 
 
 def test_it_works_outside_the_main_thread():
-    values = []
-    thread = threading.Thread(target=lambda: values.extend(MathVerify()([r"\boxed{2}"], answer=["2"])))
+    values, verify = [], MathVerify(time_limit=60)
+    thread = threading.Thread(target=lambda: values.extend(verify([r"\boxed{2}"], answer=["2"])))
     thread.start()
     thread.join()
     assert values == [1.0]
