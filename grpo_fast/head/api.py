@@ -210,7 +210,8 @@ def linear_grpo_loss(
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
         ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
         sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
-        loss_mask: (N,) bool; False keeps a token out of the loss at no cost. None: all tokens count.
+        loss_mask: (N,) bool, or zeros and ones; False keeps a token out of the loss at no cost. None: all
+            tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.
@@ -236,7 +237,7 @@ def linear_grpo_loss(
     check_packed(hidden, per_token, num_sequences)
     check_weight_grad(weight, weight_grad)
     counted = targets != ignore_index
-    loss_mask = counted if loss_mask is None else loss_mask & counted
+    loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     arguments = _arguments(
         hidden,
         weight,

@@ -19,6 +19,7 @@ _NEEDED = ("targets", "advantages", "sequence_ids")
 _IDS = ("targets", "sequence_ids", "group_ids")
 _INTEGERS = (torch.int64, torch.int32)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks in any of these
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_seq
 
     Raises:
         TypeError: not a tensor, or of the wrong kind of numbers.
-        ValueError: shapes, devices or sequence ids that do not fit together. The ids are read on a CPU only.
+        ValueError: shapes, devices or sequence ids that do not fit together, or a mask that weighs. Ids and
+            mask are read on a CPU only.
     """
     if not isinstance(hidden, Tensor):
         raise TypeError(f"hidden must be an (N, H) float tensor, got {type(hidden).__name__}")
@@ -156,6 +158,7 @@ def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_seq
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_sequences(per_token["sequence_ids"], num_sequences)
+        _check_mask(per_token["loss_mask"])
 
 
 def check_values(problem: HeadProblem) -> None:
@@ -182,7 +185,7 @@ def check_values(problem: HeadProblem) -> None:
 
 
 def _check_per_token(name: str, tensor: Tensor | None, hidden: Tensor) -> None:
-    kinds = (torch.bool,) if name == "loss_mask" else _INTEGERS if name in _IDS else _FLOATS
+    kinds = _MASKS if name == "loss_mask" else _INTEGERS if name in _IDS else _FLOATS
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
         kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} must be an (N,) {str(kinds[0]).removeprefix('torch.')} tensor, got {kind}")
@@ -193,6 +196,11 @@ def _check_per_token(name: str, tensor: Tensor | None, hidden: Tensor) -> None:
         )
     if tensor.device != hidden.device:
         raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other")
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
 def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:

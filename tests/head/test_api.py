@@ -314,6 +314,19 @@ def test_an_entropy_bonus_reaches_the_gradient(make_call, rng):
     assert not torch.allclose(gradient(0.0), gradient(0.5))
 
 
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int64, torch.float32])
+def test_a_mask_may_be_zeros_and_ones_of_any_dtype(make_call, rng, kind):
+    call = make_call((24,), spread=1.0)
+    batch = packed(call, rng)
+
+    losses = [
+        linear_grpo_loss(call.hidden, call.weight, call.targets, **batch | {"loss_mask": mask}).loss
+        for mask in (batch["loss_mask"], batch["loss_mask"].to(kind))
+    ]
+
+    assert losses[0] == losses[1]
+
+
 def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, rng):
     call = make_call((24,), spread=1.0)
     batch = packed(call, rng)

@@ -110,7 +110,7 @@ def test_shapes_can_be_asked_on_the_meta_device(arguments):
             ValueError,
             "old_logprobs is on meta, hidden on cpu",
         ),
-        ({"loss_mask": torch.ones(6)}, TypeError, "loss_mask must be .* bool tensor, got torch.float32"),
+        ({"loss_mask": torch.full((6,), 0.5)}, ValueError, "loss_mask must hold zeros and ones"),
         ({"sequence_ids": torch.zeros(6)}, TypeError, "sequence_ids must be .* int64 tensor"),
         ({"sequence_ids": torch.arange(6) - 1}, ValueError, "sequence_ids must lie in .* got -1 to 4"),
         ({"sequence_ids": torch.arange(6) % 2}, ValueError, "6 runs of 2 ids: sort the tokens"),
