@@ -199,7 +199,9 @@ class Run:
         except Exception as second:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
-            self.say(f"{problem}: step {trainer.step} is safe; continue with --resume")
+            step = trainer.step
+            go_on = f"step {step} is safe; continue" if step else "nothing is trained yet; begin anew"
+            self.say(f"{problem}: {go_on} with --resume")
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, with the held-out score where one is due."""

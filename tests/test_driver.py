@@ -97,6 +97,15 @@ def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_
         assert tensor.equal(ends[1].tensors["trainable"][name]), name
 
 
+def test_a_run_that_fails_in_its_first_step_says_that_nothing_is_trained(toy, tmp_path, monkeypatch, capsys):
+    break_at_step(monkeypatch, STEP_PHASES["forward"], 0, ValueError("bug"))
+
+    with pytest.raises(ValueError, match="bug"):
+        train(in_process(toy, tmp_path / "failed", **NO_CHECKPOINTS))
+
+    assert "ValueError: nothing is trained yet; begin anew with --resume" in capsys.readouterr().out
+
+
 def test_out_of_memory_in_an_update_costs_no_step(toy, tmp_path: Path, monkeypatch):
     config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
     with monkeypatch.context() as patch:
