@@ -47,8 +47,9 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.evaluate import evaluate as score
     from grpo_fast.export import load_policy_of
     from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import make_engine
+    from grpo_fast.rollout import make_engine, require_engine
 
+    require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(None if args.model else args.config, config)
     questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
@@ -81,8 +82,9 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.memory import resolve_auto
     from grpo_fast.preview import show_group
     from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import make_engine, sampling_of
+    from grpo_fast.rollout import make_engine, require_engine, sampling_of
 
+    require_engine(config.rollout)
     config = resolve_auto(config)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(args.config, config)
