@@ -5,8 +5,9 @@ test module. What needs the real compiler without a GPU (`benchmarks.aot`) runs 
 `TRITON_INTERPRET=0` or `=1` in the environment overrides the choice.
 
 The interpreter holds bfloat16 as its bit pattern in uint16 and computes on those integers: products, sums and
-comparisons are silently wrong, and float32 is truncated instead of rounded. The session-wide fixture below
-corrects Triton's interpreter builder; `tests/kernels/test_interpreter.py` holds it against torch.
+comparisons are silently wrong, and float32 is truncated instead of rounded. Its maximum keeps a NaN, where a
+GPU's takes the other number. The session-wide fixture below corrects Triton's interpreter builder;
+`tests/kernels/test_interpreter.py` holds it against torch.
 """
 
 from __future__ import annotations
@@ -88,14 +89,20 @@ def libraries_are_not_searched_for_garbage() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def correct_bf16_in_the_interpreter() -> Iterator[None]:
+def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
     if not INTERPRETED:
         yield
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         _correct_bf16(interpreter, patch)
+        for name, operation in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+            patch.setattr(interpreter.InterpreterBuilder, name, _binary(operation))
         yield
+
+
+def _binary(operation: Callable[..., np.ndarray]) -> Callable[..., Any]:
+    return lambda self, left, right: self.binary_op(left, right, operation)
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The correction of bfloat16 in Triton's interpreter. On a GPU the compiler passes the same tests."""
+"""What the session corrects in Triton's interpreter. On a GPU the compiler passes the same tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def _arithmetic(x, y, out, SIZE: tl.constexpr):
     tl.store(out + index, a * b + a - b)
     tl.store(out + SIZE + index, tl.where(a < b, a, 1.5))
     tl.store(out + 2 * SIZE + index, tl.maximum(tl.abs(a), b))
+
+
+@triton.jit
+def _extremes(x, y, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    a, b = tl.load(x + index), tl.load(y + index)
+    tl.store(out + index, tl.maximum(a, b))
+    tl.store(out + SIZE + index, tl.minimum(a, b))
+    tl.store(out + 2 * SIZE + index, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -47,6 +56,18 @@ def test_bf16_arithmetic_rounds_after_every_operation_as_torch_does(device, rng)
     assert torch.equal(out[1], torch.where(x < y, x, 1.5))
     assert torch.equal(out[2], torch.maximum(x.abs(), y))
     torch.testing.assert_close(out[0], x * y + x - y, rtol=2**-6, atol=2**-6)
+
+
+def test_a_maximum_takes_the_number_beside_a_nan_unless_told_otherwise(device, rng):
+    x, y = (torch.randn(64, generator=rng).to(device) for _ in range(2))
+    x[::3] = torch.nan
+    y[::5] = torch.nan
+    out = torch.empty(3, 64, device=device)
+
+    _extremes[(1,)](x, y, out, SIZE=64)
+
+    for got, expected in zip(out, (torch.fmax(x, y), torch.fmin(x, y), torch.maximum(x, y)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_conversion_to_bf16_rounds_to_nearest_even_and_keeps_infinities_and_nan(device, rng):
