@@ -1,4 +1,4 @@
-"""One rank of `test_parallel.py`: `python parallel_worker.py RANK STORE RESULT`."""
+"""Two ranks, forked after the imports: `python parallel_worker.py FOLDER`, which gets what each found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from safetensors.torch import save_file
 
 from grpo_fast import linear_cross_entropy, linear_logprob
@@ -50,17 +51,17 @@ def rows_of(rank: int) -> slice:
     return slice(0, SPLIT) if rank == 0 else slice(SPLIT, None)
 
 
-def main(rank: int, store: str, result: str) -> None:
+def main(rank: int, folder: str) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=500)
     )
     hidden, weight, bias, targets = batch()
     rows = rows_of(rank)
     found = everything(hidden, weight[rows], bias[rows], targets, dist.group.WORLD)
-    save_file({str(i): t.detach().contiguous() for i, t in enumerate(found)}, result)
+    save_file({str(i): t.detach().contiguous() for i, t in enumerate(found)}, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    multiprocessing.start_processes(main, args=(sys.argv[1],), nprocs=2, start_method="fork")
