@@ -322,6 +322,7 @@ def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer,
     monkeypatch.setattr(
         layer, "forward", lambda self, x, shared_prefix=None, **rest: forward(self, x, **rest)
     )
+    without(model, (1,))  # a second token is decoded
 
     with pytest.raises(RuntimeError, match="0 of 3 layers"):
         engine_for(model, tokenizer).generate([(3, 4)], 2, SAMPLING)

@@ -98,7 +98,8 @@ def test_a_model_that_level_two_damages_is_repaired_and_put_to_level_one(
 
 def test_a_model_that_vllm_computes_differently_is_refused(direct, monkeypatch):
     norm = direct.engine._running().model.model.norm
-    monkeypatch.setattr(norm, "variance_epsilon", 1.0)
+    # A tenth of the logits and less: at 1, one random model in twenty hardly differs.
+    monkeypatch.setattr(norm, "variance_epsilon", 100.0)
 
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*rollout\.engine to transformers"):
         direct.engine._compare_with_policy()
