@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ from benchmarks.__main__ import main
 from benchmarks.grid import Grid, cells
 from benchmarks.peers import Peer, all_peers, choose
 from benchmarks.problem import MODES, Problem, Run, Setting
-from grpo_fast.head import operator, tuning
+from grpo_fast.head import cuda, operator, tuning
 
 pytest.importorskip("triton")
 TINY = (4, 16, 130)  # N, H, V
@@ -97,7 +98,7 @@ def in_float32(product: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
     """Counts how often its cache was emptied."""
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("a GPU is there: the benchmarks themselves run on it")
@@ -116,6 +117,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "Event", WallClockEvent)
+    monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "not-built.so")  # no fake runs compiled code
     monkeypatch.setattr(torch, "Generator", Generator)
     for name in ("mm", "addmm"):
         monkeypatch.setattr(torch, name, in_float32(getattr(torch, name)))
