@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -74,6 +75,7 @@ def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: to
     What `prepare` left counts, what was there before it does not. On a CPU torch's profiler reports every
     allocation, those inside operators too.
     """
+    gc.collect()  # what others left must not be freed meanwhile
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         made = prepare()

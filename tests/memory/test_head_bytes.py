@@ -84,10 +84,10 @@ def compare(
     # A few numbers a row come and go beside what is planned for.
     slack = 64 * rows
     forward_peak = peak_bytes(operands, forward, CPU) - given
-    assert abs(forward_peak - found.kept - found.forward) <= 0.03 * forward_peak + slack
+    assert abs(forward_peak - found.kept - found.forward) <= 0.05 * forward_peak + slack
     whole = peak_bytes(operands, both, CPU) - given
     planned = max(found.kept + found.forward, found.kept + found.backward + gradients)
-    assert abs(whole - planned) <= 0.03 * whole + slack
+    assert abs(whole - planned) <= 0.05 * whole + slack
 
 
 def test_nothing_of_the_kernels_is_as_wide_as_the_vocabulary() -> None:
