@@ -21,8 +21,8 @@ from grpo_fast.rollout.vllm_sync import MergedSync, checkpoint_weights
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(140))]
 # Nats. float32: two orders of summation, of weights that have been shaken three times: 1.1e-3 was seen.
-# bfloat16: 8 bits in each of some 10 roundings on the way to logits of size 10 or so; an older set of weights,
-# or a mixture of two, is nats away.
+# bfloat16: 8 bits in each of some 10 roundings on the way to logits of size 10 or so. An older set of
+# weights, or a mixture of two, is nats away.
 ROUNDING = {"float32": 1e-2, "bfloat16": 0.3}
 
 
