@@ -210,8 +210,8 @@ def linear_grpo_loss(
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.
         ref_logprobs: (N,) the reference model's; needed when `config.beta` > 0.
         sampler_logprobs: (N,) the sampler's, for the mismatch metrics and corrections.
-        loss_mask: (N,) bool, or zeros and ones; False keeps a token out of the loss at no cost. None: all
-            tokens count.
+        loss_mask: (N,) bool, or zeros and ones, which is checked on a CPU only; False keeps a token out of
+            the loss at no cost. None: all tokens count.
         group_ids: (N,) int64; completions of one prompt share a group.
         num_sequences: None reads it off `sequence_ids`, which waits for the device: give it on a GPU.
         totals: `grpo_fast.StepTotals`, counts over the optimiser step, when this batch is only part of it.

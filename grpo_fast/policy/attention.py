@@ -7,6 +7,7 @@ the sliding window of a layer, which a ready-made 4-D mask cannot, being the sam
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ class PackedLayout:
 
     def __init__(self, batch: PackedBatch, *, flex: bool) -> None:
         self.flex = flex
-        self._bounds = batch.cu_seqlens.tolist()
+        self._cu_seqlens = batch.cu_seqlens
         self._position_ids = batch.position_ids
         self._segment_ids = batch.segment_ids
         lengths = batch.cu_seqlens.diff()
@@ -41,6 +42,11 @@ class PackedLayout:
         )
         self._masks: dict[int | None, list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Read where a call a document needs them; FlexAttention does not wait for the device."""
+        return self._cu_seqlens.tolist()
 
     @property
     def lengths(self) -> list[int]:
@@ -82,7 +88,7 @@ class PackedLayout:
     def _ranges(self, window: int | None) -> list[Range]:
         """What `visible` says: a token sees its own segment up to itself, and the prompt before that."""
         tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
-        of_documents = torch.tensor(self._bounds[:-1], device=tokens.device)
+        of_documents = self._cu_seqlens[:-1].long()
         document = of_documents[self._document_ids]
         if self._segment_ids is None:
             return [(_within(window, document, tokens), tokens + 1)]

@@ -35,7 +35,7 @@ def _comes_with(data: Any, tag: str) -> bool:
 def require_room(tag: str) -> None:
     """
     Raises:
-        RuntimeError: waking `tag` would run out of memory half-way.
+        torch.OutOfMemoryError: waking `tag` would run out of memory half-way.
     """
     needed = bytes_in_pool(tag)
     if not needed or needed <= torch.cuda.mem_get_info()[0]:
@@ -43,7 +43,7 @@ def require_room(tag: str) -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if needed > free:
-        raise RuntimeError(
+        raise torch.OutOfMemoryError(
             f"CUDA out of memory: it takes {needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
         )
 

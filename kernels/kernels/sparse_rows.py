@@ -5,15 +5,14 @@ entries in a fixed order (by vocabulary tile, then column), so results are bit-e
 Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
 2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower.
 
-A flat row has a hundred times the entries of a median one, and a program that adds it up alone would run on
-when all others have finished. Only such rows are split: each slice of H is a program's, with as many bytes in
+A flat row has many times the entries of a median one, and a program that adds it up alone would run on when
+all others have finished. Only such rows are split: each slice of H is a program's, with as many bytes in
 flight as a short row has.
 
 The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs finished.
 `_gather_entries` brings them together through the pairs' row-major table; `_entry_curve` sums what each
 threshold would leave out of them, and `balance` sets the threshold that spends what the pairs left of the
-tolerance. `_keep_entries` drops what is below it, two in three: the product waits for no entry that does not
-count.
+tolerance. `_keep_entries` drops what is below it: the product waits for no entry that does not count.
 """
 
 from __future__ import annotations

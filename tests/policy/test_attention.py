@@ -148,3 +148,21 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
         for some in (samples[:1], samples, samples * 9):
             for batch in packed(some):
                 assert policy.hidden_states(batch).isfinite().all()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_flex_mask_is_made_without_asking_the_device(
+    samples: list[Sample], share: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (batch,) = packed(samples, share=share)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+
+    mask = PackedLayout(batch, flex=True).block_mask(window)
+
+    assert mask.seq_lengths == (len(batch.input_ids),) * 2
