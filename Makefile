@@ -17,6 +17,8 @@ test-gpu: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
 
 $(VENV)/.installed-train: pyproject.toml setup.py .ci/requirements/base.txt .ci/requirements/no-deps.txt
 	$(PYTHON) -m venv $(VENV)

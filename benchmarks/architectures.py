@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_fast.memory.shapes import SHAPES
+from grpo_fast.plan.shapes import SHAPES
 from grpo_fast.policy import Policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.load import resolve_attention

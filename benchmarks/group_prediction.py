@@ -18,8 +18,8 @@ def predict_group(probe: Probe, device: torch.device) -> int | None:
     Raises:
         ValueError: a model that the planner does not know.
     """
-    from grpo_fast.memory.devices import device_budget
-    from grpo_fast.memory.search import plan
+    from grpo_fast.plan.devices import device_budget
+    from grpo_fast.plan.search import plan
 
     budget = device_budget()
     if probe.budget is not None:

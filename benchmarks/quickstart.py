@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_fast.jsonl import read_jsonl
-from grpo_fast.metrics import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
-from grpo_fast.summary import duration_text, score_text
+from grpo_fast.run_record.jsonl import read_jsonl
+from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
+from grpo_fast.run_record.summary import duration_text, score_text
 
 
 def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
         command = [
             sys.executable,
             "-m",
-            "grpo_fast.cli",
+            "grpo_fast",
             "train",
             recipe,
             f"output_dir={run_dir}",

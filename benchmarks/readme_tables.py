@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.summary import duration_text, score_text
+from grpo_fast.run_record.summary import duration_text, score_text
 
 from .record import FAILED, OOM, SKIPPED, Measurement, read
 from .shapes import conclusions, is_wrong, label, number, shapes_of, split_axes

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.charts import SERIES
-from grpo_fast.report import page_style
+from grpo_fast.run_record.charts import SERIES
+from grpo_fast.run_record.report import page_style
 
 from . import report_charts as charts
 from .goals import TIMES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.charts import GRID, INK, SERIES, to_svg
+from grpo_fast.run_record.charts import GRID, INK, SERIES, to_svg
 
 from .record import FAILED, OOM, Measurement
 from .roofline import Roof, points

@@ -81,7 +81,7 @@ def check_memory_model(
 def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
     """By the allocator, with the entropy as a metric, as a training step asks for it."""
     from grpo_fast import linear_logprob
-    from grpo_fast.memory.measure import peak_bytes
+    from grpo_fast.plan.measure import peak_bytes
 
     problem = make_problem(setting, Sources(), device, seed)
 
@@ -99,7 +99,7 @@ def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
 
 def _predicted_bytes(setting: Setting, device: torch.device) -> int:
     from grpo_fast.head.operator import device_facts
-    from grpo_fast.memory.head_bytes import head_bytes
+    from grpo_fast.plan.head_bytes import head_bytes
 
     dtype = DTYPES[setting.dtype]
     parts = head_bytes(

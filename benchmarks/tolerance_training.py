@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from grpo_fast import linear_logprob
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.provenance import provenance
+from grpo_fast.run_record.provenance import provenance
 
 FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLERANCE:g}"
 VOCABULARY, STRIDE = 2048, 128  # 16 tiles; each of the task's symbols lies in one of its own

@@ -142,7 +142,7 @@ def run_trl(assets: Assets, steps: int, device: torch.device) -> Iterator[StepTi
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_fast.jsonl import read_jsonl
+    from grpo_fast.run_record.jsonl import read_jsonl
 
     s = assets.setting
     found: list[StepTime] = []

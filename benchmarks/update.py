@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from grpo_fast.policy.config import OptimizerConfig
 from torch import Tensor
 
-from grpo_fast.config import OptimizerConfig
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack

@@ -13,23 +13,23 @@ from typing import Any, Protocol
 
 import torch
 
-from grpo_fast.alerts import ALERTS_FILE, AlertMonitor
-from grpo_fast.checkpoint import (
+from grpo_fast.collection import Progress
+from grpo_fast.config import TrainConfig
+from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.run_record.alerts import ALERTS_FILE, AlertMonitor
+from grpo_fast.run_record.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointSaveError,
     CheckpointStore,
     capture_rng,
 )
-from grpo_fast.collection import Progress
-from grpo_fast.config import TrainConfig
-from grpo_fast.display import Display
-from grpo_fast.jsonl import JsonlLog, read_jsonl
-from grpo_fast.metrics import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, SampleRecord
-from grpo_fast.policy import Policy, PolicyOptimizer
-from grpo_fast.report import write_report
-from grpo_fast.summary import Interval, Score, before_after
-from grpo_fast.trainer import StepResult
+from grpo_fast.run_record.display import Display
+from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
+from grpo_fast.run_record.logs import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, SampleRecord
+from grpo_fast.run_record.report import write_report
+from grpo_fast.run_record.summary import Interval, Score, before_after
+from grpo_fast.update import StepResult
 
 
 class Evaluated(Protocol):

@@ -6,11 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose, isnan
 from statistics import fmean
+from typing import Annotated
 
+from pydantic import Field
+
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
-from grpo_fast.summary import Interval, mean_interval
+from grpo_fast.run_record.summary import Interval, mean_interval
+from grpo_fast.section import PositiveInt, Section
+
+
+class EvaluationConfig(Section):
+    """When and how held-out questions are scored."""
+
+    dataset: DatasetConfig | None = None
+    every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+    size: PositiveInt | None = Field(
+        None, description="questions used while training; before and after use all"
+    )
+    num_samples: PositiveInt = 1
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    threshold: float = Field(1.0, description="the reward from which an answer counts as right")
+    reward: str | None = Field(None, description="which reward decides; none: the first")
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_fast.config import AdvantageConfig
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages, weighted_sum
+from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages
+from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.groups.quality import length_reward_correlation
-from grpo_fast.import_path import load_callable
+from grpo_fast.lookup import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rewards.reward_set import NOTHING_KNOWN
+from grpo_fast.rewards.types import weighted_sum
 from grpo_fast.rollout.types import Completion
 
 

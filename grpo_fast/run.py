@@ -8,18 +8,24 @@ from pathlib import Path
 
 import torch
 
-from grpo_fast.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable, restore_rng
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.data import load_prompts
 from grpo_fast.driver import Algorithm, Run, StopRequest
-from grpo_fast.memory import planned_kv_cache_bytes, resolve_auto
 from grpo_fast.objective import resolve_loss
+from grpo_fast.plan import planned_kv_cache_bytes, resolve_auto
 from grpo_fast.policy import PolicyOptimizer, load_policy
 from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine, require_engine
-from grpo_fast.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
+from grpo_fast.run_record.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    check_writable,
+    restore_rng,
+)
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
 from grpo_fast.stage_parts import build_parts
 from grpo_fast.stages import resolve_stages, schedule_steps
 from grpo_fast.trainer import Trainer

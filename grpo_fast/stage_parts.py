@@ -76,7 +76,17 @@ def _build(
             dataset = load_prompts(config.dataset, tokenizer)
             dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
         seed = config.seed + index * SEEDS_PER_STAGE
-        parts = replace(parts, prompts=make_sampler(dataset, config, parts.rewards.names, seed=seed))
+        parts = replace(
+            parts,
+            prompts=make_sampler(
+                dataset,
+                config.prompts_per_step,
+                config.groups,
+                config.curriculum,
+                parts.rewards.names,
+                seed=seed,
+            ),
+        )
     parts.rewards.check_columns(list(parts.prompts.dataset[0].columns))
     return parts
 

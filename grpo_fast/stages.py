@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from grpo_fast.config import StageConfig, TrainConfig
+from grpo_fast.section import PositiveInt, Section
+
+if TYPE_CHECKING:
+    from grpo_fast.config import TrainConfig
 
 # One engine, one model and one record of the run serve all stages.
 OVERRIDABLE = (
@@ -35,6 +38,21 @@ OVERRIDABLE = (
 # The engine is made once; a stage changes only how it samples.
 ENGINE_KEYS = ("engine", "max_batch_tokens")
 MADE_OF = {"dataset": "source", "loss": "loss_type", "groups": "strategy", "adaptive_weights": "method"}
+
+
+class StageConfig(Section):
+    """A stretch of the run with settings of its own."""
+
+    name: Annotated[str, Field(min_length=1)]
+    steps: PositiveInt | None = Field(None, description="none, for the last stage: until max_steps")
+    fresh_optimizer: bool = Field(
+        False, description="forget the moments, and begin the learning rate's schedule anew"
+    )
+    overrides: dict[str, Any] = Field(
+        {},
+        description="sections as at the top level; a new source, loss_type, strategy or method replaces its "
+        "section",
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +85,7 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
     base = config.model_dump() | {"stages": []}
     starts = _starts(config)
     stages = tuple(
-        Stage(stage.name, start, end, _configure(stage, base), stage.fresh_optimizer)
+        Stage(stage.name, start, end, _configure(type(config), stage, base), stage.fresh_optimizer)
         for stage, start, end in zip(config.stages, starts[:-1], starts[1:], strict=True)
     )
     _check_warmup(stages)
@@ -135,11 +153,11 @@ def _check_warmup(stages: Sequence[Stage]) -> None:
             )
 
 
-def _configure(stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
+def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
     _check_overrides(stage)
     merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
     try:
-        return TrainConfig.model_validate(merged)
+        return kind.model_validate(merged)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
         raise ValueError(f"stage {stage.name!r}: {problems}") from None

@@ -9,22 +9,18 @@ exactly on-policy, no tokens of groups that all earned the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from grpo_fast.clock import Clock
 from grpo_fast.collection import Progress, RolloutWatch, generate_and_score
-from grpo_fast.completion_length import CompletionLength
 from grpo_fast.config import TrainConfig
 from grpo_fast.data.types import Prompt
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import Group, bare_sample, describe, make_samples, score_groups
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_logprob
-from grpo_fast.metrics import SampleRecord
-from grpo_fast.micro_batches import MicroBatches, Minibatch, mean_metrics, optimizer_step, sum_metrics
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.kl import kl_penalty
@@ -32,21 +28,16 @@ from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Completion, Engine, sampling_of
+from grpo_fast.rollout.adaptive_length import CompletionLength
+from grpo_fast.rollout.handover import Tenancy, trainer_residency
+from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.stage_parts import StageParts
 from grpo_fast.stages import schedule_steps, stage_at
-from grpo_fast.tenancy import Tenancy, trainer_residency
+from grpo_fast.update import MicroBatches, Minibatch, StepResult, mean_metrics, optimizer_step, sum_metrics
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did."""
-
-    groups: list[Group]
-    metrics: dict[str, float]
-    timings: dict[str, float]
 
 
 class Trainer:

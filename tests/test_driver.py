@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.checkpoint import CheckpointStore
 from grpo_fast.config import TrainConfig
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.run import train
+from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.trainer import Trainer
 
 
@@ -32,7 +32,7 @@ STEP_PHASES = {
     "forward": "grpo_fast.policy.policy.Policy.hidden_states",
     "sync": "grpo_fast.rollout.transformers.TransformersEngine.sync",
     "wake": "grpo_fast.rollout.transformers.TransformersEngine.wake",
-    "record": "grpo_fast.metrics.SampleLog.write",
+    "record": "grpo_fast.run_record.logs.SampleLog.write",
 }
 NO_CHECKPOINTS: dict[str, Any] = {"logging": {"tensorboard": False, "samples_every": 1}, "max_steps": 5}
 

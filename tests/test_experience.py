@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.config import AdvantageConfig
 from grpo_fast.data import Prompt
 from grpo_fast.experience import describe, score_groups
 from grpo_fast.groups import group_advantages
 from grpo_fast.groups.advantages import decoupled_advantages
+from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.rewards import Reward, RewardSet
 from grpo_fast.rollout import Completion
 

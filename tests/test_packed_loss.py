@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from transformers import AutoConfig
 
-from grpo_fast.config import LoraConfig, ModelConfig, OptimizerConfig
-from grpo_fast.memory.measure import random_batches, random_policy
-from grpo_fast.memory.setup import Workload
 from grpo_fast.packed_loss import packed_loss
+from grpo_fast.plan.measure import random_batches, random_policy
+from grpo_fast.plan.setup import Workload
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 
 WORK = Workload(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_fast.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
+from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
 
 STEPS = 12
 
@@ -44,7 +44,7 @@ def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen
     command = [
         sys.executable,
         "-m",
-        "grpo_fast.cli",
+        "grpo_fast",
         "train",
         str(config_file),
         f"output_dir={run_dir}",
@@ -188,7 +188,7 @@ def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(
     def full_once(self, step, *args, **kwargs):
         attempts.append(step)
         if step == 1:
-            from grpo_fast.checkpoint import CheckpointSaveError
+            from grpo_fast.run_record.checkpoint import CheckpointSaveError
 
             raise CheckpointSaveError("no space left on device")
         return save(self, step, *args, **kwargs)

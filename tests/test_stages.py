@@ -12,10 +12,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from grpo_fast.checkpoint import CheckpointStore
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.run import train
+from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.stages import resolve_stages, schedule_steps, stage_at
 
 MINIMAL = {

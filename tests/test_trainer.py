@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from grpo_fast import packed_loss
-from grpo_fast.clock import Clock
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
-from grpo_fast.micro_batches import Minibatch, sum_metrics
 from grpo_fast.run import build_trainer
+from grpo_fast.run_record.clock import Clock
 from grpo_fast.trainer import Trainer
+from grpo_fast.update import Minibatch, sum_metrics
 
 
 def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:

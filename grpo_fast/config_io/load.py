@@ -15,7 +15,7 @@ from grpo_fast.config_io.errors import ConfigError, Problem, from_validation, sh
 from grpo_fast.config_io.foreign_names import RULES
 from grpo_fast.config_io.foreign_rules import Moved
 from grpo_fast.config_io.yaml_text import dump_yaml, parse_yaml
-from grpo_fast.run_dir import CONFIG_FILE
+from grpo_fast.run_record.files import CONFIG_FILE
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.config import DatasetConfig
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.names import choices
 from grpo_fast.data.types import Message
 

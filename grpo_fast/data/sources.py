@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config import DatasetConfig
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.names import choices
 from grpo_fast.data.tasks import PREFIX, generate_rows
 

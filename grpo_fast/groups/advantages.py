@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_fast.rewards.types import weighted_sum
+
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
 
@@ -142,13 +144,6 @@ def decoupled_advantages(
     raw = group_advantages(weighted_sum(table, weights), shared=shared)
     advantages = summed.where(scored & ~flat[:, None], 0.0) / (_deviation(summed[scored]) + eps)
     return Advantages(advantages=advantages, flat=flat, mean=raw.mean, std=raw.std)
-
-
-def weighted_sum(table: Tensor, weights: Sequence[float]) -> Tensor:
-    """(..., F) -> (...) float32: weight × value over the functions that apply, NaN where none does."""
-    # In float64: two sums that are equal on paper must not differ by rounding.
-    total = (table.double() * torch.tensor(weights, dtype=torch.float64, device=table.device)).nansum(-1)
-    return total.where(table.isfinite().any(-1), torch.nan).float()
 
 
 def _group_index(shared: Sequence[int] | Tensor | None, rewards: Tensor) -> tuple[Tensor, int]:

@@ -148,3 +148,34 @@ class AdaptiveWeightsConfig(Section):
             remedy = "give {reward: mean}" if not self.targets else "remove them, or set method: target"
             raise ValueError(f"adaptive_weights.method = {self.method!r} {problem}; {remedy}")
         return self
+
+
+class AdvantageConfig(Section):
+    """How the rewards of a group become advantages, and which completions train."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize",
+        description="normalize_then_sum scales each reward by itself before they are added (GDPO)",
+    )
+    skip_flat_groups: bool = Field(
+        True, description="groups whose rewards are all equal leave the update, KL and entropy terms too"
+    )
+    dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
+    max_draws: PositiveInt = Field(3, description="batches that dynamic sampling may draw for one step")
+    mask_truncated: bool = Field(False, description="truncated completions leave the loss")
+    function: str | None = Field(
+        None,
+        description="`module:function` of your own: (list[Group], rewards (G, n)) -> a number for each "
+        "completion, or one for each of its tokens",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AdvantageConfig:
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards == "none":
+            raise ValueError(
+                "advantage.multi_objective_aggregation = 'normalize_then_sum' contradicts scale_rewards = "
+                "'none', which normalises nothing; set scale_rewards to group or batch, or sum_then_normalize"
+            )
+        return self

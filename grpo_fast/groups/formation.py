@@ -13,7 +13,7 @@ from grpo_fast.data.types import Prompt
 from grpo_fast.groups.clusters import Groups, key_groups, leader_clusters, settle_leftovers
 from grpo_fast.groups.config import GroupConfig
 from grpo_fast.groups.criteria import Likeness, conversation_prefix, label_ids, make_likeness
-from grpo_fast.import_path import load_callable
+from grpo_fast.lookup import load_callable
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
+from grpo_fast.groups.config import CurriculumConfig, GroupConfig
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import Grouping, form_groups
 
@@ -63,17 +63,22 @@ class GroupSampler(PromptSampler):
 
 
 def make_sampler(
-    dataset: PromptDataset, config: TrainConfig, reward_names: Sequence[str], *, seed: int
+    dataset: PromptDataset,
+    batch_size: int,
+    groups: GroupConfig,
+    curriculum: CurriculumConfig | None,
+    reward_names: Sequence[str],
+    *,
+    seed: int,
 ) -> PromptSampler:
     """The sampler that `groups` and `curriculum` ask for.
 
     Raises:
         ValueError: settings that don't fit the dataset or the rewards.
     """
-    batch_size = config.prompts_per_step
-    if config.curriculum is not None:
-        return DifficultySampler(dataset, batch_size, config.curriculum, reward_names, seed)
-    if config.groups.shares_baselines:
-        grouping = form_groups(dataset, config.groups, example_turns=2 * len(dataset.config.examples))
+    if curriculum is not None:
+        return DifficultySampler(dataset, batch_size, curriculum, reward_names, seed)
+    if groups.shares_baselines:
+        grouping = form_groups(dataset, groups, example_turns=2 * len(dataset.config.examples))
         return GroupSampler(dataset, batch_size, grouping, seed)
     return PromptSampler(dataset, batch_size, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from grpo_fast.import_path import load_callable
+from grpo_fast.lookup import load_callable
 from grpo_fast.objective import covariance, surrogates, trust_region
 from grpo_fast.objective.config import GRPOLossConfig
 from grpo_fast.objective.surrogates import PolicyTokens, Surrogate

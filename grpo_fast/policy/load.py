@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from grpo_fast.config import LoraConfig, ModelConfig
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.verify import check_layer_types, verify_policy

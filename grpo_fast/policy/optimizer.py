@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.config import OptimizerConfig
+from grpo_fast.policy.config import OptimizerConfig
 
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 

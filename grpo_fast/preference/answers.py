@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from grpo_fast.data.types import Prompt
+from grpo_fast.preference.config import AnswersConfig
 from grpo_fast.preference.ranked import RankedGroup, RankedResponse
-from grpo_fast.preference.sections import AnswersConfig
 
 
 def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptSampler, exclude_overlap
 from grpo_fast.policy import PolicyOptimizer, load_policy
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.data import load_comparisons, load_questions
 from grpo_fast.preference.reference import reference_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
+
+if TYPE_CHECKING:
+    from grpo_fast.config import TrainConfig
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:

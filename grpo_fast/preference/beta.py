@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_fast.preference.sections import BetaConfig
+    from grpo_fast.preference.config import BetaConfig
 
 
 def scheduled_beta(start: float, config: BetaConfig, step: int, total_steps: int) -> float:

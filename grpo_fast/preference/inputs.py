@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
+from grpo_fast.objective.ranking import RankedInputs
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.ranking_losses import RankedInputs
-from grpo_fast.preference.types import PreferenceInputs, PreferenceTotals
 
 
 def preference_totals(comparisons: Sequence[Comparison]) -> PreferenceTotals:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fast.data.types import Message
-from grpo_fast.jsonl import JsonlLog, read_jsonl
+from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
 
 _GROUP_KEYS = {"response", "rank", "score", "logprob"}
 

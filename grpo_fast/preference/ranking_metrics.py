@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
-from grpo_fast.summary import Interval, mean_interval
+from grpo_fast.run_record.summary import Interval, mean_interval
 
 
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.micro_batches import TokenBudget
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.update import TokenBudget
 
 T = TypeVar("T")
 

@@ -10,29 +10,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.clock import Clock
-from grpo_fast.collection import Progress
-from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptSampler
-from grpo_fast.metrics import SampleRecord
-from grpo_fast.micro_batches import optimizer_step, sum_metrics
+from grpo_fast.objective.pairs import kto_reference_point, preference_loss
+from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs_types import PreferenceTotals
+from grpo_fast.objective.ranking import ranking_loss
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.preference.beta import BetaController
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.config import PreferenceLossConfig
 from grpo_fast.preference.inputs import preference_inputs, preference_totals, ranked_inputs
-from grpo_fast.preference.losses import kto_reference_point, preference_loss
-from grpo_fast.preference.ranking_losses import ranking_loss
 from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import Request, RequestBatches, pack_requests, score, sequence_logprobs
-from grpo_fast.preference.types import PreferenceTotals
-from grpo_fast.trainer import StepResult
+from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import SampleRecord
+from grpo_fast.update import StepResult, optimizer_step, sum_metrics
+
+if TYPE_CHECKING:
+    from grpo_fast.collection import Progress
+    from grpo_fast.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from grpo_fast.config import RewardConfig
 from grpo_fast.data.names import choices
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.groups.advantages import weighted_sum
 from grpo_fast.rewards.batch import Batch, arguments, make_batch
 from grpo_fast.rewards.builtins.options import column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Raised, Runner, check_values, is_async
+from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
-from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult
+from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
 from grpo_fast.rollout.types import Completion
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
-    from grpo_fast.config import RolloutConfig
     from grpo_fast.policy import Policy
+    from grpo_fast.rollout.config import RolloutConfig
 
 __all__ = [
     "Completion",
@@ -50,7 +50,7 @@ def require_engine(config: RolloutConfig) -> None:
             f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
             "set rollout.vllm.kv_cache_gib instead"
         )
-    from grpo_fast.rollout.vllm_process import require_vllm
+    from grpo_fast.rollout.vllm.process import require_vllm
 
     require_vllm()
 
@@ -77,7 +77,7 @@ def make_engine(
     if engine == "auto":
         engine = "vllm" if policy.device.type == "cuda" and _vllm_is_there() else "transformers"
     if engine == "vllm":
-        from grpo_fast.rollout.vllm import VLLMEngine
+        from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length, kv_cache_bytes=kv_cache_bytes)
     if engine == "transformers":
@@ -93,7 +93,7 @@ def make_engine(
 
 
 def _vllm_is_there() -> bool:
-    from grpo_fast.rollout.vllm_version import installed_version, version_problem
+    from grpo_fast.rollout.vllm.version import installed_version, version_problem
 
     version = installed_version()
     problem = version_problem(version)

@@ -1,8 +1,8 @@
 import re
 
 import pytest
+from grpo_fast.data.config import DatasetConfig
 
-from grpo_fast.config import DatasetConfig
 from grpo_fast.data import load_prompts
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]

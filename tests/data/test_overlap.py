@@ -1,6 +1,6 @@
 import pytest
+from grpo_fast.data.config import DatasetConfig
 
-from grpo_fast.config import DatasetConfig
 from grpo_fast.data import exclude_overlap, load_prompts
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.config import AdvantageConfig, TrainConfig
+from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, load_config
-from grpo_fast.groups.config import AdaptiveWeightsConfig, CurriculumConfig, GroupConfig
+from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 
 MINIMAL = {
     "model": {"path": "some/model"},

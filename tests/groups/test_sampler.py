@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_fast.config import TrainConfig
 from grpo_fast.data import LoadReport, PromptDataset, PromptSampler
-from grpo_fast.groups.config import GroupConfig
+from grpo_fast.data.config import DatasetConfig
+from grpo_fast.groups.config import CurriculumConfig, GroupConfig
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import form_groups
 from grpo_fast.groups.sampler import GroupSampler, make_sampler
@@ -83,17 +83,13 @@ def test_metrics_count_who_shares_and_how_far_apart_they_are(make_sampler_of):
 
 
 def test_the_default_is_the_plain_sampler_which_costs_nothing(make_prompts, seed):
-    config = TrainConfig(
-        model={"path": "m"}, dataset={"source": "d"}, rewards=[{"reward": "r"}], prompts_per_step=4
-    )
-    dataset = PromptDataset(tuple(make_prompts(9)), config.dataset, LoadReport(9))
+    dataset = PromptDataset(tuple(make_prompts(9)), DatasetConfig(source="d"), LoadReport(9))
 
     made = {
-        "plain": make_sampler(dataset, config, ["r"], seed=seed),
-        "groups": make_sampler(dataset, config.model_copy(update={"groups": SIMILAR}), ["r"], seed=seed),
+        "plain": make_sampler(dataset, 4, GroupConfig(), None, ["r"], seed=seed),
+        "groups": make_sampler(dataset, 4, SIMILAR, None, ["r"], seed=seed),
     }
-    curriculum = TrainConfig(**{**config.model_dump(), "curriculum": {}})
-    made["curriculum"] = make_sampler(dataset, curriculum, ["r"], seed=seed)
+    made["curriculum"] = make_sampler(dataset, 4, GroupConfig(), CurriculumConfig(), ["r"], seed=seed)
 
     assert {name: type(sampler) for name, sampler in made.items()} == {
         "plain": PromptSampler,
@@ -105,19 +101,14 @@ def test_the_default_is_the_plain_sampler_which_costs_nothing(make_prompts, seed
 
 
 def test_the_examples_of_the_configuration_are_no_part_of_a_conversation(seed, make_prompts):
-    config = TrainConfig(
-        model={"path": "m"},
-        dataset={"source": "d", "examples": [("e", "x")]},
-        rewards=[{"reward": "r"}],
-        prompts_per_step=2,
-        groups={"strategy": "prefix"},
-    )
+    config = DatasetConfig(source="d", examples=[("e", "x")])
     shown = [{"role": "user", "content": "e"}, {"role": "assistant", "content": "x"}]
     earlier = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     last = {"role": "user", "content": "go"}
     turns = [[*shown, *earlier, last], [*shown, *earlier, last], [*shown, last], [*shown, last]]
     prompts = tuple(replace(p, prompt=t) for p, t in zip(make_prompts(4), turns, strict=True))
 
-    sampler = make_sampler(PromptDataset(prompts, config.dataset, LoadReport(4)), config, ["r"], seed=seed)
+    dataset = PromptDataset(prompts, config, LoadReport(4))
+    sampler = make_sampler(dataset, 2, GroupConfig(strategy="prefix"), None, ["r"], seed=seed)
 
     assert sorted(sampler.grouping.members) == [(0, 1), (2,), (3,)]

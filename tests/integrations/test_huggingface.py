@@ -242,7 +242,7 @@ def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: P
 
 
 def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    import grpo_fast.integrations.examples as examples
+    import grpo_fast.examples as examples
 
     path = Path(next(iter(examples.__path__))) / "huggingface_sft.py"
     assert len(path.read_text().splitlines()) <= 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.integrations import examples
+from grpo_fast import examples
 from grpo_fast.integrations import liger as ours
 from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS
 from grpo_fast.integrations.recipe import LOSS_TYPES

@@ -170,7 +170,7 @@ def test_two_ranks_of_a_split_vocabulary_give_the_hosts_numbers(tmp_path: Path) 
 
 
 def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.integrations.examples as examples
+    import grpo_fast.examples as examples
 
     path = Path(next(iter(examples.__path__))) / "nemo_rl_loss.py"
     assert len(path.read_text().splitlines()) <= 30

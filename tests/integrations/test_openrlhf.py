@@ -228,7 +228,7 @@ def test_an_unknown_version_is_refused(host: SimpleNamespace, monkeypatch: pytes
 
 
 def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.integrations.examples as examples
+    import grpo_fast.examples as examples
 
     path = Path(next(iter(examples.__path__))) / "openrlhf_actor.py"
     assert len(path.read_text().splitlines()) <= 30

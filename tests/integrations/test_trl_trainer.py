@@ -26,7 +26,7 @@ from trl.trainer import utils  # noqa: E402
 
 from benchmarks.trl_runs import Setting, differences, side_by_side, train  # noqa: E402
 from benchmarks.trl_tasks import reward, save_model, words_task  # noqa: E402
-from grpo_fast.integrations import examples  # noqa: E402
+from grpo_fast import examples  # noqa: E402
 from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched, unpatch  # noqa: E402
 

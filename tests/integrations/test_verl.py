@@ -260,7 +260,7 @@ def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(tmp_path: Path) 
 
 
 def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.integrations.examples as examples
+    import grpo_fast.examples as examples
 
     path = Path(next(iter(examples.__path__))) / "verl_losses.py"
     assert len(path.read_text().splitlines()) <= 30

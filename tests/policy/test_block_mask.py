@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from grpo_fast.memory.measure import peak_bytes
+from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Sample, pack
 from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.block_mask import BLOCK, visible_pairs

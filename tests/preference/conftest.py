@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.preference import PreferenceInputs
+from grpo_fast.objective.pairs_types import PreferenceInputs
 
 
 @pytest.fixture

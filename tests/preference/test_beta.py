@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_fast.preference.beta import BetaController
-from grpo_fast.preference.sections import BetaConfig
+from grpo_fast.preference.config import BetaConfig
 
 
 def controller(total_steps: int = 5, **config: object) -> BetaController:

@@ -8,14 +8,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from grpo_fast.preference import (
-    PREFERENCE_LOSSES,
-    PreferenceInputs,
-    PreferenceLossConfig,
-    PreferenceTotals,
-    kto_reference_point,
-    preference_loss,
-)
+from grpo_fast.objective.pairs import kto_reference_point, preference_loss
+from grpo_fast.objective.pairs_catalog import PREFERENCE_LOSSES
+from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
 
 PAIRED = sorted(name for name, facts in PREFERENCE_LOSSES.items() if facts.paired)
 

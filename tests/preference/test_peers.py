@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.preference import PreferenceInputs, PreferenceLossConfig, preference_loss
+from grpo_fast.objective.pairs import preference_loss
+from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs_types import PreferenceInputs
 
 
 def assert_same(inputs: PreferenceInputs, ours: torch.Tensor, theirs: torch.Tensor) -> None:

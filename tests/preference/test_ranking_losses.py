@@ -9,8 +9,14 @@ from itertools import pairwise, permutations
 import pytest
 import torch
 
-from grpo_fast.preference import RankedInputs, RankingLossConfig, ranking_loss
-from grpo_fast.preference.ranking_losses import grade_advantages, pairwise_logistic, plackett_luce
+from grpo_fast.objective.ranking import (
+    RankedInputs,
+    grade_advantages,
+    pairwise_logistic,
+    plackett_luce,
+    ranking_loss,
+)
+from grpo_fast.objective.ranking_config import RankingLossConfig
 
 OBJECTIVES = ("plackett_luce", "pairwise", "advantage", "advantage_likelihood")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo_fast.policy.config import LoraConfig
 
-from grpo_fast.config import LoraConfig
 from grpo_fast.policy import load_policy
 from grpo_fast.preference import reference as module
 from grpo_fast.preference.assemble import build_preference_trainer

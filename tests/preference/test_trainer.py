@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.micro_batches import tokens_of
 from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.preference.scoring import Request, RequestBatches, score
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import train
 from grpo_fast.trainer import Clock
+from grpo_fast.update import tokens_of
 
 LOSSES = ["sigmoid", "ipo", "simpo", "orpo", "cpo", "kto", "aot", "aot_unpaired", ["sigmoid", "sft"]]
 OBJECTIVES = ["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]

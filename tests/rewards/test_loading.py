@@ -1,8 +1,8 @@
 import re
 
 import pytest
+from grpo_fast.rewards.config import RewardConfig
 
-from grpo_fast.config import RewardConfig
 from grpo_fast.rewards import load_rewards
 
 USER_FILE = """

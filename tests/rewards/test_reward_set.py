@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from grpo_fast.rewards.config import RewardConfig
 
-from grpo_fast.config import RewardConfig
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import Reward, RewardError, RewardSet, load_rewards
 from grpo_fast.rollout import Completion

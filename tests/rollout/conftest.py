@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grpo_fast.policy.config import ModelConfig
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     Gemma3ForCausalLM,
@@ -24,9 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from grpo_fast.config import ModelConfig
 from grpo_fast.policy import load_policy
-from grpo_fast.rollout.vllm_config import VLLMConfig
+from grpo_fast.rollout.vllm.config import VLLMConfig
 
 SHAPE = {
     "vocab_size": 30,
@@ -169,7 +169,7 @@ def running_vllm() -> Callable[..., AbstractContextManager]:
     def running(
         folder: Path, *, dtype: str, plain: bool, lora=None, head: bool = True, **settings
     ) -> Iterator:
-        from grpo_fast.rollout.vllm import VLLMEngine
+        from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", lora=lora, train_lm_head=head)
         policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)

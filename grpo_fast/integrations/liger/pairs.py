@@ -10,7 +10,9 @@ from torch.nn.functional import logsigmoid
 
 from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS, Rewards
 from grpo_fast.integrations.liger.scored import Scored, logit_sums, score
-from grpo_fast.preference import PreferenceInputs, PreferenceLossConfig, preference_loss
+from grpo_fast.objective.pairs import preference_loss
+from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs_types import PreferenceInputs
 
 _DPO_LOSSES = ("sigmoid", "hinge", "robust")
 

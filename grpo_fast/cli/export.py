@@ -1,0 +1,74 @@
+"""Trained weights out of a run: found, loaded into a policy, written for transformers and vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import load_config
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
+
+if TYPE_CHECKING:
+    from grpo_fast.policy import Policy
+    from grpo_fast.run_record.checkpoint import Checkpoint
+
+
+def export_run(source: str | Path, out: str | Path) -> Path:
+    """Write a run's newest model, or one checkpoint's, with its tokenizer, LoRA merged; returns the folder.
+
+    Raises:
+        FileNotFoundError: `source` is neither a run nor a checkpoint of one.
+        FileExistsError: `out` holds files already.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
+    run_dir, checkpoint_dir = locate(Path(source))
+    policy = _restored(load_config(run_dir / CONFIG_FILE), _load_checkpoint(run_dir, checkpoint_dir))
+    policy.save_pretrained(out)
+    return out
+
+
+def load_policy_of(source: str | Path | None, config: TrainConfig) -> Policy:
+    """The policy of a configuration; where `source` is a run's directory, with its newest trained weights."""
+    if source is not None and (Path(source) / CHECKPOINTS_DIR).is_dir():
+        return _restored(config, _load_checkpoint(Path(source), None))
+    from grpo_fast.policy import load_policy
+
+    return load_policy(config.model)
+
+
+def locate(source: Path) -> tuple[Path, Path | None]:
+    """(run's directory, checkpoint's directory or none for the newest).
+
+    Raises:
+        FileNotFoundError: no run's configuration lies in `source` or above it.
+    """
+    if (source / CONFIG_FILE).is_file() and (source / CHECKPOINTS_DIR).is_dir():
+        return source, None
+    run_dir = source.parent.parent
+    if source.is_dir() and source.parent.name == CHECKPOINTS_DIR and (run_dir / CONFIG_FILE).is_file():
+        return run_dir, source
+    raise FileNotFoundError(
+        f"{source} is neither a run's directory, with {CONFIG_FILE} and {CHECKPOINTS_DIR}/ in it, nor one of "
+        "its checkpoints"
+    )
+
+
+def _load_checkpoint(run_dir: Path, checkpoint_dir: Path | None) -> Checkpoint:
+    from grpo_fast.run_record.checkpoint import CheckpointStore
+
+    store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
+    checkpoint = store.load_latest() if checkpoint_dir is None else store.load(checkpoint_dir)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{run_dir} has no checkpoint yet; let it reach its first, or its end")
+    return checkpoint
+
+
+def _restored(config: TrainConfig, checkpoint: Checkpoint) -> Policy:
+    from grpo_fast.policy import load_policy
+
+    policy = load_policy(config.model)
+    policy.load_trainable(checkpoint.tensors["trainable"])
+    return policy

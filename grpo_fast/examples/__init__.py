@@ -1,0 +1,1 @@
+"""Whole files to copy: one for each trainer that our head and losses go into."""

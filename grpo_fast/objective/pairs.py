@@ -1,0 +1,241 @@
+"""The DPO family: losses of chosen and rejected completions, one definition each.
+
+A loss sees scores: log π_θ(y|x), minus log π_ref(y|x) where it has a reference, per token where it averages.
+With z = β (chosen score − rejected score) − margin, most losses are functions of z alone. The margin is DPO's
+offset (ODPO, arXiv 2402.10571): what the chosen reward must be ahead by, in units of the reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from grpo_fast.objective.pairs_catalog import PREFERENCE_LOSSES, PreferenceFacts
+from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
+from grpo_fast.objective.types import LossOutputs
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A micro-batch as one loss sees it."""
+
+    chosen: Tensor  # (C,) scores
+    rejected: Tensor  # (R,)
+    margin: Tensor  # (C,), or () zero
+    inputs: PreferenceInputs
+    totals: PreferenceTotals
+
+    def logits(self, beta: float) -> Tensor:
+        """(C,) z, the log-odds that the chosen completion is preferred, less the margin."""
+        return beta * (self.chosen - self.rejected) - self.margin
+
+
+def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
+    """The weighted sum of the configured losses, each a mean over the step's pairs (KTO: completions).
+
+    Args:
+        inputs: C chosen and R rejected completions.
+        config: which losses; its `beta` is the one in force.
+
+    Returns:
+        The loss, and metrics as in `LossOutputs`: `rewards/*` are those of the first loss.
+
+    Raises:
+        ValueError: an input that a loss needs is missing, or one is given that it has no place for.
+    """
+    _check(inputs, config)
+    totals = inputs.totals or PreferenceTotals(
+        len(inputs.chosen_logprobs), len(inputs.rejected_logprobs), int(inputs.chosen_lengths.sum())
+    )
+    examples = max(1, totals.num_chosen if config.paired else totals.num_chosen + totals.num_rejected)
+    loss = inputs.chosen_logprobs.new_zeros(())
+    metrics: dict[str, Tensor] = {}
+    for name, weight in config.objectives:
+        losses = LOSSES[name](_scored(inputs, PREFERENCE_LOSSES[name], totals), config)
+        if inputs.weights is not None:
+            losses = losses * inputs.weights.detach()
+        part = losses.sum() / examples
+        loss = loss + weight * part
+        if len(config.objectives) > 1:
+            metrics[f"loss/{name}"] = part.detach()
+    first = _scored(inputs, config.facts[0], totals)
+    return LossOutputs(loss, metrics | _metrics(first, config))
+
+
+def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
+
+    Clamped at zero and without gradient, as the paper has it (section 4).
+    """
+    return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
+
+
+# --------------------------------------------------------------------------------------------- the losses
+
+
+def _sigmoid(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    return -logsigmoid(s.logits(config.beta))
+
+
+def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
+    """Cross-entropy with a label that is right with probability 1 − ε."""
+    flipped = config.label_smoothing
+    return -(1 - flipped) * logsigmoid(logits) - flipped * logsigmoid(-logits)
+
+
+def _cdpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    return _smoothed(s.logits(config.beta), config)
+
+
+def _robust(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """Unbiased for the loss without noise when a share ε of the labels is flipped."""
+    z, flipped = s.logits(config.beta), config.label_smoothing
+    return (-(1 - flipped) * logsigmoid(z) + flipped * logsigmoid(-z)) / (1 - 2 * flipped)
+
+
+def _ipo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    # Log-ratios per token: the paper writes sums, its authors' results are with means (so does TRL).
+    return ((s.logits(config.beta) - 0.5) / config.beta).square()
+
+
+def _hinge(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    return torch.relu(1 - s.logits(config.beta))
+
+
+def _aot(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """First-order dominance of the policy's log-ratios over the reference's, quantile by quantile."""
+    i = s.inputs
+    policy = (i.chosen_logprobs - i.rejected_logprobs).sort().values
+    reference = (i.ref_chosen_logprobs - i.ref_rejected_logprobs).sort().values
+    return _smoothed(config.beta * (policy - reference), config)
+
+
+def _aot_unpaired(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """First-order dominance of the chosen completions' rewards over the rejected ones'."""
+    return _smoothed(config.beta * (s.chosen.sort().values - s.rejected.sort().values), config)
+
+
+def _kto(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """(C + R,), the chosen first."""
+    gain = torch.sigmoid(config.beta * (s.chosen - s.inputs.kl))
+    relief = torch.sigmoid(config.beta * (s.inputs.kl - s.rejected))
+    return torch.cat([config.desirable_weight * (1 - gain), config.undesirable_weight * (1 - relief)])
+
+
+def _simpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    return _smoothed(s.logits(config.beta) - config.gamma, config)
+
+
+def _orpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """−mean log P(chosen token) − λ log σ(log odds ratio), with P the geometric mean over a completion."""
+    log_odds = (s.chosen - s.rejected) - (_log1mexp(s.chosen) - _log1mexp(s.rejected))
+    return -s.chosen - config.beta * logsigmoid(log_odds - s.margin)
+
+
+def _cpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    preference = _smoothed(s.logits(config.beta), config)
+    # α = 0 is the preference term alone.
+    return preference + config.cpo_alpha * _sft(s, config) if config.cpo_alpha else preference
+
+
+def _sft(s: Scored, config: PreferenceLossConfig) -> Tensor:
+    """Summed over pairs and divided by their number: the mean over the step's chosen tokens."""
+    return -s.inputs.chosen_logprobs * (s.totals.num_chosen / max(1, s.totals.chosen_tokens))
+
+
+LOSSES: dict[str, Callable[[Scored, PreferenceLossConfig], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "cdpo": _cdpo,
+    "robust": _robust,
+    "ipo": _ipo,
+    "hinge": _hinge,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "kto": _kto,
+    "simpo": _simpo,
+    "orpo": _orpo,
+    "cpo": _cpo,
+    "sft": _sft,
+}
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 − eˣ) for x ≤ 0, precise at both ends (Mächler 2012); a certain token (x = 0) stays finite."""
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
+    near = x > -0.6931471805599453
+    # The branch not taken must be finite too, or its gradient is NaN.
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, x, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, x))),
+    )
+
+
+# ------------------------------------------------------------------------------- scores, checks, metrics
+
+
+def _scored(inputs: PreferenceInputs, facts: PreferenceFacts, totals: PreferenceTotals) -> Scored:
+    chosen, rejected = inputs.chosen_logprobs, inputs.rejected_logprobs
+    if facts.needs_reference:
+        chosen = chosen - inputs.ref_chosen_logprobs
+        rejected = rejected - inputs.ref_rejected_logprobs
+    if facts.averaged:
+        chosen, rejected = chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
+    margin = chosen.new_zeros(()) if inputs.margins is None else inputs.margins.detach()
+    return Scored(chosen, rejected, margin, inputs, totals)
+
+
+def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
+    """Rewards are β × score, as TRL reports them; ranges are over the pairs of the step."""
+    beta, totals = config.beta, s.totals
+    chosen, rejected = beta * s.chosen.detach(), beta * s.rejected.detach()
+    of_chosen, of_rejected = max(1, totals.num_chosen), max(1, totals.num_rejected)
+    metrics = {
+        "rewards/chosen": chosen.sum() / of_chosen,
+        "rewards/rejected": rejected.sum() / of_rejected,
+        "rewards/margins": chosen.sum() / of_chosen - rejected.sum() / of_rejected,
+        "logps/chosen": s.inputs.chosen_logprobs.detach().sum() / of_chosen,
+        "logps/rejected": s.inputs.rejected_logprobs.detach().sum() / of_rejected,
+    }
+    if config.paired:
+        metrics["rewards/accuracies"] = (chosen > rejected).to(chosen.dtype).sum() / of_chosen
+        metrics |= _range("rewards/margins", chosen - rejected)
+    else:
+        share = (len(chosen) + len(rejected)) / (totals.num_chosen + totals.num_rejected)
+        metrics["kl"] = s.inputs.kl.detach() * share
+    return metrics | _range("rewards/chosen", chosen) | _range("rewards/rejected", rejected)
+
+
+def _range(name: str, values: Tensor) -> dict[str, Tensor]:
+    return {f"{name}_min": values.amin(), f"{name}_max": values.amax()} if values.numel() else {}
+
+
+def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
+    references = (inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs)
+    if config.needs_reference and any(reference is None for reference in references):
+        raise ValueError(
+            f"loss_type = {config.loss_type!r} compares with a reference model: give ref_chosen_logprobs and "
+            "ref_rejected_logprobs, or use simpo, orpo or cpo"
+        )
+    if config.paired and len(inputs.chosen_logprobs) != len(inputs.rejected_logprobs):
+        raise ValueError(
+            f"{len(inputs.chosen_logprobs)} chosen and {len(inputs.rejected_logprobs)} rejected completions "
+            f"are no pairs, which loss_type = {config.loss_type!r} needs; use kto for single completions"
+        )
+    if not config.paired and inputs.kl is None:
+        raise ValueError("kl is None, but kto compares with it: give kto_reference_point of the step")
+    if inputs.margins is not None and not any(facts.takes_margins for facts in config.facts):
+        raise ValueError(
+            f"margins were given, but loss_type = {config.loss_type!r} compares no pair with its own "
+            "partner; leave them out, or use weights"
+        )
+    if inputs.weights is not None and config.couples:
+        raise ValueError(
+            f"weights were given, but loss_type = {config.loss_type!r} sorts the pairs, so that no term "
+            "belongs to one of them; leave them out"
+        )

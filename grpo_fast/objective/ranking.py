@@ -1,0 +1,205 @@
+"""Objectives of ranked groups: flat over the responses of several groups, grades where higher is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from grpo_fast.objective.ranking_config import RankingLossConfig
+from grpo_fast.objective.types import LossOutputs
+
+# Nodes of the quadrature over the logarithm of time: start, end, step. Beyond them lies less than 1e-17 of
+# the clock's probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), nothing.
+_LOG_TIMES = (-40.0, 6.0, 0.125)
+
+
+@dataclass(frozen=True)
+class RankedInputs:
+    """One micro-batch of S responses in G groups."""
+
+    logprobs: Tensor  # (S,) float, differentiable: log π_θ(y | x), summed over the completion
+    lengths: Tensor  # (S,) completion tokens
+    grades: Tensor  # (S,) float64: higher is better, equal is a tie
+    group_ids: Tensor  # (S,) int64 in [0, G)
+    num_groups: int  # G
+    ref_logprobs: Tensor | None = None  # (S,) of the reference model
+    behaviour_logprobs: Tensor | None = None  # (S,) of the policy that wrote them; NaN: take the reference's
+    weights: Tensor | None = None  # (G,) factors of a group's loss; None: 1
+    total_groups: int | None = None  # of the whole step; None: this micro-batch is the step
+
+
+def ranking_loss(inputs: RankedInputs, config: RankingLossConfig) -> LossOutputs:
+    """The configured objective's mean over the step's groups; a group that is all ties adds zero.
+
+    Raises:
+        ValueError: reference log-probabilities are needed and missing.
+    """
+    if config.needs_reference and inputs.ref_logprobs is None:
+        raise ValueError(
+            f"ref_logprobs is None, but objective = {config.objective!r} reads them; give them, or set "
+            "score = 'logprob' where the objective has one"
+        )
+    per_group = OBJECTIVES[config.objective](inputs, config)
+    if inputs.weights is not None:
+        per_group = per_group * inputs.weights.detach()
+    total = inputs.total_groups or inputs.num_groups
+    return LossOutputs(per_group.sum() / total, _metrics(inputs, total))
+
+
+def plackett_luce(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """(G,): −log probability of each group's order under Plackett-Luce with log-strengths `scores` (S,).
+
+    The responses of a tier come in an order that nobody gave, so the tier's probability is the sum over all
+    of its orders. In the exponential race that defines the model it is the probability that the tier
+    finishes before every response below it, ∫ Π_i (1 − exp(−t eˢⁱ / Λ)) e^(−t) dt with Λ = Σ eˢʲ below:
+    exact for any number of ties, where a sum over orders is not computable and Efron's and Breslow's
+    formulas are approximations. A single response's factor is the usual softmax (Plackett 1975; for
+    policies: DPO, arXiv 2305.18290, A.3).
+    """
+    same = group_ids[:, None] == group_ids[None, :]
+    below = same & (grades[None, :] < grades[:, None])
+    tied = same & (grades[None, :] == grades[:, None])
+    races = below.any(dim=1)  # the last tier comes last with certainty
+    ids, s = group_ids[races], scores[races].double()
+    if not len(s):
+        return scores.new_zeros(num_groups)
+    rest = scores.double()[None, :].masked_fill(~below[races], -math.inf).logsumexp(dim=1)
+    log_strength = s - rest
+    losses = log_strength.new_zeros(num_groups)
+    alone = tied[races].sum(dim=1) == 1
+    losses = losses.index_add(0, ids[alone], -logsigmoid(log_strength[alone]))
+    if not alone.all():
+        tier = tied[races].to(torch.int8).argmax(dim=1)[~alone]  # named by its first response
+        tiers, member_of = tier.unique(return_inverse=True)
+        losses = losses.index_add(
+            0, group_ids[tiers], _tier_losses(log_strength[~alone], member_of, len(tiers))
+        )
+    return losses.to(scores.dtype)
+
+
+def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Tensor:
+    """(num_tiers,): −log probability that a tier's members (M,) all finish before a clock of rate 1 rings."""
+    start, end, step = _LOG_TIMES
+    log_time = torch.arange(start, end, step, dtype=torch.float64, device=log_strength.device)
+    log_hazard = log_strength[:, None] + log_time  # (M, Q)
+    # Below e^-30 a response's probability of having finished is its hazard to the last bit.
+    finished = torch.where(
+        log_hazard < -30.0, log_hazard, torch.log(-torch.expm1(-log_hazard.clamp(-30.0, 30.0).exp()))
+    )
+    integrand = finished.new_zeros(num_tiers, len(log_time)).index_add(0, member_of, finished)
+    return -(integrand + log_time - log_time.exp()).logsumexp(dim=1) - math.log(step)
+
+
+def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
+    better, worse = _ordered_pairs(grades, group_ids)
+    losses = -logsigmoid(scores[better] - scores[worse])
+    counts = _group_sum(torch.ones_like(losses), group_ids[better], num_groups)
+    return _group_sum(losses, group_ids[better], num_groups) / counts.clamp(min=1)
+
+
+def grade_advantages(grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    """(S,) float64: grades with mean 0 and standard deviation 1 in their group, 0 in one that is all ties."""
+    centred = grades - _group_mean(grades, group_ids, num_groups)[group_ids]
+    deviation = _group_mean(centred.square(), group_ids, num_groups).sqrt()[group_ids]
+    highest = grades.new_full((num_groups,), -math.inf).scatter_reduce(0, group_ids, grades, "amax")
+    # Equal grades whose mean is rounded have a deviation, though not a spread.
+    spread = (_group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups) > 0)[
+        group_ids
+    ]
+    return torch.where(spread, centred / torch.where(spread, deviation, 1.0), 0.0)
+
+
+def _listwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
+    return plackett_luce(_scores(inputs, config), inputs.grades, inputs.group_ids, inputs.num_groups)
+
+
+def _pairwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
+    return pairwise_logistic(_scores(inputs, config), inputs.grades, inputs.group_ids, inputs.num_groups)
+
+
+def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
+    """GSPO's clipped sequence ratio (arXiv 2507.18071, eq. 5 and 7) to the policy that wrote the responses.
+
+    Where the data do not hold that policy's log-probability the reference stands in for it: training starts
+    there, and the clip keeps the policy where the ratio still says something.
+    """
+    behaviour = inputs.ref_logprobs
+    if inputs.behaviour_logprobs is not None:
+        behaviour = torch.where(inputs.behaviour_logprobs.isnan(), behaviour, inputs.behaviour_logprobs)
+    ratio = torch.exp((inputs.logprobs - behaviour) / inputs.lengths)
+    advantages = _advantages(inputs)
+    clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    return _group_mean(losses, inputs.group_ids, inputs.num_groups)
+
+
+def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
+    """Advantage-weighted regression (AWR, arXiv 1910.00177), its weights normalised within the group.
+
+    Every weight is positive, so the loss is a likelihood and needs no correction for who wrote the
+    responses; a group that is all ties is left out, for it would only imitate.
+    """
+    advantages = _advantages(inputs)
+    weights = torch.exp(advantages / config.temperature)
+    weights = weights / _group_sum(weights, inputs.group_ids, inputs.num_groups)[inputs.group_ids]
+    flat = _group_mean(advantages.abs(), inputs.group_ids, inputs.num_groups) == 0
+    logprobs = inputs.logprobs / inputs.lengths if config.length_normalised else inputs.logprobs
+    losses = _group_sum(-weights * logprobs, inputs.group_ids, inputs.num_groups)
+    return torch.where(flat, 0.0, losses)
+
+
+OBJECTIVES: dict[str, Callable[[RankedInputs, RankingLossConfig], Tensor]] = {
+    "plackett_luce": _listwise,
+    "pairwise": _pairwise,
+    "advantage": _advantage,
+    "advantage_likelihood": _advantage_likelihood,
+}
+
+
+def _scores(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
+    scores = inputs.logprobs
+    if config.score == "logratio":
+        scores = scores - inputs.ref_logprobs
+    if config.length_normalised:
+        scores = scores / inputs.lengths
+    return scores / config.temperature
+
+
+def _advantages(inputs: RankedInputs) -> Tensor:
+    return grade_advantages(inputs.grades, inputs.group_ids, inputs.num_groups).to(inputs.logprobs.dtype)
+
+
+def _group_sum(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    return values.new_zeros(num_groups).index_add(0, group_ids, values)
+
+
+def _group_mean(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
+    return _group_sum(values, group_ids, num_groups) / _group_sum(
+        torch.ones_like(values), group_ids, num_groups
+    )
+
+
+def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (better, worse) of every two responses of a group with different grades."""
+    same = group_ids[:, None] == group_ids[None, :]
+    return (same & (grades[:, None] > grades[None, :])).nonzero(as_tuple=True)
+
+
+def _metrics(inputs: RankedInputs, total: int) -> dict[str, Tensor]:
+    """Shares of the step's means over groups."""
+    better, worse = _ordered_pairs(inputs.grades, inputs.group_ids)
+    logprobs = inputs.logprobs.detach()
+    right = (logprobs[better] > logprobs[worse]).to(logprobs.dtype)
+    pairs = _group_sum(torch.ones_like(right), inputs.group_ids[better], inputs.num_groups)
+    accuracy = _group_sum(right, inputs.group_ids[better], inputs.num_groups)
+    return {
+        "ranking/pairwise_accuracy": (accuracy / pairs.clamp(min=1)).sum() / total,
+        "ranking/flat_groups": (pairs == 0).to(logprobs.dtype).sum() / total,
+        "logps/mean": _group_mean(logprobs, inputs.group_ids, inputs.num_groups).sum() / total,
+    }

@@ -1,0 +1,168 @@
+"""`num_generations: auto`: the largest group that fits the device, up to what is usual."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import load_config
+from grpo_fast.plan.devices import DeviceBudget, device_budget, format_bytes
+from grpo_fast.plan.prediction import Predictor
+from grpo_fast.plan.search import largest_generations, plan
+from grpo_fast.plan.setup import setup_of, workload_of
+from grpo_fast.plan.shapes import model_config
+from grpo_fast.plan.traces import Traces
+from grpo_fast.policy.load import resolve_device
+from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.stages import StageConfig, resolve_stages
+
+logger = logging.getLogger(__name__)
+
+AUTO_MOST = 64
+"""Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
+cost time in proportion, and are given as a number."""
+
+
+def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfig:
+    """The configuration with numbers for every `num_generations: auto`; unchanged where there is none.
+
+    Args:
+        config: a run's.
+        run_dir: its folder. Where it holds the run already, the numbers are those the run was started with,
+            whatever memory there is today: another group would make it another run.
+
+    Raises:
+        ValueError: the longest prompt is not known, or not even two completions of a prompt fit.
+    """
+    if not _unresolved(config):
+        return config
+    saved = None if run_dir is None else run_dir / CONFIG_FILE
+    if saved is not None and saved.exists():
+        return _as_started(config, load_config(saved))
+    device = _device_at_hand(config)
+    traces = Traces(model_config(config.model.path, revision=config.model.revision))
+    stages = config.stages or (StageConfig(name="whole run"),)
+    found = [
+        _largest(stage.config, traces, device) if stage.config.rollout.num_generations == "auto" else None
+        for stage in resolve_stages(config)
+    ]
+    own = [_own(stage) == "auto" for stage in stages]
+    inherited = [size for size, is_own in zip(found, own, strict=True) if size is not None and not is_own]
+    whole = min(inherited, default=None)
+    chosen = _with_sizes(
+        config, whole, [size if is_own else None for size, is_own in zip(found, own, strict=True)]
+    )
+    _say(chosen, device)
+    return chosen
+
+
+def planned_kv_cache_bytes(config: TrainConfig) -> int | None:
+    """What vLLM on a GPU gets for keys and values, so that nothing of a step is preempted; for `make_engine`.
+
+    Less where the device has no room for all of them. None where it is not for us to say: another engine, a
+    size of the user's, or prompts of unknown length.
+
+    Args:
+        config: without `num_generations: auto`.
+
+    Raises:
+        ValueError: no room for even one completion.
+    """
+    vllm = config.rollout.vllm
+    given = vllm.kv_cache_gib is not None or vllm.gpu_memory_utilization is not None
+    if given or config.dataset.max_prompt_length is None:
+        return None
+    device = _device_at_hand(config)
+    traces = Traces(model_config(config.model.path, revision=config.model.revision))
+    if device.kind != "cuda" or setup_of(config, traces.config, device).engine != "vllm":
+        return None
+    found = [
+        plan(stage.config, traces, device, knobs=False)
+        for stage in resolve_stages(config)
+        if stage.config.dataset.max_prompt_length is not None
+    ]
+    needed, room = max(p.kv_cache_bytes for p in found), min(p.kv_cache_room for p in found)
+    shape = traces.of(config.model).shape
+    longest = shape.paged_kv_bytes(max(p.work.sequence_length for p in found))
+    if room < longest:
+        raise ValueError(
+            f"the rollout leaves {format_bytes(max(0, room))} for keys and values, and one completion needs "
+            f"{format_bytes(longest)}. `grpo-fast plan` lists what makes room"
+        )
+    if room < needed:
+        logger.warning(
+            "keys and values of a step need %s and have %s: some completions will wait or be preempted",
+            format_bytes(needed),
+            format_bytes(room),
+        )
+    return min(needed, room)
+
+
+def _largest(config: TrainConfig, traces: Traces, device: DeviceBudget) -> int:
+    if config.dataset.max_prompt_length is None:
+        raise ValueError(
+            "rollout.num_generations = 'auto' needs dataset.max_prompt_length: set it, or give a number"
+        )
+    predictor = Predictor(setup_of(config, traces.config, device), traces=traces)
+    work = workload_of(config)
+    size = largest_generations(predictor, work)
+    if size is None:
+        needed = predictor.predict(work).peak
+        raise ValueError(
+            f"rollout.num_generations = 'auto': two completions for each of {work.prompts} prompts need "
+            f"{format_bytes(needed)}, and {device.name} has {format_bytes(device.total)}. `grpo-fast plan` "
+            "lists what makes room"
+        )
+    return min(size, AUTO_MOST)
+
+
+def _device_at_hand(config: TrainConfig) -> DeviceBudget:
+    return device_budget("cpu" if resolve_device(config.model.device).type == "cpu" else None)
+
+
+def _own(stage: StageConfig) -> Any:
+    """What a stage itself says; None where it leaves the run's."""
+    rollout = stage.overrides.get("rollout")
+    return rollout.get("num_generations") if isinstance(rollout, dict) else None
+
+
+def _unresolved(config: TrainConfig) -> bool:
+    return config.algorithm == "grpo" and "auto" in (
+        config.rollout.num_generations,
+        *(_own(stage) for stage in config.stages),
+    )
+
+
+def _as_started(config: TrainConfig, started: TrainConfig) -> TrainConfig:
+    whole = started.rollout.num_generations if config.rollout.num_generations == "auto" else None
+    if len(config.stages) != len(started.stages):
+        return _with_sizes(config, whole, [None] * len(config.stages))
+    sizes = [
+        _own(before) if _own(stage) == "auto" else None
+        for stage, before in zip(config.stages, started.stages, strict=True)
+    ]
+    return _with_sizes(config, whole, sizes)
+
+
+def _with_sizes(config: TrainConfig, whole: int | None, of_stages: Sequence[int | None]) -> TrainConfig:
+    """The configuration with these numbers, each where it is not None."""
+    tree = config.model_dump()
+    if config.rollout.num_generations == "auto":
+        # Where every stage has a number of its own, the run's own is never used, but must be one.
+        tree["rollout"]["num_generations"] = whole or next(size for size in of_stages if size is not None)
+    for stage, size in zip(tree["stages"], of_stages, strict=False):
+        if size is not None:
+            stage["overrides"]["rollout"]["num_generations"] = size
+    return TrainConfig.model_validate(tree)
+
+
+def _say(config: TrainConfig, device: DeviceBudget) -> None:
+    sizes = dict.fromkeys(stage.config.rollout.num_generations for stage in resolve_stages(config))
+    text = ", then ".join(map(str, sizes))
+    most = ", the most that auto takes" if set(sizes) == {AUTO_MOST} else ""
+    logger.warning(
+        "rollout.num_generations = auto: %s%s (%s, %s)", text, most, device.name, format_bytes(device.total)
+    )

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.plan import devices
+from grpo_fast.plan.devices import device_budget, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("141GiB", 141 * 2**30),
+        ("80GB", 80 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("24gib", 24 * 2**30),
+        ("7 kB", 7000),
+        ("12B", 12),
+    ],
+)
+def test_powers_of_two_and_of_ten_are_told_apart(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80", "80 GX", "-1GiB", "1e3GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size; write a number and B, KB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(("count", "text"), [(3 << 29, "1.50 GiB"), (5 << 19, "2.5 MiB"), (100, "100 B")])
+def test_sizes_are_shown_in_the_unit_that_suits_them(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("name", ["H200", "h200", "4090", "RTX-4090", "A100-80"])
+def test_a_gpu_is_known_by_its_name(name: str) -> None:
+    budget = device_budget(name)
+
+    assert (budget.kind, budget.total > 20 << 30) == ("cuda", True)
+    assert budget.head_device.has_triton
+
+
+def test_a_size_is_a_gpu_of_that_size() -> None:
+    assert device_budget("141GiB").total == 141 << 30
+
+
+def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"gpu 'H999' is not known: give one of A100-40, .*cpu, or a size"):
+        device_budget("H999")
+
+
+def group(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(text)
+    return folder
+
+
+def test_a_container_plans_with_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = "anon 700\nactive_file 50\ninactive_file 30\n"
+    monkeypatch.setattr(devices, "CGROUP", group(tmp_path, max="1000\n", current="780\n", stat=stat))
+
+    assert device_budget("cpu").total == 1000 - 780 + 80
+
+
+def test_a_group_without_limit_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "CGROUP", group(tmp_path, max="max\n", current="780\n", stat=""))
+
+    assert device_budget("cpu").total > 1 << 20

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from grpo_fast.plan.model_shape import model_shape, random_model, skeleton
+from grpo_fast.policy import PolicyOptimizer
+
+FAMILIES = ["qwen2", "llama", "gemma3_text", "gpt_neox", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_are_the_whole_model(family: str, config: Any) -> None:
+    shape = model_shape(skeleton(config(family), ModelConfig(path="-")))
+    real = AutoModelForCausalLM.from_config(config(family), dtype=torch.bfloat16)
+
+    assert shape.total == sum(p.numel() for p in real.parameters())
+    assert shape.bytes == sum(p.nbytes for p in real.parameters())
+    assert shape.parameters["embedding"] == real.get_input_embeddings().weight.numel()
+    assert "other" not in shape.parameters
+    assert shape.tied == ("head" not in shape.parameters)
+
+
+def test_experts_are_a_part_of_their_own(config: Any) -> None:
+    parameters = model_shape(skeleton(config("qwen3_moe"), ModelConfig(path="-"))).parameters
+
+    assert parameters["experts"] == 3 * 4 * 3 * 128 * 32  # layers, experts, matrices, hidden, width
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_trained_is_what_the_optimiser_gets(lora: LoraConfig | None, dtype: str, config: Any) -> None:
+    model = ModelConfig(path="-", dtype=dtype, lora=lora, train_lm_head=lora is not None)
+    shape = model_shape(skeleton(config("llama"), model))
+
+    real = random_model(config("llama"), model, attention="sdpa", device="cpu")
+    trained = {name: p for name, p in real.named_parameters() if p.requires_grad}
+    optimizer = PolicyOptimizer(trained, OptimizerConfig(), total_steps=1)
+    for parameter in trained.values():
+        parameter.sum().backward()
+    optimizer.step()
+
+    assert sum(shape.trainable.values()) == sum(p.numel() for p in trained.values())
+    assert shape.trainable_tensors == len(trained)
+    assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.masters().values())
+    assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.gradient_buffers().values())
+    moments = sum(t.nbytes for t in optimizer.moments().values())
+    assert 8 * (shape.narrow + shape.wide) + 4 * shape.trainable_tensors == moments
+    assert shape.bytes == sum(p.nbytes for p in real.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_are_what_the_model_caches(family: str, config: Any) -> None:
+    tokens = 21
+    shape = model_shape(skeleton(config(family), ModelConfig(path="-", dtype="bfloat16")))
+
+    real = AutoModelForCausalLM.from_config(config(family), dtype=torch.bfloat16).eval()
+    cache = DynamicCache(config=real.config)
+    with torch.no_grad():
+        for token in range(tokens):  # one by one, so that a window drops what has left it
+            real(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+    # transformers keeps one token less than the window of a layer, as the next one's query brings its own.
+    spare = sum(2 * layer.numbers for layer in shape.layers if layer.window)
+    assert held <= shape.kv_bytes(tokens) <= held + spare
+
+
+def test_pages_are_whole(config: Any) -> None:
+    shape = model_shape(skeleton(config("qwen2"), ModelConfig(path="-", dtype="bfloat16")))
+
+    assert shape.paged_kv_bytes_per_token == 2 * 3 * 2 * 2 * 32  # bytes, layers, key and value, heads, width
+    assert shape.paged_kv_bytes(17) == 32 * shape.paged_kv_bytes_per_token
+
+
+def test_modules_that_the_model_does_not_have_are_named(config: Any) -> None:
+    model = ModelConfig(path="-", lora=LoraConfig(target_modules=["absent"]))
+
+    with pytest.raises(ValueError, match=r"model\.lora\.target_modules"):
+        skeleton(config("qwen2"), model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float32"}, "in bfloat16 only"),
+        ({"lora": LoraConfig()}, "adapters on a mixture of experts"),
+    ],
+)
+def test_experts_that_cannot_be_planned_are_refused(
+    settings: dict[str, Any], message: str, config: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        skeleton(config("qwen3_moe"), ModelConfig(path="-", **settings))

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_fast.cli import main
+from grpo_fast.plan import architecture
+
+SIZES = ["--prompt-length", "64", "--max-completion-length", "64"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A configuration file without weights: SmolLM2's widths in two layers."""
+    config = architecture("SmolLM2-135M")
+    config.num_hidden_layers = 2
+    folder = tmp_path_factory.mktemp("model")
+    config.save_pretrained(folder)
+    return str(folder / "config.json")
+
+
+def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", "--model", model, "--gpu", "L40S", *SIZES, "--num-generations", "auto"])
+
+    printed = capsys.readouterr().out
+    assert code == 0
+    for text in (
+        "35.4 M parameters",
+        "L40S",
+        "optimizer",
+        "KV cache",
+        "what makes room",
+        "fits, ",
+    ):
+        assert text in printed
+
+
+def test_a_list_that_would_make_room_is_printed_and_not_taken_for_markup(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, "memory.offload=none"])
+
+    assert "memory.offload=[gradients," in capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", "--model", model, "--gpu", "1GiB", *SIZES])
+
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert "does not fit" in printed
+    assert "model.gradient_checkpointing=true" in printed
+
+
+def test_the_plan_of_a_configuration_as_json(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{path: {model}, gradient_checkpointing: true}}\n"
+        "dataset: {source: x.jsonl, max_prompt_length: 64}\nrewards: [{reward: length}]\n"
+    )
+
+    code = main(["plan", str(path), "--gpu", "24GiB", "--json", "rollout.num_generations=4"])
+
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["fits"]
+    assert found["step"]["generations"] == 4
+    assert sum(found["parts"]["update"].values()) == found["total"]["update"]
+    assert found["trainable_parameters"] == sum(found["parameters"].values())
+    assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 3 * 64
+    assert {"change", "saves", "cost", "largest_num_generations"} == set(found["knobs"][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "SmolLM2-135M", "--gpu", "H999", *SIZES], "gpu 'H999' is not known: give one of"),
+        (["--model", "SmolLM2-135M", "--gpu", "H200"], "set dataset.max_prompt_length (or --prompt-length"),
+        (["--gpu", "H200"], "CONFIG: is required, or --model"),
+        (["--model", "./nowhere", "--gpu", "H200", *SIZES], "model './nowhere' has no configuration"),
+        (["--model", "SmolLM2-135M", "--gpu", "H200", "--calibrate", *SIZES], "leave --gpu out"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", *arguments])
+
+    assert code != 0
+    assert message in capsys.readouterr().err

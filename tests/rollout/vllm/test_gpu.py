@@ -1,0 +1,89 @@
+"""vLLM on a GPU beside the trainer: memory given and taken back, in every way that weights get there.
+
+vLLM's memory pool starts empty once in a process, so each case runs in one of its own: this file as a script.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_fast.policy.config import LoraConfig, ModelConfig
+
+from grpo_fast.policy import Policy, load_policy
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.vllm.config import VLLMConfig
+
+pytestmark = pytest.mark.gpu
+
+SAMPLING = Sampling(max_completion_length=20, seed=11)
+PROMPTS = [(5, 6, 7), tuple(3 + i % 26 for i in range(140))]
+CYCLES = 4
+MIB = 2**20
+EAGER = {"enforce_eager": True}
+# Settings, whether there is LoRA, the way of the weights and the sleep level that these lead to.
+CASES: dict[str, tuple[dict[str, Any], bool, str, int]] = {
+    "shared": (EAGER, False, "shared", 1),
+    "copied": (EAGER | {"share_weights": False}, False, "direct", 2),
+    "kept": (EAGER | {"share_weights": False, "sleep_level": 1}, False, "direct", 1),
+    "paused": (EAGER | {"sleep_level": 0}, False, "shared", 0),
+    "merged": (EAGER, True, "direct", 2),
+    "adapter": (EAGER | {"lora_sync": "adapter"}, True, "adapter", 1),
+    "graphs on shared weights": ({}, False, "shared", 1),
+    "graphs on copied weights": ({"share_weights": False}, False, "direct", 2),
+}
+
+
+@pytest.mark.timeout(600)  # compiling for the graphs included
+@pytest.mark.parametrize("name", CASES)
+def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, saved_model):
+    pytest.importorskip("vllm")
+    command = [sys.executable, __file__, name, str(saved_model())]
+    case = subprocess.run(command, capture_output=True, text=True, timeout=540)
+
+    assert case.returncode == 0, case.stdout + case.stderr
+
+
+def update(policy: Policy) -> None:
+    """A backward pass through the weights as they are, and a step: shared ones must bear both."""
+    ids = torch.randint(3, 29, (4, 64), device=policy.device)
+    policy.model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            assert parameter.grad is not None and parameter.grad.isfinite().all()
+            parameter -= 0.02 * parameter.grad.sign()
+            parameter.grad = None
+
+
+def cycles(name: str, folder: Path) -> None:
+    from conftest import largest_difference  # the folder of a script is on its path
+
+    from grpo_fast.rollout.vllm.engine import VLLMEngine
+
+    settings, with_lora, way, level = CASES[name]
+    lora = LoraConfig(r=8) if with_lora else None
+    policy = load_policy(ModelConfig(path=str(folder), dtype="bfloat16", device="cuda", lora=lora))
+    with VLLMEngine(policy, VLLMConfig(kv_cache_gib=1.0, **settings), max_length=256) as engine:
+        assert (engine.sync_way, engine._cycle.level) == (way, level), engine.sync_reason
+        asleep = []
+        for _ in range(CYCLES):
+            engine.generate(PROMPTS, 3, SAMPLING)
+            awake = torch.cuda.mem_get_info()[0]
+            engine.sleep()
+            asleep.append(torch.cuda.mem_get_info()[0])
+            assert level == 0 or asleep[-1] - awake > 900 * MIB  # the KV cache at least
+            update(policy)
+            engine.sync(policy)
+            engine.wake()
+            groups = engine.generate(PROMPTS, 3, SAMPLING)
+            assert largest_difference(policy, PROMPTS, groups) < 0.3
+        assert asleep[0] - asleep[-1] < 64 * MIB  # nothing piles up
+        engine.sleep()  # closed asleep, as a run that was interrupted
+
+
+if __name__ == "__main__":
+    cycles(sys.argv[1], Path(sys.argv[2]))

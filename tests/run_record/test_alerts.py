@@ -1,0 +1,154 @@
+"""Signs of a run that goes wrong: raised once, cleared once, with what to try."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from grpo_fast.run_record.alerts import Alert, AlertMonitor, AlertsConfig
+
+HEALTHY = {
+    "reward/mean": 0.5,
+    "groups/flat": 0.2,
+    "groups/unique_completions": 0.9,
+    "completion/length_mean": 100.0,
+    "completion/length_reward_correlation": 0.1,
+    "entropy": 0.5,
+    "kl": 0.01,
+}
+
+
+def run(monitor: AlertMonitor, *stretches: tuple[int, dict[str, float]], start: int = 0) -> list[Alert]:
+    """So many steps with healthy metrics but for the given ones; all news."""
+    news: list[Alert] = []
+    step = start
+    for steps, changes in stretches:
+        for _ in range(steps):
+            step += 1
+            news += monitor.update(step, HEALTHY | changes)
+    return news
+
+
+def told(news: list[Alert]) -> list[tuple[int, str, str]]:
+    return [(alert.step, alert.alert, alert.state) for alert in news]
+
+
+@pytest.fixture
+def monitor() -> AlertMonitor:
+    return AlertMonitor(AlertsConfig(window=4))
+
+
+def test_a_healthy_run_raises_nothing(monitor):
+    assert run(monitor, (50, {"eval/score": 0.4})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "remedy"),
+    [
+        ("flat_groups", {"groups/flat": 0.95}, "dynamic_sampling"),
+        ("unique_completions", {"groups/unique_completions": 0.1}, "temperature"),
+        ("entropy", {"entropy": 0.001}, "entropy_coef"),
+        ("kl", {"kl": 3.0}, "loss.beta"),
+        ("length_drift", {"completion/length_mean": 250.0}, "dr_grpo"),
+        ("length_drift", {"completion/length_mean": 10.0}, "empty answers"),
+        ("length_reward_correlation", {"completion/length_reward_correlation": 0.95}, "length reward"),
+        ("length_reward_correlation", {"completion/length_reward_correlation": -0.95}, "length reward"),
+    ],
+)
+def test_each_sign_is_raised_once_with_what_to_try_and_cleared_once(monitor, name, metrics, remedy):
+    news = run(monitor, (10, {}), (40, metrics), (40, {}))
+    assert [(alert.alert, alert.state) for alert in news] == [(name, "raised"), (name, "cleared")]
+    assert 10 < news[0].step <= 14 and 50 < news[1].step <= 54
+    assert remedy in news[0].text and "try:" in news[0].text and "try:" not in news[1].text
+    assert json.loads(json.dumps(news[0].record()))["threshold"] == news[0].threshold
+
+
+def test_one_odd_step_raises_nothing(monitor):
+    assert run(monitor, (10, {}), (1, {"kl": 1.5, "groups/flat": 1.0}), (10, {})) == []
+
+
+def test_a_figure_that_trembles_around_its_threshold_is_told_of_once(monitor):
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    steps = [(1, {"kl": 0.5 + rng.uniform(-0.04, 0.05)}) for _ in range(300)]
+    assert told(run(monitor, (4, {"kl": 0.6}), *steps)) == [(4, "kl", "raised")]
+
+
+def test_reward_that_rises_while_the_held_out_score_falls_is_reward_hacking(monitor):
+    climbing = [(5, {"reward/mean": 0.5 + 0.02 * i, "eval/score": 0.6}) for i in range(3)]
+    falling = (10, {"reward/mean": 0.8, "eval/score": 0.5})
+    recovered = (10, {"reward/mean": 0.8, "eval/score": 0.62})
+    news = run(monitor, *climbing, falling, recovered)
+    assert [(alert.alert, alert.state) for alert in news] == [
+        ("reward_rise", "raised"),
+        ("reward_rise", "cleared"),
+    ]
+    assert "samples.jsonl" in news[0].text
+
+
+def test_a_falling_score_with_a_falling_reward_is_no_reward_hacking(monitor):
+    good, bad = {"reward/mean": 0.6, "eval/score": 0.6}, {"reward/mean": 0.3, "eval/score": 0.2}
+    assert run(monitor, (10, good), (20, bad)) == []
+
+
+def test_a_small_fall_of_the_held_out_score_is_noise(monitor):
+    assert run(monitor, (10, {"eval/score": 0.6}), (20, {"reward/mean": 0.9, "eval/score": 0.58})) == []
+
+
+def test_an_alert_without_threshold_is_off_and_missing_metrics_are_no_news():
+    monitor = AlertMonitor(AlertsConfig(window=2, kl=None))
+    assert run(monitor, (10, {"kl": 100.0})) == []
+    assert AlertMonitor(AlertsConfig(window=1)).update(1, {"loss": 1.0, "kl": float("nan")}) == []
+
+
+def test_a_new_stage_begins_with_a_clean_sheet(monitor):
+    first = run(monitor, (10, {"stage": 0}), (10, {"stage": 0, "completion/length_mean": 300.0}))
+    second = run(monitor, (10, {"stage": 1, "completion/length_mean": 300.0}), start=20)
+    assert [alert.state for alert in first] == ["raised"] and second == []
+
+
+def test_a_resumed_monitor_goes_on_exactly():
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    steps = [
+        {name: value * rng.uniform(0, 3) for name, value in HEALTHY.items()} | {"eval/score": rng.random()}
+        for _ in range(60)
+    ]
+    config = AlertsConfig(window=3)
+    original = AlertMonitor(config)
+    for step, metrics in enumerate(steps[:30]):
+        original.update(step, metrics)
+    resumed = AlertMonitor(config)
+    resumed.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    for step, metrics in enumerate(steps[30:], start=30):
+        assert resumed.update(step, metrics) == original.update(step, metrics)
+    assert resumed.state_dict() == original.state_dict()
+
+
+def test_the_state_of_another_window_is_refused():
+    state = AlertMonitor(AlertsConfig(window=3)).state_dict()
+    with pytest.raises(ValueError, match=r"over 3 steps and alerts\.window is 5: keep the window"):
+        AlertMonitor(AlertsConfig(window=5)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("window", 0),
+        ("length_drift", 1.0),
+        ("unique_completions", 1.0),
+        ("kl", 0.0),
+        ("entropy", 0.0),
+        ("length_reward_correlation", 1.5),
+        ("flat_groups", 1.1),
+        ("unknown", 1.0),
+    ],
+)
+def test_a_threshold_that_makes_no_sense_is_refused(key, value):
+    with pytest.raises(ValidationError, match=key):
+        AlertsConfig(**{key: value})

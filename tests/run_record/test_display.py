@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from grpo_fast.run_record.display import Display, sparkline
+
+METRICS = {
+    "reward/mean": 0.512,
+    "reward/std": 0.301,
+    "reward/correct/mean": 0.4,
+    "reward/format/mean": 0.9,
+    "groups/flat": 0.25,
+    "kl": 0.0012,
+    "clip_ratio/region_mean": 0.013,
+    "entropy": 0.41,
+    "completion/length_mean": 7.9,
+    "completion/truncated": 0.02,
+    "loss": -0.0023,
+    "grad_norm": 0.81,
+    "learning_rate": 2e-5,
+    "sampling/logp_difference_mean": 0.003,
+}
+TIMINGS = {
+    "time/step": 6.6,
+    "time/generate": 3.5,
+    "time/reward": 0.012,
+    "time/update": 3.1,
+    "tokens_per_second": 512.3,
+    "memory/peak_bytes": 1.25 * 2**30,
+}
+
+
+class Utf8Stream(io.StringIO):
+    encoding = "utf-8"
+
+
+def terminal(width: int = 100, **options: object) -> Console:
+    return Console(
+        file=Utf8Stream(),
+        force_terminal=True,
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+        **options,
+    )
+
+
+def pipe() -> Console:
+    return Console(file=Utf8Stream(), force_terminal=False, width=40)
+
+
+def text_of(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_line_of_key_value_words() -> None:
+    console = pipe()
+
+    with Display(40, console=console) as display:
+        display.update(1, METRICS, TIMINGS)
+        display.update(2, METRICS, TIMINGS)
+
+    first, second = text_of(console).splitlines()
+    words = dict(word.split("=") for word in first.split())
+    assert len(words) == len(first.split())
+    assert words["step"] == "1/40" and second.startswith("step=2/40 ")
+    assert words["reward"] == "0.512" and words["reward_std"] == "0.301"
+    assert words["kl"] == "0.0012" and words["clip"] == "1.3%" and words["truncated"] == "2.0%"
+    assert words["tok/s"] == "512" and words["mem"] == "1.2GiB" and words["t_generate"] == "3.5s"
+    assert words["eta"] == "4m17s"
+    assert first.isascii()
+
+
+def test_without_a_terminal_an_evaluation_and_a_message_are_lines_too() -> None:
+    console = pipe()
+
+    with Display(40, console=console) as display:
+        display.evaluation(0, 0.217, (0.174, 0.267), 300)
+        display.message("saved [bold]checkpoint[/bold] 10")
+
+    assert text_of(console).splitlines() == [
+        "evaluation step=0/40 score=0.217 low=0.174 high=0.267 n=300",
+        "saved [bold]checkpoint[/bold] 10",
+    ]
+
+
+def test_the_panel_shows_every_number_of_a_step() -> None:
+    console = terminal()
+
+    with Display(40, console=console) as display:
+        display.evaluation(0, 0.217, (0.174, 0.267), 300)
+        display.update(20, METRICS, TIMINGS)
+        display.evaluation(20, 0.49, (0.434, 0.546), 300)
+
+    text = text_of(console)
+    for part in (
+        "step 20/40",
+        "2m12s left",
+        "0.512 ± 0.301",
+        "correct 0.400 · format 0.900",
+        "21.7 % [17.4, 26.7] of 300 at step 0 → 49.0 % [43.4, 54.6] of 300 at step 20",
+        "25.0 %",
+        "0.0012",
+        "1.3 %",
+        "512 tokens/s · 1.2GiB memory · 6.6s a step",
+        "generate 3.5s · reward 12ms · update 3.1s",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 100, 200])
+def test_the_panel_never_overflows_the_terminal(width: int) -> None:
+    console = terminal(width)
+
+    with Display(40, console=console) as display:
+        display.update(1, METRICS, TIMINGS)
+
+    panel = [line for line in text_of(console).splitlines() if line.startswith(("│", "╭", "╰"))]
+    assert panel and max(map(len, panel)) <= width
+
+
+@pytest.mark.parametrize("make_console", [pipe, terminal])
+@pytest.mark.parametrize("name", [None, *METRICS])
+def test_a_missing_metric_leaves_the_others_in_place(make_console, name: str | None) -> None:
+    console = make_console()
+    metrics = {} if name is None else {key: value for key, value in METRICS.items() if key != name}
+
+    with Display(40, console=console) as display:
+        display.update(3, metrics, {})
+
+    text = text_of(console)
+    assert "step" in text and "3/40" in text
+    assert all(label not in text for label in ([] if name != "kl" else ["kl=", "KL "]))
+
+
+def test_a_number_that_is_not_finite_is_shown_as_such() -> None:
+    console = pipe()
+
+    with Display(40, console=console) as display:
+        display.update(1, {"reward/mean": math.nan, "kl": math.inf}, {})
+
+    assert text_of(console).splitlines() == ["step=1/40 reward=nan kl=inf"]
+
+
+def test_a_resumed_run_starts_its_bar_where_it_was() -> None:
+    console = terminal()
+
+    with Display(40, console=console, start_step=12):
+        pass
+
+    assert "step 12/40" in text_of(console)
+    assert "waiting for the first step" in text_of(console)
+
+
+def test_an_error_inside_leaves_the_terminal_as_it_was() -> None:
+    console = terminal()
+
+    with pytest.raises(RuntimeError, match="out of memory"), Display(40, console=console):
+        raise RuntimeError("out of memory")
+
+    assert text_of(console).endswith("\x1b[?25h") or "\x1b[?25h" in text_of(console).splitlines()[-1]
+
+
+def test_a_message_on_a_terminal_stands_above_the_panel_and_is_not_markup() -> None:
+    console = terminal()
+
+    with Display(40, console=console) as display:
+        display.message("saved [bold]checkpoint[/bold]")
+
+    text = text_of(console)
+    assert text.index("saved [bold]checkpoint[/bold]") < text.rindex("╭")
+
+
+def test_a_sparkline_rises_with_its_values_and_leaves_gaps() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    assert sparkline([math.nan]) == sparkline([]) == ""
+
+
+def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("grpo_fast.run_record.display.time.monotonic", lambda: now[0])
+    console = terminal()
+
+    def panel(display: Display) -> str:
+        with console.capture() as captured:
+            console.print(display._panel())
+        return captured.get()
+
+    display = Display(40, console=console)
+    display.rollout(0, 0, 64)
+    assert "0 of 64 completions" in panel(display) and "left" not in panel(display)
+    now[0] = 110.0
+    display.rollout(12000, 16, 64)
+    assert "16 of 64 completions · 1,200 tokens/s · 30.0s left" in panel(display)
+    now[0] = 120.0
+    display.rollout(50, 2, 64)  # fewer tokens: another generation, which has just begun
+    assert "2 of 64 completions" in panel(display) and "tokens/s" not in panel(display)
+    display.rollout(20000, 64, 64)
+    assert "completions" not in panel(display)
+
+
+def test_without_a_terminal_a_generation_is_not_reported() -> None:
+    console = pipe()
+    with Display(40, console=console) as display:
+        display.rollout(0, 0, 64)
+        display.rollout(100, 64, 64)
+    assert text_of(console) == ""

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from grpo_fast.run_record.config import LoggingConfig
+
+from grpo_fast.run_record.jsonl import read_jsonl
+from grpo_fast.run_record.logs import MetricsLog
+
+CONFIG = LoggingConfig(tensorboard=False, project="sums")
+
+
+class Service:
+    """Stands for wandb and trackio: remembers how it was started and what it was told."""
+
+    def __init__(self) -> None:
+        self.starts: list[dict] = []
+        self.logged: list[tuple[dict, int | None]] = []
+        self.finished = 0
+
+    def init(self, **kwargs: object) -> Service:
+        self.starts.append(kwargs)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def log(self, metrics: dict, step: int | None = None) -> None:
+        self.logged.append((metrics, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_tensorboard_shows_metrics_and_timings_and_hides_steps_that_were_run_again(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig()
+    for steps in (range(1, 6), range(3, 8)):  # killed after step 5, resumed from step 2
+        log = MetricsLog(tmp_path, config, run_name="run")
+        for step in steps:
+            log.log(step, {"loss": float(step)}, timings={"time/step": 0.5})
+        log.close()
+
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 8))
+    assert [event.step for event in events.Scalars("time/step")] == list(range(1, 8))
+
+
+def test_wandb_continues_its_run_on_an_axis_that_may_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+
+    for _ in range(2):
+        log = MetricsLog(tmp_path, CONFIG.model_copy(update={"wandb": True}), run_name="run")
+        log.log(1, {"loss": 0.5})
+        log.close()
+
+    first, second = service.starts
+    assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["resume"], first["config"]) == (
+        "sums",
+        "run",
+        "allow",
+        {"seed": 3},
+    )
+    assert service.logged == [({"step": 1, "loss": 0.5}, None)] * 2
+    assert service.finished == 2
+
+
+def test_trackio_continues_its_run_and_another_directory_gets_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "trackio", service)
+
+    for run_dir in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
+        log = MetricsLog(run_dir, CONFIG.model_copy(update={"trackio": True}), run_name="run")
+        log.log(1, {"loss": 0.5})
+        log.close()
+
+    first, again, other = (start["name"] for start in service.starts)
+    assert first == again != other
+    assert service.logged == [({"loss": 0.5}, 1)] * 3
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_library_is_named_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name} = true needs `pip install {name}`"):
+        MetricsLog(tmp_path, CONFIG.model_copy(update={name: True}), run_name="run")
+
+
+def test_a_service_that_fails_costs_one_warning_and_no_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("the network is down")
+
+    run = SimpleNamespace(log=fail, finish=fail)
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: run))
+    log = MetricsLog(tmp_path, CONFIG.model_copy(update={"trackio": True}), run_name="run")
+
+    with pytest.warns(RuntimeWarning, match="Trackio failed .*the network is down") as warnings:
+        log.log(1, {"loss": 0.5})
+        log.log(2, {"loss": 0.25})
+        log.close()
+
+    assert len(warnings) == 1
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_mirrors_may_get_fewer_steps_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, "trackio", service)
+    config = CONFIG.model_copy(update={"trackio": True, "every": 3})
+
+    log = MetricsLog(tmp_path, config, run_name="run")
+    for step in range(1, 8):
+        log.log(step, {"loss": 0.5})
+    log.close()
+
+    assert [step for _, step in service.logged] == [3, 6]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 7

@@ -1,0 +1,241 @@
+"""Out of memory, a step is done again in smaller micro-batches, and comes out as if it had been all along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.experience import make_samples
+from grpo_fast.policy.out_of_memory import is_out_of_memory
+from grpo_fast.run import build_trainer
+from grpo_fast.run_record.clock import Clock
+from grpo_fast.trainer import Trainer
+from grpo_fast.update import optimizer_step, tokens_of
+
+
+def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
+    merged = {n: {**toy.get(n, {}), **v} if isinstance(v, dict) else v for n, v in sections.items()}
+    return build_trainer(TrainConfig(**{**toy, **merged}))
+
+
+def limit_memory(trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The policy's forward raises above so many tokens; returns the sizes of those that it refused."""
+    forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
+    refused: list[int] = []
+
+    def bounded(batch: Any) -> torch.Tensor:
+        if tokens_of(batch) > tokens:
+            refused.append(tokens_of(batch))
+            raise torch.OutOfMemoryError(f"tried to allocate for {tokens_of(batch)} tokens")
+        return forward(batch)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
+    return refused
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+
+
+def flat_weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in weights(trainer).values()])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"num_iterations": 2},
+        {"loss": {"top_entropy_quantile": 0.5}},
+        {"model": {"lora": {"r": 4, "dropout": 0.5}}},
+    ],
+    ids=["on-policy", "two-epochs", "entropy-quantile", "dropout"],
+)
+def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    trainer = make_trainer(toy, seed=seed, micro_batch_tokens=4096, **sections)
+    refused = limit_memory(trainer, 40, monkeypatch)
+    found = trainer.train_step()
+    budget = trainer.micro_batches.limit
+
+    assert refused and budget is not None and budget < min(refused)
+    small = make_trainer(toy, seed=seed, micro_batch_tokens=budget, **sections)
+    assert found.metrics == small.train_step().metrics
+    for name, value in weights(small).items():
+        assert torch.equal(weights(trainer)[name], value), name
+    assert found.timings["memory/micro_batch_tokens"] == budget
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    sections = {"seed": seed, "model": {"dtype": dtype}}
+    trainer = make_trainer(toy, micro_batch_tokens=4096, **sections)
+    forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
+    refused: list[int] = []
+
+    def bounded(batch: Any) -> torch.Tensor:
+        hidden, tokens = forward(batch), tokens_of(batch)
+
+        def refuse(_: torch.Tensor) -> None:  # the head's backward is over: its gradient has been added
+            refused.append(tokens)
+            raise torch.OutOfMemoryError(f"tried to allocate for {tokens} tokens")
+
+        if tokens > 40 and hidden.requires_grad:
+            hidden.register_hook(refuse)
+        return hidden
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
+    found = trainer.train_step()
+
+    assert refused
+    small = make_trainer(toy, micro_batch_tokens=trainer.micro_batches.limit, **sections)
+    assert found.metrics == small.train_step().metrics
+    assert torch.equal(flat_weights(trainer), flat_weights(small))
+
+
+def test_a_step_of_the_optimiser_that_does_not_fit_says_what_helps(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = make_trainer(toy).optimizer
+
+    def full() -> float:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(optimizer, "step", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora.*train_lm_head.*CUDA error"):
+        optimizer_step(optimizer)
+
+    def broken() -> float:
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        optimizer_step(optimizer)
+
+
+def test_only_the_optimiser_step_that_failed_is_repeated(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    sections = {"seed": seed, "num_iterations": 3, "minibatches": 2, "micro_batch_tokens": 4096}
+    sections["loss"] = {"beta": 0.1}  # its reference log-probabilities move to the smaller micro-batches
+    sections["advantage"] = {"skip_flat_groups": False}  # else few samples might be left
+    trainer = make_trainer(toy, **sections)
+    steps, loss = [], trainer.loss
+    step = trainer.optimizer.step
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
+
+    def late(batch: Any, *args: Any) -> Any:
+        if len(steps) == 3 and tokens_of(batch) > 60:
+            raise torch.OutOfMemoryError("later than the first")
+        return loss(batch, *args)
+
+    monkeypatch.setattr(trainer, "loss", late)
+    before = flat_weights(trainer)
+    metrics = trainer.train_step().metrics
+
+    whole = make_trainer(toy, **sections)
+    expected = whole.train_step().metrics
+    assert len(steps) == 6 and trainer.micro_batches.limit <= 60
+    for name in ("kl", "entropy", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-2)
+    # In the norm: where a gradient is rounding noise, Adam steps by the full rate in either direction.
+    distance = (flat_weights(trainer) - flat_weights(whole)).norm()
+    assert distance < 1e-2 * (flat_weights(whole) - before).norm()
+
+
+def test_known_log_probabilities_move_to_the_tokens_they_belong_to(toy: dict[str, Any]) -> None:
+    trainer = make_trainer(toy, micro_batch_tokens=4096)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    minibatch = trainer.micro_batches.minibatch(samples, totals, 4096)
+    codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
+    minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
+
+    smaller = minibatch.laid_out(trainer.micro_batches.pack(samples, 30), 30)
+
+    assert len(smaller.batches) > len(minibatch.batches)
+    for batch in smaller.batches:
+        expected = 1000 * batch.sample_ids[batch.sequence_ids] + batch.targets
+        assert torch.equal(batch.old_logprobs, expected.float()) and batch.ref_logprobs is None
+
+
+def test_where_one_completion_does_not_fit_the_error_names_what_helps(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(toy)
+    limit_memory(trainer, 3, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError, match=r"gradient_checkpointing.*max_completion_length.*lora"):
+        trainer.train_step()
+    assert not trainer.optimizer.mid_step
+
+
+def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(toy, micro_batch_tokens=4096)
+    limit_memory(trainer, 60, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        trainer.train_step()
+        said = len(caplog.records)
+        trainer.train_step()
+    assert f"micro_batch_tokens = {trainer.micro_batches.limit}" in caplog.text
+    assert len(caplog.records) == said
+
+    resumed = make_trainer(toy, micro_batch_tokens=4096)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.micro_batches.budget(4096) == trainer.micro_batches.limit < 60
+
+
+def test_a_forward_for_fixed_log_probabilities_is_repeated_too(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(toy, loss={"beta": 0.1, "kl_in_reward": True}, micro_batch_tokens=4096)
+    refused = limit_memory(trainer, 60, monkeypatch)
+    groups, _ = trainer.collect(Clock())
+    assert refused and trainer.micro_batches.limit <= 60
+    totals = torch.stack([group.rewards - group.reward_table[:, 0] for group in groups])
+    assert totals.abs().max() < 1e-4  # the policy is its reference still
+
+
+def test_other_errors_are_not_taken_for_it(toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    trainer = make_trainer(toy)
+    attempts: list[int] = []
+
+    def broken(batch: Any, *args: Any) -> Any:
+        attempts.append(tokens_of(batch))
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(trainer, "loss", broken)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        trainer.train_step()
+    assert len(attempts) == 1
+
+
+def test_a_completion_longer_than_the_budget_is_not_laid_out_again_and_again(
+    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(toy)
+    groups, _ = trainer.collect(Clock())
+    samples, totals = make_samples(groups, trainer.config.advantage)
+    trainer.micro_batches.limit = 2
+    minibatch = trainer.micro_batches.minibatch(samples, totals, 64)
+    same = trainer.micro_batches.fit(minibatch, lambda given: given)
+    assert same is minibatch
