@@ -111,7 +111,7 @@ def page_style() -> str:
 
 
 def _packaged(name: str) -> str:
-    return files("grpo_fast").joinpath(name).read_text(encoding="utf-8")
+    return files("grpo_fast.run_record").joinpath(name).read_text(encoding="utf-8")
 
 
 def _status(run: Run) -> str:
