@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_fast.rollout.config import RolloutConfig
 
 from grpo_fast.rollout import make_engine, sampling_of
+from grpo_fast.rollout.config import RolloutConfig
 
 from .architectures import ARCHITECTURES, Architecture, architecture_of, make_policy, make_tokenizer
 from .contest import TOKENS, Contest, Entrant, Prepared

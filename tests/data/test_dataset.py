@@ -1,9 +1,9 @@
 import re
 
 import pytest
-from grpo_fast.data.config import DatasetConfig
 
 from grpo_fast.data import load_prompts
+from grpo_fast.data.config import DatasetConfig
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
 

@@ -1,7 +1,7 @@
 import pytest
-from grpo_fast.data.config import DatasetConfig
 
 from grpo_fast.data import exclude_overlap, load_prompts
+from grpo_fast.data.config import DatasetConfig
 
 
 @pytest.fixture

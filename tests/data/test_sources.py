@@ -3,8 +3,8 @@ import re
 import socket
 
 import pytest
-from grpo_fast.data.config import DatasetConfig
 
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.sources import read_rows
 
 ROWS = [{"prompt": "one", "answer": 1}, {"prompt": "two", "answer": 2}, {"prompt": "three", "answer": 3}]

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from grpo_fast.policy.config import ModelConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.setup import Setup
+from grpo_fast.policy.config import ModelConfig
 
 SIZES = {
     "vocab_size": 1000,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from grpo_fast.plan.model_shape import model_shape, random_model, skeleton
 from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 
 FAMILIES = ["qwen2", "llama", "gemma3_text", "gpt_neox", "qwen3_moe"]
 

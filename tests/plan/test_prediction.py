@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from grpo_fast.policy.config import LoraConfig
 
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import measure_update
@@ -12,6 +11,7 @@ from grpo_fast.plan.prediction import Calibration, Predictor
 from grpo_fast.plan.setup import Setup, Workload
 from grpo_fast.plan.shapes import architecture
 from grpo_fast.plan.traces import Traces
+from grpo_fast.policy.config import LoraConfig
 
 WORK = Workload(prompts=4, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 WAYS = {

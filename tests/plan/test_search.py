@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from grpo_fast.policy.config import LoraConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.search import MOST_GENERATIONS, largest, plan, predict
 from grpo_fast.plan.traces import Traces
+from grpo_fast.policy.config import LoraConfig
 
 ANY = {
     "model": {"path": "-", "dtype": "bfloat16", "attention": "flash_attention_2"},

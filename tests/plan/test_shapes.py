@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from grpo_fast.policy.config import ModelConfig
 
 from grpo_fast.plan.model_shape import model_shape, skeleton
 from grpo_fast.plan.shapes import SHAPES, architecture, model_config
+from grpo_fast.policy.config import ModelConfig
 
 PUBLISHED = {  # parameters of the published weights, a tied head counted once
     "SmolLM2-135M": 134_515_008,

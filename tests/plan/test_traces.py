@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grpo_fast.policy.config import LoraConfig
 
 from grpo_fast.plan.activations import update_run
 from grpo_fast.plan.model_shape import skeleton
 from grpo_fast.plan.timeline import Event, Irregular, Timeline, repeated
 from grpo_fast.plan.traces import Traces, with_layers
+from grpo_fast.policy.config import LoraConfig
 
 CHECKPOINTED, ADAPTED = {"gradient_checkpointing": True}, {"lora": LoraConfig(r=4)}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_fast.policy.config import ModelConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from grpo_fast.policy import Policy, Sample, load_policy
+from grpo_fast.policy.config import ModelConfig
 
 VOCABULARY = 61
 SIZES = {

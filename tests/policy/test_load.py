@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_fast.policy.config import ModelConfig
 
 from grpo_fast.policy import Policy, load_policy
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention, resolve_device, resolve_source
 
 

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from grpo_fast.policy.config import OptimizerConfig
 from torch import nn
 
 from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.optimizer import learning_rate_at
 
 CONFIG = OptimizerConfig(

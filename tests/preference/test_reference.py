@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_fast.policy.config import LoraConfig
 
 from grpo_fast.policy import load_policy
+from grpo_fast.policy.config import LoraConfig
 from grpo_fast.preference import reference as module
 from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.preference.reference import fingerprint, reference_logprobs

@@ -1,9 +1,9 @@
 import re
 
 import pytest
-from grpo_fast.rewards.config import RewardConfig
 
 from grpo_fast.rewards import load_rewards
+from grpo_fast.rewards.config import RewardConfig
 
 USER_FILE = """
 from dataclasses import dataclass

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from grpo_fast.rewards.config import RewardConfig
 
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import Reward, RewardError, RewardSet, load_rewards
+from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout import Completion
 
 PROMPTS = ["one?", "two?", "three?"]

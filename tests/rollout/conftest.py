@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_fast.policy.config import ModelConfig
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     Gemma3ForCausalLM,
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from grpo_fast.policy import load_policy
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout.vllm.config import VLLMConfig
 
 SHAPE = {

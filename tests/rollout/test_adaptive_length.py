@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from grpo_fast.rollout.config import AdaptiveLengthConfig, RolloutConfig
 
 from grpo_fast.rollout import Completion
 from grpo_fast.rollout.adaptive_length import CompletionLength
+from grpo_fast.rollout.config import AdaptiveLengthConfig, RolloutConfig
 
 CONFIG = AdaptiveLengthConfig(min=16, max=200, window=3)
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_fast.rollout.config import RolloutConfig
 
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout import transformers as engine_module
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.decoder import ExpandedDecoder
 from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_fast.run_record.config import LoggingConfig
 
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.jsonl import read_jsonl
 from grpo_fast.run_record.logs import EvaluationLog, MetricsLog, SampleLog, SampleRecord
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from grpo_fast.run_record.config import LoggingConfig
 
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.jsonl import read_jsonl
 from grpo_fast.run_record.logs import MetricsLog
 

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from grpo_fast.run_record.config import LoggingConfig
 
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.logs import EvaluationLog, MetricsLog, SampleLog, SampleRecord
 from grpo_fast.run_record.report import write_report
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grpo_fast.policy.config import ModelConfig
-from grpo_fast.rollout.config import RolloutConfig
 
 from grpo_fast.policy import Policy, load_policy
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.vllm.config import VLLMConfig
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 

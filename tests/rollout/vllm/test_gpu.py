@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_fast.policy.config import LoraConfig, ModelConfig
 
 from grpo_fast.policy import Policy, load_policy
+from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm.config import VLLMConfig
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_fast.rollout.config import RolloutConfig
 
 from grpo_fast.config_io import load_config
 from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.vllm import process as vllm_process
 from grpo_fast.rollout.vllm import version as vllm_version
 from grpo_fast.rollout.vllm.choices import shares_weights, sleep_level, uses_adapters

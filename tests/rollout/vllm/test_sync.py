@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_fast.policy.config import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_fast.policy import Policy
+from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm.layout import Landing, watch_loading
 from grpo_fast.rollout.vllm.sync import MergedSync, checkpoint_weights
