@@ -76,5 +76,5 @@ def _samples(chance: random.Random) -> list[Sample]:
         for _ in range(GROUP):
             n = chance.randint(2, LENGTH)
             completion = tuple(chance.choices(range(1000), k=n))
-            samples.append(Sample(prompt, completion, (1.0,) * n, group, (True,) * n, (-1.0,) * n))
+            samples.append(Sample(prompt, completion, 1.0, group, (-1.0,) * n))
     return samples

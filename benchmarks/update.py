@@ -110,7 +110,7 @@ def _full(update: Update) -> Prepared:
                 logprobs=log_p.gather(-1, batch.targets[:, None]).squeeze(-1),
                 advantages=batch.advantages,
                 sequence_ids=batch.sequence_ids,
-                loss_mask=batch.loss_mask,
+                loss_mask=torch.ones_like(batch.targets, dtype=torch.bool),
                 num_sequences=batch.num_sequences,
                 entropy=entropy,
                 totals=update.totals,

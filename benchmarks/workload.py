@@ -75,14 +75,12 @@ def make_samples(
     for index, (prompt_length, length) in enumerate(lengths):
         if index % group == 0:
             prompt = tuple(generator.choices(range(vocabulary - 2), k=prompt_length))
-        advantage = 1.0 if index % 2 == 0 else -1.0
         samples.append(
             Sample(
                 prompt_ids=prompt,
                 completion_ids=tuple(generator.choices(range(vocabulary - 2), k=length)),
-                advantages=(advantage,) * length,
+                advantage=1.0 if index % 2 == 0 else -1.0,
                 group_id=index // group,
-                loss_mask=(True,) * length,
                 sampler_logprobs=(0.0,) * length,
             )
         )

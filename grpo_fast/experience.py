@@ -126,13 +126,11 @@ def compare(
 
 def bare_sample(prompt: Prompt, completion: Completion, group_id: int) -> Sample:
     """A completion that is only to be scored by a model."""
-    length = len(completion.token_ids)
     return Sample(
         prompt_ids=prompt.token_ids,
         completion_ids=completion.token_ids,
-        advantages=(0.0,) * length,
+        advantage=0.0,
         group_id=group_id,
-        loss_mask=(True,) * length,
         sampler_logprobs=completion.logprobs,
     )
 
@@ -147,13 +145,13 @@ def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list
     samples: list[Sample] = []
     num_tokens = num_sequences = 0
     for group_id, group in enumerate(groups):
-        for completion, advantages in zip(group.completions, group.advantages, strict=True):
+        for completion, advantage in zip(group.completions, group.advantages, strict=True):
             masked = config.mask_truncated and completion.truncated
             num_sequences += 1
             num_tokens += 0 if masked else len(completion.token_ids)
             if masked or (group.flat and config.skip_flat_groups):
                 continue
-            samples.append(replace(bare_sample(group.prompt, completion, group_id), advantages=advantages))
+            samples.append(replace(bare_sample(group.prompt, completion, group_id), advantage=advantage))
     return samples, StepTotals(num_tokens=num_tokens, num_sequences=num_sequences)
 
 

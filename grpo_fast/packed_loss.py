@@ -44,7 +44,6 @@ def packed_loss(
         old_logprobs=batch.old_logprobs,
         ref_logprobs=batch.ref_logprobs,
         sampler_logprobs=batch.sampler_logprobs,
-        loss_mask=batch.loss_mask,
         totals=totals,
         config=config or GRPOLossConfig(),
         bias=head.bias,

@@ -313,8 +313,9 @@ class Trainer:
     def entropy_threshold(self, batches: Sequence[PackedBatch]) -> float:
         """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it."""
         entropies = torch.cat([self.head_outputs(self.policy, b, "entropy").entropy for b in batches])
-        masks = torch.cat([batch.loss_mask for batch in batches])
-        return entropy_threshold(entropies, masks, self.config.loss.top_entropy_quantile)
+        return entropy_threshold(
+            entropies, torch.ones_like(entropies, dtype=torch.bool), self.config.loss.top_entropy_quantile
+        )
 
     def loss(self, batch: PackedBatch, totals: StepTotals, config: GRPOLossConfig) -> GRPOLossOutput:
         if self.config.old_logprobs == "sampler":  # they are the old ones already

@@ -166,7 +166,7 @@ class MicroBatches(TokenBudget):
                 StepTotals(
                     num_tokens=totals.num_tokens / parts,
                     num_sequences=totals.num_sequences / parts,
-                    measured_tokens=sum(sum(sample.loss_mask) for sample in part),
+                    measured_tokens=sum(len(sample.completion_ids) for sample in part),
                     measured_sequences=len(part),
                 ),
                 configured,

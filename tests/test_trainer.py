@@ -321,8 +321,8 @@ def test_a_users_function_gives_each_token_its_advantage(toy, tmp_path: Path, mo
     groups, _ = trainer.collect(Clock())
     samples, _ = make_samples(groups, trainer.config.advantage)
     expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
-    torch.testing.assert_close(torch.tensor([s.advantages[-1] for s in samples]), expected)
-    assert not any(any(s.advantages[:-1]) for s in samples)
+    torch.testing.assert_close(torch.tensor([s.token_advantages[-1] for s in samples]), expected)
+    assert not any(any(s.token_advantages[:-1]) for s in samples)
 
 
 def test_an_advantage_function_of_the_wrong_shape_is_named(toy, tmp_path: Path, monkeypatch):

@@ -81,7 +81,6 @@ def _batch(tokens: int, targets: int) -> PackedBatch:
         sequence_ids=meta(targets),
         group_ids=meta(targets),
         advantages=meta(targets, torch.float32),
-        loss_mask=meta(targets, torch.bool),
         sampler_logprobs=meta(targets, torch.float32),
         num_sequences=1,
         sample_ids=meta(1),

@@ -121,12 +121,11 @@ def random_batches(policy: Policy, work: Workload) -> list[PackedBatch]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
     length = work.completion_length
-    per_token = {"advantages": (1.0,) * length, "loss_mask": (True,) * length}
     samples = []
     for group in range(-(-work.prompts // work.minibatches)):
         prompt = draw(work.prompt_length)
         samples += [
-            Sample(prompt, draw(length), group_id=group, sampler_logprobs=(0.0,) * length, **per_token)
+            Sample(prompt, draw(length), 1.0, group, sampler_logprobs=(0.0,) * length)
             for _ in range(work.generations)
         ]
     return pack(

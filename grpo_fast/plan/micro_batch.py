@@ -94,9 +94,8 @@ def _cut(
     sample = Sample(
         prompt_ids=(0,) * prompt,
         completion_ids=(0,) * completion,
-        advantages=(0.0,) * completion,
+        advantage=0.0,
         group_id=0,
-        loss_mask=(True,) * completion,
         sampler_logprobs=(0.0,) * completion,
     )
     batches = pack([sample] * generations, max_tokens=budget, share_prompts=share_prompts, device="cpu")

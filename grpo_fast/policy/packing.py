@@ -21,10 +21,16 @@ class Sample:
 
     prompt_ids: tuple[int, ...]  # P
     completion_ids: tuple[int, ...]  # C
-    advantages: tuple[float, ...]  # C
+    advantage: float | tuple[float, ...]  # of the whole completion, or C: of each of its tokens
     group_id: int
-    loss_mask: tuple[bool, ...]  # C
     sampler_logprobs: tuple[float, ...]  # C
+
+    @property
+    def token_advantages(self) -> tuple[float, ...]:
+        """C floats."""
+        if isinstance(self.advantage, tuple):
+            return self.advantage
+        return (self.advantage,) * len(self.completion_ids)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,6 @@ class PackedBatch:
     sequence_ids: Tensor  # (N,) int64 in [0, S)
     group_ids: Tensor  # (N,) int64
     advantages: Tensor  # (N,) float32
-    loss_mask: Tensor  # (N,) bool
     sampler_logprobs: Tensor  # (N,) float32
     num_sequences: int
     sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
@@ -114,11 +119,14 @@ def _check(sample: Sample, index: int) -> None:
         raise ValueError(f"samples[{index}].prompt_ids is empty: nothing predicts the first completion token")
     if not length:
         raise ValueError(f"samples[{index}].completion_ids is empty; leave the sample out")
-    for name in ("advantages", "loss_mask", "sampler_logprobs"):
-        if len(getattr(sample, name)) != length:
+    for name, values in (
+        ("advantage", sample.token_advantages),
+        ("sampler_logprobs", sample.sampler_logprobs),
+    ):
+        if len(values) != length:
             raise ValueError(
-                f"samples[{index}].{name} has {len(getattr(sample, name))} entries for {length} completion "
-                "tokens; give one for each"
+                f"samples[{index}].{name} has {len(values)} entries for {length} completion tokens; give one "
+                "for each"
             )
 
 
@@ -223,8 +231,7 @@ def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch
         targets=flat("completion_ids", torch.int64),
         sequence_ids=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         group_ids=torch.repeat_interleave(groups, lengths),
-        advantages=flat("advantages", torch.float32),
-        loss_mask=flat("loss_mask", torch.bool),
+        advantages=flat("token_advantages", torch.float32),
         sampler_logprobs=flat("sampler_logprobs", torch.float32),
         num_sequences=len(samples),
         sample_ids=torch.tensor([i for document in documents for i in document.sample_ids]),

@@ -72,9 +72,7 @@ def _samples(vocab_size: int) -> list[Sample]:
     for group, (prompt_length, lengths) in enumerate(_PROBES):
         prompt = draw(prompt_length)
         for length in lengths:
-            samples.append(
-                Sample(prompt, draw(length), (0.0,) * length, group, (True,) * length, (0.0,) * length)
-            )
+            samples.append(Sample(prompt, draw(length), 0.0, group, sampler_logprobs=(0.0,) * length))
     return samples
 
 

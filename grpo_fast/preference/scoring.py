@@ -87,9 +87,8 @@ def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
         Sample(
             prompt_ids=request.prompt_ids,
             completion_ids=completion,
-            advantages=(0.0,) * len(completion),
+            advantage=0.0,
             group_id=group_id,
-            loss_mask=(True,) * len(completion),
             sampler_logprobs=(0.0,) * len(completion),
         )
         for group_id, request in enumerate(requests)

@@ -18,9 +18,8 @@ def packed(work: Workload, *, share_prompts: bool) -> list[PackedBatch]:
         Sample(
             prompt_ids=(group,) * work.prompt_length,
             completion_ids=(0,) * length,
-            advantages=(0.0,) * length,
+            advantage=0.0,
             group_id=group,
-            loss_mask=(True,) * length,
             sampler_logprobs=(0.0,) * length,
         )
         for group in range(-(-work.prompts // work.minibatches))

@@ -74,9 +74,8 @@ def make_samples(
                 Sample(
                     prompt_ids=prompt_ids,
                     completion_ids=integers(VOCABULARY, length),
-                    advantages=tuple(torch.randn(length, generator=rng).tolist()),
+                    advantage=tuple(torch.randn(length, generator=rng).tolist()),
                     group_id=group,
-                    loss_mask=tuple(bool(bit) for bit in integers(2, length)),
                     sampler_logprobs=tuple(torch.randn(length, generator=rng).tolist()),
                 )
             )

@@ -38,7 +38,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
                 s
                 for s in samples
                 if s.completion_ids == tuple(targets.tolist())
-                and torch.equal(torch.tensor(s.advantages), advantages)
+                and torch.equal(torch.tensor(s.token_advantages), advantages)
             )
             torch.testing.assert_close(rows, own_logprobs(policy, sample), rtol=1e-4, atol=1e-4)
 
@@ -46,9 +46,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
 def test_the_sliding_window_of_the_tested_model_hides_something(load: Callable[..., Policy]) -> None:
     """Otherwise the comparison above would say nothing about windows."""
     policy = load("gemma2")
-    zeros = (0.0,) * 3
-    far = [Sample((first, *range(10, 20)), (5, 6, 7), zeros, 0, (True,) * 3, zeros) for first in (4, 40)]
-    (batch,) = packed(far[:1])
+    (batch,) = packed([Sample((4, *range(10, 20)), (5, 6, 7), 0.0, 0, (0.0,) * 3)])
     layout = PackedLayout(batch, flex=False)
 
     (windowed,) = layout.masks(policy.base_model.config.sliding_window)
@@ -96,13 +94,13 @@ def test_neither_budget_nor_sharing_changes_loss_or_gradient(
     def step(max_tokens: int, share: bool) -> tuple[float, dict[str, torch.Tensor], int]:
         policy = load("gemma2")
         policy.model.double()
-        normaliser = sum(sum(sample.loss_mask) for sample in samples)
+        normaliser = sum(len(sample.completion_ids) for sample in samples)
         total, batches = 0.0, packed(samples, share=share, max_tokens=max_tokens)
         for batch in batches:
             hidden = policy.hidden_states(batch)
             logits = hidden @ policy.head.weight.T
             logprobs = (30 * torch.tanh(logits / 30)).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-            loss = -(logprobs * batch.advantages)[batch.loss_mask].sum() / normaliser
+            loss = -(logprobs * batch.advantages).sum() / normaliser
             loss.backward()
             total += loss.item()
         return total, {name: p.grad for name, p in policy.trainable().items()}, len(batches)

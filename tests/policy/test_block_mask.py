@@ -24,8 +24,7 @@ def draw() -> random.Random:
 
 
 def sample(group: int, prompt: int, completion: int) -> Sample:
-    zeros = (0.0,) * completion
-    return Sample((group,) * prompt, (1,) * completion, zeros, group, (True,) * completion, zeros)
+    return Sample((group,) * prompt, (1,) * completion, 0.0, group, (0.0,) * completion)
 
 
 def one_batch(samples: list[Sample], *, share: bool) -> PackedBatch:

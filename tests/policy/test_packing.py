@@ -11,9 +11,8 @@ from grpo_fast.policy import PackedBatch, Sample, pack
 
 
 def sample(prompt: int, completion: int, group: int = 0) -> Sample:
-    ones = (1.0,) * completion
     ids = tuple(range(10, 10 + completion))
-    return Sample(tuple(range(prompt)), ids, ones, group, (True,) * completion, ones)
+    return Sample(tuple(range(prompt)), ids, 1.0, group, (1.0,) * completion)
 
 
 def sizes(batches: list[PackedBatch]) -> list[int]:
@@ -67,14 +66,19 @@ def test_every_sample_is_packed_once_within_the_budget(
     lengths: list[tuple[int, int, int]], max_tokens: int, share: bool
 ) -> None:
     samples = [
-        replace(sample(prompt, completion, group), advantages=(float(number),) * completion)
+        replace(
+            sample(prompt, completion, group),
+            advantage=float(number)
+            if number % 2
+            else tuple(number + token / 64 for token in range(completion)),
+        )
         for number, (prompt, completion, group) in enumerate(lengths)
     ]
 
     batches = pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
 
     packed = torch.cat([batch.advantages for batch in batches]).tolist()
-    assert sorted(packed) == sorted(value for sample in samples for value in sample.advantages)
+    assert sorted(packed) == sorted(value for sample in samples for value in sample.token_advantages)
     assert sum(batch.num_sequences for batch in batches) == len(samples)
     for batch in batches:
         assert len(batch.input_ids) <= max_tokens or len(batch.cu_seqlens) == 2
@@ -108,7 +112,8 @@ def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself(
         ([sample(1, 1)], 0, "max_tokens = 0"),
         ([sample(1, 1), sample(0, 1)], 8, r"samples\[1\]\.prompt_ids is empty"),
         ([sample(1, 0)], 8, r"samples\[0\]\.completion_ids is empty"),
-        ([replace(sample(1, 2), loss_mask=(True,))], 8, r"loss_mask has 1 entries for 2 completion tokens"),
+        ([replace(sample(1, 2), advantage=(1.0,))], 8, r"advantage has 1 entries for 2 completion tokens"),
+        ([replace(sample(1, 2), sampler_logprobs=())], 8, r"sampler_logprobs has 0 entries for 2"),
     ],
 )
 def test_bad_input_is_named(samples: list[Sample], max_tokens: int, message: str) -> None:
