@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grpo_fast.head import GRPOLossOutput, linear_grpo_loss
+from grpo_fast.head import GRPOLossOutput, HeadParameters, linear_grpo_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy import PackedBatch
-from grpo_fast.policy.head import HeadParameters
 
 
 def packed_loss(
@@ -46,10 +45,8 @@ def packed_loss(
         sampler_logprobs=batch.sampler_logprobs,
         totals=totals,
         config=config or GRPOLossConfig(),
-        bias=head.bias,
         temperature=temperature,
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
         entropy=True,
         weight_grad=weight_grad,
+        **head.options,
     )

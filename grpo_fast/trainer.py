@@ -259,11 +259,9 @@ class Trainer:
             policy.hidden_states(batch),
             head.weight,
             batch.targets,
-            bias=head.bias,
             temperature=self.sampling.temperature,
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
             outputs=("logprob", *outputs),
+            **head.options,
         )
 
     def optimise(self, minibatch: Minibatch) -> tuple[Minibatch, dict[str, float]]:

@@ -2,11 +2,13 @@
 
 from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_logprob
 from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
+from grpo_fast.head.parameters import HeadParameters
 
 __all__ = [
     "Certificate",
     "GRPOLossOutput",
     "HeadOutput",
+    "HeadParameters",
     "linear_cross_entropy",
     "linear_grpo_loss",
     "linear_logprob",

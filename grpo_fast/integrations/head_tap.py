@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_fast.policy.head import HeadParameters, head_parameters
+from grpo_fast.head import HeadParameters
+from grpo_fast.policy.head import head_parameters
 
 HeadFunction = Callable[[Tensor, HeadParameters], Any]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.head.api import linear_cross_entropy
+from grpo_fast.head import HeadParameters, linear_cross_entropy
 from grpo_fast.integrations.head_tap import tapped_head
-from grpo_fast.policy.head import HeadParameters, head_parameters
+from grpo_fast.policy.head import head_parameters
 
 _MARK = "_grpo_fast_patch"
 
@@ -122,11 +122,9 @@ def causal_lm_loss(
         head.weight,
         targets.index_select(0, live),
         reduction="sum",
-        bias=head.bias,
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
         ignore_index=ignore_index,
         tolerance=tolerance,
+        **head.options,
     )
     if num_items_in_batch is None:
         return total / live.numel() if live.numel() else total * torch.nan

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head.api import linear_logprob
-from grpo_fast.head.outputs import HeadOutput
+from grpo_fast.head import HeadOutput, HeadParameters, linear_logprob
 from grpo_fast.integrations.head_tap import HeadTap, tapped_head
 from grpo_fast.integrations.host import padded_local_loss, require, require_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.policy.head import HeadParameters
 
 KNOWN_VERSIONS = ("0.11",)
 
@@ -82,11 +80,9 @@ class _Forward:
             hidden,
             head.weight,
             self.labels,
-            bias=head.bias,
             temperature=self.temperature,
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
             outputs=("logprob", "entropy") if entropy else ("logprob",),
+            **head.options,
         )
         return out.logprob, out.entropy
 

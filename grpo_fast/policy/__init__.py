@@ -1,6 +1,6 @@
 """The policy: loading, packing, the forward to hidden states, the optimiser, export."""
 
-from grpo_fast.policy.head import HeadParameters
+from grpo_fast.head import HeadParameters
 from grpo_fast.policy.load import load_policy, load_tokenizer
 from grpo_fast.policy.optimizer import PolicyOptimizer
 from grpo_fast.policy.packing import PackedBatch, Sample, pack

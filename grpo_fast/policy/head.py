@@ -1,29 +1,10 @@
-"""The output head as the loss needs it: a weight and the constants of what the model does to its logits."""
+"""The output head of a transformers model, as the loss needs it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class HeadParameters:
-    """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap)."""
-
-    weight: Tensor  # (V, H), the model's dtype
-    bias: Tensor | None = None  # (V,)
-    logit_scale: float = 1.0
-    softcap: float | None = None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) -> (N, V) float32. For checks on a few rows; the loss never forms them."""
-        logits = hidden.float() @ self.weight.float().T
-        if self.bias is not None:
-            logits = logits + self.bias.float()
-        logits = logits * self.logit_scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+from grpo_fast.head import HeadParameters
 
 
 def head_parameters(model: nn.Module) -> HeadParameters:

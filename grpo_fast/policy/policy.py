@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.head import HeadParameters
 from grpo_fast.policy.attention import forward_arguments
-from grpo_fast.policy.head import HeadParameters, head_parameters
+from grpo_fast.policy.head import head_parameters
 from grpo_fast.policy.packing import PackedBatch
 
 if TYPE_CHECKING:

@@ -110,10 +110,8 @@ def sequence_logprobs(policy: Policy, batch: PackedBatch, weight_grad: Tensor | 
         policy.hidden_states(batch),
         head.weight if weight_grad is None else head.weight.detach(),
         batch.targets,
-        bias=head.bias,
-        logit_scale=head.logit_scale,
-        softcap=head.softcap,
         weight_grad=weight_grad,
+        **head.options,
     ).logprob
     return tokens.new_zeros(batch.num_sequences).index_add(0, batch.sequence_ids, tokens)
 
