@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
-from grpo_fast.objective.config import GRPOLossConfig
+from grpo_fast.objective.catalog import GRPOLossConfig
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig

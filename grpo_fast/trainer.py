@@ -23,7 +23,7 @@ from grpo_fast.experience import Group, bare_sample, describe, make_samples, sco
 from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_logprob
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
-from grpo_fast.objective.kl import kl_penalty
+from grpo_fast.objective.loss import kl_penalty
 from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample
 from grpo_fast.rewards import RewardSet

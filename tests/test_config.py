@@ -13,7 +13,7 @@ from grpo_fast.config_io import ConfigError, dump_config, load_config
 from grpo_fast.config_io.foreign_absent import ABSENT
 from grpo_fast.config_io.foreign_names import MOVED
 from grpo_fast.config_io.names import exists, fields, nearest
-from grpo_fast.objective.config import LOSS_TYPES
+from grpo_fast.objective.catalog import LOSS_TYPES
 
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 

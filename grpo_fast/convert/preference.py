@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_fast.config_io.foreign_rules import Places
-from grpo_fast.objective.pairs_catalog import PREFERENCE_LOSSES
+from grpo_fast.objective.pairs import PREFERENCE_LOSSES
 
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})

@@ -44,7 +44,7 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the kernel computes this loss of these inputs; where an input is missing, it does not."""
     if config.is_custom or config.facts.surrogate not in _CUTS:
         return False
-    plain = config.top_entropy_quantile == 1 and config.value_coef == 0 and inputs.policy_weights is None
+    plain = config.top_entropy_quantile == 1 and inputs.policy_weights is None
     length_known = config.facts.aggregation != "constant_length" or config.max_completion_length is not None
     given = (
         (inputs.ref_logprobs is not None or not config.needs_reference or config.kl_in_reward)

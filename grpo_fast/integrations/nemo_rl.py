@@ -59,10 +59,10 @@ class PolicyLoss:
         require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 
-        if config.needs_entropy or config.value_coef:
+        if config.needs_entropy:
             raise ValueError(
-                "config needs the entropy or a value head, which NeMo-RL does not hand to a loss; leave "
-                "entropy_coef, use_adaptive_entropy, top_entropy_quantile and value_coef at their defaults"
+                "config needs the entropy, which NeMo-RL does not hand to a loss; leave entropy_coef, "
+                "use_adaptive_entropy and top_entropy_quantile at their defaults"
             )
         self.config = config
         self.use_fused_linear_logprobs = use_fused_linear_logprobs

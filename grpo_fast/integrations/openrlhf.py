@@ -143,10 +143,10 @@ def _check(loss: GRPOLossConfig) -> None:
             f"loss_type = {loss.loss_type!r} is a function of your own, whose normaliser is unknown; choose "
             "a catalogued loss"
         )
-    if loss.beta or loss.needs_entropy or loss.value_coef:
+    if loss.beta or loss.needs_entropy:
         raise ValueError(
-            "loss has a KL, entropy or value term; leave beta, entropy_coef, use_adaptive_entropy, "
-            "top_entropy_quantile and value_coef at their defaults and set OpenRLHF's own options"
+            "loss has a KL or entropy term; leave beta, entropy_coef, use_adaptive_entropy and "
+            "top_entropy_quantile at their defaults and set OpenRLHF's own options"
         )
 
 

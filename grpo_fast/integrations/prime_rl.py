@@ -90,11 +90,11 @@ def _checked(options: tuple[tuple[str, Any], ...]) -> GRPOLossConfig:
             "by the step's tokens; use 'dapo', with importance_sampling_level = 'sequence' for a ratio of "
             "sequences"
         )
-    if config.needs_sampler or config.needs_entropy or config.value_coef:
+    if config.needs_sampler or config.needs_entropy:
         raise ValueError(
-            "config needs the entropy, a value head or a separate old policy, which prime-rl does not hand "
-            "to a loss; leave sampler_correction, entropy_coef, use_adaptive_entropy, top_entropy_quantile "
-            "and value_coef at their defaults"
+            "config needs the entropy or a separate old policy, which prime-rl does not hand to a loss; "
+            "leave sampler_correction, entropy_coef, use_adaptive_entropy and top_entropy_quantile at their "
+            "defaults"
         )
     return config
 

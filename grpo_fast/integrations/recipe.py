@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
-from grpo_fast.objective.aggregation import step_totals, token_weights
 from grpo_fast.objective.catalog import CATALOG
-from grpo_fast.objective.kl import kl_estimate
-from grpo_fast.objective.segments import Segments
+from grpo_fast.objective.loss import kl_estimate
+from grpo_fast.objective.types import Segments, step_totals, token_weights
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -1,17 +1,30 @@
-"""The policy losses by name: what each one is made of, and the paper that defines it.
+"""The policy losses by name, with the papers that define them, and the configuration that chooses one.
 
 A policy loss is a sum over tokens of  weight × (surrogate + β · KL).  The surrogate is a function in
-`surrogates.py` or `covariance.py`, the weight comes from the aggregation, the ratio from its level.
+`surrogates.py`, the weight comes from the aggregation, the ratio from its level.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 KLEstimator = Literal["k1", "k2", "k3"]
+ImportanceLevel = Literal["token", "sequence", "sequence_token"]
+SamplerCorrection = Literal[
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
 
 
 @dataclass(frozen=True)
@@ -19,7 +32,7 @@ class LossFacts:
     """One row of the catalogue."""
 
     paper: str
-    surrogate: str  # its name in `registry.SURROGATES`
+    surrogate: str  # its name in `surrogates.SURROGATES`
     aggregation: Aggregation
     level: RatioLevel = "token"  # of the importance ratio, unless the config chooses another
     choosable_levels: tuple[RatioLevel, ...] = ("token",)
@@ -29,50 +42,51 @@ class LossFacts:
     forbids_kl: str = ""  # why a KL term is refused
 
 
-_CLIP_LEVELS: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
-_CLIP_FIELDS = frozenset({"epsilon_low", "epsilon_high", "delta"})
 _RANGE_FIELDS = frozenset({"epsilon_low", "epsilon_high"})
-
-
-def _clip(paper: str, aggregation: Aggregation, **changes: object) -> LossFacts:
-    facts = LossFacts(paper, "clip", aggregation, "token", _CLIP_LEVELS, (0.2, 0.2), _CLIP_FIELDS)
-    return replace(facts, **changes)
-
+_clip = partial(
+    LossFacts,
+    surrogate="clip",
+    choosable_levels=("token", "sequence", "sequence_token"),
+    epsilon=(0.2, 0.2),
+    fields=_RANGE_FIELDS | {"delta"},
+)
 
 CATALOG: dict[str, LossFacts] = {
-    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean"),
-    "bnpo": _clip("batch-normalised tokens, as in TRL; over a whole step it is dapo", "token_mean"),
-    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length"),
-    "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", "token_mean"),
+    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", aggregation="sequence_mean"),
+    "bnpo": _clip(
+        "tokens normalised over a batch, as in TRL; over a step it is dapo", aggregation="token_mean"
+    ),
+    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", aggregation="constant_length"),
+    "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", aggregation="token_mean"),
     "gspo": _clip(
         "GSPO, arXiv 2507.18071, eq. 5 and 7",
-        "sequence_mean",
+        aggregation="sequence_mean",
         level="sequence",
         choosable_levels=("sequence",),
         epsilon=(3e-4, 4e-4),
     ),
     "gspo_token": _clip(
         "GSPO-token, arXiv 2507.18071, eq. 13 and 14",
-        "sequence_mean",
+        aggregation="sequence_mean",
         level="sequence_token",
         choosable_levels=("sequence_token",),
         epsilon=(3e-4, 4e-4),
     ),
     "luspo": _clip(
         "LUSPO, arXiv 2602.05261",
-        "sequence_sum",
+        aggregation="sequence_sum",
         level="sequence",
         choosable_levels=("sequence", "sequence_token"),
         epsilon=(2e-3, 2.5e-3),
     ),
     "rloo": _clip(
         "RLOO, arXiv 2402.14740, eq. 8, with PPO's clip on the ratio of the whole completion",
-        "sequence_mean",
+        aggregation="sequence_mean",
         level="product",
         choosable_levels=(),
     ),
     "reinforce_plus_plus_baseline": _clip(
-        "REINFORCE++-baseline, arXiv 2501.03262", "token_mean", kl_estimator="k2"
+        "REINFORCE++-baseline, arXiv 2501.03262", aggregation="token_mean", kl_estimator="k2"
     ),
     "gmpo": LossFacts(
         "GMPO, arXiv 2507.20673, eq. 4",
@@ -110,7 +124,7 @@ CATALOG: dict[str, LossFacts] = {
     "reinforce": LossFacts("REINFORCE, Williams 1992", "reinforce", "sequence_sum", choosable_levels=()),
     "clip_cov": _clip(
         "Clip-Cov, arXiv 2505.22617, eq. 11",
-        "token_mean",
+        aggregation="token_mean",
         surrogate="clip_cov",
         choosable_levels=("token",),
         fields=_RANGE_FIELDS | {"clip_cov_ratio", "clip_cov_low", "clip_cov_high"},
@@ -138,3 +152,206 @@ CATALOG: dict[str, LossFacts] = {
 }
 
 LOSS_TYPES = tuple(CATALOG)
+
+_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in CATALOG.values()))
+_NOT_NEGATIVE = (
+    *("epsilon_low", "epsilon_high", "beta", "vespo_k_pos", "vespo_k_neg"),
+    *("entropy_coef", "entropy_target", "entropy_coef_min", "entropy_coef_max"),
+)
+_POSITIVE = (
+    *("delta", "max_completion_length", "off_policy_mask_threshold", "sampler_clip_min", "sampler_clip_max"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
+    *("clip_cov_ratio", "kl_cov_ratio", "kl_cov_coef", "dppo_ratio_max", "entropy_coef_delta"),
+)
+
+
+def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
+    """Raise ValueError when one of a dataclass's fields `names` is not at its default."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name in names and value != f.default:
+            raise ValueError(f"{f.name} = {value} {why}; leave it out")
+
+
+def check_ranges(config: Any, names: Iterable[str], holds: Callable[[float], bool], remedy: str) -> None:
+    """Raise ValueError when one of the fields `names` is set and not finite, or out of its range."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and holds(value)):
+            raise ValueError(f"{name} = {value} is out of range; {remedy}")
+
+
+@dataclass(frozen=True)
+class GRPOLossConfig:
+    """Which loss, and its constants.
+
+    A field that the chosen loss does not read must be left alone; `epsilon_low` and `epsilon_high` hold
+    the values in force once the configuration is made.
+
+    Raises:
+        ValueError: a value out of its range, or contradicting another; the message names the field, the
+            value and the remedy.
+    """
+
+    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    loss_type: str = "dapo"  # a name of `CATALOG`, or `module:function` of one's own
+    epsilon_low: float | None = None  # None: the paper's value for this loss, 0.2 for most
+    epsilon_high: float | None = None  # None: as epsilon_low if given, else the paper's; cispo: absolute
+    delta: float | None = None  # two-sided (dual) clip: ceiling of the ratio where the advantage is negative
+    importance_sampling_level: ImportanceLevel | None = None  # None: the loss's own
+    max_completion_length: int | None = None  # dr_grpo's constant length
+
+    beta: float = 0.0  # weight of the KL to the reference model; 0 needs no reference
+    kl_estimator: KLEstimator | None = None  # None: the loss's own, k3 for most
+    kl_in_reward: bool = False  # the trainer takes it from the reward (`kl_penalty`); the loss has no KL term
+    use_bias_correction_kl: bool = False  # KL term times π_θ/π_old, so that its gradient is unbiased
+
+    entropy_coef: float = 0.0  # bonus: minus this times the mean token entropy
+    use_adaptive_entropy: bool = False  # entropy_coef is only the start; see `entropy.EntropyController`
+    entropy_target: float = 0.2  # nats; adaptive: the bonus acts at or below it
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005  # adaptive: change of entropy_coef per optimiser step
+    top_entropy_quantile: float = 1.0  # share of tokens, highest entropy first, that the policy term keeps
+
+    off_policy_mask_threshold: float | None = None  # nats a token; drops negative sequences beyond it
+    sampler_correction: SamplerCorrection = "none"  # π_old/π_sampler: at which level, what beyond bounds
+    sampler_clip_min: float | None = None
+    sampler_clip_max: float | None = 3.0
+
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    clip_cov_ratio: float = 2e-4  # share of tokens whose gradient is dropped
+    clip_cov_low: float = 1.0  # they are drawn from covariances within these bounds
+    clip_cov_high: float = 5.0
+    kl_cov_ratio: float = 2e-4  # share of tokens, highest covariance first, that are penalised
+    kl_cov_coef: float = 1.0
+    dppo_ratio_max: float = 20.0  # ceiling of the ratio that multiplies the gradient
+
+    def __post_init__(self) -> None:
+        if self.is_custom:
+            self._check_custom()
+        elif self.loss_type not in CATALOG:
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} is unknown; choose one of {', '.join(LOSS_TYPES)}, or give "
+                "your own function as 'module:function'"
+            )
+        else:
+            self._resolve()
+        self._check_ranges()
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether `loss_type` is a user's own function."""
+        return ":" in self.loss_type
+
+    @property
+    def facts(self) -> LossFacts:
+        """The catalogue's row. A custom loss has none (KeyError)."""
+        return CATALOG[self.loss_type]
+
+    @property
+    def ratio_level(self) -> RatioLevel:
+        """The level of the importance ratio in force."""
+        return self.importance_sampling_level or self.facts.level
+
+    @property
+    def kl_kind(self) -> KLEstimator:
+        """The KL estimator in force."""
+        return self.kl_estimator or self.facts.kl_estimator
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities must be computed."""
+        return self.beta > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `LossInputs.entropy` must be there."""
+        return self.differentiates_entropy or self.top_entropy_quantile < 1
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        """Whether the loss has a gradient in the entropy, and not only a use for its value."""
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    @property
+    def needs_sampler(self) -> bool:
+        """Whether `LossInputs.sampler_logprobs` must be there."""
+        return self.sampler_correction != "none"
+
+    def _resolve(self) -> None:
+        facts = self.facts
+        refuse_unread(self, _LOSS_SPECIFIC - facts.fields, f"is not read by loss_type = {self.loss_type!r}")
+        if facts.epsilon is not None:
+            low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
+            object.__setattr__(self, "epsilon_low", low)
+            object.__setattr__(self, "epsilon_high", high if self.epsilon_high is None else self.epsilon_high)
+        if self.importance_sampling_level not in (None, *facts.choosable_levels):
+            allowed = ", ".join(repr(level) for level in facts.choosable_levels) or "none"
+            raise ValueError(
+                f"importance_sampling_level = {self.importance_sampling_level!r} contradicts loss_type = "
+                f"{self.loss_type!r}, whose ratio is fixed by its paper (allowed: {allowed}); leave it out, "
+                "or choose loss_type='gspo' for a sequence-level ratio"
+            )
+        if self.beta != 0 and facts.forbids_kl:
+            raise ValueError(
+                f"beta = {self.beta} with loss_type = {self.loss_type!r}: {facts.forbids_kl}, or set beta = 0"
+            )
+        level = self.sampler_correction.partition("_")[0]
+        if self.loss_type == "vespo" and level not in ("none", "token"):
+            raise ValueError(
+                f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = 'vespo', which "
+                "multiplies token ratios into a sequence weight of its own; use 'token_truncate', "
+                "'token_mask' or 'none'"
+            )
+
+    def _check_custom(self) -> None:
+        module, _, function = self.loss_type.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), function)):
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
+            )
+        others = {f.name for f in fields(self)} - {"loss_type", "beta", "max_completion_length"}
+        refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
+
+    def _check_ranges(self) -> None:
+        check_ranges(self, _NOT_NEGATIVE, lambda value: value >= 0, "give a finite number, zero or more")
+        check_ranges(self, _POSITIVE, lambda value: value > 0, "give a finite number above zero")
+        shares = ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio")
+        check_ranges(self, shares, lambda value: 0 <= value <= 1, "give a share between 0 and 1")
+        ceiling = 1 + (self.epsilon_high or 0.0)
+        if self.delta is not None and self.delta <= ceiling:
+            raise ValueError(
+                f"delta = {self.delta} must exceed 1 + epsilon_high = {ceiling}, or it undoes the clip; "
+                "raise delta or leave it out"
+            )
+        if self.kl_in_reward and self.use_bias_correction_kl:
+            raise ValueError(
+                "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "
+                "True takes it from the reward; set one of them to false"
+            )
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max = "
+                f"{self.entropy_coef_max}; swap them"
+            )
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(
+                f"clip_cov_low = {self.clip_cov_low} must be below clip_cov_high = {self.clip_cov_high}; "
+                "lower it"
+            )
+        low, high = self.sampler_clip_min, self.sampler_clip_max
+        if self.needs_sampler and low is None and high is None:
+            raise ValueError(
+                f"sampler_correction = {self.sampler_correction!r} has no bound: sampler_clip_min and "
+                "sampler_clip_max are both null; set at least one"
+            )
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"sampler_clip_min = {low} must be below sampler_clip_max = {high}; lower it")

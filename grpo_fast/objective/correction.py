@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.config import GRPOLossConfig
-from grpo_fast.objective.segments import Segments
+from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.types import Segments
 
 
 def sampler_weights(
@@ -43,12 +43,12 @@ def sampler_weights(
     low, high = config.sampler_clip_min, config.sampler_clip_max
     if action == "truncate":
         return ratio.clamp(low, high)
-    outside = torch.zeros_like(segments.mask)
+    inside = torch.ones_like(segments.mask)
     if low is not None:
-        outside = outside | (ratio < low)
+        inside &= ratio >= low
     if high is not None:
-        outside = outside | (ratio > high)
-    return ratio.masked_fill(outside, 0.0)
+        inside &= ratio <= high
+    return ratio.masked_fill(~inside, 0.0)
 
 
 def off_policy_keep(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.config import GRPOLossConfig
+from grpo_fast.objective.catalog import GRPOLossConfig
 
 
 def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> float:

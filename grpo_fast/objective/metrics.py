@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.batch import PreparedBatch
-from grpo_fast.objective.config import GRPOLossConfig
-from grpo_fast.objective.surrogates import Surrogate
+from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.surrogates import PreparedBatch, Surrogate
 
 RATIO_BAND = 0.1  # a ratio beyond 1 ± this is more than rounding
 
@@ -38,16 +37,12 @@ def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossC
     return metrics
 
 
-def kl_metrics(kl: Tensor, batch: PreparedBatch) -> dict[str, Tensor]:
-    """KL to the reference, nats a token."""
-    return {"kl": (batch.measured_token_mean * kl.detach()).sum()}
-
-
 def mismatch_metrics(batch: PreparedBatch) -> dict[str, Tensor]:
     """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it."""
-    if batch.sampler_logprobs is None:
+    weights = batch.tokens.sampler_weight
+    if batch.sampler_logprobs is None or weights is None:
         return {}
-    mask, mean, weights = batch.segments.mask, batch.measured_token_mean, batch.tokens.sampler_weight
+    mask, mean = batch.segments.mask, batch.measured_token_mean
     log_ratio = batch.tokens.old_logprobs - batch.sampler_logprobs
     difference, ratio = log_ratio.abs(), log_ratio.exp()
     outside = (ratio < 1 - RATIO_BAND) | (ratio > 1 + RATIO_BAND)

@@ -7,17 +7,214 @@ offset (ODPO, arXiv 2402.10571): what the chosen reward must be ahead by, in uni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_fast.objective.pairs_catalog import PREFERENCE_LOSSES, PreferenceFacts
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
-from grpo_fast.objective.types import LossOutputs
+from grpo_fast.objective.catalog import check_ranges, refuse_unread
+from grpo_fast.objective.types import LossOutputs, present
+
+# ------------------------------------------------------------------------------- catalogue and configuration
+
+
+@dataclass(frozen=True)
+class PreferenceFacts:
+    """One row of the catalogue."""
+
+    paper: str
+    beta: float | None = 0.1  # the usual value; None: the loss has no beta
+    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
+    needs_reference: bool = True
+    averaged: bool = False  # log-probabilities per token instead of per sequence
+    paired: bool = True  # chosen and rejected completions of one prompt
+    couples: bool = False  # a pair's loss depends on the other pairs of the step
+    takes_margins: bool = True
+
+
+_SMOOTHED = frozenset({"label_smoothing"})
+
+PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
+    "sigmoid": PreferenceFacts("DPO, arXiv 2305.18290, eq. 7"),
+    "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", fields=_SMOOTHED),
+    "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", fields=_SMOOTHED),
+    "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
+    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
+    "aot": PreferenceFacts(
+        "AOT, arXiv 2406.05882, paired", fields=_SMOOTHED, couples=True, takes_margins=False
+    ),
+    "aot_unpaired": PreferenceFacts(
+        "AOT, arXiv 2406.05882, unpaired", fields=_SMOOTHED, couples=True, takes_margins=False
+    ),
+    "kto": PreferenceFacts(
+        "KTO, arXiv 2402.01306, section 4",
+        fields=frozenset({"desirable_weight", "undesirable_weight"}),
+        paired=False,
+        takes_margins=False,
+    ),
+    "simpo": PreferenceFacts(
+        "SimPO, arXiv 2405.14734, eq. 6",
+        beta=2.0,
+        fields=_SMOOTHED | {"gamma"},
+        needs_reference=False,
+        averaged=True,
+    ),
+    "orpo": PreferenceFacts(
+        "ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", needs_reference=False, averaged=True
+    ),
+    "cpo": PreferenceFacts(
+        "CPO, arXiv 2401.08417, eq. 3", fields=_SMOOTHED | {"cpo_alpha"}, needs_reference=False
+    ),
+    "sft": PreferenceFacts(
+        "likelihood of the chosen completions, as in TRL; a term beside another loss",
+        beta=None,
+        needs_reference=False,
+        takes_margins=False,
+    ),
+}
+
+_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """One loss, or a weighted sum of several, and its constants.
+
+    A field that none of the losses reads must be left alone; `beta` holds the value in force once the
+    configuration is made. A factor on the log-ratio of the policy to the reference is a beta, whatever else a
+    method calls it; a bonus for correctness or syntax is a margin of its pair and is not multiplied by beta.
+
+    Raises:
+        ValueError: a value out of its range, or contradicting another; the message names the field, the
+            value and the remedy.
+    """
+
+    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    loss_type: str | tuple[str, ...] = "sigmoid"  # names of `PREFERENCE_LOSSES`
+    loss_weights: tuple[float, ...] | None = None  # one for each loss of the sum; None: all 1
+    beta: float | None = None  # None: the usual value of the first loss, 0.1 for most
+    label_smoothing: float = 0.0  # the share of pairs believed to be labelled the wrong way round
+    gamma: float = 0.5  # simpo: the margin that every pair must keep, in units of beta × log-probability
+    desirable_weight: float = 1.0  # kto: λ_D
+    undesirable_weight: float = 1.0  # kto: λ_U
+    cpo_alpha: float = 1.0  # cpo: weight of the chosen completions' likelihood
+
+    def __post_init__(self) -> None:
+        for name in self.loss_types:
+            if name not in PREFERENCE_LOSSES:
+                raise ValueError(
+                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}"
+                )
+        self._check_sum()
+        read = frozenset[str]().union(*(facts.fields for facts in self.facts))
+        refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
+        if self.beta is None:
+            object.__setattr__(self, "beta", self._usual_beta())
+        remedy = "give a finite number above zero: at zero the policy does not enter the loss"
+        check_ranges(self, ("beta",), lambda beta: beta > 0, remedy)
+        weights = ("gamma", "desirable_weight", "undesirable_weight", "cpo_alpha")
+        check_ranges(self, weights, lambda value: value >= 0, "give a finite number, zero or more")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} must lie in [0, 0.5): at a half the labels say "
+                "nothing, and above it they are better swapped"
+            )
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    @property
+    def objectives(self) -> tuple[tuple[str, float], ...]:
+        """(loss, its weight in the sum)."""
+        return tuple(zip(self.loss_types, self.loss_weights or (1.0,) * len(self.loss_types), strict=True))
+
+    @property
+    def facts(self) -> tuple[PreferenceFacts, ...]:
+        return tuple(PREFERENCE_LOSSES[name] for name in self.loss_types)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities must be computed."""
+        return any(facts.needs_reference for facts in self.facts)
+
+    @property
+    def paired(self) -> bool:
+        """Whether the data are pairs; otherwise single completions with a label (KTO)."""
+        return self.facts[0].paired
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss needs all pairs of the step at once."""
+        return any(facts.couples for facts in self.facts)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the first loss compares log-probabilities per token."""
+        return self.facts[0].averaged
+
+    def _check_sum(self) -> None:
+        types, weights = self.loss_types, self.loss_weights
+        if not types or len(set(types)) < len(types):
+            raise ValueError(f"loss_type = {list(types)} must name at least one loss, and each once")
+        if weights is not None and (
+            len(weights) != len(types) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
+        ):
+            raise ValueError(
+                f"loss_weights = {list(weights)} must be one number above zero for each of loss_type = "
+                f"{list(types)}"
+            )
+        if len({facts.paired for facts in self.facts}) > 1:
+            raise ValueError(
+                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses "
+                "of pairs; train with one kind"
+            )
+
+    def _usual_beta(self) -> float:
+        usual = {facts.beta for facts in self.facts if facts.beta is not None}
+        if len(usual) > 1:
+            raise ValueError(
+                f"beta is missing: the usual values of {list(self.loss_types)} differ ({sorted(usual)}), and "
+                "the losses of a sum share one; give it"
+            )
+        return usual.pop() if usual else 1.0
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+@dataclass(frozen=True)
+class PreferenceTotals:
+    """Counts over a whole optimiser step, so that its micro-batches' losses add up to the step's loss."""
+
+    num_chosen: int  # sequences; as many as rejected ones where they come in pairs
+    num_rejected: int
+    chosen_tokens: int  # completion tokens of the chosen sequences
+
+
+@dataclass(frozen=True)
+class PreferenceInputs:
+    """One micro-batch: C chosen and R rejected completions, one entry per sequence.
+
+    Pair i is chosen[i] and rejected[i], so C = R, for every loss but KTO, which compares none with another.
+    """
+
+    chosen_logprobs: Tensor  # (C,) float, differentiable: log π_θ(y | x), summed over the completion
+    rejected_logprobs: Tensor  # (R,) the same
+    chosen_lengths: Tensor  # (C,) completion tokens
+    rejected_lengths: Tensor  # (R,)
+    ref_chosen_logprobs: Tensor | None = None  # (C,) of the reference model; needed by most losses
+    ref_rejected_logprobs: Tensor | None = None  # (R,)
+    margins: Tensor | None = None  # (C,) what the chosen reward must be ahead by, detached; None: 0
+    weights: Tensor | None = None  # (C,) factors of a pair's loss; KTO: (C + R,), the chosen first; None: 1
+    kl: Tensor | None = None  # () KTO's reference point, `kto_reference_point` of the whole step
+    totals: PreferenceTotals | None = None  # None: this micro-batch is the whole step
 
 
 @dataclass(frozen=True)
@@ -26,13 +223,24 @@ class Scored:
 
     chosen: Tensor  # (C,) scores
     rejected: Tensor  # (R,)
-    margin: Tensor  # (C,), or () zero
+    beta: float
     inputs: PreferenceInputs
     totals: PreferenceTotals
 
-    def logits(self, beta: float) -> Tensor:
+    @property
+    def margin(self) -> Tensor:
+        """(C,), or () zero."""
+        return self.chosen.new_zeros(()) if self.inputs.margins is None else self.inputs.margins.detach()
+
+    @property
+    def logits(self) -> Tensor:
         """(C,) z, the log-odds that the chosen completion is preferred, less the margin."""
-        return beta * (self.chosen - self.rejected) - self.margin
+        return self.beta * (self.chosen - self.rejected) - self.margin
+
+    @property
+    def kl(self) -> Tensor:
+        """() KTO's reference point."""
+        return present(self.inputs.kl)
 
 
 def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
@@ -56,14 +264,14 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
     loss = inputs.chosen_logprobs.new_zeros(())
     metrics: dict[str, Tensor] = {}
     for name, weight in config.objectives:
-        losses = LOSSES[name](_scored(inputs, PREFERENCE_LOSSES[name], totals), config)
+        losses = LOSSES[name](_scored(name, inputs, config, totals), config)
         if inputs.weights is not None:
             losses = losses * inputs.weights.detach()
         part = losses.sum() / examples
         loss = loss + weight * part
         if len(config.objectives) > 1:
             metrics[f"loss/{name}"] = part.detach()
-    first = _scored(inputs, config.facts[0], totals)
+    first = _scored(config.loss_types[0], inputs, config, totals)
     return LossOutputs(loss, metrics | _metrics(first, config))
 
 
@@ -75,11 +283,8 @@ def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
 
 
-# --------------------------------------------------------------------------------------------- the losses
-
-
 def _sigmoid(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    return -logsigmoid(s.logits(config.beta))
+    return -logsigmoid(s.logits)
 
 
 def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
@@ -89,56 +294,56 @@ def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
 
 
 def _cdpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    return _smoothed(s.logits(config.beta), config)
+    return _smoothed(s.logits, config)
 
 
 def _robust(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """Unbiased for the loss without noise when a share ε of the labels is flipped."""
-    z, flipped = s.logits(config.beta), config.label_smoothing
+    z, flipped = s.logits, config.label_smoothing
     return (-(1 - flipped) * logsigmoid(z) + flipped * logsigmoid(-z)) / (1 - 2 * flipped)
 
 
 def _ipo(s: Scored, config: PreferenceLossConfig) -> Tensor:
     # Log-ratios per token: the paper writes sums, its authors' results are with means (so does TRL).
-    return ((s.logits(config.beta) - 0.5) / config.beta).square()
+    return ((s.logits - 0.5) / s.beta).square()
 
 
 def _hinge(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    return torch.relu(1 - s.logits(config.beta))
+    return torch.relu(1 - s.logits)
 
 
 def _aot(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """First-order dominance of the policy's log-ratios over the reference's, quantile by quantile."""
     i = s.inputs
     policy = (i.chosen_logprobs - i.rejected_logprobs).sort().values
-    reference = (i.ref_chosen_logprobs - i.ref_rejected_logprobs).sort().values
-    return _smoothed(config.beta * (policy - reference), config)
+    reference = (present(i.ref_chosen_logprobs) - present(i.ref_rejected_logprobs)).sort().values
+    return _smoothed(s.beta * (policy - reference), config)
 
 
 def _aot_unpaired(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """First-order dominance of the chosen completions' rewards over the rejected ones'."""
-    return _smoothed(config.beta * (s.chosen.sort().values - s.rejected.sort().values), config)
+    return _smoothed(s.beta * (s.chosen.sort().values - s.rejected.sort().values), config)
 
 
 def _kto(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """(C + R,), the chosen first."""
-    gain = torch.sigmoid(config.beta * (s.chosen - s.inputs.kl))
-    relief = torch.sigmoid(config.beta * (s.inputs.kl - s.rejected))
+    gain = torch.sigmoid(s.beta * (s.chosen - s.kl))
+    relief = torch.sigmoid(s.beta * (s.kl - s.rejected))
     return torch.cat([config.desirable_weight * (1 - gain), config.undesirable_weight * (1 - relief)])
 
 
 def _simpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    return _smoothed(s.logits(config.beta) - config.gamma, config)
+    return _smoothed(s.logits - config.gamma, config)
 
 
 def _orpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """−mean log P(chosen token) − λ log σ(log odds ratio), with P the geometric mean over a completion."""
     log_odds = (s.chosen - s.rejected) - (_log1mexp(s.chosen) - _log1mexp(s.rejected))
-    return -s.chosen - config.beta * logsigmoid(log_odds - s.margin)
+    return -s.chosen - s.beta * logsigmoid(log_odds - s.margin)
 
 
 def _cpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    preference = _smoothed(s.logits(config.beta), config)
+    preference = _smoothed(s.logits, config)
     # α = 0 is the preference term alone.
     return preference + config.cpo_alpha * _sft(s, config) if config.cpo_alpha else preference
 
@@ -176,24 +381,23 @@ def _log1mexp(x: Tensor) -> Tensor:
     )
 
 
-# ------------------------------------------------------------------------------- scores, checks, metrics
-
-
-def _scored(inputs: PreferenceInputs, facts: PreferenceFacts, totals: PreferenceTotals) -> Scored:
+def _scored(
+    name: str, inputs: PreferenceInputs, config: PreferenceLossConfig, totals: PreferenceTotals
+) -> Scored:
+    facts = PREFERENCE_LOSSES[name]
     chosen, rejected = inputs.chosen_logprobs, inputs.rejected_logprobs
     if facts.needs_reference:
-        chosen = chosen - inputs.ref_chosen_logprobs
-        rejected = rejected - inputs.ref_rejected_logprobs
+        chosen = chosen - present(inputs.ref_chosen_logprobs)
+        rejected = rejected - present(inputs.ref_rejected_logprobs)
     if facts.averaged:
         chosen, rejected = chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
-    margin = chosen.new_zeros(()) if inputs.margins is None else inputs.margins.detach()
-    return Scored(chosen, rejected, margin, inputs, totals)
+    return Scored(chosen, rejected, present(config.beta), inputs, totals)
 
 
 def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
     """Rewards are β × score, as TRL reports them; ranges are over the pairs of the step."""
-    beta, totals = config.beta, s.totals
-    chosen, rejected = beta * s.chosen.detach(), beta * s.rejected.detach()
+    totals = s.totals
+    chosen, rejected = s.beta * s.chosen.detach(), s.beta * s.rejected.detach()
     of_chosen, of_rejected = max(1, totals.num_chosen), max(1, totals.num_rejected)
     metrics = {
         "rewards/chosen": chosen.sum() / of_chosen,
@@ -207,7 +411,7 @@ def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
         metrics |= _range("rewards/margins", chosen - rejected)
     else:
         share = (len(chosen) + len(rejected)) / (totals.num_chosen + totals.num_rejected)
-        metrics["kl"] = s.inputs.kl.detach() * share
+        metrics["kl"] = s.kl.detach() * share
     return metrics | _range("rewards/chosen", chosen) | _range("rewards/rejected", rejected)
 
 

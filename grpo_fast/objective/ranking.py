@@ -4,14 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_fast.objective.ranking_config import RankingLossConfig
-from grpo_fast.objective.types import LossOutputs
+from grpo_fast.objective.catalog import check_ranges, refuse_unread
+from grpo_fast.objective.types import LossOutputs, present
+
+RankingObjective = Literal["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
+
+# Fields that each objective reads, besides its name.
+_READS: dict[str, frozenset[str]] = {
+    "plackett_luce": frozenset({"score", "length_normalised", "temperature"}),
+    "pairwise": frozenset({"score", "length_normalised", "temperature"}),
+    "advantage": frozenset({"epsilon_low", "epsilon_high"}),
+    "advantage_likelihood": frozenset({"length_normalised", "temperature"}),
+}
+
+
+@dataclass(frozen=True)
+class RankingLossConfig:
+    """Which objective, and its constants. A field that it does not read must be left alone.
+
+    | objective | what it does |
+    |---|---|
+    | `plackett_luce` | likelihood of the whole order, ties included, under scores divided by `temperature` |
+    | `pairwise` | logistic loss of every two responses of different rank |
+    | `advantage` | standardised ranks as advantages, clipped ratio to the policy that wrote the responses |
+    | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
+
+    Raises:
+        ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
+    """
+
+    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    objective: RankingObjective = "plackett_luce"
+    score: Literal["logratio", "logprob"] = "logratio"  # against the reference model, or without one
+    length_normalised: bool = False  # scores per token
+    temperature: float | None = None  # divides scores: DPO's 1 / beta; None: 10 summed, 1 per token
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(RankingObjective):
+            raise ValueError(
+                f"objective = {self.objective!r} is unknown; choose among "
+                f"{', '.join(get_args(RankingObjective))}"
+            )
+        unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
+        refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
+        if self.temperature is None and self.objective != "advantage":
+            summed = self.objective != "advantage_likelihood" and not self.length_normalised
+            object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
+        scales = ("temperature", "epsilon_low", "epsilon_high")
+        check_ranges(self, scales, lambda value: value > 0, "give a finite number above zero")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities must be computed."""
+        if self.objective == "advantage":
+            return True
+        return self.score == "logratio" and self.objective != "advantage_likelihood"
+
+    @property
+    def averaged(self) -> bool:
+        """Whether log-probabilities per token are what training moves."""
+        return self.length_normalised or self.objective == "advantage"
+
 
 # Nodes of the quadrature over the logarithm of time: start, end, step. Beyond them lies less than 1e-17 of
 # the clock's probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), nothing.
@@ -109,9 +173,8 @@ def grade_advantages(grades: Tensor, group_ids: Tensor, num_groups: int) -> Tens
     deviation = _group_mean(centred.square(), group_ids, num_groups).sqrt()[group_ids]
     highest = grades.new_full((num_groups,), -math.inf).scatter_reduce(0, group_ids, grades, "amax")
     # Equal grades whose mean is rounded have a deviation, though not a spread.
-    spread = (_group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups) > 0)[
-        group_ids
-    ]
+    below = _group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups)
+    spread = below[group_ids] > 0
     return torch.where(spread, centred / torch.where(spread, deviation, 1.0), 0.0)
 
 
@@ -129,7 +192,7 @@ def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     Where the data do not hold that policy's log-probability the reference stands in for it: training starts
     there, and the clip keeps the policy where the ratio still says something.
     """
-    behaviour = inputs.ref_logprobs
+    behaviour = present(inputs.ref_logprobs)
     if inputs.behaviour_logprobs is not None:
         behaviour = torch.where(inputs.behaviour_logprobs.isnan(), behaviour, inputs.behaviour_logprobs)
     ratio = torch.exp((inputs.logprobs - behaviour) / inputs.lengths)
@@ -146,7 +209,7 @@ def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Te
     responses; a group that is all ties is left out, for it would only imitate.
     """
     advantages = _advantages(inputs)
-    weights = torch.exp(advantages / config.temperature)
+    weights = torch.exp(advantages / present(config.temperature))
     weights = weights / _group_sum(weights, inputs.group_ids, inputs.num_groups)[inputs.group_ids]
     flat = _group_mean(advantages.abs(), inputs.group_ids, inputs.num_groups) == 0
     logprobs = inputs.logprobs / inputs.lengths if config.length_normalised else inputs.logprobs
@@ -165,10 +228,10 @@ OBJECTIVES: dict[str, Callable[[RankedInputs, RankingLossConfig], Tensor]] = {
 def _scores(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     scores = inputs.logprobs
     if config.score == "logratio":
-        scores = scores - inputs.ref_logprobs
+        scores = scores - present(inputs.ref_logprobs)
     if config.length_normalised:
         scores = scores / inputs.lengths
-    return scores / config.temperature
+    return scores / present(config.temperature)
 
 
 def _advantages(inputs: RankedInputs) -> Tensor:
@@ -188,7 +251,8 @@ def _group_mean(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (better, worse) of every two responses of a group with different grades."""
     same = group_ids[:, None] == group_ids[None, :]
-    return (same & (grades[:, None] > grades[None, :])).nonzero(as_tuple=True)
+    better, worse = (same & (grades[:, None] > grades[None, :])).nonzero(as_tuple=True)
+    return better, worse
 
 
 def _metrics(inputs: RankedInputs, total: int) -> dict[str, Tensor]:

@@ -1,19 +1,19 @@
 """The policy term of each loss, per token: what is minimised in place of the expected reward.
 
-Every function maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalog.py`.
+Each of `SURROGATES` maps `PolicyTokens` to a `Surrogate`. Papers and equations stand in `catalog.py`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.catalog import RatioLevel
-from grpo_fast.objective.config import GRPOLossConfig
-from grpo_fast.objective.segments import Segments
+from grpo_fast.objective.catalog import GRPOLossConfig, RatioLevel
+from grpo_fast.objective.types import Segments, present
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,25 @@ class PolicyTokens:
     def log_ratio(self) -> Tensor:
         """(N,) log π_θ/π_old of each token."""
         return self.logprobs - self.old_logprobs
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """What the terms of the loss are computed from. Every tensor is (N,), zero where no token counts."""
+
+    tokens: PolicyTokens
+    ref_logprobs: Tensor | None
+    sampler_logprobs: Tensor | None
+    entropy: Tensor | None
+    keep: Tensor  # bool: tokens whose policy term counts
+    weights: Tensor  # of the loss type's aggregation
+    entropy_mean: Tensor  # makes a sum the step's mean over the tokens that top_entropy_quantile keeps
+    measured_token_mean: Tensor  # the same over the tokens that the step's batches hold, for metrics
+    measured_sequence_mean: Tensor  # over the sequences they hold, of the mean over tokens
+
+    @property
+    def segments(self) -> Segments:
+        return self.tokens.segments
 
 
 @dataclass(frozen=True)
@@ -76,20 +95,18 @@ def geometric_mean(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     """−A · (∏ clip(r))^(1/|o|): log-ratios clipped to [−epsilon_low, epsilon_high], then averaged."""
     log_ratio, segments = tokens.log_ratio, tokens.segments
     negative = tokens.advantages < 0
-    bounded = _clamp_by_sign(log_ratio, negative, -config.epsilon_low, math.inf, config.epsilon_high)
+    low, high = -present(config.epsilon_low), present(config.epsilon_high)
+    bounded = _clamp_by_sign(log_ratio, negative, low, math.inf, high)
     mean = segments.spread(segments.mean(bounded))
-    clipped = {
-        "low": (log_ratio < -config.epsilon_low) & negative,
-        "high": (log_ratio > config.epsilon_high) & (tokens.advantages > 0),
-    }
+    clipped = {"low": (log_ratio < low) & negative, "high": (log_ratio > high) & (tokens.advantages > 0)}
     return Surrogate(-mean.exp() * tokens.advantages, log_ratio.detach().exp(), clipped)
 
 
 def cispo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     """−sg[min(r, epsilon_high)] · A · log π: every token keeps a gradient, only its weight is bounded."""
-    ratio = tokens.log_ratio.detach().exp()
-    loss = -ratio.clamp(max=config.epsilon_high) * tokens.advantages * tokens.logprobs
-    return Surrogate(loss, ratio, {"high": (ratio > config.epsilon_high) & (tokens.advantages > 0)})
+    ratio, ceiling = tokens.log_ratio.detach().exp(), present(config.epsilon_high)
+    loss = -ratio.clamp(max=ceiling) * tokens.advantages * tokens.logprobs
+    return Surrogate(loss, ratio, {"high": (ratio > ceiling) & (tokens.advantages > 0)})
 
 
 def sapo(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
@@ -124,6 +141,103 @@ def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     return Surrogate(-tokens.advantages * tokens.logprobs, tokens.log_ratio.detach().exp())
 
 
+# ------------------------------------------------------------------------------------ Clip-Cov and KL-Cov
+# They keep the entropy up by holding back the few tokens whose covariance of advantage and log-probability
+# would spend it. Mean, share and choice are taken over the batch they see, so these two losses depend on how
+# a step is cut into micro-batches.
+
+
+def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
+    """GRPO's clip, and no gradient for a random few of the tokens with covariance within the bounds.
+
+    Drawn from torch's default CPU generator.
+    """
+    surrogate = clip(tokens, config)
+    covariance = _covariance(tokens)
+    candidates = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+    candidates &= tokens.segments.mask & ~surrogate.clipped["low"] & ~surrogate.clipped["high"]
+    places = candidates.nonzero().squeeze(1)
+    order = torch.randperm(places.numel()).to(places.device)
+    dropped = torch.zeros_like(candidates)
+    dropped[places[order[: _share(config.clip_cov_ratio, tokens)]]] = True
+    loss = torch.where(dropped, 0, surrogate.loss)
+    return Surrogate(loss, surrogate.ratio, surrogate.clipped | {"covariance": dropped})
+
+
+def kl_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
+    """−r·A without a clip, plus kl_cov_coef·|log r| on the tokens of highest covariance.
+
+    The paper writes KL(π_old ‖ π_θ); |log r| is what its authors compute for it.
+    """
+    mask, log_ratio = tokens.segments.mask, tokens.log_ratio
+    covariance = _covariance(tokens).masked_fill(~mask, -torch.inf)
+    chosen = torch.zeros_like(mask)
+    chosen[covariance.topk(min(_share(config.kl_cov_ratio, tokens), covariance.numel())).indices] = True
+    chosen &= mask
+    ratio = log_ratio.exp()
+    loss = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
+    return Surrogate(loss, ratio.detach(), {"covariance": chosen})
+
+
+def _covariance(tokens: PolicyTokens) -> Tensor:
+    """(N,) detached: (A − mean A)(log π − mean log π), means over the tokens that count."""
+    mask, logprobs = tokens.segments.mask, tokens.logprobs.detach()
+    count = mask.sum().clamp(min=1)
+    # Entries that do not count are zero already, so plain sums are sums over those that do.
+    return (tokens.advantages - tokens.advantages.sum() / count) * (logprobs - logprobs.sum() / count)
+
+
+def _share(ratio: float, tokens: PolicyTokens) -> int:
+    return max(int(ratio * int(tokens.segments.mask.sum())), 1)
+
+
+# --------------------------------------------------------------------------------------------------- DPPO
+# A token leaves the update when the policy has moved too far there, not when its ratio is large. How far is
+# judged between two-outcome distributions, "this token" against "any other": no logits are needed.
+# `old_logprobs` should be the sampler's, as in the paper.
+
+
+def dppo_tv(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
+    """Trust region on the total variation |π_θ − π_old|."""
+    moved = torch.expm1(tokens.logprobs.detach()) - torch.expm1(tokens.old_logprobs)
+    return _trust_region(tokens, config, moved.abs(), moved)
+
+
+def dppo_kl(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
+    """Trust region on KL(Bernoulli(π_old) ‖ Bernoulli(π_θ)), nats."""
+    logprobs, old = tokens.logprobs.detach(), tokens.old_logprobs
+    rest, old_rest = -torch.expm1(logprobs), -torch.expm1(old)
+    # xlogy keeps 0 · log 0 = 0 for tokens the old policy was sure of.
+    divergence = old.exp() * (old - logprobs) + torch.xlogy(old_rest, old_rest) - torch.xlogy(old_rest, rest)
+    return _trust_region(tokens, config, divergence, logprobs - old)
+
+
+def _trust_region(
+    tokens: PolicyTokens, config: GRPOLossConfig, divergence: Tensor, direction: Tensor
+) -> Surrogate:
+    """−sg[min(r, dppo_ratio_max)] · A · log π, without tokens that are too far and pushed further."""
+    positive = tokens.advantages > 0
+    high = positive & (direction > 0) & (divergence > present(config.epsilon_high))
+    low = ~positive & (direction < 0) & (divergence > present(config.epsilon_low))
+    ratio = tokens.log_ratio.detach().exp()
+    weight = torch.where(high | low, 0, ratio.clamp(max=config.dppo_ratio_max))
+    return Surrogate(-weight * tokens.advantages * tokens.logprobs, ratio, {"low": low, "high": high})
+
+
+SURROGATES: dict[str, Callable[[PolicyTokens, GRPOLossConfig], Surrogate]] = {
+    "clip": clip,
+    "geometric_mean": geometric_mean,
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "reinforce": reinforce,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}
+
+
 def _clamp_by_sign(values: Tensor, negative: Tensor, floor: float, cap: float, ceiling: float) -> Tensor:
     """To [floor, cap] where `negative`, to (−∞, ceiling] elsewhere."""
     return values.clamp(_choose(negative, floor, -math.inf, values), _choose(negative, cap, ceiling, values))
@@ -135,5 +249,5 @@ def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 def _log_bounds(config: GRPOLossConfig) -> tuple[float, float]:
-    low = math.log1p(-config.epsilon_low) if config.epsilon_low < 1 else -math.inf
-    return low, math.log1p(config.epsilon_high)
+    low, high = present(config.epsilon_low), present(config.epsilon_high)
+    return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)

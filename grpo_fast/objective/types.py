@@ -1,11 +1,20 @@
-"""What a policy loss receives and returns. Everything is flat: one entry per completion token."""
+"""What a policy loss receives and returns, and how flat tokens relate to sequences and to the step.
+
+Everything is flat: one entry per completion token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+import torch
 from torch import Tensor
+
+from grpo_fast.objective.catalog import Aggregation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -14,11 +23,9 @@ class StepTotals:
 
     num_tokens: float  # tokens with loss_mask set
     num_sequences: float  # sequences, whether or not a token of theirs is masked out
-    measured_tokens: float | None = None  # those that the step's batches hold, which metrics are means over;
-    measured_sequences: float | None = None  # None: all, nothing of the step was left out of its batches
-    entropy_threshold: float | None = (
-        None  # top_entropy_quantile's cut over the step; None: the micro-batch's own
-    )
+    measured_tokens: float | None = None  # tokens in the step's batches, for metrics; None: num_tokens
+    measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
+    entropy_threshold: float | None = None  # top_entropy_quantile's, of the step; None: the micro-batch's
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,6 @@ class LossInputs:
     entropy: Tensor | None = None  # (N,) float32, differentiable when the head was asked for it
     group_ids: Tensor | None = None  # (N,) int64: completions of one prompt share a group
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
-    values: Tensor | None = (
-        None  # (N,) float32, differentiable: a value head's prediction, where there is one
-    )
-    returns: Tensor | None = None  # (N,) float32: what `values` should predict
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
 
 
@@ -59,3 +62,73 @@ class LossOutputs:
 
 
 LossFunction = Callable[[LossInputs], LossOutputs]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which sequence each token belongs to, and which tokens count: sums and means over sequences."""
+
+    ids: Tensor  # (N,) int64 in [0, S)
+    mask: Tensor  # (N,) bool
+    counts: Tensor  # (S,) float: tokens that count, at least one so that it can divide
+    num_sequences: int  # S
+
+    @staticmethod
+    def of(ids: Tensor, mask: Tensor, num_sequences: int, dtype: torch.dtype) -> Segments:
+        """`dtype` is that of the numbers that will be reduced."""
+        counts = torch.zeros(num_sequences, dtype=dtype, device=ids.device).index_add(0, ids, mask.to(dtype))
+        return Segments(ids, mask, counts.clamp(min=1), num_sequences)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """(N,) -> (S,): the sum over each sequence's tokens that count."""
+        kept = torch.where(self.mask, values, 0)
+        return kept.new_zeros(self.num_sequences).index_add(0, self.ids, kept)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(N,) -> (S,): the mean over each sequence's tokens that count; zero where none does."""
+        return self.sum(values) / self.counts
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """(S,) -> (N,): every token gets its sequence's value."""
+        return per_sequence[self.ids]
+
+
+def token_weights(
+    aggregation: Aggregation, segments: Segments, totals: StepTotals, max_completion_length: int | None = None
+) -> Tensor:
+    """The weights that turn per-token terms into the step's loss, Σ weight · term.
+
+    With T tokens and S sequences in the step, and |o| tokens in the token's own sequence:
+    sequence_mean 1/(S·|o|), token_mean 1/T, sequence_sum 1/S, constant_length 1/(S·max_completion_length).
+
+    Returns:
+        (N,) float, zero where the token does not count.
+
+    Raises:
+        ValueError: constant_length without its length.
+    """
+    mask = segments.mask.to(segments.counts.dtype)
+    if aggregation == "token_mean":
+        return mask / max(totals.num_tokens, 1)
+    per_sequence = mask / max(totals.num_sequences, 1)
+    if aggregation == "sequence_mean":
+        return per_sequence / segments.spread(segments.counts)
+    if aggregation == "sequence_sum":
+        return per_sequence
+    if max_completion_length is None:
+        raise ValueError(
+            "max_completion_length = None, but loss_type 'dr_grpo' divides by it; set it to the rollout's "
+            "max_completion_length"
+        )
+    return per_sequence / max_completion_length
+
+
+def step_totals(mask: Tensor, num_sequences: int) -> StepTotals:
+    """The totals of a step that is this one batch. Reads a count back from the device."""
+    return StepTotals(num_tokens=float(torch.count_nonzero(mask)), num_sequences=float(num_sequences))
+
+
+def present(value: T | None) -> T:
+    """A value that an earlier check has found to be there."""
+    assert value is not None
+    return value

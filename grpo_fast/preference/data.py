@@ -22,7 +22,7 @@ from grpo_fast.data import PromptDataset, load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
+from grpo_fast.objective.pairs import PreferenceLossConfig
 from grpo_fast.preference.answers import answer_group
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.ranked import RankedGroup, parse_group, read_ranked

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
 from grpo_fast.preference.comparison import Comparison
 

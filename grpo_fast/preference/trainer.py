@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import PromptSampler
-from grpo_fast.objective.pairs import kto_reference_point, preference_loss
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceTotals
+from grpo_fast.objective.pairs import (
+    PreferenceLossConfig,
+    PreferenceTotals,
+    kto_reference_point,
+    preference_loss,
+)
 from grpo_fast.objective.ranking import ranking_loss
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.policy import Policy, PolicyOptimizer

@@ -10,9 +10,7 @@ from benchmarks.losses import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOSSES, loss_o
 from benchmarks.problem import Problem, Setting
 from benchmarks.row_sources import Sources, make_problem
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
-from grpo_fast.objective.pairs import preference_loss
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
 
 def make(loss: str, tokens: int = 64) -> tuple[Problem, Tensor]:

@@ -1,4 +1,4 @@
-"""Random batches in the padded layout that papers and other trainers use, and the way from there to ours."""
+"""Random batches in float64: padded completions, as papers and other trainers lay them out, and pairs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective import LossInputs, StepTotals
+from grpo_fast.objective.pairs import PreferenceInputs
 
 
 @dataclass
@@ -126,3 +127,33 @@ def assert_same() -> Callable[..., None]:
             torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * other.abs().max().item())
 
     return same
+
+
+@pytest.fixture
+def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
+    """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""
+
+    def make(num_chosen: int = 7, num_rejected: int | None = None, **changes: object) -> PreferenceInputs:
+        num_rejected = num_chosen if num_rejected is None else num_rejected
+
+        def lengths(n: int) -> torch.Tensor:
+            return torch.randint(1, 41, (n,), generator=rng).double()
+
+        def logprobs(of: torch.Tensor) -> torch.Tensor:
+            return -of * (0.05 + torch.rand(len(of), generator=rng, dtype=torch.float64))
+
+        def noise(n: int) -> torch.Tensor:
+            return 3 * torch.randn(n, generator=rng, dtype=torch.float64)
+
+        chosen, rejected = lengths(num_chosen), lengths(num_rejected)
+        inputs = {
+            "chosen_logprobs": logprobs(chosen).requires_grad_(),
+            "rejected_logprobs": logprobs(rejected).requires_grad_(),
+            "chosen_lengths": chosen,
+            "rejected_lengths": rejected,
+        }
+        inputs["ref_chosen_logprobs"] = inputs["chosen_logprobs"].detach() + noise(num_chosen)
+        inputs["ref_rejected_logprobs"] = inputs["rejected_logprobs"].detach() + noise(num_rejected)
+        return PreferenceInputs(**(inputs | changes))
+
+    return make

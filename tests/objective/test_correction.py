@@ -11,7 +11,7 @@ import torch
 
 from grpo_fast.objective import GRPOLossConfig, policy_loss
 from grpo_fast.objective.correction import off_policy_keep, sampler_weights
-from grpo_fast.objective.segments import Segments
+from grpo_fast.objective.types import Segments
 
 LOW, HIGH = 0.8, 1.25
 

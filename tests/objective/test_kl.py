@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.objective.kl import kl_estimate, kl_penalty
+from grpo_fast.objective.loss import kl_estimate, kl_penalty
 
 
 @pytest.fixture

@@ -149,19 +149,6 @@ def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch
     torch.testing.assert_close(with_bonus.metrics["entropy"], mean.detach())
 
 
-def test_a_value_term_is_half_the_mean_squared_error(make_batch: Callable, rng: torch.Generator) -> None:
-    inputs = make_batch().inputs()
-    values = torch.randn(inputs.logprobs.shape, generator=rng, dtype=torch.float64)
-    returns = torch.randn(inputs.logprobs.shape, generator=rng, dtype=torch.float64)
-    inputs = replace(inputs, values=values, returns=returns)
-
-    difference = (
-        policy_loss(inputs, GRPOLossConfig(value_coef=2.0)).loss - policy_loss(inputs, GRPOLossConfig()).loss
-    )
-
-    torch.testing.assert_close(difference, (values - returns)[inputs.loss_mask].square().mean())
-
-
 @pytest.mark.parametrize(
     ("changes", "missing", "remedy"),
     [
@@ -169,7 +156,6 @@ def test_a_value_term_is_half_the_mean_squared_error(make_batch: Callable, rng: 
         ({"entropy_coef": 0.1}, "entropy", "ask the head"),
         ({"top_entropy_quantile": 0.2}, "entropy", "ask the head"),
         ({"sampler_correction": "token_mask"}, "sampler_logprobs", "have the engine report them"),
-        ({"value_coef": 0.5}, "values", "GRPO has no critic"),
         ({"loss_type": "dr_grpo"}, "max_completion_length", "set it to the rollout's"),
     ],
 )

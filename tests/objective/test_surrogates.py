@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
-from grpo_fast.objective.registry import SURROGATES
+from grpo_fast.objective.surrogates import SURROGATES
 
 L_MAX = 12  # dr_grpo's constant
 TRANSCRIPTIONS: dict[str, Callable[..., float]] = {}

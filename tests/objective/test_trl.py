@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_fast.objective import GRPOLossConfig, policy_loss
-from grpo_fast.objective.kl import kl_estimate
+from grpo_fast.objective.loss import kl_estimate
 
 MAX_LENGTH = 12
 

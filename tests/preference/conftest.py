@@ -1,4 +1,4 @@
-"""Random preference inputs in float64, for comparisons to the last digits, and runs in seconds."""
+"""Runs on toy data that take seconds."""
 
 from __future__ import annotations
 
@@ -9,41 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs
-
-
-@pytest.fixture
-def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
-    """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""
-
-    def make(num_chosen: int = 7, num_rejected: int | None = None, **changes: object) -> PreferenceInputs:
-        num_rejected = num_chosen if num_rejected is None else num_rejected
-
-        def lengths(n: int) -> torch.Tensor:
-            return torch.randint(1, 41, (n,), generator=rng).double()
-
-        def logprobs(of: torch.Tensor) -> torch.Tensor:
-            return -of * (0.05 + torch.rand(len(of), generator=rng, dtype=torch.float64))
-
-        def noise(n: int) -> torch.Tensor:
-            return 3 * torch.randn(n, generator=rng, dtype=torch.float64)
-
-        chosen, rejected = lengths(num_chosen), lengths(num_rejected)
-        inputs = {
-            "chosen_logprobs": logprobs(chosen).requires_grad_(),
-            "rejected_logprobs": logprobs(rejected).requires_grad_(),
-            "chosen_lengths": chosen,
-            "rejected_lengths": rejected,
-        }
-        inputs["ref_chosen_logprobs"] = inputs["chosen_logprobs"].detach() + noise(num_chosen)
-        inputs["ref_rejected_logprobs"] = inputs["rejected_logprobs"].detach() + noise(num_rejected)
-        return PreferenceInputs(**(inputs | changes))
-
-    return make
-
 
 WORDS = [f"w{i}" for i in range(2, 24)]
 

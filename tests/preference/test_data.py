@@ -242,7 +242,7 @@ def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
             "preference is not read by algorithm = 'grpo'",
         ),
         ({"algorithm": "grpo"}, "rewards is empty"),
-        ({"preference": {"loss": {"beta": 0}}}, "beta = 0.* must be above zero"),
+        ({"preference": {"loss": {"beta": 0}}}, "beta = 0.* is out of range"),
         ({"preference": {"answers": {"template": "no answer"}}}, r"has no \{answer\}"),
     ],
 )

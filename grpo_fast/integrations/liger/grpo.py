@@ -11,9 +11,9 @@ from grpo_fast.integrations.liger.luspo import PaddedTokens, luspo_over_padding
 from grpo_fast.integrations.padded import Packing, pack_if_given
 from grpo_fast.integrations.recipe import Recipe, loss_recipe, with_ratio
 from grpo_fast.objective import LossInputs, StepTotals
-from grpo_fast.objective.kl import kl_estimate
-from grpo_fast.objective.segments import Segments
+from grpo_fast.objective.loss import kl_estimate
 from grpo_fast.objective.surrogates import PolicyTokens, log_importance
+from grpo_fast.objective.types import Segments
 
 _TOKEN_MEANS = ("dapo", "cispo", "vespo")
 _UNCLIPPED = ("sapo", "vespo")

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.integrations.liger.scored import logit_sums, score
-from grpo_fast.objective.pairs import preference_loss
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
 
 class LigerFusedLinearKTOLoss(nn.Module):

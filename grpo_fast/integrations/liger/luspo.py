@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.kl import kl_estimate
+from grpo_fast.objective.loss import kl_estimate
 
 
 @dataclass(frozen=True)

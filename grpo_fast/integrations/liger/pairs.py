@@ -10,9 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS, Rewards
 from grpo_fast.integrations.liger.scored import Scored, logit_sums, score
-from grpo_fast.objective.pairs import preference_loss
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
 _DPO_LOSSES = ("sigmoid", "hinge", "robust")
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.objective.pairs import preference_loss
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
 
 def assert_same(inputs: PreferenceInputs, ours: torch.Tensor, theirs: torch.Tensor) -> None:

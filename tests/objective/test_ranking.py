@@ -11,12 +11,12 @@ import torch
 
 from grpo_fast.objective.ranking import (
     RankedInputs,
+    RankingLossConfig,
     grade_advantages,
     pairwise_logistic,
     plackett_luce,
     ranking_loss,
 )
-from grpo_fast.objective.ranking_config import RankingLossConfig
 
 OBJECTIVES = ("plackett_luce", "pairwise", "advantage", "advantage_likelihood")
 

@@ -8,10 +8,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from grpo_fast.objective.pairs import kto_reference_point, preference_loss
-from grpo_fast.objective.pairs_catalog import PREFERENCE_LOSSES
-from grpo_fast.objective.pairs_config import PreferenceLossConfig
-from grpo_fast.objective.pairs_types import PreferenceInputs, PreferenceTotals
+from grpo_fast.objective.pairs import (
+    PREFERENCE_LOSSES,
+    PreferenceInputs,
+    PreferenceLossConfig,
+    PreferenceTotals,
+    kto_reference_point,
+    preference_loss,
+)
 
 PAIRED = sorted(name for name, facts in PREFERENCE_LOSSES.items() if facts.paired)
 
@@ -236,8 +240,8 @@ def test_certain_and_impossible_completions_keep_loss_and_gradient_finite(dtype,
         ({"loss_type": ("sigmoid", "kto")}, "mixes kto"),
         ({"loss_type": ("sigmoid", "sft"), "loss_weights": (1.0,)}, "one number above zero for each"),
         ({"loss_type": ("sigmoid", "simpo")}, "beta is missing"),
-        ({"beta": 0.0}, "beta = 0.0 must be above zero"),
-        ({"beta": -1.0}, "beta = -1.0 must be above zero"),
+        ({"beta": 0.0}, "beta = 0.0 is out of range"),
+        ({"beta": -1.0}, "beta = -1.0 is out of range"),
         ({"label_smoothing": 0.1}, "label_smoothing = 0.1 is not read by loss_type = 'sigmoid'"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, r"must lie in \[0, 0.5\)"),
         ({"loss_type": "simpo", "gamma": -1.0}, "gamma = -1.0 is out of range"),
