@@ -29,7 +29,7 @@ from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePoli
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Completion, Engine, sampling_of
 from grpo_fast.rollout.adaptive_length import CompletionLength
-from grpo_fast.rollout.handover import Tenancy, trainer_residency
+from grpo_fast.rollout.handover import DeviceHandover, trainer_offloader
 from grpo_fast.run_record.clock import Clock
 from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.stage_parts import StageParts
@@ -68,8 +68,8 @@ class Trainer:
         self.held_out = held_out
         self.step = 0
         self.on_progress: Progress | None = None  # told how every generation goes
-        self.residency = trainer_residency(policy, optimizer, config.memory)
-        self.tenancy = Tenancy(engine, policy, self.residency)
+        self.offloader = trainer_offloader(policy, optimizer, config.memory)
+        self.handover = DeviceHandover(engine, policy, self.offloader)
         self.micro_batches = MicroBatches(policy)
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
@@ -112,13 +112,13 @@ class Trainer:
         with clock("step"):
             groups, metrics = self.collect(clock)
             samples, totals = make_samples(groups, self.config.advantage)
-            self.tenancy.to_trainer()
+            self.handover.to_trainer()
             metrics |= self.update(samples, totals, clock)
-            self.tenancy.begin_leaving()
+            self.handover.start_offload()
         self.step += 1
         self.optimizer.advance()
         tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-        timings = clock.seconds | self.tenancy.seconds()
+        timings = clock.seconds | self.handover.seconds()
         timings |= {
             "tokens_per_second": tokens / timings["time/step"],
             "memory/micro_batch_tokens": self.micro_batches.budget(self.config.micro_batch_tokens),
@@ -162,7 +162,7 @@ class Trainer:
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
         """Completions of each prompt, scored against each other."""
         seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
-        self.tenancy.to_engine()
+        self.handover.to_engine()
         with clock("generate"):
             completions, early = generate_and_score(
                 self.engine,
@@ -171,11 +171,11 @@ class Trainer:
                 replace(self.sampling, max_completion_length=self.length.limit, seed=seed),
                 self.rewards,
                 progress=self.on_progress,
-                last_decode=self.residency.fetch_if_room,
+                last_decode=self.offloader.reload_if_room,
             )
         penalties = None
         if self.config.loss.kl_in_reward:
-            self.tenancy.to_trainer()
+            self.handover.to_trainer()
             with clock("logprobs"):
                 penalties = self.kl_penalties(prompts, completions)
         with clock("reward"):
@@ -203,7 +203,7 @@ class Trainer:
     @torch.no_grad()
     def sequence_penalties(self, minibatch: Minibatch) -> torch.Tensor:
         """(S,) beta times the KL estimate, summed over each completion."""
-        self.residency.ready()
+        self.offloader.await_reload()
         penalties = torch.zeros(len(minibatch.samples))
         estimator = self.config.loss.kl_estimator or "k1"
         for batch in minibatch.batches:
@@ -246,7 +246,7 @@ class Trainer:
             old = [self.head_outputs(self.policy, batch).logprob for batch in batches]
             minibatch = minibatch.with_logprobs("old_logprobs", old)
         if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
-            self.residency.ready()
+            self.offloader.await_reload()
             with self.policy.reference() as reference:
                 logprobs = [self.head_outputs(reference, batch).logprob for batch in batches]
             minibatch = minibatch.with_logprobs("ref_logprobs", logprobs)
@@ -269,7 +269,7 @@ class Trainer:
         config = self.loss_config()
         minibatch, shares = self.micro_batches.fit(minibatch, partial(self.backward, config=config))
         learning_rate = self.optimizer.learning_rate
-        self.residency.ready()
+        self.offloader.await_reload()
         grad_norm = optimizer_step(self.optimizer)
         metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:
@@ -332,7 +332,7 @@ class Trainer:
     def evaluate(self, size: int | None = None) -> Evaluation:
         """Score of the held-out prompts, or of the first `size` of them."""
         config = self.config.evaluation
-        self.tenancy.to_engine()
+        self.handover.to_engine()
         return evaluate(
             self.engine,
             self.held_out[:size],

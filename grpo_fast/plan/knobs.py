@@ -12,7 +12,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.plan.model_shape import ModelShape
 from grpo_fast.plan.prediction import Prediction
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.rollout.residency import PARTS
+from grpo_fast.rollout.handover import PARTS
 
 
 @dataclass(frozen=True)

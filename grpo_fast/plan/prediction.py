@@ -11,7 +11,7 @@ from grpo_fast.plan.micro_batch import MicroBatch, largest_micro_batch, step_byt
 from grpo_fast.plan.rollout import transformers_bytes, vllm_bytes
 from grpo_fast.plan.setup import Setup, Workload
 from grpo_fast.plan.traces import Traces
-from grpo_fast.rollout.residency import PARTS, Part
+from grpo_fast.rollout.handover import PARTS, Part
 
 Phase = Literal["update", "rollout"]
 

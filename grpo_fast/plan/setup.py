@@ -11,7 +11,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention
-from grpo_fast.rollout.residency import PARTS, Part
+from grpo_fast.rollout.handover import PARTS, Part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

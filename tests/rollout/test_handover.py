@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.rollout.handover import PARTS
 from grpo_fast.run import build_trainer
 from grpo_fast.trainer import Trainer
 
@@ -76,15 +76,13 @@ def strict(toy: dict[str, Any], **sections: Any) -> tuple[Trainer, StrictEngine]
     merged = {n: {**toy.get(n, {}), **v} if isinstance(v, dict) else v for n, v in sections.items()}
     trainer = build_trainer(TrainConfig(**{**toy, **merged}))
     engine = StrictEngine(trainer.engine, trainer.policy)
-    trainer.engine = trainer.tenancy.engine = engine
+    trainer.engine = trainer.handover.engine = engine
+    trainer.offloader.smallest = 1
     return trainer, engine
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainer.policy.trainable().values()]
-
-
-EVERYTHING = ["gradients", "optimizer", "master", "reference"]
 
 
 def test_each_step_is_generate_sleep_update_sync_wake(toy: dict[str, Any]) -> None:
@@ -99,41 +97,30 @@ def test_each_step_is_generate_sleep_update_sync_wake(toy: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_leaves_the_device_in_between_changes_no_step(toy: dict[str, Any], dtype: str) -> None:
+def test_offloading_changes_no_step(toy: dict[str, Any], dtype: str) -> None:
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     sections = {"seed": seed, "loss": {"beta": 0.1}, "model": {"dtype": dtype}}
     results = []
-    for offload in ("none", EVERYTHING):
-        trainer, engine = strict(toy, memory={"offload": offload}, **sections)
-        trainer.residency._smallest = 1
-        away: list[int] = []
-        generate = engine.generate
-
-        def watched(
-            *args: Any, generate: Any = generate, trainer: Any = trainer, away: Any = away, **kw: Any
-        ):
-            away.append(trainer.residency.away_bytes())
-            return generate(*args, **kw)
-
-        engine.generate = watched
+    for offload in ("none", list(PARTS)):
+        trainer, _ = strict(toy, memory={"offload": offload}, **sections)
         metrics = [trainer.train_step().metrics for _ in range(3)]
         results.append((metrics, weights(trainer)))
-        assert (away[-1] > 0) == (offload != "none")
+        trainer.handover.to_engine()
+        assert (trainer.offloader.offloaded_bytes() > 0) == (offload != "none")
     (stayed, expected), (left, found) = results
     assert left == stayed
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_dynamic_sampling_with_a_kl_in_the_reward_changes_tenants_for_every_draw(toy: dict[str, Any]) -> None:
+def test_a_kl_in_the_reward_hands_the_device_over_for_every_draw(toy: dict[str, Any]) -> None:
     trainer, engine = strict(
         toy,
         prompts_per_step=2,
         loss={"beta": 0.1, "kl_in_reward": True},
         advantage={"dynamic_sampling": True, "max_draws": 2},
-        memory={"offload": EVERYTHING},
+        memory={"offload": list(PARTS)},
     )
-    trainer.residency._smallest = 1
     trainer.train_step()
     trainer.train_step()
     cycle = ["sync", "wake", "generate", "sleep"]
@@ -159,11 +146,10 @@ def update_fails(trainer: Trainer, error: BaseException, monkeypatch: pytest.Mon
     "error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), ValueError("bug")]
 )
 @pytest.mark.parametrize("phase", ["generate", "sleep", "update", "sync", "wake"])
-def test_after_a_failure_in_any_phase_both_tenants_go_on(
+def test_after_a_failure_in_any_phase_engine_and_trainer_go_on(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
 ) -> None:
-    trainer, engine = strict(toy, memory={"offload": EVERYTHING})
-    trainer.residency._smallest = 1
+    trainer, engine = strict(toy, memory={"offload": list(PARTS)})
     trainer.train_step()
     before = weights(trainer)
 
@@ -206,43 +192,39 @@ def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
 def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tries_again(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, _ = strict(toy, model={"dtype": "bfloat16"}, memory={"offload": EVERYTHING})
-    trainer.residency._smallest = 1
+    trainer, _ = strict(toy, model={"dtype": "bfloat16"}, memory={"offload": list(PARTS)})
     trainer.train_step()
     before = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
-    empty_like: Callable[..., torch.Tensor] = torch.empty_like
 
     def full(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        trainer.tenancy.to_engine()
+        trainer.handover.to_engine()
         patch.setattr(torch, "empty_like", full)
         with pytest.raises(torch.OutOfMemoryError):
             trainer.train_step()
-    assert torch.empty_like is empty_like
     after = trainer.optimizer.state_tensors()
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     assert trainer.train_step().metrics["update/skipped"] == 0
 
 
-def test_an_engine_without_room_to_wake_gets_all_that_may_leave(toy: dict[str, Any]) -> None:
+def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded(toy: dict[str, Any]) -> None:
     trainer, engine = strict(toy, model={"dtype": "bfloat16"})
-    trainer.residency._smallest = 1
     trainer.train_step()
-    stays = trainer.residency.away_bytes()
+    stays = trainer.offloader.offloaded_bytes()
     wake = engine.wake
 
     def full() -> None:
-        if not trainer.residency.away_bytes():
+        if not trainer.offloader.offloaded_bytes():
             raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
         wake()
 
     engine.wake = full
     trainer.train_step()
-    trainer.tenancy.to_engine()
+    trainer.handover.to_engine()
     moments = sum(tensor.nbytes for tensor in trainer.optimizer.moments().values())
-    assert stays == 0 and trainer.residency.away_bytes() >= moments
+    assert stays == 0 and trainer.offloader.offloaded_bytes() >= moments
     assert trainer.train_step().metrics["update/skipped"] == 0
 
 
