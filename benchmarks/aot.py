@@ -1,9 +1,9 @@
 """`python -m benchmarks.aot`: what the compiler makes of every kernel we ship, without a GPU.
 
-Nothing is listed twice: each case calls the launcher that the head calls, on meta tensors of a real shape,
-while Triton compiles for the named architecture and launches nothing. The kernels, tile sizes, warps,
-stages and argument specialisations are therefore the shipped ones, and a launcher that needs the host to
-know a device value fails here.
+Nothing is listed twice: each case runs the head or the policy loss on meta tensors of a real shape, while
+Triton compiles for the named architecture and launches nothing. The kernels, tile sizes, warps, stages and
+argument specialisations are therefore the shipped ones, and a forward that needs the host to know a device
+value fails here. The backward runs as in a captured CUDA graph, where it asks the host nothing either.
 
 Registers, spills and the tensor core instructions are read off the machine code by the `cuobjdump` that
 comes with Triton. Run it in a process of its own, without TRITON_INTERPRET.
@@ -21,22 +21,202 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+from torch import Tensor
+
+from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
+from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics
 from grpo_fast.head.tuning import SHARED_MEMORY
-
-from .aot_cases import shipped_cases
 
 TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
 """Instruction by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
+
+
+# What is launched -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sizes of one head. `depth` not a multiple of 8 has rows that no tensor descriptor can take."""
+
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 16_384
+    depth: int = 2048
+    vocabulary: int = 151_936
+    bias: bool = False
+    temperature: bool = False
+    softcap: float | None = None
+
+    @property
+    def problem(self) -> HeadProblem:
+        return HeadProblem(
+            _meta(self.rows, self.depth, dtype=self.dtype),
+            _meta(self.vocabulary, self.depth, dtype=self.dtype),
+            _meta(self.rows, dtype=torch.int64),
+            bias=_meta(self.vocabulary, dtype=self.dtype) if self.bias else None,
+            inv_temperature=_meta(self.rows) if self.temperature else None,
+            softcap=self.softcap,
+        )
+
+    def plan(self, capability: int, **options: Any) -> HeadPlan:
+        """What the head would decide on that architecture, given the rest of `Workload`."""
+        device = Device("cuda", divmod(capability, 10), SHARED_MEMORY[capability], has_triton=True)
+        work = Workload(
+            self.rows,
+            self.vocabulary,
+            self.dtype,
+            softcap=self.softcap is not None,
+            aligned=self.depth * self.dtype.itemsize % 16 == 0,
+            hidden_size=self.depth,
+            **options,
+        )
+        return plan_head(device, work)
+
+
+def forward(batch: Batch, capability: int, *, everything: bool = False, keep: bool = False) -> None:
+    """
+    Args:
+        everything: with all statistics.
+        keep: what is kept for the backward is written, too.
+    """
+    from grpo_fast.head import accelerated
+
+    plan = batch.plan(capability, extra_statistics=everything, keep=keep)
+    accelerated.forward(batch.problem, Request(everything, everything, everything, everything), plan)
+
+
+def backward(
+    batch: Batch,
+    capability: int,
+    *,
+    exact: bool = False,
+    everything: bool = False,
+    keep: bool = False,
+    accumulate: bool = False,
+    need_hidden: bool = True,
+    need_weight: bool = True,
+) -> None:
+    """
+    Args:
+        exact: tolerance 0, the dense backward.
+        everything: of the entropy and the mean logit, too, which is dense.
+        keep: from what the forward kept.
+        accumulate: into a float32 gradient of the weight.
+    """
+    from grpo_fast.head import accelerated
+
+    problem, row = batch.problem, _meta(batch.rows)
+    plan = batch.plan(
+        capability, dense_gradient=everything, tolerance=0.0 if exact else None, trainable=need_weight
+    )
+    beyond_logprob = (row, row, row) if everything else (None, None, None)
+    with mock.patch.object(accelerated, "_capturing", return_value=True):
+        accelerated.backward(
+            problem,
+            RowStatistics(row, row, row, row, row, row, row),
+            RowGradients(row, *beyond_logprob),
+            accelerated.State.fake(problem, keep),
+            plan,
+            need_hidden=need_hidden,
+            need_weight=need_weight,
+            need_bias=batch.bias and need_weight,
+            weight_gradient=_meta(batch.vocabulary, batch.depth) if accumulate else None,
+        )
+
+
+def policy_loss(options: dict[str, Any]) -> None:
+    """The policy loss with these fields of its configuration, on 64 sequences."""
+    from grpo_fast.kernels.policy_loss import policy_loss as launch
+
+    from grpo_fast.head.fused_loss import loss_constants
+    from grpo_fast.objective import GRPOLossConfig
+
+    config = GRPOLossConfig(**options)
+    row, ids, mask = (_meta(16_384, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
+    reference, sampler = (row if given else None for given in (config.needs_reference, config.needs_sampler))
+    launch(row, row, ids, mask, row, reference, sampler, row, 64, loss_constants(config, None))
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+_ALL = {"bias": True, "temperature": True, "softcap": 30.0}
+BATCHES = {
+    "bfloat16": Batch(),
+    "float16": Batch(dtype=torch.float16),
+    "float32": Batch(dtype=torch.float32),
+    "H=1000": Batch(depth=1000),
+    "H=2044": Batch(depth=2044),
+    "H=4096 V=128256": Batch(depth=4096, vocabulary=128_256),
+    "H=7168 V=129280": Batch(depth=7168, vocabulary=129_280),
+    "H=640 V=262144 softcap": Batch(depth=640, vocabulary=262_144, softcap=30.0),
+    "V=50257": Batch(depth=768, vocabulary=50_257),
+    "temperature": Batch(temperature=True),
+    "bias, temperature": Batch(bias=True, temperature=True),
+    "bias, temperature, softcap": Batch(**_ALL),
+    "float32, bias, temperature, softcap": Batch(dtype=torch.float32, **_ALL),
+    "H=2044, bias, temperature, softcap": Batch(depth=2044, **_ALL),
+}
+"""What changes the machine code: dtypes, alignment, vocabulary edges, the way from a product to a logit."""
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo"},
+    "grpo with everything": {
+        "loss_type": "grpo",
+        "delta": 5.0,
+        "beta": 0.04,
+        "use_bias_correction_kl": True,
+        "entropy_coef": 0.01,
+        "sampler_correction": "geometric_mask",
+        "off_policy_mask_threshold": 1.0,
+    },
+    "gspo": {"loss_type": "gspo", "beta": 0.04, "sampler_correction": "token_truncate"},
+    "cispo": {"loss_type": "cispo", "beta": 0.04, "kl_estimator": "k2"},
+    "sapo": {"loss_type": "sapo", "beta": 0.04, "kl_estimator": "k1"},
+    "dppo_tv": {"loss_type": "dppo_tv"},
+    "dppo_kl": {"loss_type": "dppo_kl"},
+}
+"""Every surrogate, plain to all options."""
+
+
+def shipped_cases(capability: int) -> dict[str, partial[None]]:
+    """Name of the case to the call that launches its kernels."""
+    cases: dict[str, partial[None]] = {}
+
+    def add(name: str, call: Callable[..., None], batch: Batch, **options: bool) -> None:
+        cases[name] = partial(call, batch, capability, **options)
+
+    for name, batch in BATCHES.items():
+        add(f"forward, {name}", forward, batch)
+        add(f"sparse, {name}", backward, batch)
+        add(f"dense, {name}", backward, batch, exact=True)
+        if batch.softcap is None:
+            add(f"forward that keeps, {name}", forward, batch, keep=True)
+            add(f"dense from what was kept, {name}", backward, batch, exact=True, keep=True)
+    add("forward that keeps, with all statistics", forward, Batch(), everything=True, keep=True)
+    for name in ("bfloat16", "bias, temperature, softcap"):
+        batch = BATCHES[name]
+        add(f"forward with all statistics, {name}", forward, batch, everything=True)
+        add(f"dense of entropy and mean, {name}", backward, batch, everything=True)
+        add(f"sparse with a frozen head, {name}", backward, batch, need_weight=False)
+        add(f"sparse with a frozen body, {name}", backward, batch, need_hidden=False)
+    add("sparse into a float32 gradient", backward, Batch(), accumulate=True)
+    return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
+
+
+# What the compiler made of it -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Report:
     """One compiled kernel."""
 
-    case: str  # the launcher's call
+    case: str  # of `shipped_cases`, the first that launches it
     kernel: str
     config: str  # constexprs, warps, stages
     capability: int
@@ -96,21 +276,33 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
         compiled.append((self, binary, options))
         return binary
 
-    previous, JITFunction.run = driver._active, record
-    driver.set_active(OfflineDriver(capability))
-    try:
-        yield compiled
-    finally:
-        JITFunction.run = run
-        driver._active = previous
+    previous = driver._active
+    with mock.patch.object(JITFunction, "run", record):
+        driver.set_active(OfflineDriver(capability))
+        try:
+            yield compiled
+        finally:
+            driver._active = previous
 
 
-def inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:
+def reports(capability: int, cases: dict[str, partial[None]]) -> list[Report]:
+    """Compiles every case and reports each distinct kernel once."""
+    seen: dict[str, Report] = {}
+    for case, launch in cases.items():
+        with compile_only(capability) as compiled:
+            launch()
+        for function, binary, options in compiled:
+            if binary.hash not in seen:
+                seen[binary.hash] = _inspect(case, function, binary, options, capability)
+    return list(seen.values())
+
+
+def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:
     """Reads the machine code of one compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        code = _cuobjdump("-res-usage", "-sass", file.name)
+        code = cuobjdump("-res-usage", "-sass", file.name)
     registers, static_shared = (int(_found(rf"\b{name}:(\d+)", code)) for name in ("REG", "SHARED"))
     metadata = binary.metadata
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
@@ -129,7 +321,8 @@ def inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capa
     )
 
 
-def _cuobjdump(*arguments: str) -> str:
+def cuobjdump(*arguments: str) -> str:
+    """What the disassembler in Triton's wheel prints."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -144,18 +337,6 @@ def _found(pattern: str, text: str) -> str:
     if match is None:
         raise RuntimeError(f"cuobjdump printed no {pattern!r}:\n{text}")
     return match.group(1)
-
-
-def reports(capability: int, cases: dict[str, Callable[[], None]]) -> list[Report]:
-    """Compiles every case and reports each distinct kernel once."""
-    seen: dict[str, Report] = {}
-    for case, launch in cases.items():
-        with compile_only(capability) as compiled:
-            launch()
-        for function, binary, options in compiled:
-            if binary.hash not in seen:
-                seen[binary.hash] = inspect(case, function, binary, options, capability)
-    return list(seen.values())
 
 
 def table(rows: list[Report]) -> str:

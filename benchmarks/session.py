@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -164,6 +166,13 @@ def choose_names(names: Sequence[str], wanted: Sequence[str] | None) -> list[str
             known = ", ".join(map(repr, names))
             raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {known}")
     return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def positive(text: str) -> int:

@@ -31,6 +31,7 @@ class Stopwatch:
     wall: bool = False
     _spans: list[_Span] = field(default_factory=list)
     _open: list[_Span] = field(default_factory=list)
+    _begin: Any = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,12 +47,19 @@ class Stopwatch:
 
     def time(self, call: Callable[[], object]) -> tuple[float, dict[str, float]]:
         """Seconds of a call, and of the phases marked in it; what lies in no phase is not in the second."""
+        self.start()
+        call()
+        return self.stop()
+
+    def start(self) -> None:
         self._spans.clear()
         self._open.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        begin = self._mark()
-        call()
+        self._begin = self._mark()
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        """Seconds since the start, and of the phases."""
         end = self._mark()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -61,7 +69,7 @@ class Stopwatch:
             phases[span.name] = phases.get(span.name, 0.0) + seconds
             if span.parent is not None:
                 phases[span.parent.name] -= seconds
-        return self._elapsed(begin, end), phases
+        return self._elapsed(self._begin, end), phases
 
     @property
     def _by_events(self) -> bool:

@@ -2,7 +2,7 @@
 
 Both start from the same random weights and prompts and train on what they sample, with the same engine. They
 take turns, a few steps at a time; the first step of each turn warms up and does not count. Learning is not
-compared here: the completions are of the longest length, the reward counts words.
+compared here: the completions are of the longest length, the reward counts digits.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from .architectures import ARCHITECTURES, architecture_of
+from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .cell import Limits
 from .contest import TOKENS
 from .failures import LATE, OK, failure_of
@@ -22,7 +24,8 @@ from .record import STATUS, Measurement
 from .rollout import ENGINES
 from .session import add_common_arguments, check_common, choose_names, positive, run_session
 from .timing import Memory, memory_of, summarise
-from .train_runs import IMPLEMENTATIONS, RUNS, Assets, StepTime, TrainSetting
+from .train_runs import STEPS, StepSizes, StepTime
+from .train_tasks import Task, random_task
 
 KIND = "train"
 _MODELS = {"cuda": ("Qwen2.5-0.5B",), "cpu": ("toy",)}
@@ -30,20 +33,22 @@ _SIZES = {"cuda": (16, 16, 96, 512, 16_384), "cpu": (2, 4, 16, 16, 512)}
 
 
 class TrainBout:
-    """The trainers on one setting, in turns of a few steps."""
+    """The trainers on one model, in turns of a few steps."""
 
     def __init__(
         self,
-        shape: dict[str, Any],
-        setting: TrainSetting,
+        architecture: Architecture,
+        sizes: StepSizes,
         names: list[str],
         device: torch.device,
         *,
         steps: int,
         turns: int,
     ) -> None:
-        self.shape = shape
-        self._setting = setting
+        asked = {name: value for name, value in vars(sizes).items() if name != "seed"}
+        self.shape: dict[str, Any] = {"model": architecture.name, "layers": architecture.layers} | asked
+        self._architecture = architecture
+        self._sizes = sizes
         self._device = device
         self._steps = steps
         self._turns = turns
@@ -52,36 +57,42 @@ class TrainBout:
         self._failures: dict[str, tuple[str, str]] = {}
 
     def measure(self, limits: Limits) -> None:
-        assets = Assets(self._setting)
-        try:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                task = random_task(
+                    Path(folder),
+                    self._architecture,
+                    self._sizes.dtype,
+                    self._sizes.seed,
+                    prompts=16 * self._sizes.prompts,
+                    words=self._sizes.prompt,
+                )
+            except Exception as error:  # no memory or disk for the model
+                self._failures = dict.fromkeys(self._found, failure_of(error))
             for _ in range(self._turns):
                 for name in self._found:
                     if not limits.passed and name not in self._failures:
-                        self._turn(name, assets)
-        finally:
-            assets.close()
+                        self._turn(name, task)
 
     def results(self) -> list[Measurement]:
         return [self._result(name, steps) for name, steps in self._found.items()]
 
-    def _turn(self, name: str, assets: Assets) -> None:
+    def _turn(self, name: str, task: Task) -> None:
         """One step to warm up, then those that count."""
         taken: list[StepTime] = []
 
         def run() -> None:
-            for index, step in enumerate(RUNS[name](assets, 1 + self._steps, self._device)):
+            for index, step in enumerate(STEPS[name](task, self._sizes, 1 + self._steps, self._device)):
                 if index:
                     taken.append(step)
 
         try:
-            memory = memory_of(run, self._device)
+            self._memory[name] = memory_of(run, self._device)  # of the last turn: the first imports, too
         except Exception as error:
             self._failures[name] = failure_of(error)
-            return
         finally:
             self._found[name] += taken
             gc.collect()  # a trainer holds itself in cycles, and the next one needs its memory
-        self._memory[name] = memory  # of the last turn: the first imports libraries too
 
     def _result(self, name: str, steps: list[StepTime]) -> Measurement:
         state, reason = self._failures.get(name, (OK, "") if steps else (LATE, LATE))
@@ -128,37 +139,21 @@ def main(options: argparse.Namespace) -> int:
         ValueError: a value that cannot be used; the message says which and why.
     """
     device = check_common(options)
-    names = choose_names(IMPLEMENTATIONS, options.impl)
+    names = choose_names(tuple(STEPS), options.impl)
     given = options.prompts, options.group, options.prompt, options.completion, options.micro_batch_tokens
-    prompts, group, prompt, completion, budget = (
-        value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)
-    )
-    if group < 2:
-        raise ValueError(f"--group must be at least 2 to compare completions, got {group}")
-    bouts = []
-    for model in options.model or _MODELS[device.type]:
-        architecture = architecture_of(model, options.layers)
-        setting = TrainSetting(
-            architecture,
-            prompts,
-            group,
-            prompt,
-            completion,
-            budget,
-            options.dtype,
-            options.seed,
-            options.engine,
+    chosen = [value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)]
+    sizes = StepSizes(*chosen, options.dtype, options.seed, options.engine)
+    if sizes.group < 2:
+        raise ValueError(f"--group must be at least 2 to compare completions, got {sizes.group}")
+    bouts = [
+        TrainBout(
+            architecture_of(model, options.layers),
+            sizes,
+            names,
+            device,
+            steps=options.steps,
+            turns=options.repeats,
         )
-        shape = {
-            "model": model,
-            "layers": architecture.layers,
-            "prompts": prompts,
-            "group": group,
-            "prompt": prompt,
-            "completion": completion,
-            "micro_batch_tokens": budget,
-            "engine": options.engine,
-            "dtype": options.dtype,
-        }
-        bouts.append(TrainBout(shape, setting, names, device, steps=options.steps, turns=options.repeats))
+        for model in options.model or _MODELS[device.type]
+    ]
     return run_session(KIND, options, device, bouts)

@@ -15,41 +15,96 @@ different data. The table then says at which step it happened and compares the s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import os
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
+from trl import GRPOTrainer
 
 from grpo_fast.integrations.recipe import LOSS_TYPES
+from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
 from .environment import environment
-from .trl_runs import Run, Setting, differences, first_flip, side_by_side
-from .trl_tasks import Task, save_model, sums_task, words_task
+from .session import write_json
+from .train_runs import TRL, Run, Setting, train
+from .train_tasks import Task, save_model, sums_task, words_task
 
 HEADER = (
     "| loss | variant | compared | loss | grad norm | worst metric | its difference | s/step | peak MiB |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
 PRECISIONS = ("float32", "bfloat16")
+VARIANTS = {
+    TRL: (GRPOTrainer, nullcontext),
+    "patched": (GRPOTrainer, patched),
+    "FastGRPOTrainer": (FastGRPOTrainer, nullcontext),
+}
+_TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
 
 
-def measure(setting: Setting, task: Task, steps: int, same_samples: bool) -> dict[str, Any]:
-    """One cell of the record."""
-    runs = side_by_side(setting, task, steps, same_samples)
-    return {
-        **asdict(setting),
-        "name": setting.name,
-        "steps": steps,
-        "same_samples": same_samples,
-        "variants": {name: compared(runs["TRL"], run) for name, run in runs.items()},
-    }
+def side_by_side(setting: Setting, task: Task, steps: int, same_samples: bool = False) -> dict[str, Run]:
+    """The three trainers, one after the other; in bfloat16 also TRL's in float32, for the size of rounding.
+
+    Args:
+        same_samples: the others train on what the first sampled.
+    """
+    runs: dict[str, Run] = {}
+    for name, (trainer, context) in VARIANTS.items():
+        samples = runs[TRL].samples if runs and same_samples else None
+        with context():
+            runs[name] = train(setting, trainer, task, steps, samples)
+        gc.collect()
+    if setting.precision == "bfloat16":
+        exact = replace(setting, precision="float32")
+        runs["TRL in float32"] = train(exact, GRPOTrainer, task, steps, runs[TRL].samples)
+    return runs
+
+
+def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest difference of each number that two histories log, relative where it is above one.
+
+    Raises:
+        ValueError: they logged different names, or one has more steps.
+    """
+    largest: dict[str, float] = {}
+    for step, (mine, other) in enumerate(zip(a, b, strict=True)):
+        names, others = (
+            {name for name in entry if not any(word in name for word in _TIMES)} for entry in (mine, other)
+        )
+        if names != others:
+            raise ValueError(f"step {step}: {sorted(names ^ others)} is logged by one trainer only")
+        for name in names:
+            largest[name] = max(largest.get(name, 0.0), _gap(mine[name], other[name]))
+    return largest
+
+
+def _gap(mine: float | None, other: float | None) -> float:
+    undefined = [value is None or math.isnan(value) for value in (mine, other)]
+    if any(undefined):
+        return 0.0 if all(undefined) else math.inf
+    return abs(mine - other) / max(1.0, abs(mine))
+
+
+def first_flip(a: Run, b: Run) -> int | None:
+    """The first step (from 0) that trains on another sampled token; None: every token is the same.
+
+    Rounding moves the weights apart by some 1e-7 of a step, and now and then a random draw falls between
+    the two distributions. From that token on the runs see other data: their numbers are no longer comparable.
+    """
+    per_generation = -(-len(a.history) // max(1, len(a.samples)))
+    for generation, (mine, other) in enumerate(zip(a.samples, b.samples, strict=True)):
+        if not torch.equal(mine, other):
+            return generation * per_generation
+    return None
 
 
 def compared(base: Run, run: Run) -> dict[str, Any]:
@@ -68,6 +123,47 @@ def compared(base: Run, run: Run) -> dict[str, Any]:
     }
 
 
+def measure(setting: Setting, task: Task, steps: int, same_samples: bool) -> dict[str, Any]:
+    """One cell of the record."""
+    runs = side_by_side(setting, task, steps, same_samples)
+    return {
+        **asdict(setting),
+        "name": setting.name,
+        "steps": steps,
+        "same_samples": same_samples,
+        "variants": {name: compared(runs[TRL], run) for name, run in runs.items()},
+    }
+
+
+def run_cells(
+    settings: Sequence[Setting], task: Task, model: str, steps: int, same_samples: bool, path: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Cell by cell; those that `path` has already come first.
+
+    Raises:
+        ValueError: the file is of another model.
+    """
+    cells: list[dict[str, Any]] = []
+    if path is not None and path.exists():
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["model"] != model:
+            raise ValueError(
+                f"{path} holds cells of --model {document['model']}, not {model}: give another file"
+            )
+        cells = document["cells"]
+    yield from cells
+    done = {(cell["name"], cell["steps"], cell["same_samples"]) for cell in cells}
+    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    about.pop("command", None)  # full of local paths; the cells say what was run
+    for setting in settings:
+        if (setting.name, steps, same_samples) in done:
+            continue
+        cells.append(measure(setting, task, steps, same_samples))
+        if path is not None:
+            write_json(path, {"model": model, "environment": about, "cells": cells})
+        yield cells[-1]
+
+
 def rows(cell: dict[str, Any]) -> Iterator[str]:
     """Markdown."""
     for name, found in cell["variants"].items():
@@ -80,49 +176,10 @@ def rows(cell: dict[str, Any]) -> Iterator[str]:
             numbers = f"| {gaps['loss']:.1e} | {gaps['grad_norm']:.1e} | {where} | {metrics[worst]:.1e} "
         memory = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}"
         steps = f"{found['steps_compared']} of {cell['steps']}"
-        yield (f"| {cell['name']} | {name} | {steps} {numbers}| {found['seconds_per_step']:.2f} | {memory} |")
+        yield f"| {cell['name']} | {name} | {steps} {numbers}| {found['seconds_per_step']:.2f} | {memory} |"
 
 
-def save(path: Path, document: dict[str, Any]) -> None:
-    """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def load(path: Path | None, model: str) -> list[dict[str, Any]]:
-    """Cells of an earlier run.
-
-    Raises:
-        ValueError: the file is of another model.
-    """
-    if path is None or not path.exists():
-        return []
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document["model"] != model:
-        raise ValueError(f"{path} holds cells of --model {document['model']}, not {model}: give another file")
-    return document["cells"]
-
-
-def run_cells(
-    settings: Sequence[Setting], task: Task, model: str, steps: int, same_samples: bool, path: Path | None
-) -> Iterator[dict[str, Any]]:
-    """Cell by cell; those that `path` has already come first."""
-    cells = load(path, model)
-    yield from cells
-    done = {(cell["name"], cell["steps"], cell["same_samples"]) for cell in cells}
-    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    about.pop("command", None)  # full of local paths; the cells say what was run
-    for setting in settings:
-        if (setting.name, steps, same_samples) in done:
-            continue
-        cells.append(measure(setting, task, steps, same_samples))
-        if path is not None:
-            save(path, {"model": model, "environment": about, "cells": cells})
-        yield cells[-1]
-
-
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,11 +192,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("float32",))
     parser.add_argument("--same-samples", action="store_true", help="all train on what TRL sampled")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
+    options = parser.parse_args(given)
     disable_progress_bars()
     disable_progress_bar()
     settings = [
@@ -155,9 +208,8 @@ def main(given: Sequence[str] | None = None) -> None:
         else:
             task = sums_task(options.model)
         print(HEADER, flush=True)
-        for cell in run_cells(
-            settings, task, options.model, options.steps, options.same_samples, options.json
-        ):
+        cells = run_cells(settings, task, options.model, options.steps, options.same_samples, options.json)
+        for cell in cells:
             print(*rows(cell), sep="\n", flush=True)
 
 

@@ -125,12 +125,11 @@ def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> li
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
-    from .aot import reports
-    from .aot_cases import Batch, _dense_backward, _forward, _sparse_backward
+    from .aot import Batch, backward, forward, reports
 
     batch = Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
-    sparse = partial(_sparse_backward, want_weight=shape.trainable)
-    launch = {FORWARD: _forward, DENSE: _dense_backward}.get(stage, sparse)
+    sparse = partial(backward, need_weight=shape.trainable)
+    launch = {FORWARD: forward, DENSE: partial(backward, exact=True)}.get(stage, sparse)
     try:
         with planned_with(sizes):
             found = reports(architecture, {stage: partial(launch, batch, architecture)})

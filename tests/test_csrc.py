@@ -25,14 +25,14 @@ def cubin(source: str, capability: int, folder: Path) -> tuple[str, str]:
     if compiler is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("triton", reason="its wheel carries cuobjdump")
-    from benchmarks.aot import _cuobjdump
+    from benchmarks.aot import cuobjdump
 
     output = folder / "kernel.cubin"
     command = [compiler, "-std=c++17", "-O3", "-Xptxas=-v", f"-arch=sm_{capability}", "-cubin"]
     done = subprocess.run(
         [*command, ROOT / "csrc" / source, "-o", output], capture_output=True, text=True, check=True
     )
-    return done.stderr, _cuobjdump("-sass", str(output))
+    return done.stderr, cuobjdump("-sass", str(output))
 
 
 @pytest.mark.parametrize(("capability", "blocks"), [(80, 4), (90, 6)])

@@ -14,9 +14,11 @@ pytest.importorskip("trl", reason="pip install --no-deps 'trl~=1.16.0'")
 if importlib.metadata.version("trl").split(".")[:2] != ["1", "16"] and not torch.cuda.is_available():
     pytest.skip("only TRL 1.16's own head runs on a CPU", allow_module_level=True)
 
+from benchmarks.train_runs import Run, Setting, watch_sampling
+from benchmarks.train_tasks import words_task
+from benchmarks.trl_side_by_side import differences, first_flip
+
 from benchmarks import trl_side_by_side
-from benchmarks.trl_runs import Run, Setting, _watch_sampling, differences, first_flip
-from benchmarks.trl_tasks import words_task
 
 
 def run_of(*samples: list[int], steps: int = 4) -> Run:
@@ -70,10 +72,10 @@ def test_given_samples_take_the_place_of_sampling():
 
     model, replaying = Model(), Model()
 
-    seen = _watch_sampling(model, None)
+    seen = watch_sampling(model, None)
     model.generate()
     next_draws = torch.rand(3)
-    replayed = _watch_sampling(replaying, [torch.tensor([[5]])])
+    replayed = watch_sampling(replaying, [torch.tensor([[5]])])
 
     assert seen == [torch.tensor([[7]])]
     assert replaying.generate().tolist() == [[5]] and len(replayed) == 1
@@ -103,20 +105,8 @@ def test_a_record_is_completed_and_finished_cells_are_not_run_again(tmp_path, mo
 def test_the_command_prints_a_row_for_each_trainer(tmp_path: Path, capsys):
     record = tmp_path / "record.json"
 
-    trl_side_by_side.main(
-        [
-            "--steps",
-            "2",
-            "--loss",
-            "grpo",
-            "--tuning",
-            "full",
-            "--precision",
-            "bfloat16",
-            "--json",
-            str(record),
-        ]
-    )
+    options = "--steps 2 --loss grpo --tuning full --precision bfloat16 --json"
+    trl_side_by_side.main([*options.split(), str(record)])
 
     rows = capsys.readouterr().out.splitlines()[2:]
     variants = ["TRL", "patched", "FastGRPOTrainer", "TRL in float32"]

@@ -81,8 +81,7 @@ print(all(hashes == found[0] for hashes in found), len(set(found[0])))
 _BATCHES = """
 from dataclasses import replace
 
-from benchmarks.aot import compile_only
-from benchmarks.aot_cases import shipped_cases
+from benchmarks.aot import compile_only, shipped_cases
 
 for name in ("forward", "dense", "forward that keeps", "dense from what was kept", "sparse"):
     case, found = shipped_cases(90)[f"{name}, bfloat16"], []
