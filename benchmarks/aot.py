@@ -18,11 +18,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -129,17 +131,17 @@ def backward(
         )
 
 
-def policy_loss(options: dict[str, Any]) -> None:
-    """The policy loss with these fields of its configuration, on 64 sequences."""
+def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
+    """The policy loss with these fields of its configuration."""
     from grpo_fast.kernels.policy_loss import policy_loss as launch
 
     from grpo_fast.head.fused_loss import loss_constants
     from grpo_fast.objective import GRPOLossConfig
 
     config = GRPOLossConfig(**options)
-    row, ids, mask = (_meta(16_384, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
+    row, ids, mask = (_meta(tokens, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
     reference, sampler = (row if given else None for given in (config.needs_reference, config.needs_sampler))
-    launch(row, row, ids, mask, row, reference, sampler, row, 64, loss_constants(config, None))
+    launch(row, row, ids, mask, row, reference, sampler, row, sequences, loss_constants(config, None))
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -295,6 +297,26 @@ def reports(capability: int, cases: dict[str, partial[None]]) -> list[Report]:
             if binary.hash not in seen:
                 seen[binary.hash] = _inspect(case, function, binary, options, capability)
     return list(seen.values())
+
+
+def variants(capability: int, launches: Sequence[Callable[[], None]]) -> dict[str, int]:
+    """How many variants of each kernel the launches need, by Triton's own cache keys; none is compiled.
+
+    Triton compiles again when an argument's type, alignment or compile-time constant changes. Batches differ
+    in their number of tokens and in where they begin: neither may cost a compilation in the middle of a run.
+    """
+    from triton.runtime.jit import JITFunction
+
+    def remember(self: Any, key: str, signature: Any, device: int, *_: Any) -> SimpleNamespace:
+        stub = SimpleNamespace(hash=key)
+        self.device_caches[device][0][key] = stub
+        return stub
+
+    with mock.patch.object(JITFunction, "_do_compile", remember), compile_only(capability) as compiled:
+        for launch in launches:
+            launch()
+        found = {(function.fn.__name__, stub.hash) for function, stub, _ in compiled}
+    return dict(Counter(name for name, _ in found))
 
 
 def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:

@@ -138,11 +138,14 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         ValueError: a value that cannot be used; the message says which and why.
     """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     device = check_common(options)
     names = choose_names(tuple(STEPS), options.impl)
     given = options.prompts, options.group, options.prompt, options.completion, options.micro_batch_tokens
     chosen = [value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)]
-    sizes = StepSizes(*chosen, options.dtype, options.seed, options.engine)
+    sizes = StepSizes(*chosen, options.engine, options.dtype, options.seed)
     if sizes.group < 2:
         raise ValueError(f"--group must be at least 2 to compare completions, got {sizes.group}")
     bouts = [

@@ -51,9 +51,9 @@ class StepSizes:
     prompt: int  # tokens
     completion: int  # tokens at most
     micro_batch_tokens: int
+    engine: str  # "transformers" or "vllm", in the trainer's process, for both
     dtype: str
-    seed: int = 0
-    engine: str = "transformers"  # or "vllm", in the trainer's process, for both
+    seed: int
 
 
 @dataclass(frozen=True)

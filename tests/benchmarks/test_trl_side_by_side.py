@@ -14,11 +14,10 @@ pytest.importorskip("trl", reason="pip install --no-deps 'trl~=1.16.0'")
 if importlib.metadata.version("trl").split(".")[:2] != ["1", "16"] and not torch.cuda.is_available():
     pytest.skip("only TRL 1.16's own head runs on a CPU", allow_module_level=True)
 
+from benchmarks import trl_side_by_side
 from benchmarks.train_runs import Run, Setting, watch_sampling
 from benchmarks.train_tasks import words_task
 from benchmarks.trl_side_by_side import differences, first_flip
-
-from benchmarks import trl_side_by_side
 
 
 def run_of(*samples: list[int], steps: int = 4) -> Run:

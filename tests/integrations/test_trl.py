@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trl_runs import differences  # noqa: E402
-from benchmarks.trl_tasks import reward, save_model  # noqa: E402
+from benchmarks.train_tasks import save_model, small_words  # noqa: E402
+from benchmarks.trl_side_by_side import differences  # noqa: E402
 from grpo_fast.integrations.trl import patch, patched, unpatch  # noqa: E402
 from grpo_fast.integrations.trl.patch import FusedHead  # noqa: E402
 
@@ -279,7 +279,7 @@ def train_one(kind: str, folder: Path, output: Path) -> list[dict[str, float]]:
     set_seed(3)
     built = trainer(
         model=str(folder),
-        **({"reward_funcs": reward} if kind == "RLOO" else {}),
+        **({"reward_funcs": small_words} if kind == "RLOO" else {}),
         args=config(
             output_dir=str(output),
             use_cpu=True,

@@ -24,8 +24,9 @@ from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.trl_runs import Setting, differences, side_by_side, train  # noqa: E402
-from benchmarks.trl_tasks import reward, save_model, words_task  # noqa: E402
+from benchmarks.train_runs import Setting, train  # noqa: E402
+from benchmarks.train_tasks import save_model, small_words, words_task  # noqa: E402
+from benchmarks.trl_side_by_side import differences, side_by_side  # noqa: E402
 from grpo_fast import examples  # noqa: E402
 from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched, unpatch  # noqa: E402
@@ -125,7 +126,7 @@ def trainer_of(kind: type, folder: Path, output: Path, **options: Any) -> Any:
     set_seed(3)
     built = kind(
         model=str(folder),
-        reward_funcs=reward,
+        reward_funcs=small_words,
         args=trl.GRPOConfig(
             output_dir=str(output),
             use_cpu=True,

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.trl_runs import Setting, differences, train
-from benchmarks.trl_tasks import words_task
+from benchmarks.train_runs import Setting, train
+from benchmarks.train_tasks import words_task
+from benchmarks.trl_side_by_side import differences
 from grpo_fast.integrations.recipe import loss_recipe
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.loss import LossAtHead, add_loss_to_forward, step_scale

@@ -58,60 +58,58 @@ def test_rows_of_logits_are_written_and_read_in_whole_vectors(hopper):
     assert not [row for row in writers if row.narrow]
 
 
-_SLICES = """
+_VARIANTS = """
+import json
+from dataclasses import replace
+from functools import partial
+
 import torch
-from benchmarks.aot import compile_only
+from benchmarks.aot import BATCHES, backward, forward, policy_loss, variants
 from grpo_fast.head.fused_loss import loss_constants
-from grpo_fast.kernels.policy_loss import policy_loss
+from grpo_fast.kernels.policy_loss import policy_loss as launch
 from grpo_fast.objective import GRPOLossConfig
 
-floats, ids, mask = torch.zeros(64), torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.bool)
-constants = loss_constants(GRPOLossConfig(loss_type="grpo", beta=0.1), None)
-found = []
-for start in (0, 1, 2, 4, 16):
-    part = slice(start, start + 20 + start)
-    with compile_only(90) as compiled:
-        given = [tensor[part] for tensor in (floats, floats, ids, mask, floats, floats, floats, floats)]
-        policy_loss(*given, 1 + start, constants)
-    found.append([binary.hash for _, binary, _ in compiled])
-print(all(hashes == found[0] for hashes in found), len(set(found[0])))
+TOKENS = (1, 2, 15, 16, 500, 1024, 4096, 16_383, 16_384, 65_536, 100_000)
+STEPS = (forward, backward, partial(backward, exact=True))
+KEEPING = (partial(forward, keep=True), partial(backward, exact=True, keep=True))
+
+
+def over_tokens(capability, name):
+    batches = [replace(BATCHES[name], rows=rows) for rows in TOKENS]
+    steps = STEPS if batches[0].softcap else STEPS + KEEPING
+    return variants(capability, [partial(step, batch, capability) for batch in batches for step in steps])
+
+
+def loss_of_slice(start):
+    part, dtypes = slice(start, 20 + 2 * start), (torch.float32, torch.int64, torch.bool)
+    row, ids, mask = (torch.zeros(64, dtype=dtype)[part] for dtype in dtypes)
+    constants = loss_constants(GRPOLossConfig(loss_type="grpo", beta=0.1), None)
+    launch(row, row, ids, mask, row, row, row, row, 1 + start, constants)
+
+
+for name in ("bfloat16", "temperature", "bias, temperature, softcap"):
+    print(json.dumps(over_tokens(90, name)))
+print(json.dumps(over_tokens(80, "bfloat16")))
+sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
+print(json.dumps(variants(90, [partial(policy_loss, {"loss_type": "dapo"}, *size) for size in sizes])))
+print(json.dumps(variants(90, [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)])))
 """
 
 
-_BATCHES = """
-from dataclasses import replace
-
-from benchmarks.aot import compile_only, shipped_cases
-
-for name in ("forward", "dense", "forward that keeps", "dense from what was kept", "sparse"):
-    case, found = shipped_cases(90)[f"{name}, bfloat16"], []
-    batch, *rest = case.args
-    for rows in (16_384, 1, 17, 4_000):
-        with compile_only(90) as compiled:
-            case.func(replace(batch, rows=rows), *rest, **case.keywords)
-        found.append({binary.hash for _, binary, _ in compiled})
-    print(all(hashes == found[0] for hashes in found), len(found[0]))
-"""
-
-
-def run_script(script: str) -> list[list[str]]:
-    """The words of every line that it prints."""
+def test_no_kernel_is_compiled_twice_however_many_tokens_a_batch_has_and_wherever_it_begins():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", _VARIANTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
 
+    *heads, loss, of_slices = map(json.loads, done.stdout.splitlines())
 
-def test_a_policy_loss_compiles_once_wherever_a_micro_batch_begins_and_however_long_it_is():
-    assert run_script(_SLICES) == [["True", "3"]]
-
-
-def test_the_head_compiles_once_however_many_tokens_a_batch_has():
-    found = run_script(_BATCHES)
-
-    assert len(found) == 5
-    assert all(same == "True" for same, _ in found), found
+    for found in heads:
+        assert {"forward_kernel", "_pair_gradient", "_hidden_gradient", "logit_gradient_kernel"} <= set(found)
+    assert len(heads) == 4 and "_sequence_loss" in loss and len(of_slices) == 3
+    for found in (*heads, loss, of_slices):
+        found["forward_kernel"] = found.get("forward_kernel", 1) - ("kept_gradient_kernel" in found)
+        assert set(found.values()) == {1}, found
 
 
 @pytest.mark.parametrize("capability", [80, 89, 120])
