@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.advantages import Advantages, decoupled_advantages, group_advantages
+from grpo_fast.groups.advantages import (
+    Advantages,
+    decoupled_advantages,
+    group_advantages,
+    length_reward_correlation,
+)
 from grpo_fast.groups.config import AdvantageConfig
-from grpo_fast.groups.quality import length_reward_correlation
 from grpo_fast.lookup import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample

@@ -105,7 +105,7 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
 
     from grpo_fast.data import load_prompts
-    from grpo_fast.groups.describe import describe_groups
+    from grpo_fast.groups.sampler import describe_groups
     from grpo_fast.plan import resolve_auto
     from grpo_fast.policy import load_tokenizer
     from grpo_fast.stages import resolve_stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -146,6 +147,27 @@ def decoupled_advantages(
     return Advantages(advantages=advantages, flat=flat, mean=raw.mean, std=raw.std)
 
 
+def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:
+    """Pearson's correlation of length and reward within groups, pooled over them: whether longer pays.
+
+    Differences between prompts don't enter: long answers to hard questions are no sign of anything.
+
+    Args:
+        lengths: (G, n) numbers of tokens.
+        rewards: (G, n), NaN where a completion has none.
+
+    Returns:
+        A number from -1 to 1; None where lengths or rewards don't vary within any group.
+    """
+    scored = rewards.isfinite()
+    length, reward = (_centred(values.double(), scored) for values in (lengths, rewards))
+    variance = length.square().sum().item() * reward.square().sum().item()
+    # Rewards are float32: products of less than their rounding are no spread.
+    if variance < 1e-12:
+        return None
+    return (length * reward).sum().item() / math.sqrt(variance)
+
+
 def _group_index(shared: Sequence[int] | Tensor | None, rewards: Tensor) -> tuple[Tensor, int]:
     """(index of each prompt's group (G,) int64, number of groups)."""
     prompts = len(rewards)
@@ -160,3 +182,10 @@ def _group_index(shared: Sequence[int] | Tensor | None, rewards: Tensor) -> tupl
 def _deviation(values: Tensor) -> Tensor:
     """() unbiased standard deviation; zero of fewer than two values."""
     return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def _centred(values: Tensor, counted: Tensor) -> Tensor:
+    """(G, n) minus the group's mean, zero where not counted."""
+    filled = values.where(counted, 0.0)
+    mean = filled.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return (values - mean).where(counted, 0.0)

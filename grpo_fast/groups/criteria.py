@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,22 +113,16 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
     """
     counts = [Counter(tokens) for tokens in token_lists]
     documents = Counter(token for count in counts for token in count)
-    rows, tokens, values = [], [], []
-    for row, count in enumerate(counts):
-        for token, times in count.items():
-            rows.append(row)
-            tokens.append(token)
-            values.append((1 + math.log(times)) * math.log(1 + len(counts) / documents[token]))
+    entries = [(row, token, times) for row, count in enumerate(counts) for token, times in count.items()]
+    rows, tokens, times = torch.tensor(entries, dtype=torch.int64).view(-1, 3).unbind(1)
+    frequency = torch.tensor([documents[token] for _, token, _ in entries])
+    values = (1 + times.double().log()) * (len(counts) / frequency).log1p()
     # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the top bits of a product.
-    hashed = torch.tensor(tokens, dtype=torch.int64) * 2654435761 % 2**32
+    hashed = tokens * 2654435761 % 2**32
     columns, odd = hashed >> (32 - HASH_BITS), hashed >> (31 - HASH_BITS) & 1
-    flat = torch.zeros(len(counts) * EMBEDDING_WIDTH)
-    flat.index_add_(
-        0,
-        torch.tensor(rows, dtype=torch.int64) * EMBEDDING_WIDTH + columns,
-        torch.tensor(values) * (1 - 2 * odd),
-    )
-    return normalize(flat.view(-1, EMBEDDING_WIDTH))
+    table = torch.zeros(len(counts), EMBEDDING_WIDTH)
+    table.index_put_((rows, columns), (values * (1 - 2 * odd)).float(), accumulate=True)
+    return normalize(table)
 
 
 def _criterion(
@@ -145,8 +138,8 @@ def _criterion(
     if item.by.startswith("column:"):
         return _column(prompts, item)
     if ":" in item.by:
-        function = load_callable(item.by, "groups.criteria.by")
-        values = _tensor(function(prompts), len(prompts), f"groups.criteria.by = {item.by!r}")
+        found = load_callable(item.by, "groups.criteria.by")(prompts)
+        values = _tensor(found, len(prompts), f"groups.criteria.by = {item.by!r}")
         if values.ndim == 1:
             return _numbers(values.tolist(), item)
         return Criterion("vector", normalize(values), item.weight)
@@ -164,12 +157,9 @@ def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Ten
             f"groups.embedding = {embedding!r} is unknown; use tfidf, or give your own function as "
             "'module:function'"
         )
-    function = load_callable(embedding, "groups.embedding")
-    values = _tensor(
-        function([text_of(prompt, example_turns) for prompt in prompts]),
-        len(prompts),
-        f"groups.embedding = {embedding!r}",
-    )
+    texts = [text_of(prompt, example_turns) for prompt in prompts]
+    found = load_callable(embedding, "groups.embedding")(texts)
+    values = _tensor(found, len(prompts), f"groups.embedding = {embedding!r}")
     if values.ndim != 2:
         raise ValueError(f"groups.embedding = {embedding!r} gave one number a text; return one vector a text")
     return normalize(values)
@@ -188,12 +178,11 @@ def _column(prompts: Sequence[Prompt], item: CriterionConfig) -> Criterion:
         raise ValueError(
             f"groups.criteria.by = {item.by!r}: there is no such column: {choices(name, prompts[0].columns)}"
         )
-    values = [prompt.columns.get(name) for prompt in prompts]
+    values: list[Any] = [prompt.columns.get(name) for prompt in prompts]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return _numbers(values, item)
-    return Criterion(
-        "label", label_ids(None if value is None else repr(value) for value in values), item.weight
-    )
+    keys = (None if value is None else repr(value) for value in values)
+    return Criterion("label", label_ids(keys), item.weight)
 
 
 def _numbers(values: Sequence[float], item: CriterionConfig) -> Criterion:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import Prompt, PromptSampler
@@ -61,12 +63,9 @@ class DifficultySampler(PromptSampler):
 
     def weights(self) -> list[float]:
         """Of the buckets, for the coming batch."""
-        start, end, ramp = (
-            self.config.bucket_weights,
-            self.config.final_bucket_weights,
-            self.config.ramp_batches,
-        )
-        if end is None:
+        start, end = self.config.bucket_weights, self.config.final_bucket_weights
+        ramp = self.config.ramp_batches
+        if end is None or ramp is None:
             return start
         progress = min(1.0, self.drawn / self.batch_size / ramp)
         return [(1 - progress) * a + progress * b for a, b in zip(start, end, strict=True)]
@@ -125,47 +124,29 @@ def _initial(prompt: Prompt, config: CurriculumConfig) -> float:
 
 
 def _quotas(sizes: Sequence[int], weights: Sequence[float], total: int, offset: float) -> list[int]:
-    """Whole numbers that add up to `total`, each at most its size, in proportion to the weights on average.
+    """Whole numbers that add up to `total`, none above its size, in proportion to the weights on average.
 
     Systematic sampling: `offset` in [0, 1) decides which way each fraction goes, so a small share comes true
-    over many batches and is never rounded away for good.
+    over many batches and is never rounded away for good. Fractions are exact: a whole share stays whole.
     """
-    expected = _shares(sizes, weights, total)
-    quotas, reached, given = [], 0.0, 0
-    for share in expected[:-1]:
+    reached, bounds = Fraction(0), [0]
+    for share in _shares(sizes, weights, total):
         reached += share
-        # How many of offset, offset + 1, ... lie below; a float sum may miss a whole number by a hair.
-        upto = max(0, math.ceil(reached - offset - 1e-9))
-        quotas.append(upto - given)
-        given = upto
-    return _within(sizes, [*quotas, total - given])
+        bounds.append(math.ceil(reached - Fraction(offset)))  # how many of offset, offset + 1, ... lie below
+    return [after - before for before, after in itertools.pairwise(bounds)]
 
 
-def _shares(sizes: Sequence[int], weights: Sequence[float], total: int) -> list[float]:
+def _shares(sizes: Sequence[int], weights: Sequence[float], total: int) -> list[Fraction]:
     """`total` parted by weight, none above its size; what one cannot take the others share."""
-    shares = [0.0] * len(sizes)
+    shares = [Fraction(0)] * len(sizes)
     open_ = {i for i, size in enumerate(sizes) if size}
-    left = float(total)
+    left = Fraction(total)
     while open_:
-        weight = sum(weights[i] for i in open_)
-        full = {i for i in open_ if left * weights[i] / weight >= sizes[i]}
-        if not full:
-            for i in open_:
-                shares[i] = left * weights[i] / weight
-            return shares
+        weight = sum(Fraction(weights[i]) for i in open_)
+        wanted = {i: left * Fraction(weights[i]) / weight for i in open_}
+        full = {i for i in open_ if wanted[i] >= sizes[i]} or open_
         for i in full:
-            shares[i] = float(sizes[i])
-        left -= sum(sizes[i] for i in full)
-        open_ -= full
+            shares[i] = min(wanted[i], Fraction(sizes[i]))
+            left -= shares[i]
+        open_ = open_ - full
     return shares
-
-
-def _within(sizes: Sequence[int], quotas: Sequence[int]) -> list[int]:
-    """Move what rounding put above a size to where there is room."""
-    fitted = [max(0, min(size, quota)) for size, quota in zip(sizes, quotas, strict=True)]
-    missing = sum(quotas) - sum(fitted)
-    for i, size in enumerate(sizes):
-        extra = min(size - fitted[i], missing)
-        fitted[i] += extra
-        missing -= extra
-    return fitted

@@ -1,19 +1,26 @@
-"""From a dataset and a strategy to groups of prompts that share a baseline."""
+"""From a dataset and a strategy to groups of prompts that share a baseline, every prompt in exactly one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.clusters import Groups, key_groups, leader_clusters, settle_leftovers
 from grpo_fast.groups.config import GroupConfig
 from grpo_fast.groups.criteria import Likeness, conversation_prefix, label_ids, make_likeness
 from grpo_fast.lookup import load_callable
+
+Distance = Callable[[Tensor, Tensor], Tensor]  # positions (R,), (O,) -> (R, O) float32
+Groups = list[list[int]]  # positions; the first of a group is its leader
+
+# Equal vectors are at a distance of about 1e-7, not zero.
+ROUNDING = 1e-6
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -68,11 +75,18 @@ def form_groups(prompts: Sequence[Prompt], config: GroupConfig, *, example_turns
         ValueError: a strategy that does not fit the prompts, or a function that cannot be imported or that
             returns something else than one key for each prompt.
     """
-    sizes = {"min_size": config.min_group_size, "max_size": config.max_group_size}
+    min_size, max_size = config.min_group_size, config.max_group_size
     likeness = None
+    keys: list[Hashable | None]
     if config.strategy in ("similarity", "combined"):
         likeness = make_likeness(prompts, config, example_turns)
-        groups = _by_distance(len(prompts), likeness, config)
+        groups = leader_clusters(
+            len(prompts), likeness.distance, radius=1 - config.similarity_threshold, max_size=max_size
+        )
+        nearest = config.leftovers == "nearest"
+        groups = settle_leftovers(
+            groups, likeness.distance, min_size=min_size, max_size=max_size, nearest=nearest
+        )
     elif config.strategy == "prompt":
         groups = [[position] for position in range(len(prompts))]
     elif config.strategy == "prefix":
@@ -82,27 +96,15 @@ def form_groups(prompts: Sequence[Prompt], config: GroupConfig, *, example_turns
                 "groups.strategy = 'prefix' finds no prompt with earlier turns; it is for conversations of "
                 "several turns: use another strategy"
             )
-        groups = key_groups(label_ids(keys).tolist(), **sizes)
+        groups = key_groups(label_ids(keys).tolist(), min_size=min_size, max_size=max_size)
     else:
-        groups = key_groups(label_ids(_own_keys(prompts, config.strategy)).tolist(), **sizes)
+        keys = _own_keys(prompts, config.strategy)
+        groups = key_groups(label_ids(keys).tolist(), min_size=min_size, max_size=max_size)
     return Grouping(
         members=tuple(map(tuple, groups)),
         rows=tuple(prompt.index for prompt in prompts),
         min_group_size=config.min_group_size,
         likeness=likeness,
-    )
-
-
-def _by_distance(n: int, likeness: Likeness, config: GroupConfig) -> Groups:
-    groups = leader_clusters(
-        n, likeness.distance, radius=1 - config.similarity_threshold, max_size=config.max_group_size
-    )
-    return settle_leftovers(
-        groups,
-        likeness.distance,
-        min_size=config.min_group_size,
-        max_size=config.max_group_size,
-        nearest=config.leftovers == "nearest",
     )
 
 
@@ -121,3 +123,65 @@ def _own_keys(prompts: Sequence[Prompt], path: str) -> list[Hashable | None]:
                 "text or a number, or None for a baseline of its own"
             )
     return list(keys)
+
+
+def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int) -> Groups:
+    """Each prompt in turn joins the nearest leader within `radius` whose group has room, or leads a new one.
+
+    One pass (Hartigan 1975, Clustering Algorithms, chapter 3): deterministic, every member within `radius` of
+    its leader, ties to the earlier group.
+    """
+    groups: Groups = []
+    for start in range(0, n, BLOCK):
+        block = torch.arange(start, min(start + BLOCK, n))
+        open_groups = [group for group in groups if len(group) < max_size]
+        leaders = torch.tensor([group[0] for group in open_groups], dtype=torch.int64)
+        # A prompt of the block may come to lead: its distances stand in a column of their own.
+        distances = distance(block, torch.cat([leaders, block]))
+        led: Groups = [*open_groups, *([] for _ in block)]
+        full = torch.zeros(len(led))
+        full[len(leaders) :] = torch.inf
+        for row, position in enumerate(block.tolist()):
+            gap, nearest = (distances[row] + full).min(0)
+            column = int(nearest)
+            if gap > radius + ROUNDING:
+                column = len(leaders) + row
+                groups.append(led[column])
+            led[column].append(position)
+            full[column] = torch.inf if len(led[column]) >= max_size else 0.0
+    return groups
+
+
+def settle_leftovers(
+    groups: Groups, distance: Distance, *, min_size: int, max_size: int, nearest: bool
+) -> Groups:
+    """Groups below `min_size` give their prompts to the nearest leader with room, or to themselves."""
+    kept = [list(group) for group in groups if len(group) >= min_size]
+    loose = sorted(position for group in groups if len(group) < min_size for position in group)
+    if not nearest or not kept:
+        return [*kept, *([position] for position in loose)]
+    leaders = torch.tensor([group[0] for group in kept])
+    full = torch.tensor([torch.inf if len(group) >= max_size else 0.0 for group in kept])
+    alone: Groups = []
+    for position in loose:
+        gap, column = (distance(torch.tensor([position]), leaders)[0] + full).min(0)
+        if gap == torch.inf:
+            alone.append([position])
+            continue
+        kept[column].append(position)
+        full[column] = torch.inf if len(kept[column]) >= max_size else 0.0
+    return [*kept, *alone]
+
+
+def key_groups(labels: Sequence[int], *, min_size: int, max_size: int) -> Groups:
+    """Prompts of one label together, in as few even parts as `max_size` allows; small parts fall apart."""
+    members: dict[int, list[int]] = {}
+    for position, label in enumerate(labels):
+        members.setdefault(label, []).append(position)
+    groups: Groups = []
+    for group in members.values():
+        parts = -(-len(group) // max_size)
+        for part in range(parts):
+            chunk = group[part * len(group) // parts : (part + 1) * len(group) // parts]
+            groups += [chunk] if len(chunk) >= min_size else [[position] for position in chunk]
+    return groups

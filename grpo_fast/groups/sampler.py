@@ -1,8 +1,9 @@
-"""Samplers for groups of prompts, and which sampler a configuration asks for."""
+"""Which prompts a step draws together, and a report of it for a person to read before training."""
 
 from __future__ import annotations
 
 import random
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +11,12 @@ from typing import Any
 
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.groups.config import CurriculumConfig, GroupConfig
+from grpo_fast.groups.criteria import text_of
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import Grouping, form_groups
+
+WIDTH = 100  # characters of a described prompt
+COMPARED = 1000  # prompts in the mean similarity of any two
 
 
 class GroupSampler(PromptSampler):
@@ -82,3 +87,62 @@ def make_sampler(
         grouping = form_groups(dataset, groups, example_turns=2 * len(dataset.config.examples))
         return GroupSampler(dataset, batch_size, grouping, seed)
     return PromptSampler(dataset, batch_size, seed)
+
+
+def describe_groups(
+    dataset: PromptDataset,
+    config: GroupConfig,
+    *,
+    num_generations: int,
+    prompts_per_step: int,
+    seed: int = 0,
+    examples: int = 3,
+) -> str:
+    """Sizes, likeness and examples of the groups that a configuration makes of its dataset.
+
+    Raises:
+        ValueError: a strategy that does not fit the dataset.
+    """
+    lines = [f"{len(dataset)} prompts of {dataset.config.source}, strategy {config.strategy}"]
+    if not config.shares_baselines:
+        alone = f"each prompt's {num_generations} completions are compared with each other and with no others"
+        return f"{lines[0]}\n{alone}"
+    example_turns = 2 * len(dataset.config.examples)
+    grouping = form_groups(dataset, config, example_turns=example_turns)
+    lines += [*_sizes(grouping), *_batches(GroupSampler(dataset, prompts_per_step, grouping, seed))]
+    largest = sorted(grouping.members, key=len, reverse=True)
+    for group in (group for group in largest[:examples] if len(group) > 1):
+        spread = grouping.spread(group)
+        likeness = "" if spread is None else f", mean similarity {1 - spread:.2f}"
+        lines.append(f"group of {len(group)} prompts, {len(group) * num_generations} completions{likeness}")
+        texts = (text_of(dataset[position], example_turns) for position in group)
+        lines += [f"  | {textwrap.shorten(text, WIDTH, placeholder='...')}" for text in texts]
+    return "\n".join(lines)
+
+
+def _sizes(grouping: Grouping) -> list[str]:
+    sizes = Counter(len(group) for group in grouping.members)
+    together = sum(size * count for size, count in sizes.items() if size > 1)
+    share = 100 * together / len(grouping.rows)
+    lines = [f"{len(grouping.members)} groups; {share:.1f} % of the prompts share one with others"]
+    lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
+    spreads = [spread for group in grouping.members if (spread := grouping.spread(group)) is not None]
+    if spreads:
+        lines.append(f"mean similarity within groups {1 - sum(spreads) / len(spreads):.2f}")
+        # Of prompts spread evenly over the dataset: all pairs would be too many.
+        step = -(-len(grouping.rows) // COMPARED)
+        overall = grouping.spread(range(0, len(grouping.rows), step)) or 0.0
+        lines.append(f"mean similarity of any two prompts {1 - overall:.2f}")
+    return lines
+
+
+def _batches(sampler: GroupSampler) -> list[str]:
+    """What the batches of the first epoch share: one that ends within a group parts it."""
+    batches = max(1, len(sampler.dataset) // sampler.batch_size)
+    metrics = [sampler.metrics(sampler.next()) for _ in range(batches)]
+    sharing = sum(m["groups/sharing"] for m in metrics) / batches
+    size = sum(m["groups/prompts_per_baseline"] for m in metrics) / batches
+    return [
+        f"in steps of {sampler.batch_size} prompts {100 * sharing:.1f} % share a baseline, "
+        f"{size:.2f} prompts on average"
+    ]
