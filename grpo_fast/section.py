@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,3 +14,9 @@ class Section(BaseModel):
     """A part of the configuration. Unknown keys are errors; values don't change once made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def short(value: Any, limit: int = 70) -> str:
+    """A value in one line of a message."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -21,23 +22,18 @@ if TYPE_CHECKING:
 
 # One engine, one model and one record of the run serve all stages.
 OVERRIDABLE = (
-    "dataset",
-    "rewards",
-    "rollout",
-    "advantage",
-    "loss",
-    "groups",
-    "curriculum",
-    "adaptive_weights",
-    "optimizer",
-    "prompts_per_step",
-    "num_iterations",
-    "minibatches",
-    "old_logprobs",
+    *("dataset", "rewards", "rollout", "advantage", "loss", "groups", "curriculum", "adaptive_weights"),
+    *("optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
 )
 # The engine is made once; a stage changes only how it samples.
 ENGINE_KEYS = ("engine", "max_batch_tokens")
-MADE_OF = {"dataset": "source", "loss": "loss_type", "groups": "strategy", "adaptive_weights": "method"}
+# Another value of this key replaces its whole section.
+SECTION_DISCRIMINATOR = {
+    "dataset": "source",
+    "loss": "loss_type",
+    "groups": "strategy",
+    "adaptive_weights": "method",
+}
 
 
 class StageConfig(Section):
@@ -83,10 +79,9 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"stages = {names}: two have one name; rename one")
     base = config.model_dump() | {"stages": []}
-    starts = _starts(config)
     stages = tuple(
         Stage(stage.name, start, end, _configure(type(config), stage, base), stage.fresh_optimizer)
-        for stage, start, end in zip(config.stages, starts[:-1], starts[1:], strict=True)
+        for stage, (start, end) in zip(config.stages, pairwise(_bounds(config)), strict=True)
     )
     _check_warmup(stages)
     return stages
@@ -104,22 +99,21 @@ def schedule_steps(stages: Sequence[Stage], index: int) -> int:
     return sum(stage.steps for stage in stages[first:last])
 
 
-def _starts(config: TrainConfig) -> list[int]:
+def _bounds(config: TrainConfig) -> list[int]:
     """Where each stage starts, and the end."""
     *earlier, last = config.stages
+    bounds = [0]
     for stage in earlier:
         if stage.steps is None:
             raise ValueError(f"stages: {stage.name!r} has no steps; only the last stage may leave them out")
-    starts = [0]
-    for stage in earlier:
-        starts.append(starts[-1] + stage.steps)
-    end = config.max_steps if last.steps is None else starts[-1] + last.steps
-    if end != config.max_steps or starts[-1] >= end:
+        bounds.append(bounds[-1] + stage.steps)
+    end = config.max_steps if last.steps is None else bounds[-1] + last.steps
+    if end != config.max_steps or bounds[-1] >= end:
         raise ValueError(
-            f"stages take {end if last.steps else starts[-1]} steps and max_steps is {config.max_steps}: set "
+            f"stages take {end if last.steps else bounds[-1]} steps and max_steps is {config.max_steps}: set "
             "max_steps to their sum, or leave out the steps of the last stage, which then takes what remains"
         )
-    return [*starts, end]
+    return [*bounds, end]
 
 
 def _check_overrides(stage: StageConfig) -> None:
@@ -129,13 +123,12 @@ def _check_overrides(stage: StageConfig) -> None:
                 f"stage {stage.name!r} overrides {key!r}, which is the same for the whole run; a stage may "
                 f"override {', '.join(OVERRIDABLE)}"
             )
-        sampling = value if key == "rollout" and isinstance(value, Mapping) else {}
-        engine = [name for name in ENGINE_KEYS if name in sampling]
-        if engine:
-            raise ValueError(
-                f"stage {stage.name!r} overrides rollout.{engine[0]}, but one engine serves all stages; "
-                "set it at the top level"
-            )
+        for name in ENGINE_KEYS:
+            if key == "rollout" and isinstance(value, Mapping) and name in value:
+                raise ValueError(
+                    f"stage {stage.name!r} overrides rollout.{name}, but one engine serves all stages; set "
+                    "it at the top level"
+                )
     if "optimizer" in stage.overrides and not stage.fresh_optimizer:
         raise ValueError(
             f"stage {stage.name!r} overrides the optimizer, whose state goes on from the stage before; add "
@@ -164,9 +157,8 @@ def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, A
 
 
 def _merge(key: str, below: Any, above: Any) -> Any:
-    if not (isinstance(below, Mapping) and isinstance(above, Mapping)) or MADE_OF.get(key) in above:
-        return above
-    return {**below, **above}
+    sections = isinstance(below, Mapping) and isinstance(above, Mapping)
+    return {**below, **above} if sections and SECTION_DISCRIMINATOR.get(key) not in above else above
 
 
 def _problem(item: Mapping[str, Any]) -> str:

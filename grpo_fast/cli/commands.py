@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_fast.config_io import ConfigError, Problem, dump_config, load_config
+from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
@@ -181,14 +181,12 @@ def report(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr."""
-    from grpo_fast.convert import convert_file
-
-    conversion = convert_file(args.file, source=args.source)
+    conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
-        Path(args.output).write_text(conversion.yaml(), encoding="utf-8")
+        Path(args.output).write_text(text, encoding="utf-8")
     else:
-        print(conversion.yaml(), end="")
+        print(text, end="")
     return 0
 
 

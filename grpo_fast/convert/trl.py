@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.conversion import Account, Conversion
-from grpo_fast.convert.preference import SAMPLING
+from grpo_fast.convert.absent import Absent
+from grpo_fast.convert.conversion import Entry, ForeignConfig
+from grpo_fast.convert.names import NAMES, Places, Rule, Translate, translate
+from grpo_fast.objective.pairs import PREFERENCE_LOSSES
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS: dict[str, Any] = {
@@ -25,78 +27,107 @@ STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
 
 
-def convert_trl(document: Mapping[str, Any]) -> Conversion:
-    """Every key of the document is in the account, and so is every default that differs from ours."""
+def read_trl(document: Mapping[str, Any]) -> ForeignConfig:
+    """A `DPOConfig` is told from a `GRPOConfig` by its keys."""
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
-    account = Account("TRL", preference)
-    per_rollout = put_batch(account, document, {})
-    # The loss first: which of its terms are read depends on it.
-    for key in sorted(document, key=lambda key: key != "loss_type"):
-        value = document[key]
-        if key in STEPS:
-            put_steps(account, key, key, value, document, per_rollout)
-        elif key not in BATCH:
-            account.by_table(key, key, value, document)
+    rules, notes = trl_rules(document, preference)
     defaults = dict(DEFAULTS)
     if document.get("use_vllm"):
         defaults["vllm_importance_sampling_correction"] = True
     if document.get("beta") and not preference:
         defaults["use_bias_correction_kl"] = True
-    put_defaults(account, defaults, document)
-    return account.finish()
+    return ForeignConfig(
+        "TRL",
+        preference,
+        [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()],
+        document,
+        default_entries("TRL", defaults, document, rules),
+    )
 
 
-def put_defaults(account: Account, defaults: Mapping[str, Any], document: Mapping[str, Any]) -> None:
-    """Write down what the source means by a key that is not there, unless another key set its place."""
-    for key, value in defaults.items():
-        if document.get(key) is None:
-            probe = Account(account.source)
-            probe.by_table(key, key, value, {**document, key: value})
-            ours = set(probe.places) & set(account.places)
-            unread = account.preference and any(place.split(".")[0] in SAMPLING for place in probe.places)
-            if not ours and not unread:
-                account.put(key, value, probe.places, f"{account.source}'s default", default=True)
+def default_entries(
+    source: str, defaults: Mapping[str, Any], document: Mapping[str, Any], rules: Mapping[str, Rule]
+) -> list[Entry]:
+    """What the source means by the keys that are not there."""
+    if not any(document.get(key) for key in BATCH):
+        defaults = {**defaults, "per_device_train_batch_size": 8}
+    missing = [key for key in defaults if document.get(key) is None]
+    return [Entry(key, defaults[key], rules[key], f"{source}'s default") for key in missing]
 
 
-def put_batch(account: Account, document: Mapping[str, Any], labels: Mapping[str, str]) -> int:
-    """Prompts a step and minibatches from TRL's four batch sizes; returns optimiser steps per rollout.
+def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, Rule], dict[str, str]]:
+    """The rule of each of TRL's names beside the other keys of the document, and a note for some."""
+    batch, note, per_rollout = _batch(document, preference)
+    rules = NAMES | (PREFERENCE if preference else {}) | dict.fromkeys(BATCH, batch)
+    notes = dict.fromkeys(BATCH, note)
+    if per_rollout > 1:
+        rules |= {key: _in_rollouts(rules[key], per_rollout) for key in STEPS}
+        notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimiser steps there")
+    return rules, notes
 
-    `labels`: what the source calls them, where it has another name.
+
+def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, int]:
+    """Prompts a step and minibatches from TRL's four batch sizes; the last is optimiser steps per rollout.
 
     TRL generates `generation_batch_size` completions, by default per-device batch x processes x
     steps_per_generation, and makes an optimiser step of every `gradient_accumulation_steps` batches of them.
     """
     given = {key: document[key] for key in BATCH if document.get(key) is not None}
-    group = 1 if account.preference else document.get("num_generations") or 8
+    group = 1 if preference else document.get("num_generations") or 8
     batch = given.get("per_device_train_batch_size", 8)
     accumulation = given.get("gradient_accumulation_steps", 1)
-    per_rollout = given.get("steps_per_generation") or accumulation
-    rollout = given.get("generation_batch_size") or batch * per_rollout
+    rollout = given.get("generation_batch_size") or batch * (
+        given.get("steps_per_generation") or accumulation
+    )
     prompts, prompts_rest = divmod(rollout, group)
     minibatches, minibatches_rest = divmod(rollout, batch * accumulation)
-    whole = prompts and minibatches and not prompts_rest and not minibatches_rest and minibatches <= prompts
-    places = {"prompts_per_step": prompts} | ({} if account.preference else {"minibatches": minibatches})
-    reason = f"one process: {rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
-    for key in [key for key in BATCH if key in document]:
-        label = labels.get(key, key)
-        if key not in given:
-            account.leave(label, None, "follows from the other batch sizes")
-        elif whole:
-            account.put(label, given[key], places, reason)
-        else:
-            account.leave(label, given[key], f"{reason}: this does not divide; set prompts_per_step")
-    if not given and whole:
-        account.put("per_device_train_batch_size", batch, places, f"default; {reason}", default=True)
-    return (minibatches if whole else 1) * (document.get("num_iterations") or 1)
+    note = f"one process: {rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
+    iterations = document.get("num_iterations") or 1
+    if not prompts or not minibatches or prompts_rest or minibatches_rest or minibatches > prompts:
+        return Absent(f"{note}: this does not divide; set prompts_per_step"), "", iterations
+    places = {"prompts_per_step": prompts} | ({} if preference else {"minibatches": minibatches})
+
+    def rule(value: Any, _: Mapping[str, Any]) -> Places:
+        if value is None:
+            raise ValueError("follows from the other batch sizes")
+        return places
+
+    return rule, note, minibatches * iterations
 
 
-def put_steps(
-    account: Account, key: str, name: str, value: Any, siblings: Mapping[str, Any], per_rollout: int
-) -> None:
-    """A count of optimiser steps there, of rollouts here."""
-    if per_rollout == 1 or not isinstance(value, int) or value <= 0:
-        account.by_table(key, name, value, siblings)
-        return
-    probe = Account(account.source)
-    probe.by_table(key, name, -(-value // per_rollout), siblings)
-    account.put(key, value, probe.places, f"a step here is a rollout, {per_rollout} optimiser steps there")
+def _in_rollouts(rule: Rule, per_rollout: int) -> Translate:
+    def in_rollouts(value: Any, siblings: Mapping[str, Any]) -> Places:
+        whole = isinstance(value, int) and value > 0
+        return translate(rule, -(-value // per_rollout) if whole else value, siblings)
+
+    return in_rollouts
+
+
+def _preference_loss(value: Any, siblings: Mapping[str, Any]) -> Places:
+    """TRL's names are ours, but for `sigmoid` with smoothed labels, which is cDPO."""
+    names = [value] if isinstance(value, str) else list(value)
+    if siblings.get("label_smoothing"):
+        names = ["cdpo" if name == "sigmoid" else name for name in names]
+    unknown = [name for name in names if name not in PREFERENCE_LOSSES]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is not offered; choose among {', '.join(PREFERENCE_LOSSES)}")
+    return {"preference.loss.loss_type": names[0] if len(names) == 1 else names}
+
+
+def _term(name: str) -> Translate:
+    """A constant of the preference loss; null and zero leave ours as it is."""
+    return lambda value, _: {f"preference.loss.{name}": value} if value else {}
+
+
+# What these names mean when training is on fixed pairs.
+PREFERENCE: dict[str, Rule] = {
+    "loss_type": _preference_loss,
+    "beta": _term("beta"),
+    "rl_beta": _term("beta"),
+    "label_smoothing": _term("label_smoothing"),
+    "dpo_label_smoothing": _term("label_smoothing"),
+    "kto_desirable_weight": _term("desirable_weight"),
+    "kto_undesirable_weight": _term("undesirable_weight"),
+    "loss_weights": _term("loss_weights"),
+    "simpo_gamma": _term("gamma"),
+}

@@ -1,0 +1,386 @@
+"""Configuration files: YAML and overrides in, one validated `TrainConfig` out, and back to YAML.
+
+Whatever is wrong is told in one `ConfigError`, with the nearest names to a name that does not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.convert import Conversion, convert
+from grpo_fast.convert.absent import ABSENT
+from grpo_fast.convert.names import MOVED, NAMES, translate
+from grpo_fast.convert.references import flatten, with_defaults
+from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.section import short
+
+RECIPES = Path(__file__).parent / "recipes"
+
+Pairs = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration."""
+
+    name: str  # dotted, or as the user wrote it
+    message: str  # what is wrong, and what to do
+    value: Any = ...  # `...`: nothing to show
+
+    def __str__(self) -> str:
+        shown = "" if self.value is ... else f" = {short(self.value)}"
+        return f"{self.name}{shown}: {self.message}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; `problems` holds all that is wrong with it."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in self.problems)]))
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A validated configuration from a YAML file and overrides, which win over the file.
+
+    Args:
+        path: a YAML file, a run's directory, or the name of a shipped recipe; none: overrides alone.
+        overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
+            items. Values are YAML. `rewards.0.weight=2` reaches into a list. TRL's and Axolotl's flat
+            names (`learning_rate=1e-6`) serve as well, here and at the top level of the file.
+
+    Raises:
+        ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
+    """
+    problems: list[Problem] = []
+    tree: Any = {}
+    if path is not None:
+        tree = _apply(list(_read_mapping(config_path(path)).items()), tree, problems)
+    tree = _apply(_parse_overrides(overrides), tree, problems)
+    return _validated(tree, "overrides" if path is None else str(path), problems)
+
+
+def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
+    """(what became of each key of a foreign YAML or JSON file, our YAML); `source` as for `convert`.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it says is refused here; it lists every problem.
+    """
+    path = Path(path)
+    document = with_defaults(_read_mapping(path), path.parent, _read_mapping)
+    try:
+        conversion = convert(document, source=source)
+    except ValueError as error:
+        raise ConfigError("convert", [Problem("FILE", str(error))]) from None
+    tree: Any = {}
+    for place, value in conversion.places.items():
+        tree = _with(tree, place, value)
+    _validated(tree, f"the configuration converted from {conversion.source}", [])
+    return conversion, conversion.heading() + _dump_yaml(tree)
+
+
+def dump_config(config: TrainConfig) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` gives the same one back."""
+    return _dump_yaml(config.model_dump())
+
+
+def config_path(name: str | Path) -> Path:
+    """The file meant by a path, by a run's directory or by the name of a shipped recipe.
+
+    Raises:
+        ConfigError: there is none; it names the recipes.
+    """
+    path = Path(name)
+    recipe = RECIPES / f"{name}.yaml"
+    candidates = [path, path / CONFIG_FILE, *([recipe] if path.name == str(name) else [])]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    known = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    near = difflib.get_close_matches(path.stem, known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(known)}"
+    raise ConfigError(str(name), [Problem("CONFIG", f"is no file, no run and no recipe; {hint}", str(name))])
+
+
+def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConfig:
+    """The configuration that nested mappings hold, unless there are problems already.
+
+    Raises:
+        ConfigError: these and all further ones.
+    """
+    try:
+        config = TrainConfig.model_validate(tree)
+        if not problems:
+            return config
+    except ValidationError as error:
+        problems = [*problems, *_problems(error, tree)]
+    raise ConfigError(source, problems)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration."""
+
+    description: str
+    free_form: bool  # a mapping whose keys are the user's
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """All keys by dotted name, sections before what they hold; list positions are left out."""
+    found: dict[str, Key] = {}
+    schema = TrainConfig.model_json_schema()
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+        for inner in (*node.get("anyOf", ()), *filter(None, [node.get("items")])):
+            walk(inner, prefix)
+        for key, child in node.get("properties", {}).items():
+            found[prefix + key] = Key(child.get("description", ""), "additionalProperties" in child)
+            walk(child, f"{prefix}{key}.")
+
+    walk(schema, "")
+    return found
+
+
+def is_key(name: str) -> bool:
+    """Whether a dotted name is a key; free-form mappings take any."""
+    name = _without_positions(name)
+    return name in keys() or any(key.free_form and name.startswith(f"{k}.") for k, key in keys().items())
+
+
+def nearest_keys(name: str, extra: Sequence[str] = (), limit: int = 3) -> list[str]:
+    """Up to `limit` known names that a misspelt one may mean, the likeliest first.
+
+    Keys of the same section come first, then names alike as a whole, then the same last part elsewhere.
+    `extra`: further names to choose from.
+    """
+    name = _without_positions(name)
+    parent, _, leaf = name.rpartition(".")
+    known = (*keys(), *extra)
+    leaves: dict[str, list[str]] = {}
+    for key in known:
+        leaves.setdefault(key.rpartition(".")[2], []).append(key)
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    found = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, limit, 0.7)]
+    found += leaves.get(leaf, [])
+    found += difflib.get_close_matches(name, known, limit, 0.75)
+    found += [full for near in difflib.get_close_matches(leaf, leaves, limit, 0.75) for full in leaves[near]]
+    return list(dict.fromkeys(found))[:limit]
+
+
+def _without_positions(name: str) -> str:
+    return ".".join(part for part in name.split(".") if not part.isdigit())
+
+
+def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
+    """The tree with one layer's keys at their places, over what an earlier layer put there."""
+    written: dict[str, tuple[str, Any]] = {}  # the leaf's place -> who wrote it in this layer, and what
+    for name, value in pairs:
+        for place, item in _places(name, value, dict(pairs), problems):
+            for leaf, leaf_value in flatten({place: item}).items():
+                writer, earlier = written.setdefault(leaf, (name, leaf_value))
+                if earlier != leaf_value:
+                    said = f"{writer} says {short(earlier)} and {name} says {short(leaf_value)}"
+                    problems.append(Problem(leaf, f"is given twice: {said}; keep one"))
+            try:
+                tree = _with(tree, place, item)
+            except ValueError as error:
+                problems.append(Problem(name, str(error), value))
+    return tree
+
+
+def _places(name: str, value: Any, siblings: Mapping[str, Any], problems: list[Problem]) -> Pairs:
+    """Where a key's value belongs: where it says, or where the table of foreign names puts it."""
+    if is_key(name):
+        return [(name, value)]
+    if name not in NAMES:
+        problems.append(_unknown(name, value))
+        return []
+    try:
+        return list(translate(NAMES[name], value, siblings).items())
+    except (ValueError, TypeError) as error:
+        problems.append(Problem(name, str(error), value))
+        return []
+
+
+def _with(node: Any, place: str, value: Any, here: str = "") -> Any:
+    """A tree with the value at a dotted place; a section's keys are merged into those already there.
+
+    Nothing is changed in place, for two places may share an object by a YAML alias.
+
+    Raises:
+        ValueError: the way there leads through a value, or past the end of a list.
+    """
+    if not place:
+        return _merged(here, node, value)
+    part, _, rest = place.partition(".")
+    below = f"{here}.{part}" if here else part
+    if isinstance(node, list):
+        if not (part.isdigit() and int(part) < len(node)):
+            raise ValueError(f"{here} has {len(node)} items, counted from 0, and none is `{part}`")
+        changed = list(node)
+        changed[int(part)] = _with(node[int(part)], rest, value, below)
+        return changed
+    if node is not None and not isinstance(node, dict):
+        raise ValueError(f"{here} is {short(node)} and holds no keys; set the whole of {here}")
+    node = node or {}
+    return {**node, part: _with(node.get(part), rest, value, below)}
+
+
+def _merged(place: str, below: Any, above: Any) -> Any:
+    """`above` over `below`, key by key in sections; a mapping with keys of the user's choice is replaced."""
+    key = keys().get(place)
+    if not (isinstance(below, dict) and isinstance(above, dict)) or (key and key.free_form):
+        return above
+    return below | {key: _merged(f"{place}.{key}", below.get(key), item) for key, item in above.items()}
+
+
+def _parse_overrides(tokens: Sequence[str]) -> Pairs:
+    """Names and values of overrides, in order.
+
+    Raises:
+        ConfigError: a token that is no assignment, or a `--name` without a value.
+    """
+    pairs, waiting = [], iter(tokens)
+    for token in waiting:
+        name, equals, text = token.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not equals:
+            value = next(waiting, None) if token.startswith("--") else None
+            if value is None or value.startswith("--"):
+                raise ConfigError("overrides", [Problem(token, f"is no assignment; write {name}=VALUE")])
+            text = value
+        pairs.append((name, _parse_yaml(text, token)))
+    return pairs
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file that holds a mapping, or nothing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = json.loads(text) if path.suffix == ".json" else _parse_yaml(text, str(path))
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
+    if not isinstance(document, dict | None):
+        problem = Problem("the file", "holds no mapping; write `key: value` lines", document)
+        raise ConfigError(str(path), [problem])
+    return {str(key): value for key, value in (document or {}).items()}
+
+
+# PyYAML follows YAML 1.1, whose floats need a point; YAML 1.2, and everybody who writes 1e-6, does not.
+_EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only; a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # what is merged in may be overridden
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key}` is given twice; keep one", key_node.start_mark
+                )
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):  # both, so that the string "1e-6" is written with its quotes
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = source if mark is None else f"line {mark.line + 1}, column {mark.column + 1}"
+        message = getattr(error, "problem", None) or "a character that YAML does not allow"
+        raise ConfigError(source, [Problem(place, message)]) from None
+
+
+def _dump_yaml(data: Any) -> str:
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _unknown(name: str, value: Any) -> Problem:
+    """A key that does not exist, with the reason if people know it from elsewhere, or the nearest names."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf in ABSENT:
+        return Problem(name, f"has no place here: {ABSENT[leaf].reason}", value)
+    bare = _without_positions(parent)
+    found = [
+        f"{parent}{key.removeprefix(bare)}" if parent and key.startswith(f"{bare}.") else key
+        for key in nearest_keys(name, extra=tuple(MOVED))
+    ]
+    hint = f"did you mean {' or '.join(found)}?" if found else "`train CONFIG --print-config` lists all"
+    return Problem(name, f"no such key; {hint}", value)
+
+
+def _problems(error: ValidationError, data: Any) -> list[Problem]:
+    """Pydantic's errors over `data` in our words, the alternatives of one value together."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_name(item["loc"], data), []).append(item)
+    return [_problem(name, items) for name, items in found.items()]
+
+
+def _name(location: Sequence[str | int], data: Any) -> str:
+    """The dotted name of an error: its location as far as the data goes, which leaves out union members."""
+    parts = []
+    for part in location:
+        if isinstance(data, dict) and isinstance(part, str):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int):
+            data = data[part]
+        else:
+            break
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
+    first = items[0]
+    key = keys().get(_without_positions(name))
+    described = f" ({key.description})" if key and key.description else ""
+    if first["type"] == "missing":
+        return Problem(name, f"is required{described}")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown(name, first["input"])
+    message = " or ".join(dict.fromkeys(_message(item) for item in items))
+    if not name or (first["type"] == "value_error" and isinstance(first["input"], dict)):
+        return Problem(name or "the configuration", message)
+    return Problem(name, f"{message}{described}", first["input"])
+
+
+def _message(item: Mapping[str, Any]) -> str:
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        options = [option.strip(" '") for option in item["ctx"]["expected"].replace(" or ", ",").split(",")]
+        near = difflib.get_close_matches(item["input"], options, 1)
+        return f"should be {item['ctx']['expected']}" + (f"; did you mean {near[0]}?" if near else "")
+    return item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
