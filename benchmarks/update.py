@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
-from grpo_fast.packed_loss import packed_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.update import packed_loss
 
 from .architectures import Architecture, make_policy, make_tokenizer
 from .contest import Entrant, Prepared, Work

@@ -1,87 +1,150 @@
-"""One step's experience: prompts in, groups of scored completions out, samples for the update."""
+"""One step's experience: completions drawn and scored, groups compared, samples for the update."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from grpo_fast.data.types import Prompt
-from grpo_fast.groups.advantages import (
-    Advantages,
-    decoupled_advantages,
-    group_advantages,
-    length_reward_correlation,
-)
+from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rewards.reward_set import NOTHING_KNOWN
+from grpo_fast.rewards.early import EarlyScores
 from grpo_fast.rewards.types import weighted_sum
-from grpo_fast.rollout.types import Completion
+from grpo_fast.rollout.types import Completion, Engine, Sampling
+
+PREFETCH_FROM = 0.9  # share of completions that have ended when the trainer's tensors may start to come back
+
+Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
+Advantage = float | tuple[float, ...]  # of a completion, or of each of its tokens
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, its n completions, and what they earned. F reward functions."""
+    """A prompt, its n completions, and what they earned from F reward functions."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: Tensor  # (n,) float32, the weighted total
     reward_table: Tensor  # (n, F) float32, NaN where a function does not apply
-    advantages: tuple[tuple[float, ...], ...]  # one float a token, for each completion
-    flat: bool  # all rewards equal: nothing to learn
+    advantages: tuple[Advantage, ...] = ()  # one for each completion, once the groups are compared
+    flat: bool = False  # all rewards equal: nothing to learn
 
 
-def score_groups(
+class RolloutWatch:
+    """Beside a rollout: rewards of complete groups, the display, prefetch of the trainer's tensors.
+
+    Args:
+        scores: are told of each complete group.
+        progress: is told how many tokens and completions there are.
+        prefetch: is called once, while the last completions decode.
+    """
+
+    def __init__(
+        self,
+        *,
+        scores: EarlyScores | None = None,
+        progress: Progress | None = None,
+        prefetch: Callable[[], None] | None = None,
+    ) -> None:
+        self._scores = scores
+        self._progress = progress
+        self._prefetch = prefetch
+
+    def group_done(self, index: int, completions: list[Completion]) -> None:
+        if self._scores is not None:
+            self._scores.group_done(index, completions)
+
+    def progress(self, tokens: int, finished: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress(tokens, finished, total)
+        if self._prefetch is not None and finished >= PREFETCH_FROM * total:
+            self._prefetch()
+            self._prefetch = None
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    rewards: RewardSet,
+    *,
+    progress: Progress | None = None,
+    prefetch: Callable[[], None] | None = None,
+) -> tuple[list[list[Completion]], EarlyScores | None]:
+    """`n` completions of each prompt, and the rewards that were begun meanwhile; None where none may be."""
+    early = any(reward.per_group for reward in rewards.rewards)
+    scores = EarlyScores(rewards, prompts) if early else None
+    watch = RolloutWatch(scores=scores, progress=progress, prefetch=prefetch)
+    watch.progress(0, 0, n * len(prompts))  # the prefill counts
+    try:
+        ids = [prompt.token_ids for prompt in prompts]
+        return engine.generate(ids, n, sampling, observer=watch), scores
+    except BaseException:
+        if scores is not None:
+            scores.cancel()
+        raise
+
+
+def score(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
     rewards: RewardSet,
-    config: AdvantageConfig,
     *,
     weights: Sequence[float] | None = None,
-    shared: Sequence[int] | None = None,
-    penalties: Tensor | None = None,
-    known: Mapping[str, Sequence[float]] = NOTHING_KNOWN,
+    precomputed: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Group]:
-    """Rewards and advantages of G prompts with n completions each.
+    """What G prompts with n completions each earned.
 
     Args:
         weights: of the F reward functions in place of their own.
-        shared: for each prompt a number, the same where they share a baseline; None: nobody does.
-        penalties: (G, n), taken from the total rewards.
-        known: values of reward functions that have been called already, by name.
+        precomputed: values of reward functions that have been called already, by name.
+    """
+    n = len(completions[0])
+    result = rewards.score_completions(prompts, completions, known=precomputed or {})
+    totals = result.total if weights is None else weighted_sum(result.table, weights)
+    per_prompt = zip(prompts, completions, totals.split(n), result.table.split(n), strict=True)
+    return [Group(prompt, tuple(group), total, table) for prompt, group, total, table in per_prompt]
+
+
+def compare(
+    groups: Sequence[Group],
+    config: AdvantageConfig,
+    weights: Sequence[float],
+    baseline_groups: Sequence[int] | None = None,
+) -> list[Group]:
+    """The groups with the advantages of their completions.
+
+    Args:
+        weights: of the F reward functions; read where each reward is scaled by itself.
+        baseline_groups: for each prompt a number, the same where they share a baseline; None: nobody does.
 
     Raises:
         ValueError: the configured advantage function returns something of the wrong shape.
     """
-    n = len(completions[0])
-    result = rewards.score_completions(prompts, completions, known=known)
-    totals = result.total if weights is None else weighted_sum(result.table, weights)
-    totals = totals.view(len(prompts), n)
-    if penalties is not None:
-        totals = totals - penalties.to(totals)
-    table = result.table.view(len(prompts), n, -1)
-    scored = compare(totals, table, weights or rewards.weights, config, shared)
-    groups = [
-        Group(
-            prompt=prompt,
-            completions=tuple(group),
-            rewards=totals[g],
-            reward_table=table[g],
-            advantages=tuple(
-                (advantage,) * len(completion.token_ids)
-                for advantage, completion in zip(scored.advantages[g].tolist(), group, strict=True)
-            ),
-            flat=bool(scored.flat[g]),
+    totals = torch.stack([group.rewards for group in groups])
+    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "none":
+        found = decoupled_advantages(
+            torch.stack([group.reward_table for group in groups]),
+            weights,
+            scale_rewards=config.scale_rewards,
+            baseline=config.baseline,
+            shared=baseline_groups,
         )
-        for g, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
-    ]
-    return groups if config.function is None else own_advantages(groups, totals, config.function)
+    else:
+        found = group_advantages(
+            totals, scale_rewards=config.scale_rewards, baseline=config.baseline, shared=baseline_groups
+        )
+    rows = zip(groups, found.advantages.tolist(), found.flat.tolist(), strict=True)
+    compared = [replace(group, advantages=tuple(row), flat=flat) for group, row, flat in rows]
+    return compared if config.function is None else own_advantages(compared, totals, config.function)
 
 
 def own_advantages(groups: Sequence[Group], rewards: Tensor, path: str) -> list[Group]:
@@ -89,58 +152,48 @@ def own_advantages(groups: Sequence[Group], rewards: Tensor, path: str) -> list[
     given = load_callable(path, "advantage.function")(list(groups), rewards)
     if len(given) != len(groups):
         raise ValueError(f"advantage.function = {path!r} returned {len(given)} groups for {len(groups)}")
+    rows = [_checked(row, group, path) for group, row in zip(groups, given, strict=True)]
     return [
-        replace(group, advantages=rows, flat=not any(map(any, rows)))
-        for group, rows in (
-            (group, _per_token(row, group, path)) for group, row in zip(groups, given, strict=True)
-        )
+        replace(group, advantages=row, flat=not any(any(a) if isinstance(a, tuple) else a for a in row))
+        for group, row in zip(groups, rows, strict=True)
     ]
 
 
-def _per_token(
-    row: Sequence[float | Sequence[float]], group: Group, path: str
-) -> tuple[tuple[float, ...], ...]:
+def _checked(row: Sequence[float | Sequence[float]], group: Group, path: str) -> tuple[Advantage, ...]:
+    given = tuple(tuple(map(float, a)) if isinstance(a, (list, tuple)) else float(a) for a in row)
     lengths = [len(completion.token_ids) for completion in group.completions]
-    tokens = [
-        tuple(map(float, value)) if isinstance(value, (list, tuple)) else (float(value),) * length
-        for value, length in zip(row, lengths, strict=False)
-    ]
-    if [len(values) for values in tokens] != lengths:
+    found = [len(a) if isinstance(a, tuple) else n for a, n in zip(given, lengths, strict=False)]
+    if len(given) != len(lengths) or found != lengths:
         raise ValueError(
-            f"advantage.function = {path!r} returned {[len(values) for values in tokens]} values for "
-            f"completions of {lengths} tokens; give each completion a number, or a list with one for each "
-            "of its tokens"
+            f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
+            "give each completion a number, or a list with one for each of its tokens"
         )
-    return tuple(tokens)
+    return given
 
 
-def compare(
-    totals: Tensor,
-    table: Tensor,
-    weights: Sequence[float],
-    config: AdvantageConfig,
-    shared: Sequence[int] | None,
-) -> Advantages:
-    """Advantages of rewards (G, n), or of their parts (G, n, F) where each is to be scaled by itself."""
-    options = {"scale_rewards": config.scale_rewards, "baseline": config.baseline, "shared": shared}
-    if config.multi_objective_aggregation == "normalize_then_sum":
-        return decoupled_advantages(table, weights, **options)
-    return group_advantages(totals, **options)
+def penalized(groups: Sequence[Group], penalties: Tensor) -> list[Group]:
+    """The groups with `penalties` (G, n) taken from their rewards."""
+    pairs = zip(groups, penalties, strict=True)
+    return [replace(group, rewards=group.rewards - row.to(group.rewards)) for group, row in pairs]
 
 
-def bare_sample(prompt: Prompt, completion: Completion, group_id: int) -> Sample:
-    """A completion that is only to be scored by a model."""
+def bare_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Every completion, only to be scored by a model."""
+    return [_sample(g, group, c, 0.0) for g, group in enumerate(groups) for c in group.completions]
+
+
+def _sample(group_id: int, group: Group, completion: Completion, advantage: Advantage) -> Sample:
     return Sample(
-        prompt_ids=prompt.token_ids,
+        prompt_ids=group.prompt.token_ids,
         completion_ids=completion.token_ids,
-        advantage=0.0,
+        advantage=advantage,
         group_id=group_id,
         sampler_logprobs=completion.logprobs,
     )
 
 
 def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list[Sample], StepTotals]:
-    """What the update computes, and the counts that its loss is divided by.
+    """The update's samples, and the counts that its loss is divided by.
 
     Groups without spread have no policy gradient. They leave the samples but stay in the counts, so
     that skipping them changes the cost of a step and not its policy gradient; terms that act on every
@@ -155,7 +208,7 @@ def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list
             num_tokens += 0 if masked else len(completion.token_ids)
             if masked or (group.flat and config.skip_flat_groups):
                 continue
-            samples.append(replace(bare_sample(group.prompt, completion, group_id), advantage=advantage))
+            samples.append(_sample(group_id, group, completion, advantage))
     return samples, StepTotals(num_tokens=num_tokens, num_sequences=num_sequences)
 
 

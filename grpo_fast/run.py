@@ -1,37 +1,41 @@
-"""A run from configuration to report: finds where to go on, assembles the parts, and drives them."""
+"""A run from configuration to report: finds where to go on, builds the parts, drives the steps."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
-from grpo_fast.data import load_prompts
-from grpo_fast.driver import Algorithm, Run, StopRequest
+from grpo_fast.data import PromptDataset, exclude_overlap, load_prompts
+from grpo_fast.groups.sampler import make_sampler
+from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
 from grpo_fast.plan import planned_kv_cache_bytes, resolve_auto
 from grpo_fast.policy import PolicyOptimizer, load_policy
+from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.preference.assemble import build_preference_trainer
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine, require_engine
-from grpo_fast.run_record.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointStore,
-    check_writable,
-    restore_rng,
-)
+from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
-from grpo_fast.stage_parts import build_parts
-from grpo_fast.stages import resolve_stages, schedule_steps
-from grpo_fast.trainer import Trainer
+from grpo_fast.run_record.recorder import Algorithm, Recorder
+from grpo_fast.stages import Stage, resolve_stages, schedule_steps
+from grpo_fast.trainer import StageParts, Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # What a resumed run may do differently and still be the same run.
 CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory"}
+# Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
+SEEDS_PER_STAGE = 10**9
 
 
 def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> Path:
@@ -46,6 +50,7 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         CheckpointError: the directory cannot be written, holds another run, or its newest checkpoint is
             damaged; the message names the remedy.
         ValueError: the configuration contradicts the model or the data. Raised before any training.
+        Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
     run_dir = Path(config.output_dir)
     config = resolve_auto(config, run_dir)
@@ -54,14 +59,42 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
     checkpoint = find_checkpoint(run_dir, store, config, resume)
     with ExitStack() as stack:
         trainer = build_trainer(config)
-        stack.enter_context(trainer.engine)
+        if isinstance(trainer, Trainer):
+            stack.enter_context(trainer.engine)
         if checkpoint is not None:
             restore(trainer, checkpoint)
         check_writable(run_dir, needed_bytes=checkpoint_bytes(trainer))
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         stop = stack.enter_context(StopRequest().listening())
-        Run(trainer, run_dir, store, stop, stack, checkpoint, display).execute()
+        recorder = Recorder(trainer, config, store, checkpoint=checkpoint, show=display)
+        stack.enter_context(recorder)
+        if isinstance(trainer, Trainer):
+            trainer.on_progress = recorder.on_progress
+        recorder.begin()
+        while trainer.step < config.max_steps and not stop.signal:
+            recorder.record(trainer.train_step())
+        recorder.finish(stop.signal)
     return run_dir
+
+
+class StopRequest:
+    """Set by SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT interrupts at once."""
+
+    signal: str | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        def note(number: int, _frame: object) -> None:
+            if self.signal and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number).name
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def find_checkpoint(
@@ -101,7 +134,12 @@ def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
 
 
 def build_trainer(config: TrainConfig) -> Algorithm:
-    """Every part that the configuration names, at step 0."""
+    """Every part that the configuration names, at step 0.
+
+    Raises:
+        ValueError: settings that contradict the model, the data, the rewards or the tokenizer.
+        RewardError: a reward asks for a column that the data does not have.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -119,7 +157,7 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
     held_out = None
     if config.evaluation.dataset is not None:
         held_out = load_prompts(config.evaluation.dataset, policy.tokenizer)
-    parts = build_parts(stages, policy.tokenizer, held_out)
+    parts = build_stages(stages, policy.tokenizer, held_out)
     prompts = chain(held_out or (), *(part.prompts.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     return Trainer(
@@ -138,6 +176,63 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
         judges=judges,
         held_out=held_out or (),
     )
+
+
+def build_stages(
+    stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase, held_out: PromptDataset | None
+) -> tuple[StageParts, ...]:
+    """What each stage trains with; questions of the held-out set are left out of the prompts.
+
+    All are built before the first step, so that mistakes show at once.
+    """
+    parts: list[StageParts] = []
+    for index, stage in enumerate(stages):
+        try:
+            parts.append(build_stage(stage, index, parts[-1] if parts else None, tokenizer, held_out))
+        except ValueError as error:
+            raise (ValueError(f"stage {stage.name!r}: {error}") if stage.name else error) from error
+    return tuple(parts)
+
+
+def build_stage(
+    stage: Stage,
+    index: int,
+    before: StageParts | None,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: PromptDataset | None,
+) -> StageParts:
+    """A stage's rewards, their weights and its prompts: where its settings are those of the stage before, the
+    same objects, which go on with what they have learnt."""
+    config = stage.config
+
+    def same(*keys: str) -> bool:
+        return before is not None and all(
+            getattr(config, key) == getattr(before.stage.config, key) for key in keys
+        )
+
+    rewards = before.rewards if before and same("rewards") else load_rewards(config.rewards)
+    if before and same("rewards", "adaptive_weights"):
+        weights = before.adaptive_weights
+    elif config.adaptive_weights is not None:
+        weights = AdaptiveWeights(config.adaptive_weights, rewards.names, rewards.weights)
+    else:
+        weights = None
+    drawn_by = ["dataset", "groups", "curriculum", "prompts_per_step"]
+    if config.curriculum is not None:
+        drawn_by.append("rewards")  # pass rates are of the rewards that they were measured by
+    if before and same(*drawn_by):
+        prompts = before.prompts
+    else:
+        if before and same("dataset"):
+            dataset = before.prompts.dataset
+        else:
+            dataset = load_prompts(config.dataset, tokenizer)
+            dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
+        seed = config.seed + index * SEEDS_PER_STAGE
+        size = config.prompts_per_step
+        prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
+    rewards.check_columns(list(prompts.dataset[0].columns))
+    return StageParts(stage, rewards, prompts, weights)
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:

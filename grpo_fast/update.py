@@ -1,55 +1,40 @@
-"""Optimiser steps in micro-batches that fit: out of memory, a step is done again in smaller ones.
-
-The losses of micro-batches add up to the step's because they are divided by the counts of the whole step,
-so a smaller micro-batch changes the memory and not the update. The update itself is never done again: it may
-have changed some weights and not others.
-"""
+"""The update: optimiser steps over one rollout's samples, in micro-batches that fit the memory."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.objective.types import StepTotals
-from grpo_fast.policy.optimizer import PolicyOptimizer
-from grpo_fast.policy.out_of_memory import is_out_of_memory, release_memory
-from grpo_fast.policy.packing import PackedBatch, Sample, pack
-from grpo_fast.policy.policy import Policy
-from grpo_fast.run_record.checkpoint import capture_rng, restore_rng
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did."""
-
-    groups: list[Any]  # `experience.Group`
-    metrics: dict[str, float]
-    timings: dict[str, float]
+from grpo_fast.config import TrainConfig
+from grpo_fast.head import GRPOLossOutput, HeadOutput, HeadParameters, linear_grpo_loss, linear_logprob
+from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.objective.entropy import EntropyController, entropy_threshold
+from grpo_fast.objective.loss import kl_penalty
+from grpo_fast.objective.metrics import sum_metrics
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
+from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
+from grpo_fast.run_record.clock import Clock
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The samples of one optimiser step, and the micro-batches they are laid out in."""
+    """The samples of one optimiser step, and the micro-batches they are packed in."""
 
     samples: tuple[Sample, ...]
     totals: StepTotals
     batches: tuple[PackedBatch, ...]
-    max_tokens: int  # the budget they were laid out within
+    max_tokens: int  # the budget they were packed within
 
     def with_logprobs(self, name: str, values: Sequence[Tensor]) -> Minibatch:
         """`old_logprobs` or `ref_logprobs` set to these, (N,) for each micro-batch."""
         pairs = zip(self.batches, values, strict=True)
         return replace(self, batches=tuple(replace(batch, **{name: value}) for batch, value in pairs))
 
-    def laid_out(self, batches: Sequence[PackedBatch], max_tokens: int) -> Minibatch:
+    def repacked(self, batches: Sequence[PackedBatch], max_tokens: int) -> Minibatch:
         """The same samples in other micro-batches; log-probabilities that are known move along."""
         moved = replace(self, batches=tuple(batches), max_tokens=max_tokens)
         for name in ("old_logprobs", "ref_logprobs"):
@@ -61,7 +46,7 @@ class Minibatch:
 
     def _by_sample(self, name: str) -> dict[int, Tensor]:
         """(C,) for each sample; a sequence's tokens are contiguous in its micro-batch."""
-        known = {}
+        known: dict[int, Tensor] = {}
         for batch in self.batches:
             ids = batch.sample_ids.tolist()
             lengths = [len(self.samples[i].completion_ids) for i in ids]
@@ -69,95 +54,68 @@ class Minibatch:
         return known
 
 
-class TokenBudget:
-    """The tokens of a micro-batch, which halve when the memory does not hold them.
-
-    `limit` is what an out-of-memory error has left of the configured budget; None: all of it. A resumed run
-    sets it again.
+class PolicyUpdate:
+    """Optimiser steps over samples. Out of memory, a gradient is computed again in smaller micro-batches.
 
     Args:
-        whole: what is never split, for messages.
-        shorter: how it becomes smaller.
+        config: the run's, or its stage's; `configure` changes it.
+        ready: waits for what is reloaded to the device: master weights, moments, the reference.
     """
 
-    def __init__(self, *, whole: str, shorter: str) -> None:
-        self._whole = whole
-        self._shorter = shorter
-        self.limit: int | None = None
+    def __init__(
+        self, policy: Policy, optimizer: PolicyOptimizer, config: TrainConfig, ready: Callable[[], None]
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.config = config
+        self.budget = MicroBatchBudget(
+            unit="one completion with its prompt", remedy="lower rollout.max_completion_length"
+        )
+        self.entropy_controller = EntropyController.of(config.loss)
+        self._ready = ready
 
-    def budget(self, configured: int) -> int:
+    def configure(self, config: TrainConfig) -> None:
+        """Go on with a stage's configuration; another loss has an entropy controller of its own."""
+        if config.loss != self.config.loss:
+            self.entropy_controller = EntropyController.of(config.loss)
+        self.config = config
+
+    @property
+    def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch now."""
-        return configured if self.limit is None else min(configured, self.limit)
+        return self.budget.tokens(self.config.micro_batch_tokens)
 
-    def until_it_fits(self, attempt: Callable[[], T], sizes: Callable[[], tuple[int, int]]) -> T:
-        """What `attempt` returns, within a smaller budget each time that the memory runs out.
-
-        Every attempt starts from the same random state; whatever else one that failed has changed, the next
-        must set back first.
-
-        Args:
-            sizes: tokens of the attempt's largest micro-batch, and of the largest thing that is never split.
+    def run(self, samples: Sequence[Sample], totals: StepTotals, clock: Clock) -> dict[str, float]:
+        """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.
 
         Raises:
-            torch.OutOfMemoryError: not even that fits.
+            torch.OutOfMemoryError: not even the longest completion alone fits.
         """
-        random_state = capture_rng()
-        while True:
-            try:
-                return attempt()
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._shrink(*sizes(), error)
-            # Out of the except clause nothing holds on to the activations of the attempt that failed.
-            release_memory()
-            restore_rng(*random_state)
+        if not samples:
+            return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
+        minibatches = self.split(samples, totals)
+        with clock("logprobs"):
+            for i in range(len(minibatches)):
+                for attempt in self.budget.attempts():
+                    with attempt:
+                        minibatches[i] = self.fitted(minibatches[i], attempt)
+                        minibatches[i] = self.with_fixed_logprobs(minibatches[i], stale=i > 0)
+        steps = []
+        with clock("update"):
+            for _ in range(self.config.num_iterations):
+                for i in range(len(minibatches)):
+                    config = self.loss_config()
+                    for attempt in self.budget.attempts():
+                        with attempt:
+                            minibatches[i] = self.fitted(minibatches[i], attempt)
+                            minibatches[i], shares = self.backward(minibatches[i], config)
+                    steps.append(self.step(shares, config))
+        return mean_metrics(steps) | {"update/skipped": 0.0}
 
-    def _shrink(self, largest: int, longest: int, error: RuntimeError) -> None:
-        """Half of the largest micro-batch, but not less than what is never split."""
-        if largest <= longest:
-            raise torch.OutOfMemoryError(
-                f"out of memory in a micro-batch of {largest} tokens, which is {self._whole}: "
-                "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
-                f"{self._shorter}, train adapters (model.lora), or freeze the head "
-                f"(model.train_lm_head = false). The allocator said: {error}"
-            ) from error
-        self.limit = max(largest // 2, longest)
-        logger.warning(
-            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
-            "micro_batch_tokens = %d; the global batch stays as it is",
-            largest,
-            self.limit,
-        )
-
-
-class MicroBatches(TokenBudget):
-    """Lays samples out within a budget of tokens."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(
-            whole="one completion with its prompt", shorter="lower rollout.max_completion_length"
-        )
-        self.policy = policy
-
-    def pack(self, samples: Sequence[Sample], configured: int) -> list[PackedBatch]:
-        return pack(
-            samples,
-            max_tokens=self.budget(configured),
-            share_prompts=self.policy.shares_prompts,
-            device=self.policy.device,
-        )
-
-    def minibatch(self, samples: Sequence[Sample], totals: StepTotals, configured: int) -> Minibatch:
-        batches = tuple(self.pack(samples, configured))
-        return Minibatch(tuple(samples), totals, batches, self.budget(configured))
-
-    def split(
-        self, samples: Sequence[Sample], totals: StepTotals, parts: int, configured: int
-    ) -> list[Minibatch]:
+    def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
         groups = sorted({sample.group_id for sample in samples})
-        parts = min(parts, len(groups))
+        parts = min(self.config.minibatches, len(groups))
         part_of = {group_id: i % parts for i, group_id in enumerate(groups)}
         members = [[s for s in samples if part_of[s.group_id] == part] for part in range(parts)]
         return [
@@ -169,65 +127,188 @@ class MicroBatches(TokenBudget):
                     measured_tokens=sum(len(sample.completion_ids) for sample in part),
                     measured_sequences=len(part),
                 ),
-                configured,
             )
             for part in members
         ]
 
-    def fit(self, minibatch: Minibatch, work: Callable[[Minibatch], T]) -> T:
-        """What `work` makes of the minibatch, in micro-batches small enough for the memory.
+    def minibatch(self, samples: Sequence[Sample], totals: StepTotals) -> Minibatch:
+        """The samples of one optimiser step in micro-batches of today's budget."""
+        tokens = self.micro_batch_tokens
+        return Minibatch(tuple(samples), totals, tuple(self._pack(samples, tokens)), tokens)
 
-        After an out-of-memory error it starts anew: see `until_it_fits`.
-
-        Raises:
-            torch.OutOfMemoryError: not even the longest completion alone fits.
-        """
-
-        def attempt() -> T:
-            nonlocal minibatch
-            if self.limit is not None and self.limit < minibatch.max_tokens:
-                minibatch = minibatch.laid_out(self.pack(minibatch.samples, self.limit), self.limit)
-            return work(minibatch)
-
+    def fitted(self, minibatch: Minibatch, attempt: Attempt) -> Minibatch:
+        """The minibatch in micro-batches of today's budget, of which the attempt is told the sizes."""
+        tokens = self.micro_batch_tokens
+        if tokens < minibatch.max_tokens:
+            minibatch = minibatch.repacked(self._pack(minibatch.samples, tokens), tokens)
         longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples)
-        return self.until_it_fits(attempt, lambda: (tokens_of(minibatch.batches[0]), longest))
+        attempt.sizes(minibatch.batches[0].input_ids.numel(), longest)
+        return minibatch
+
+    def _pack(self, samples: Sequence[Sample], max_tokens: int) -> list[PackedBatch]:
+        shares, device = self.policy.shares_prompts, self.policy.device
+        return pack(samples, max_tokens=max_tokens, share_prompts=shares, device=device)
+
+    @torch.no_grad()
+    def with_fixed_logprobs(self, minibatch: Minibatch, *, stale: bool = False) -> Minibatch:
+        """Old and reference log-probabilities, each only where the loss needs it.
+
+        The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
+        the first one's are those of its own first forward.
+        """
+        batches = minibatch.batches
+        if self.config.old_logprobs == "sampler":
+            minibatch = minibatch.with_logprobs("old_logprobs", [b.sampler_logprobs for b in batches])
+        elif stale:
+            old = [self.head_outputs(self.policy, batch).logprob for batch in batches]
+            minibatch = minibatch.with_logprobs("old_logprobs", old)
+        if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
+            self._ready()
+            with self.policy.reference() as reference:
+                logprobs = [self.head_outputs(reference, batch).logprob for batch in batches]
+            minibatch = minibatch.with_logprobs("ref_logprobs", logprobs)
+        return minibatch
+
+    def backward(
+        self, minibatch: Minibatch, config: GRPOLossConfig
+    ) -> tuple[Minibatch, list[dict[str, Tensor]]]:
+        """The gradient of a step, and each micro-batch's share of its metrics; the losses add up.
+
+        Before the first update the policy is the old one: its log-probabilities are kept for later epochs.
+        """
+        self.optimizer.zero_grad()  # of an attempt that failed
+        totals = minibatch.totals
+        if config.top_entropy_quantile < 1 and len(minibatch.batches) > 1:
+            totals = replace(totals, entropy_threshold=self.entropy_threshold(minibatch.batches))
+        shares, logprobs = [], []
+        for batch in minibatch.batches:
+            head = self.policy.head
+            out = packed_loss(
+                head,
+                self.policy.hidden_states(batch),  # no name: nothing keeps it during the next forward
+                replace(batch, sampler_logprobs=None) if self.config.old_logprobs == "sampler" else batch,
+                config,
+                totals=totals,
+                temperature=self.config.rollout.temperature,
+                weight_grad=self.optimizer.gradient_of(head.weight),
+            )
+            out.loss.backward()
+            shares.append(out.metrics | {"loss": out.loss.detach()})
+            logprobs.append(out.logprobs)
+        if minibatch.batches[0].old_logprobs is None:
+            minibatch = minibatch.with_logprobs("old_logprobs", logprobs)
+        return minibatch, shares
+
+    def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
+        """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
+        learning_rate = self.optimizer.learning_rate
+        self._ready()
+        grad_norm = optimizer_step(self.optimizer)
+        metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        if config.use_adaptive_entropy:
+            self.entropy_controller.update(metrics["entropy"])
+            metrics["entropy_coef"] = config.entropy_coef
+        return metrics
+
+    def loss_config(self) -> GRPOLossConfig:
+        """The configured loss with what only the run knows."""
+        config = self.config.loss
+        if config.loss_type == "dr_grpo" and config.max_completion_length is None:
+            config = replace(config, max_completion_length=self.config.rollout.length_limit)
+        if config.use_adaptive_entropy:
+            config = replace(config, entropy_coef=self.entropy_controller.active_coef)
+        return config
+
+    def head_outputs(self, policy: Policy | ReferencePolicy, batch: PackedBatch, *outputs: str) -> HeadOutput:
+        """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
+        head = policy.head
+        return linear_logprob(
+            policy.hidden_states(batch),
+            head.weight,
+            batch.targets,
+            temperature=self.config.rollout.temperature,
+            outputs=("logprob", *outputs),
+            **head.options,
+        )
+
+    @torch.no_grad()
+    def entropy_threshold(self, batches: Sequence[PackedBatch]) -> float:
+        """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it."""
+        entropies = torch.cat([self.head_outputs(self.policy, b, "entropy").entropy for b in batches])
+        every = torch.ones_like(entropies, dtype=torch.bool)
+        return entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
+
+    @torch.no_grad()
+    def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
+        """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
+        totals = StepTotals(sum(len(sample.completion_ids) for sample in samples), len(samples))
+        minibatch, loss = self.minibatch(samples, totals), self.config.loss
+        for attempt in self.budget.attempts():
+            with attempt:
+                minibatch = self.fitted(minibatch, attempt)
+                self._ready()
+                penalties = torch.zeros(len(samples))
+                for batch in minibatch.batches:
+                    logprobs = self.head_outputs(self.policy, batch).logprob
+                    with self.policy.reference() as reference:
+                        ref_logprobs = self.head_outputs(reference, batch).logprob
+                    tokens = kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1")
+                    penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
+        return penalties
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "entropy_controller": self.entropy_controller.state_dict(),
+            "micro_batch_limit": self.budget.limit,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.entropy_controller.load_state_dict(state["entropy_controller"])
+        self.budget.limit = state["micro_batch_limit"]
 
 
-def optimizer_step(optimizer: PolicyOptimizer) -> float:
-    """`optimizer.step()`; smaller micro-batches are no help where this does not fit.
+def packed_loss(
+    head: HeadParameters,
+    hidden: Tensor,
+    batch: PackedBatch,
+    config: GRPOLossConfig | None = None,
+    *,
+    totals: StepTotals | None = None,
+    temperature: float = 1.0,
+    weight_grad: Tensor | None = None,
+) -> GRPOLossOutput:
+    """`linear_grpo_loss` of a micro-batch, entropy among its metrics.
+
+    Args:
+        hidden: (N, H), the states that predict `batch.targets`.
+        config: which loss; its defaults unless given.
+        totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
+        weight_grad: (V, H), what the backward adds the head's gradient to, of `PolicyOptimizer.gradient_of`;
+            none: autograd brings it to the parameter.
 
     Raises:
-        torch.OutOfMemoryError: says what is. Unless `optimizer.mid_step` the weights are as before.
+        ValueError: as `linear_grpo_loss` does.
     """
-    try:
-        return optimizer.step()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise torch.OutOfMemoryError(
-            "out of memory in the optimizer's step, where smaller micro-batches do not help: Adam's moments "
-            "take 8 bytes for each trained parameter. Train adapters (model.lora), or freeze the head "
-            "(model.train_lm_head = false); `grpo-fast plan` lists what else makes room. The allocator said: "
-            f"{error}"
-        ) from error
-
-
-def tokens_of(batch: PackedBatch) -> int:
-    return batch.input_ids.numel()
-
-
-def sum_metrics(shares: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Micro-batches' shares of a step: they add up, but for extremes."""
-    combined = {}
-    for name in {name: None for share in shares for name in share}:
-        values = torch.stack([share[name].float().cpu() for share in shares if name in share])
-        if name.endswith("_max"):
-            combined[name] = values.max().item()
-        elif name.endswith("_min"):
-            combined[name] = values.min().item()
-        else:
-            combined[name] = values.sum().item()
-    return combined
+    return linear_grpo_loss(
+        hidden,
+        # Detached: a hook on it is the optimizer's own, which is not needed here.
+        head.weight if weight_grad is None else head.weight.detach(),
+        batch.targets,
+        batch.advantages,
+        sequence_ids=batch.sequence_ids,
+        num_sequences=batch.num_sequences,
+        group_ids=batch.group_ids,
+        old_logprobs=batch.old_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        sampler_logprobs=batch.sampler_logprobs,
+        totals=totals,
+        config=config or GRPOLossConfig(),
+        temperature=temperature,
+        entropy=True,
+        weight_grad=weight_grad,
+        **head.options,
+    )
 
 
 def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_fast.collection import RolloutWatch, generate_and_score
 from grpo_fast.data import Prompt
+from grpo_fast.experience import RolloutWatch, generate
 from grpo_fast.rewards import Reward, RewardSet
 from grpo_fast.rollout import Sampling
 
@@ -11,7 +11,7 @@ from grpo_fast.rollout import Sampling
 def test_the_trainer_is_called_back_once_when_few_completions_are_left() -> None:
     calls: list[int] = []
     finished = 0
-    watch = RolloutWatch(last_decode=lambda: calls.append(finished))
+    watch = RolloutWatch(prefetch=lambda: calls.append(finished))
     for finished in range(21):
         watch.progress(finished, finished, 20)
     assert calls == [18]
@@ -33,7 +33,7 @@ def test_the_prefill_counts_as_generation() -> None:
 
     rewards = RewardSet([Reward("one", lambda completions: [1.0] * len(completions))])
     prompts = [Prompt(i, "?", (1,), {}) for i in range(2)]
-    groups, early = generate_and_score(
+    groups, early = generate(
         Engine(), prompts, 3, Sampling(4), rewards, progress=lambda *numbers: seen.append(numbers)
     )
     assert groups == [[], []] and early is None
@@ -46,4 +46,4 @@ def test_an_engine_that_fails_is_heard() -> None:
 
     rewards = RewardSet([Reward("one", lambda completions: [1.0] * len(completions), per_group=True)])
     with pytest.raises(RuntimeError, match="sleeps"):
-        generate_and_score(Engine(), [Prompt(0, "?", (1,), {})], 2, Sampling(4), rewards)
+        generate(Engine(), [Prompt(0, "?", (1,), {})], 2, Sampling(4), rewards)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.experience import describe, score_groups
+from grpo_fast.experience import compare, describe, score
 from grpo_fast.groups import group_advantages
 from grpo_fast.groups.advantages import decoupled_advantages
 from grpo_fast.groups.config import AdvantageConfig
@@ -29,14 +29,15 @@ def scored(rng):
 
     rewards = RewardSet([Reward("first", column(0), 2.0), Reward("second", column(1), -0.5)])
 
-    def score(config: AdvantageConfig, **options):
-        return score_groups(prompts, completions, rewards, config, **options)
+    def scored(config: AdvantageConfig, weights=None, baseline_groups=None):
+        groups = score(prompts, completions, rewards, weights=weights)
+        return compare(groups, config, weights or rewards.weights, baseline_groups)
 
-    return table, score
+    return table, scored
 
 
 def advantages(groups) -> torch.Tensor:
-    return torch.tensor([[tokens[0] for tokens in group.advantages] for group in groups])
+    return torch.tensor([group.advantages for group in groups])
 
 
 def test_rewards_are_weighted_and_compared_within_each_prompt(scored):
@@ -45,13 +46,12 @@ def test_rewards_are_weighted_and_compared_within_each_prompt(scored):
     totals = 2.0 * table[..., 0] - 0.5 * table[..., 1]
     torch.testing.assert_close(torch.stack([group.rewards for group in groups]), totals)
     torch.testing.assert_close(advantages(groups), group_advantages(totals).advantages)
-    assert all(len(set(tokens)) == 1 for group in groups for tokens in group.advantages)
 
 
 def test_other_weights_and_shared_baselines_take_their_place(scored):
     table, score = scored
     config = AdvantageConfig(baseline="leave_one_out", scale_rewards="none")
-    groups = score(config, weights=(1.0, 3.0), shared=[0, 1, 0, 2])
+    groups = score(config, weights=(1.0, 3.0), baseline_groups=[0, 1, 0, 2])
     totals = table[..., 0] + 3.0 * table[..., 1]
     expected = group_advantages(
         totals, baseline="leave_one_out", scale_rewards="none", shared=[0, 1, 0, 2]
@@ -63,7 +63,7 @@ def test_other_weights_and_shared_baselines_take_their_place(scored):
 def test_each_reward_is_scaled_by_itself_on_request(scored):
     table, score = scored
     config = AdvantageConfig(multi_objective_aggregation="normalize_then_sum", scale_rewards="batch")
-    groups = score(config, shared=[0, 0, 1, 1])
+    groups = score(config, baseline_groups=[0, 0, 1, 1])
     expected = decoupled_advantages(table, (2.0, -0.5), scale_rewards="batch", shared=[0, 0, 1, 1])
     torch.testing.assert_close(advantages(groups), expected.advantages)
 

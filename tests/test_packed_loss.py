@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_fast.packed_loss import packed_loss
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.setup import Workload
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
+from grpo_fast.update import packed_loss
 
 WORK = Workload(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
 SIZES: dict[str, Any] = {

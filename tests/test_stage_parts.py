@@ -12,8 +12,9 @@ from grpo_fast.data import load_prompts
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.policy import load_tokenizer
-from grpo_fast.stage_parts import StageParts, build_parts
+from grpo_fast.run import build_stages
 from grpo_fast.stages import resolve_stages
+from grpo_fast.trainer import StageParts
 
 OTHER = "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
 
@@ -25,7 +26,7 @@ def build(toy: dict[str, Any]):
         config = TrainConfig(**{**toy, "max_steps": 2 * len(stages), "stages": stages, **changes})
         tokenizer = load_tokenizer(config.model)
         held_out = load_prompts(config.evaluation.dataset, tokenizer)
-        return build_parts(resolve_stages(config), tokenizer, held_out)
+        return build_stages(resolve_stages(config), tokenizer, held_out)
 
     return build
 
@@ -65,7 +66,7 @@ def test_adaptive_weights_live_as_long_as_their_settings(build, tmp_path: Path):
 
 def test_a_first_stage_draws_exactly_as_a_run_without_stages(build, toy):
     (staged,) = build({})
-    (plain,) = build_parts(
+    (plain,) = build_stages(
         resolve_stages(TrainConfig(**toy)),
         load_tokenizer(TrainConfig(**toy).model),
         load_prompts(TrainConfig(**toy).evaluation.dataset, load_tokenizer(TrainConfig(**toy).model)),

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast import packed_loss
+from grpo_fast import update as update_module
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
+from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.run import build_trainer
 from grpo_fast.run_record.clock import Clock
 from grpo_fast.trainer import Trainer
-from grpo_fast.update import Minibatch, sum_metrics
+from grpo_fast.update import Minibatch
 
 
 def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
@@ -28,13 +29,12 @@ def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
 
 def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
     """One optimiser step's samples, ready for its backward."""
-    tokens = trainer.config.micro_batch_tokens
-    return trainer.with_fixed_logprobs(trainer.micro_batches.minibatch(samples, totals, tokens))
+    return trainer.update.with_fixed_logprobs(trainer.update.minibatch(samples, totals))
 
 
 def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of one optimiser step, without taking it."""
-    _, shares = trainer.backward(minibatch_of(trainer, samples, totals), trainer.loss_config())
+    _, shares = trainer.update.backward(minibatch_of(trainer, samples, totals), trainer.update.loss_config())
     loss = sum(share["loss"].item() for share in shares)
     return loss, {
         name: p.grad.clone() for name, p in trainer.policy.trainable().items() if p.grad is not None
@@ -56,7 +56,7 @@ def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
     samples, totals = make_samples(groups, trainer.config.advantage)
     results = []
     for budget in (16, 64, 4096):
-        trainer.config = trainer.config.model_copy(update={"micro_batch_tokens": budget})
+        trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
         results.append(
             (len(minibatch_of(trainer, samples, totals).batches), *gradients(trainer, samples, totals))
         )
@@ -72,17 +72,17 @@ def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
 def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(toy, monkeypatch, lora):
     trainer = make_trainer(toy, model={"lora": lora}, seed=torch.seed() % 2**31)
     head, given = trainer.policy.head, []
-    linear_grpo_loss = packed_loss.linear_grpo_loss
+    linear_grpo_loss = update_module.linear_grpo_loss
 
     def watched(*args: Any, weight_grad: torch.Tensor | None, **options: Any) -> Any:
         given.append(weight_grad)
         return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
 
-    monkeypatch.setattr(packed_loss, "linear_grpo_loss", watched)
+    monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     minibatch = minibatch_of(trainer, samples, totals)
-    trainer.backward(minibatch, trainer.loss_config())
+    trainer.update.backward(minibatch, trainer.update.loss_config())
 
     assert len(given) == len(minibatch.batches) > 1
     assert all(into is head.weight.grad for into in given)  # None with adapters
@@ -93,7 +93,7 @@ def test_skipping_groups_without_spread_changes_no_gradient(toy):
     trainer = make_trainer(toy, seed=torch.seed() % 2**31)
     groups, _ = trainer.collect(Clock())
     flat = [
-        replace(g, flat=True, advantages=tuple((0.0,) * len(a) for a in g.advantages)) if i % 2 else g
+        replace(g, flat=True, advantages=(0.0,) * len(g.advantages)) if i % 2 else g
         for i, g in enumerate(groups)
     ]
     config = trainer.config.advantage
@@ -113,8 +113,10 @@ def test_metrics_are_means_over_the_tokens_that_were_computed(toy):
     flat = [replace(group, flat=i % 2 == 1) for i, group in enumerate(groups)]
     samples, totals = make_samples(flat, trainer.config.advantage)
     whole = minibatch_of(trainer, samples, totals).batches
-    entropy = torch.cat([trainer.head_outputs(trainer.policy, b, "entropy").entropy for b in whole]).mean()
-    metrics = trainer.update(samples, totals, Clock())
+    entropy = torch.cat(
+        [trainer.update.head_outputs(trainer.policy, b, "entropy").entropy for b in whole]
+    ).mean()
+    metrics = trainer.update.run(samples, totals, Clock())
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
 
@@ -166,7 +168,7 @@ def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     assert all(b.old_logprobs is None for b in minibatch_of(trainer, samples, totals).batches)
-    metrics = trainer.update(samples, totals, Clock())
+    metrics = trainer.update.run(samples, totals, Clock())
     assert metrics["clip_ratio/region_mean"] == 0
     assert metrics["sampling/logp_difference_mean"] < 1e-4
 
@@ -203,9 +205,11 @@ def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(toy):
     groups, _ = trainer.collect(Clock())
     minibatch = minibatch_of(trainer, *make_samples(groups, trainer.config.advantage))
     with torch.no_grad():
-        expected = [trainer.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
-    updated, _ = trainer.optimise(minibatch)
-    again, _ = trainer.optimise(updated)
+        expected = [trainer.update.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
+    config, update = trainer.update.loss_config(), trainer.update
+    updated, shares = update.backward(minibatch, config)
+    update.step(shares, config)
+    again, _ = update.backward(updated, config)
     for before, after, later in zip(expected, updated.batches, again.batches, strict=True):
         torch.testing.assert_close(after.old_logprobs, before, rtol=0, atol=1e-6)
         assert later.old_logprobs is after.old_logprobs
@@ -220,7 +224,9 @@ def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(toy):
         for sample in samples
     ]
     for given, ratio in ((samples, 1.0), (off, math.exp(0.5))):
-        _, (*shares,) = trainer.backward(minibatch_of(trainer, given, totals), trainer.loss_config())
+        _, (*shares,) = trainer.update.backward(
+            minibatch_of(trainer, given, totals), trainer.update.loss_config()
+        )
         metrics = sum_metrics(shares)
         assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
         assert metrics["clip_ratio/region_mean"] == pytest.approx(0.0) or ratio > 1.2

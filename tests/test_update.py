@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast import update
 from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
-from grpo_fast.policy.out_of_memory import is_out_of_memory
+from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
 from grpo_fast.run import build_trainer
 from grpo_fast.run_record.clock import Clock
 from grpo_fast.trainer import Trainer
-from grpo_fast.update import optimizer_step, tokens_of
 
 
 def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
@@ -29,9 +29,9 @@ def limit_memory(trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch)
     refused: list[int] = []
 
     def bounded(batch: Any) -> torch.Tensor:
-        if tokens_of(batch) > tokens:
-            refused.append(tokens_of(batch))
-            raise torch.OutOfMemoryError(f"tried to allocate for {tokens_of(batch)} tokens")
+        if batch.input_ids.numel() > tokens:
+            refused.append(batch.input_ids.numel())
+            raise torch.OutOfMemoryError(f"tried to allocate for {batch.input_ids.numel()} tokens")
         return forward(batch)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
@@ -64,7 +64,7 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     trainer = make_trainer(toy, seed=seed, micro_batch_tokens=4096, **sections)
     refused = limit_memory(trainer, 40, monkeypatch)
     found = trainer.train_step()
-    budget = trainer.micro_batches.limit
+    budget = trainer.update.budget.limit
 
     assert refused and budget is not None and budget < min(refused)
     small = make_trainer(toy, seed=seed, micro_batch_tokens=budget, **sections)
@@ -86,7 +86,7 @@ def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(
     refused: list[int] = []
 
     def bounded(batch: Any) -> torch.Tensor:
-        hidden, tokens = forward(batch), tokens_of(batch)
+        hidden, tokens = forward(batch), batch.input_ids.numel()
 
         def refuse(_: torch.Tensor) -> None:  # the head's backward is over: its gradient has been added
             refused.append(tokens)
@@ -100,7 +100,7 @@ def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(
     found = trainer.train_step()
 
     assert refused
-    small = make_trainer(toy, micro_batch_tokens=trainer.micro_batches.limit, **sections)
+    small = make_trainer(toy, micro_batch_tokens=trainer.update.budget.limit, **sections)
     assert found.metrics == small.train_step().metrics
     assert torch.equal(flat_weights(trainer), flat_weights(small))
 
@@ -134,22 +134,23 @@ def test_only_the_optimiser_step_that_failed_is_repeated(
     sections["loss"] = {"beta": 0.1}  # its reference log-probabilities move to the smaller micro-batches
     sections["advantage"] = {"skip_flat_groups": False}  # else few samples might be left
     trainer = make_trainer(toy, **sections)
-    steps, loss = [], trainer.loss
+    steps, loss = [], update.packed_loss
     step = trainer.optimizer.step
     monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
 
-    def late(batch: Any, *args: Any) -> Any:
-        if len(steps) == 3 and tokens_of(batch) > 60:
+    def late(head: Any, hidden: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        if len(steps) == 3 and batch.input_ids.numel() > 60:
             raise torch.OutOfMemoryError("later than the first")
-        return loss(batch, *args)
+        return loss(head, hidden, batch, *args, **options)
 
-    monkeypatch.setattr(trainer, "loss", late)
     before = flat_weights(trainer)
-    metrics = trainer.train_step().metrics
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "packed_loss", late)
+        metrics = trainer.train_step().metrics
 
     whole = make_trainer(toy, **sections)
     expected = whole.train_step().metrics
-    assert len(steps) == 6 and trainer.micro_batches.limit <= 60
+    assert len(steps) == 6 and trainer.update.budget.limit <= 60
     for name in ("kl", "entropy", "grad_norm"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-2)
     # In the norm: where a gradient is rounding noise, Adam steps by the full rate in either direction.
@@ -161,11 +162,11 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(toy: dict[str
     trainer = make_trainer(toy, micro_batch_tokens=4096)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
-    minibatch = trainer.micro_batches.minibatch(samples, totals, 4096)
+    minibatch = trainer.update.minibatch(samples, totals)
     codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
     minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
 
-    smaller = minibatch.laid_out(trainer.micro_batches.pack(samples, 30), 30)
+    smaller = minibatch.repacked(trainer.update._pack(samples, 30), 30)
 
     assert len(smaller.batches) > len(minibatch.batches)
     for batch in smaller.batches:
@@ -192,12 +193,12 @@ def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
         trainer.train_step()
         said = len(caplog.records)
         trainer.train_step()
-    assert f"micro_batch_tokens = {trainer.micro_batches.limit}" in caplog.text
+    assert f"micro_batch_tokens = {trainer.update.budget.limit}" in caplog.text
     assert len(caplog.records) == said
 
     resumed = make_trainer(toy, micro_batch_tokens=4096)
     resumed.load_state_dict(trainer.state_dict())
-    assert resumed.micro_batches.budget(4096) == trainer.micro_batches.limit < 60
+    assert resumed.update.micro_batch_tokens == trainer.update.budget.limit < 60
 
 
 def test_a_forward_for_fixed_log_probabilities_is_repeated_too(
@@ -206,7 +207,7 @@ def test_a_forward_for_fixed_log_probabilities_is_repeated_too(
     trainer = make_trainer(toy, loss={"beta": 0.1, "kl_in_reward": True}, micro_batch_tokens=4096)
     refused = limit_memory(trainer, 60, monkeypatch)
     groups, _ = trainer.collect(Clock())
-    assert refused and trainer.micro_batches.limit <= 60
+    assert refused and trainer.update.budget.limit <= 60
     totals = torch.stack([group.rewards - group.reward_table[:, 0] for group in groups])
     assert totals.abs().max() < 1e-4  # the policy is its reference still
 
@@ -219,11 +220,11 @@ def test_other_errors_are_not_taken_for_it(toy: dict[str, Any], monkeypatch: pyt
     trainer = make_trainer(toy)
     attempts: list[int] = []
 
-    def broken(batch: Any, *args: Any) -> Any:
-        attempts.append(tokens_of(batch))
+    def broken(*_: Any, **__: Any) -> Any:
+        attempts.append(1)
         raise RuntimeError("size mismatch")
 
-    monkeypatch.setattr(trainer, "loss", broken)
+    monkeypatch.setattr(update, "packed_loss", broken)
     with pytest.raises(RuntimeError, match="size mismatch"):
         trainer.train_step()
     assert len(attempts) == 1
@@ -235,7 +236,7 @@ def test_a_completion_longer_than_the_budget_is_not_laid_out_again_and_again(
     trainer = make_trainer(toy)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
-    trainer.micro_batches.limit = 2
-    minibatch = trainer.micro_batches.minibatch(samples, totals, 64)
-    same = trainer.micro_batches.fit(minibatch, lambda given: given)
+    trainer.update.budget.limit = 2
+    minibatch = trainer.update.minibatch(samples, totals)
+    same = trainer.update.fitted(minibatch, Attempt())
     assert same is minibatch

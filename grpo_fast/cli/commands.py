@@ -79,7 +79,7 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.cli.export import load_policy_of
     from grpo_fast.cli.preview import show_group
     from grpo_fast.data import load_prompts
-    from grpo_fast.experience import score_groups
+    from grpo_fast.experience import compare, score
     from grpo_fast.plan import resolve_auto
     from grpo_fast.rewards import load_rewards
     from grpo_fast.rollout import make_engine, require_engine, sampling_of
@@ -95,7 +95,8 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         completions = engine.generate(
             [prompt.token_ids for prompt in prompts], config.rollout.num_generations, sampling
         )
-    for group in score_groups(prompts, completions, rewards, config.advantage):
+    groups = score(prompts, completions, rewards)
+    for group in compare(groups, config.advantage, rewards.weights):
         print(show_group(group, rewards.names, policy.tokenizer.decode(group.prompt.token_ids)))
     return 0
 

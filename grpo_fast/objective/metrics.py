@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,3 +70,17 @@ def masked_extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
 
 def _sequence_extreme(share: Tensor, batch: PreparedBatch, which: str) -> Tensor:
     return masked_extreme(batch.segments.spread(batch.segments.mean(share)), batch.segments.mask, which)
+
+
+def sum_metrics(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """A step's metrics from its micro-batches' shares: they add up, but for extremes (`_max`, `_min`)."""
+    combined = {}
+    for name in {name: None for share in shares for name in share}:
+        values = torch.stack([share[name].float().cpu() for share in shares if name in share])
+        if name.endswith("_max"):
+            combined[name] = values.max().item()
+        elif name.endswith("_min"):
+            combined[name] = values.min().item()
+        else:
+            combined[name] = values.sum().item()
+    return combined

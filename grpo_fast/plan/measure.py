@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from grpo_fast.packed_loss import packed_loss
 from grpo_fast.plan.model_shape import random_model
 from grpo_fast.plan.setup import Workload
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
+from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,24 +1,148 @@
-"""Out of memory: who says so in which words, and how cached memory is given back."""
+"""Out of memory: the same work again, in micro-batches half as large. The one retry loop of all trainers.
+
+The losses of micro-batches add up to the step's because they are divided by the counts of the whole step, so
+a smaller micro-batch changes the memory and not the update. The optimizer's step is never repeated: it may
+have changed some weights and not others.
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
+from collections.abc import Iterator
+from types import TracebackType
 
 import torch
 
+from grpo_fast.policy.optimizer import PolicyOptimizer
+from grpo_fast.policy.random_state import capture_rng, restore_rng
+
+logger = logging.getLogger(__name__)
+
 # What the libraries below torch say instead of raising torch.OutOfMemoryError.
-OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+class Attempt:
+    """A context in which running out of memory is noted instead of raised."""
+
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = None
+        self._largest = self._longest = 0
+
+    def sizes(self, largest: int, longest: int) -> None:
+        """Tokens of this attempt's largest micro-batch, and of the largest unit that is never split."""
+        self._largest, self._longest = largest, longest
+
+    @property
+    def half(self) -> int | None:
+        """Half of the largest micro-batch, but no less than one unit; None: it is one unit already."""
+        return None if self._largest <= self._longest else max(self._largest // 2, self._longest)
+
+    @property
+    def largest(self) -> int:
+        return self._largest
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            self.error = error
+        return self.error is not None
+
+
+class MicroBatchBudget:
+    """Tokens of a micro-batch, halved whenever the memory does not hold them.
+
+    `limit` is what out-of-memory errors have left of the configured budget, None for all of it. A resumed run
+    sets it again.
+
+    Args:
+        unit: what is never split, for messages.
+        remedy: how the unit becomes smaller.
+    """
+
+    def __init__(self, *, unit: str, remedy: str) -> None:
+        self.unit = unit
+        self.remedy = remedy
+        self.limit: int | None = None
+
+    def tokens(self, configured: int) -> int:
+        """Tokens of a micro-batch now."""
+        return configured if self.limit is None else min(configured, self.limit)
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Contexts to do one piece of work in, each with a smaller budget than the one before, until it fits.
+
+        Every attempt starts from the same random state; whatever else a failed attempt has changed, the next
+        one must set back first. The body calls `Attempt.sizes` before it allocates, and keeps no tensor of a
+        failed attempt alive in its own variables.
+
+        Raises:
+            torch.OutOfMemoryError: not even one unit fits.
+        """
+        random_state = capture_rng()
+        while True:
+            attempt = Attempt()
+            yield attempt
+            if attempt.error is None:
+                return
+            self._halve(attempt)
+            attempt.error = None  # its traceback holds the activations of the attempt
+            release_memory()
+            restore_rng(*random_state)
+
+    def _halve(self, attempt: Attempt) -> None:
+        if attempt.half is None:
+            raise torch.OutOfMemoryError(
+                f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "
+                "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
+                f"{self.remedy}, train adapters (model.lora), or freeze the head "
+                f"(model.train_lm_head = false). The allocator said: {attempt.error}"
+            ) from attempt.error
+        self.limit = attempt.half
+        logger.warning(
+            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
+            "micro_batch_tokens = %d; the global batch stays as it is",
+            attempt.largest,
+            self.limit,
+        )
+
+
+def optimizer_step(optimizer: PolicyOptimizer) -> float:
+    """`optimizer.step()`; smaller micro-batches are no help where this does not fit.
+
+    Raises:
+        torch.OutOfMemoryError: names what helps. Unless `optimizer.mid_step` the weights are as before.
+    """
+    try:
+        return optimizer.step()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            "out of memory in the optimizer's step, where smaller micro-batches do not help: Adam's moments "
+            "take 8 bytes for each trained parameter. Train adapters (model.lora), or freeze the head "
+            "(model.train_lm_head = false); `grpo-fast plan` lists what else makes room. The allocator said: "
+            f"{error}"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, whoever noticed: torch, cuBLAS, the driver or the CPU's allocator."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in MESSAGES)
 
 
 def release_memory() -> None:
-    """Give cached blocks back, to the driver as well: another tenant may need them."""
+    """Give cached blocks back, to the driver as well: the engine takes its memory from there."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

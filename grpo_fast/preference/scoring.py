@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_fast.head import linear_logprob
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
-from grpo_fast.update import TokenBudget
+from grpo_fast.policy.out_of_memory import MicroBatchBudget
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def split_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-class RequestBatches(TokenBudget):
+class RequestBatches(MicroBatchBudget):
     """Splits requests within a budget of tokens; the completions of a request stay together.
 
     Args:
@@ -56,29 +56,24 @@ class RequestBatches(TokenBudget):
 
     def __init__(self, policy: Policy, configured: int) -> None:
         super().__init__(
-            whole="one prompt with its completions", shorter="shorten the longest completions of the data"
+            unit="one prompt with its completions", remedy="shorten the longest completions of the data"
         )
         self.policy = policy
         self.configured = configured
 
     def fit(self, requests: Sequence[Request], work: Callable[[list[list[int]]], T]) -> T:
-        """What `work` makes of the indices of each micro-batch's requests; see `until_it_fits`.
+        """What `work` makes of the indices of each micro-batch's requests; see `attempts`.
 
         Raises:
             torch.OutOfMemoryError: not even the longest request alone fits.
         """
         sizes = [request.num_tokens(shared=self.policy.shares_prompts) for request in requests]
-        parts: list[list[int]] = []
-
-        def attempt() -> T:
-            nonlocal parts
-            parts = split_by_tokens(sizes, self.budget(self.configured))
-            return work(parts)
-
-        def largest() -> tuple[int, int]:
-            return max(sum(sizes[i] for i in part) for part in parts), max(sizes)
-
-        return self.until_it_fits(attempt, largest)
+        for attempt in self.attempts():
+            with attempt:
+                parts = split_by_tokens(sizes, self.tokens(self.configured))
+                attempt.sizes(max(sum(sizes[i] for i in part) for part in parts), max(sizes))
+                return work(parts)
+        raise AssertionError("attempts end with a result or an error")
 
 
 def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:

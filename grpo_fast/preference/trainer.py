@@ -7,7 +7,6 @@ them, step. The reference model has spoken before the first step and is not in m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.data import PromptSampler
+from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.pairs import (
     PreferenceLossConfig,
     PreferenceTotals,
@@ -25,17 +25,16 @@ from grpo_fast.objective.pairs import (
 from grpo_fast.objective.ranking import ranking_loss
 from grpo_fast.objective.types import LossOutputs
 from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.preference.beta import BetaController
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.inputs import preference_inputs, preference_totals, ranked_inputs
 from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import Request, RequestBatches, pack_requests, score, sequence_logprobs
 from grpo_fast.run_record.clock import Clock
-from grpo_fast.run_record.logs import SampleRecord
-from grpo_fast.update import StepResult, optimizer_step, sum_metrics
+from grpo_fast.run_record.logs import StepResult
 
 if TYPE_CHECKING:
-    from grpo_fast.collection import Progress
     from grpo_fast.config import TrainConfig
 
 
@@ -79,8 +78,6 @@ class PreferenceTrainer:
         self.reference = reference
         self.held_out = held_out
         self.batches = RequestBatches(policy, config.micro_batch_tokens)
-        self.engine: AbstractContextManager[Any] = nullcontext()  # nothing is generated
-        self.on_progress: Progress | None = None
         self.step = 0
         section = config.preference
         self.ranks = config.algorithm == "rank"
@@ -97,9 +94,9 @@ class PreferenceTrainer:
         tokens = sum(request.num_tokens() for request in requests_of(comparisons))
         timings = {
             "tokens_per_second": tokens / clock.seconds["time/step"],
-            "memory/micro_batch_tokens": self.batches.budget(self.config.micro_batch_tokens),
+            "memory/micro_batch_tokens": self.batches.tokens(self.config.micro_batch_tokens),
         }
-        return StepResult([], metrics, clock.seconds | timings)
+        return StepResult(metrics, clock.seconds | timings)
 
     def update(self, comparisons: Sequence[Comparison], clock: Clock) -> dict[str, float]:
         """The gradient of the step's comparisons in micro-batches that fit, then the step."""
@@ -206,10 +203,6 @@ class PreferenceTrainer:
             ),
             averaged=section.ranking.averaged if self.ranks else section.loss.averaged,
         )
-
-    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]:
-        """Nothing is sampled."""
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the optimizer's tensors."""

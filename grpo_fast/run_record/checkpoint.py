@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import tempfile
@@ -20,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -254,35 +251,6 @@ def check_writable(root: Path, needed_bytes: int) -> None:
             f"{root} needs {size(needed_bytes)} for a checkpoint and has {size(free)} free: "
             "make room or choose another output_dir"
         )
-
-
-def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON) of the global random states: Python, NumPy, torch, and the current CUDA device."""
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    version, internal, gauss = random.getstate()
-    _, keys, *rest = np.random.get_state()
-    return tensors, {"python": [version, list(internal), gauss], "numpy": [keys.tolist(), *rest]}
-
-
-def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Set what `capture_rng` gave.
-
-    Raises:
-        ValueError: the states include a CUDA device's and there is none here.
-    """
-    if "cuda" in tensors:
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "the random states are those of a run with CUDA; resume it where CUDA is available"
-            )
-        torch.cuda.set_rng_state(tensors["cuda"])
-    torch.set_rng_state(tensors["cpu"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

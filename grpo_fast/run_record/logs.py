@@ -104,9 +104,18 @@ class SampleRecord:
     completion: str
     rewards: Mapping[str, float | None]  # by function; None: not applicable
     reward: float  # the weighted total
-    advantage: float
+    advantage: float  # mean over the tokens
     truncated: bool  # stopped by max_completion_length
     num_tokens: int  # of the completion
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    metrics: dict[str, float]
+    timings: dict[str, float]  # what depends on the clock or the machine
+    samples: Sequence[SampleRecord] = ()
 
 
 class SampleLog(JsonlLog):

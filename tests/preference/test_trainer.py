@@ -15,7 +15,6 @@ from grpo_fast.preference.scoring import Request, RequestBatches, score
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import train
 from grpo_fast.trainer import Clock
-from grpo_fast.update import tokens_of
 
 LOSSES = ["sigmoid", "ipo", "simpo", "orpo", "cpo", "kto", "aot", "aot_unpaired", ["sigmoid", "sft"]]
 OBJECTIVES = ["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
@@ -111,9 +110,9 @@ def limit_memory(trainer: PreferenceTrainer, share: float, monkeypatch: pytest.M
     forward, refused = trainer.policy.hidden_states, []
 
     def bounded(batch: Any) -> torch.Tensor:
-        if not refused or tokens_of(batch) > share * refused[0]:
-            refused.append(tokens_of(batch))
-            raise torch.OutOfMemoryError(f"tried to allocate for {tokens_of(batch)} tokens")
+        if not refused or batch.input_ids.numel() > share * refused[0]:
+            refused.append(batch.input_ids.numel())
+            raise torch.OutOfMemoryError(f"tried to allocate for {batch.input_ids.numel()} tokens")
         return forward(batch)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)

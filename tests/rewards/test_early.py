@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.collection import generate_and_score
 from grpo_fast.data import Prompt
+from grpo_fast.experience import generate
 from grpo_fast.rewards import Reward, RewardError, RewardSet
 from grpo_fast.rollout import Completion, Sampling
 
@@ -65,7 +65,7 @@ async def later(completions: Sequence[str]) -> list[float]:
 
 
 def score(rewards: RewardSet, engine: Any) -> Any:
-    groups, early = generate_and_score(engine, PROMPTS, 3, Sampling(4), rewards)
+    groups, early = generate(engine, PROMPTS, 3, Sampling(4), rewards)
     known = early.values() if early is not None else {}
     return known, rewards.score_completions(PROMPTS, groups, known=known)
 

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.run_record import checkpoint as checkpoint_module
 from grpo_fast.run_record.checkpoint import (
     CheckpointError,
     CheckpointSaveError,
     CheckpointStore,
     DamagedCheckpoint,
-    capture_rng,
     check_writable,
-    restore_rng,
     verify,
 )
 

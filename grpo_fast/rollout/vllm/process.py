@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
+from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.rollout.vllm.version import installed_version, version_problem
-from grpo_fast.run_record.checkpoint import capture_rng, restore_rng
 
 # What decides, before vLLM is imported, that its engine lives in this process.
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"

@@ -1,35 +1,30 @@
-"""Drives a trainer: steps until the last one, each written down and saved, and safe when one fails."""
+"""What happens to a run beside its steps: each is written down, shown and saved, and safe when one fails."""
 
 from __future__ import annotations
 
 import json
 import resource
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from grpo_fast.collection import Progress
-from grpo_fast.config import TrainConfig
 from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import ALERTS_FILE, AlertMonitor
-from grpo_fast.run_record.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointSaveError,
-    CheckpointStore,
-    capture_rng,
-)
+from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.run_record.display import Display
 from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, SampleRecord
+from grpo_fast.run_record.logs import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, StepResult
 from grpo_fast.run_record.report import write_report
 from grpo_fast.run_record.summary import Interval, Score, before_after
-from grpo_fast.update import StepResult
+
+if TYPE_CHECKING:
+    from grpo_fast.config import TrainConfig
 
 
 class Evaluated(Protocol):
@@ -49,46 +44,22 @@ class Evaluated(Protocol):
 
 
 class Algorithm(Protocol):
-    """What a run drives: a trainer of any algorithm."""
+    """A trainer of any algorithm."""
 
-    config: TrainConfig
     policy: Policy
     optimizer: PolicyOptimizer
-    engine: AbstractContextManager[Any]
-    on_progress: Progress | None
-    held_out: Sequence[Any]
     step: int
+
+    @property
+    def held_out(self) -> Sequence[Any]: ...
 
     def train_step(self) -> StepResult: ...
 
     def evaluate(self, size: int | None = None) -> Evaluated: ...
 
-    def pick_samples(self, result: StepResult, count: int) -> list[SampleRecord]: ...
-
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass
-class StopRequest:
-    """Set by SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT interrupts at once."""
-
-    signal: str | None = None
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        def note(number: int, _frame: object) -> None:
-            if self.signal and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number).name
-
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -104,39 +75,38 @@ class Boundary:
     rng: Mapping[str, torch.Tensor]
 
 
-class Run:
-    """A trainer with its record on disk and its display."""
+class Recorder:
+    """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
+
+    Left by an error, it saves the last finished step where the weights are still its own.
+    """
 
     def __init__(
         self,
         trainer: Algorithm,
-        run_dir: Path,
+        config: TrainConfig,
         store: CheckpointStore,
-        stop: StopRequest,
-        stack: ExitStack,
+        *,
         checkpoint: Checkpoint | None,
         show: bool,
     ) -> None:
         self.trainer = trainer
-        self.config = trainer.config
-        self.run_dir = run_dir
+        self.config = config
+        self.run_dir = Path(config.output_dir)
         self.store = store
-        self.stop = stop
-        self.metrics = MetricsLog(run_dir, self.config.logging, run_name=run_dir.name)
-        self.samples = SampleLog(run_dir)
-        self.evaluations = EvaluationLog(run_dir)
-        self.alerts = JsonlLog(run_dir / ALERTS_FILE)
-        self.monitor = AlertMonitor(self.config.alerts)
+        self.metrics = MetricsLog(self.run_dir, config.logging, run_name=self.run_dir.name)
+        self.samples = SampleLog(self.run_dir)
+        self.evaluations = EvaluationLog(self.run_dir)
+        self.alerts = JsonlLog(self.run_dir / ALERTS_FILE)
+        self.monitor = AlertMonitor(config.alerts)
         if checkpoint:
             self.monitor.load_state_dict(checkpoint.state["alerts"])
+        self._stack = ExitStack()
         offsets = checkpoint.state["offsets"] if checkpoint else {}
         for name, log in self.logs().items():
-            stack.callback(log.close)
+            self._stack.callback(log.close)
             log.truncate(offsets.get(name, 0))
-        display = Display(self.config.max_steps, start_step=trainer.step)
-        self.display = stack.enter_context(display) if show else None
-        if self.display is not None:
-            trainer.on_progress = self.display.rollout
+        self.display = Display(config.max_steps, start_step=trainer.step) if show else None
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
         self.boundary = self.capture()
 
@@ -148,36 +118,61 @@ class Run:
             "alerts": self.alerts,
         }
 
-    def execute(self) -> None:
-        """Steps until the last one or a stop request; then the score, the checkpoint and the report.
+    def __enter__(self) -> Recorder:
+        if self.display is not None:
+            self._stack.enter_context(self.display)
+        return self
 
-        Raises:
-            Exception: as a step raised it, after the last finished step was saved where that is possible.
-        """
-        trainer = self.trainer
-        try:
-            self.train()
-            if trainer.step not in (0, self.saved):
-                self.save(self.boundary, must=True)
-        except BaseException as error:
-            self.rescue(error)
-            raise
-        if self.stop.signal:
-            self.say(f"{self.stop.signal}: saved at step {trainer.step}; continue with --resume")
-        self.say(self.outcome())
-        self.say(f"report: {write_report(self.run_dir)}")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._stack:
+            if error is not None:
+                self.rescue(error)
 
-    def train(self) -> None:
-        """Steps, each written down and saved where that is due."""
-        trainer, config = self.trainer, self.config
-        if trainer.step == 0:
+    def on_progress(self, tokens: int, finished: int, total: int) -> None:
+        """Show how a rollout goes."""
+        if self.display:
+            self.display.rollout(tokens, finished, total)
+
+    def begin(self) -> None:
+        """Score the held-out questions before the first step."""
+        if self.trainer.step == 0:
             self.metrics.log(0, self.evaluate(None))
             self.boundary = self.capture()
-        while trainer.step < config.max_steps and not self.stop.signal:
-            self.record(trainer.train_step())
-            self.boundary = self.capture()
-            if config.checkpoint.every and trainer.step % config.checkpoint.every == 0:
-                self.save(self.boundary)
+
+    def record(self, result: StepResult) -> None:
+        """Write and show a finished step, score the held-out questions and save where that is due."""
+        step, config = self.trainer.step, self.config
+        metrics, timings = result.metrics, result.timings | {"memory/peak_bytes": peak_memory(self.trainer)}
+        last = step == config.max_steps
+        try:
+            if last or (config.evaluation.every and step % config.evaluation.every == 0):
+                metrics = metrics | self.evaluate(None if last else config.evaluation.size)
+        finally:
+            self.metrics.log(step, metrics, timings)
+        if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
+            self.samples.write(step, result.samples)
+        if self.display:
+            self.display.update(step, metrics, timings)
+        for alert in self.monitor.update(step, metrics):
+            self.alerts.append(alert.record())
+            self.say(alert.text)
+        self.boundary = self.capture()
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save(self.boundary)
+
+    def finish(self, signal: str | None) -> None:
+        """The last checkpoint, the outcome and the report; `signal` names what stopped the run early."""
+        if self.trainer.step not in (0, self.saved):
+            self.save(self.boundary, must=True)
+        if signal:
+            self.say(f"{signal}: saved at step {self.trainer.step}; continue with --resume")
+        self.say(self.outcome())
+        self.say(f"report: {write_report(self.run_dir)}")
 
     def rescue(self, error: BaseException) -> None:
         """After an error or an interruption: save the last finished step if the weights are still its own."""
@@ -202,24 +197,6 @@ class Run:
             step = trainer.step
             go_on = f"step {step} is safe; continue" if step else "nothing is trained yet; begin anew"
             self.say(f"{problem}: {go_on} with --resume")
-
-    def record(self, result: StepResult) -> None:
-        """Write and show a finished step, with the held-out score where one is due."""
-        step, config = self.trainer.step, self.config
-        metrics, timings = result.metrics, result.timings | {"memory/peak_bytes": peak_memory(self.trainer)}
-        last = step == config.max_steps
-        try:
-            if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                metrics = metrics | self.evaluate(None if last else config.evaluation.size)
-        finally:
-            self.metrics.log(step, metrics, timings)
-        if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
-            self.samples.write(step, self.trainer.pick_samples(result, config.logging.samples))
-        if self.display:
-            self.display.update(step, metrics, timings)
-        for alert in self.monitor.update(step, metrics):
-            self.alerts.append(alert.record())
-            self.say(alert.text)
 
     def evaluate(self, size: int | None) -> dict[str, float]:
         """Score the held-out questions, write it down, show it."""

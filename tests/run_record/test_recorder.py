@@ -15,6 +15,7 @@ from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.run import train
 from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.trainer import Trainer
+from grpo_fast.update import PolicyUpdate
 
 
 def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfig:
@@ -98,7 +99,7 @@ def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_
 
 
 def test_a_run_that_fails_in_its_first_step_says_that_nothing_is_trained(toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Trainer, "update", lambda *_: {}["bug"])
+    monkeypatch.setattr(PolicyUpdate, "run", lambda *_: {}["bug"])
 
     with pytest.raises(KeyError, match="bug"):
         train(in_process(toy, tmp_path / "failed", **NO_CHECKPOINTS))
@@ -154,16 +155,16 @@ def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_ch
     toy, tmp_path: Path, monkeypatch, capsys
 ):
     config = in_process(toy, tmp_path / "run", num_iterations=2, checkpoint={"every": 2}, max_steps=5)
-    optimise, calls = Trainer.optimise, []
+    backward, calls = PolicyUpdate.backward, []
 
-    def broken(self: Trainer, minibatch: Any) -> Any:
-        calls.append(self.step)
+    def broken(self: PolicyUpdate, *args: Any) -> Any:
+        calls.append(True)
         if len(calls) == 8:  # the second update of the fourth step
             raise KeyboardInterrupt
-        return optimise(self, minibatch)
+        return backward(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "optimise", broken)
+        patch.setattr(PolicyUpdate, "backward", broken)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     shown = " ".join(capsys.readouterr().out.split())

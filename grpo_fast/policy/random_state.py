@@ -1,0 +1,40 @@
+"""The global random states, taken and set again: of Python, NumPy, torch and the current CUDA device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, JSON) of the global random states."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    version, internal, gauss = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    return tensors, {"python": [version, list(internal), gauss], "numpy": [keys.tolist(), *rest]}
+
+
+def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Set what `capture_rng` gave.
+
+    Raises:
+        ValueError: the states include a CUDA device's and there is none here.
+    """
+    if "cuda" in tensors:
+        if not torch.cuda.is_available():
+            raise ValueError(
+                "the random states are those of a run with CUDA; resume it where CUDA is available"
+            )
+        torch.cuda.set_rng_state(tensors["cuda"])
+    torch.set_rng_state(tensors["cpu"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    keys, *rest = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
