@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +14,17 @@ import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
-from grpo_fast.data import PromptDataset, exclude_overlap, load_prompts
+from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_prompts
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
 from grpo_fast.plan import planned_kv_cache_bytes, resolve_auto
 from grpo_fast.policy import PolicyOptimizer, load_policy
 from grpo_fast.policy.random_state import restore_rng
-from grpo_fast.preference.assemble import build_preference_trainer
+from grpo_fast.preference.comparison import Comparison, with_order
+from grpo_fast.preference.data import load_comparisons, load_questions
+from grpo_fast.preference.scoring import reference_logprobs
+from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine, require_engine
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
@@ -175,6 +179,46 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
         stages=parts,
         judges=judges,
         held_out=held_out or (),
+    )
+
+
+def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
+    """With the reference's log-probabilities at hand, so that its model need not be in memory."""
+    section, ranks = config.preference, config.algorithm == "rank"
+    policy = load_policy(config.model)
+    holds_groups = ranks and section.answers is None
+    prompts = load_questions(config.dataset, policy.tokenizer, holds_groups=holds_groups)
+    load = partial(
+        load_comparisons,
+        tokenizer=policy.tokenizer,
+        preference=section,
+        ranks=ranks,
+        seed=config.seed,
+        end_ids=policy.eos_token_ids,
+    )
+    held_out: tuple[Comparison, ...] = ()
+    if config.evaluation.dataset is not None:
+        questions = load_questions(config.evaluation.dataset, policy.tokenizer, holds_groups=holds_groups)
+        prompts = exclude_overlap(prompts, questions)
+        held_out = with_order(load(questions, held_out=True).values())
+    comparisons = load(prompts)
+    reference = {}
+    if (section.ranking if ranks else section.loss).needs_reference:
+        folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
+        reference = reference_logprobs(
+            policy, comparisons, max_tokens=config.micro_batch_tokens, folder=folder
+        )
+    return PreferenceTrainer(
+        section,
+        ranks=ranks,
+        total_steps=config.max_steps,
+        micro_batch_tokens=config.micro_batch_tokens,
+        policy=policy,
+        optimizer=PolicyOptimizer(policy.trainable(), config.optimizer, total_steps=config.max_steps),
+        prompts=PromptSampler(prompts, config.prompts_per_step, seed=config.seed),
+        comparisons=comparisons,
+        reference=reference,
+        held_out=held_out,
     )
 
 

@@ -109,7 +109,7 @@ def pack(
     for index, sample in enumerate(samples):
         _check(sample, index)
     documents = _documents(samples, max_tokens, share_prompts)
-    batches = _balance([document.length for document in documents], max_tokens)
+    batches = balance([document.length for document in documents], max_tokens)
     return [_lay_out([documents[i] for i in batch], share_prompts).to(device) for batch in batches]
 
 
@@ -161,7 +161,7 @@ def _sharing_pays(length: int, prompt: int, completion: int) -> bool:
     return appended <= apart
 
 
-def _balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices into `lengths`, in the fewest bins for which longest-first placement keeps the budget."""
     oversize = [i for i, length in enumerate(lengths) if length > max_tokens]
     rest = sorted(

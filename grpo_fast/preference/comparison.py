@@ -1,10 +1,17 @@
-"""A prompt with completions of known worth: a pair, a labelled completion or a ranked group."""
+"""A prompt with completions of known worth, and what the losses take of several of them."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from grpo_fast.data.types import Prompt
+from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
+from grpo_fast.objective.ranking import RankedInputs
 
 
 @dataclass(frozen=True)
@@ -24,3 +31,96 @@ class Comparison:
     def sequences(self) -> tuple[tuple[int, ...], ...]:
         """Every completion that the reference model must score."""
         return self.completion_ids + ((self.mismatched_ids,) if self.mismatched_ids else ())
+
+
+def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Those that say which completion is better: a group that is all ties agrees with every order.
+
+    Raises:
+        ValueError: none is left.
+    """
+    ordered = tuple(comparison for comparison in comparisons if len(set(comparison.grades)) > 1)
+    if not ordered:
+        raise ValueError(
+            "evaluation.dataset: all responses of every group tie; there is no order to agree with"
+        )
+    return ordered
+
+
+def preference_totals(comparisons: Sequence[Comparison]) -> PreferenceTotals:
+    """Counts over the comparisons of a step."""
+    lengths, desirable = _lengths(comparisons), _desirable(comparisons)
+    return PreferenceTotals(
+        num_chosen=sum(desirable),
+        num_rejected=len(desirable) - sum(desirable),
+        chosen_tokens=sum(n for n, good in zip(lengths, desirable, strict=True) if good),
+    )
+
+
+def preference_inputs(
+    comparisons: Sequence[Comparison],
+    logprobs: Tensor,
+    reference: Tensor | None,
+    totals: PreferenceTotals,
+    kl: Tensor | None = None,
+) -> PreferenceInputs:
+    """Pairs, or for KTO single completions.
+
+    Args:
+        comparisons: P of them.
+        logprobs: (S,) of all their completions, in order.
+        reference: (S,) of the reference model.
+        totals: of the whole step.
+        kl: () KTO's reference point.
+    """
+    desirable = torch.tensor(_desirable(comparisons), device=logprobs.device)
+    lengths = logprobs.new_tensor(_lengths(comparisons))
+    weights = logprobs.new_tensor([comparison.weight for comparison in comparisons])
+    if kl is not None:
+        weights = torch.cat([weights[desirable], weights[~desirable]])
+    margins = logprobs.new_tensor([comparison.margin for comparison in comparisons])
+    return PreferenceInputs(
+        chosen_logprobs=logprobs[desirable],
+        rejected_logprobs=logprobs[~desirable],
+        chosen_lengths=lengths[desirable],
+        rejected_lengths=lengths[~desirable],
+        ref_chosen_logprobs=None if reference is None else reference[desirable],
+        ref_rejected_logprobs=None if reference is None else reference[~desirable],
+        margins=margins if any(comparison.margin for comparison in comparisons) else None,
+        weights=weights if any(comparison.weight != 1.0 for comparison in comparisons) else None,
+        kl=kl,
+        totals=totals,
+    )
+
+
+def ranked_inputs(
+    comparisons: Sequence[Comparison], logprobs: Tensor, reference: Tensor | None, total_groups: int
+) -> RankedInputs:
+    """Groups of any sizes; arguments as `preference_inputs` has them, `total_groups` of the whole step."""
+    device = logprobs.device
+    sizes = torch.tensor([len(comparison.completion_ids) for comparison in comparisons], device=device)
+    grades = [grade for comparison in comparisons for grade in comparison.grades]
+    behaviour = [
+        math.nan if logprob is None else logprob  # NaN where the data do not say
+        for c in comparisons
+        for logprob in c.behaviour_logprobs or (None,) * len(c.completion_ids)
+    ]
+    return RankedInputs(
+        logprobs=logprobs,
+        lengths=logprobs.new_tensor(_lengths(comparisons)),
+        grades=torch.tensor(grades, dtype=torch.float64, device=device),
+        group_ids=torch.repeat_interleave(torch.arange(len(comparisons), device=device), sizes),
+        num_groups=len(comparisons),
+        ref_logprobs=reference,
+        behaviour_logprobs=logprobs.new_tensor(behaviour),
+        weights=logprobs.new_tensor([comparison.weight for comparison in comparisons]),
+        total_groups=total_groups,
+    )
+
+
+def _lengths(comparisons: Sequence[Comparison]) -> list[int]:
+    return [len(ids) for comparison in comparisons for ids in comparison.completion_ids]
+
+
+def _desirable(comparisons: Sequence[Comparison]) -> list[bool]:
+    return [grade > 0 for comparison in comparisons for grade in comparison.grades]

@@ -6,16 +6,15 @@
 | dpo with `loss_type: kto` | `prompt`, `completion`, `label` (true: desirable), optional `weight` |
 | rank | `prompt`, `group`, optional `group_type` and `weight`; see `ranked` |
 
-Prompt and completions are text or conversations. With `preference.answers` the completions of `dpo` and
-`rank` are `rank` are made from the row's answer instead. The held-out set of a KTO run holds pairs.
+Prompt and completions are text or conversations. With `preference.answers` the completions of `dpo` (but not
+KTO) and of `rank` are made from the row's answer instead. The held-out set of a KTO run holds pairs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import PromptDataset, load_prompts
@@ -23,15 +22,24 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.objective.pairs import PreferenceLossConfig
-from grpo_fast.preference.answers import answer_group
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.ranked import RankedGroup, parse_group, read_ranked
-
-if TYPE_CHECKING:
-    from grpo_fast.config import TrainConfig
+from grpo_fast.preference.config import AnswersConfig, PreferenceConfig
+from grpo_fast.preference.ranked import (
+    Number,
+    RankedGroup,
+    RankedResponse,
+    Weighted,
+    parse_group,
+    read_ranked,
+    read_row,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class _Margin(Weighted):
+    margin: Number = 0.0
 
 
 class Completions:
@@ -85,23 +93,18 @@ class Completions:
 
 
 def load_questions(
-    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, config: TrainConfig
+    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, holds_groups: bool
 ) -> PromptDataset:
     """The prompts of a dataset of comparisons.
 
-    A file of ranked groups is read line by line first: Arrow reports a wrong type by column, for the whole
-    file.
+    A file of ranked groups (`holds_groups`) is read line by line first: Arrow reports a wrong type by column,
+    for the whole file.
 
     Raises:
         ValueError: a line that is no group, or what `load_prompts` refuses.
     """
-    ranked = config.algorithm == "rank" and config.preference.answers is None
-    if (
-        ranked
-        and dataset.source.endswith(".jsonl")
-        and not dataset.rename
-        and dataset.prompt_column == "prompt"
-    ):
+    as_written = dataset.source.endswith(".jsonl") and not dataset.rename
+    if holds_groups and as_written and dataset.prompt_column == "prompt":
         read_ranked(dataset.source)
     return load_prompts(dataset, tokenizer)
 
@@ -109,8 +112,10 @@ def load_questions(
 def load_comparisons(
     prompts: PromptDataset,
     tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
+    preference: PreferenceConfig,
     *,
+    ranks: bool,
+    seed: int,
     end_ids: Sequence[int] | None = None,
     held_out: bool = False,
 ) -> dict[int, Comparison]:
@@ -118,7 +123,8 @@ def load_comparisons(
 
     Args:
         prompts: as `load_questions` gives them, whatever columns they have.
-        config: decides what a row is.
+        preference: with `ranks` (`algorithm: rank`, rather than `dpo`) decides what a row is.
+        seed: of the wrong answers that `preference.answers` draws.
         end_ids: tokens that end a turn; None: the tokenizer's end token.
         held_out: for evaluation, where KTO too is judged on pairs.
 
@@ -126,76 +132,63 @@ def load_comparisons(
         ValueError: a row that is malformed, or that holds what the loss has no place for; the message names
             the row, the field and the remedy.
     """
-    complete = Completions(prompts.config, tokenizer, config.preference.max_completion_length, end_ids)
-    read: Callable[[Prompt, Completions, TrainConfig], Comparison] = _pair
-    if config.algorithm == "rank":
-        read = _ranked
-    elif not config.preference.loss.paired and not held_out:
-        read = _labelled
-    comparisons = {prompt.index: read(prompt, complete, config) for prompt in prompts}
-    if config.algorithm == "dpo" and not held_out:
-        _check_places(comparisons, config.preference.loss)
-    return _mismatch(comparisons) if read is _labelled else comparisons
+    complete = Completions(prompts.config, tokenizer, preference.max_completion_length, end_ids)
+    if not ranks and not preference.loss.paired and not held_out:
+        return _mismatch({prompt.index: _labelled(prompt, complete) for prompt in prompts})
+    read, answers = _ranked if ranks else _pair, preference.answers
+    comparisons = {}
+    for prompt in prompts:
+        made = None if answers is None else answer_group(prompt, answers, seed)
+        comparisons[prompt.index] = read(prompt, complete, made)
+        if not ranks and not held_out:
+            _check_place(prompt.index, comparisons[prompt.index], preference.loss)
+    return comparisons
 
 
-def _check_places(comparisons: Mapping[int, Comparison], loss: PreferenceLossConfig) -> None:
+def _check_place(row: int, comparison: Comparison, loss: PreferenceLossConfig) -> None:
     """At the start rather than at the first step that meets such a row."""
-    for index, comparison in comparisons.items():
-        if comparison.margin and not any(facts.takes_margins for facts in loss.facts):
-            raise ValueError(
-                f"row {index}: loss_type = {loss.loss_type!r} has no place for a margin (here "
-                f"{comparison.margin}); remove the column, or use weights"
-            )
-        if comparison.weight != 1.0 and loss.couples:
-            raise ValueError(
-                f"row {index}: loss_type = {loss.loss_type!r} sorts the pairs and has no place for a weight "
-                f"(here {comparison.weight}); remove the column"
-            )
+    if comparison.margin and not any(facts.takes_margins for facts in loss.facts):
+        raise ValueError(
+            f"row {row}: loss_type = {loss.loss_type!r} has no place for a margin (here "
+            f"{comparison.margin}); remove the column, or use weights"
+        )
+    if comparison.weight != 1.0 and loss.couples:
+        raise ValueError(
+            f"row {row}: loss_type = {loss.loss_type!r} sorts the pairs and has no place for a weight "
+            f"(here {comparison.weight}); remove the column"
+        )
 
 
-def _pair(prompt: Prompt, complete: Completions, config: TrainConfig) -> Comparison:
+def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
     columns = prompt.columns
-    if config.preference.answers is not None:
-        right, *wrong = answer_group(prompt, config.preference.answers, config.seed).responses
-        columns = {**columns, "chosen": right.response, "rejected": wrong[0].response}
+    if made is not None:
+        right, wrong, *_ = made.responses
+        columns = {**columns, "chosen": right.response, "rejected": wrong.response}
     chosen, rejected = (
         complete(prompt, _column(prompt, columns, name), name) for name in ("chosen", "rejected")
     )
     if chosen == rejected:
         raise ValueError(f"row {prompt.index}: chosen and rejected are the same; remove the row")
-    return Comparison(
-        prompt,
-        (chosen, rejected),
-        grades=(1.0, 0.0),
-        margin=_number(prompt, columns, "margin", 0.0),
-        weight=_weight(prompt, columns),
-    )
+    row = read_row(_Margin, columns, f"row {prompt.index}")
+    return Comparison(prompt, (chosen, rejected), (1.0, 0.0), row.margin, row.weight)
 
 
-def _labelled(prompt: Prompt, complete: Completions, config: TrainConfig) -> Comparison:
+def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
     completion = complete(prompt, _column(prompt, prompt.columns, "completion"), "completion")
     label = _column(prompt, prompt.columns, "label")
     if label not in (True, False):
         raise ValueError(f"row {prompt.index}: label = {label!r} must be true (desirable) or false")
-    return Comparison(
-        prompt,
-        (completion,),
-        grades=(float(label),),
-        margin=_number(prompt, prompt.columns, "margin", 0.0),
-        weight=_weight(prompt, prompt.columns),
-    )
+    row = read_row(_Margin, prompt.columns, f"row {prompt.index}")
+    if row.margin:
+        raise ValueError(
+            f"row {prompt.index}: kto has no place for a margin (here {row.margin}); remove the column, or "
+            "use weights"
+        )
+    return Comparison(prompt, (completion,), (float(label),), weight=row.weight)
 
 
-def _ranked(prompt: Prompt, complete: Completions, config: TrainConfig) -> Comparison:
-    if config.preference.answers is not None:
-        group = answer_group(prompt, config.preference.answers, config.seed)
-    else:
-        group = parse_group(prompt.columns, f"row {prompt.index}", prompt.prompt)
-    return ranked_comparison(prompt, group, complete)
-
-
-def ranked_comparison(prompt: Prompt, group: RankedGroup, complete: Completions) -> Comparison:
-    """A ranked group, tokenised."""
+def _ranked(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
+    group = made or parse_group(prompt.columns, f"row {prompt.index}", prompt.prompt)
     logprobs = tuple(response.logprob for response in group.responses)
     return Comparison(
         prompt,
@@ -224,15 +217,12 @@ def _mismatch(comparisons: dict[int, Comparison]) -> dict[int, Comparison]:
     }
 
 
-def _reply(prompt: Prompt, messages: list[Message], where: str) -> str:
+def _reply(prompt: Prompt, messages: list[Message], where: str) -> str | None:
     """The assistant's reply in a conversation that may repeat the prompt's turns before it."""
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise ValueError(f"{where} = {str(messages)[:80]!r} must be text or a list of messages")
-    asked = (
-        [{"role": "user", "content": prompt.prompt}]
-        if isinstance(prompt.prompt, str)
-        else list(prompt.prompt)
-    )
+    text = prompt.prompt
+    asked = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
     turns = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
     repeated = len(turns) - 1
     if not turns or turns[-1]["role"] != "assistant" or turns[:-1] != asked[len(asked) - repeated :]:
@@ -252,19 +242,51 @@ def _column(prompt: Prompt, columns: Mapping[str, Any], name: str) -> Any:
     return columns[name]
 
 
-def _number(prompt: Prompt, columns: Mapping[str, Any], name: str, default: float) -> float:
-    value = columns.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"row {prompt.index}: {name} = {value!r} must be a finite number")
-    return float(value)
+# --------------------------------------------------------------------- right answers against plausible ones
 
 
-def _weight(prompt: Prompt, columns: Mapping[str, Any]) -> float:
-    weight = _number(prompt, columns, "weight", 1.0)
-    if weight < 0:
+def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
+    """The right answer and `config.wrong` wrong ones, graded by nearness; the same for the same seed.
+
+    Raises:
+        ValueError: the row has no such column, or its value is no whole number.
+    """
+    if config.column not in prompt.columns:
         raise ValueError(
-            f"row {prompt.index}: weight = {weight} must not be negative; swap the completions instead"
+            f"preference.answers.column = {config.column!r} is no column of row {prompt.index}; there are "
+            f"{', '.join(sorted(prompt.columns))}"
         )
-    return weight
+    text = str(prompt.columns[config.column]).strip()
+    try:
+        right = int(text)
+    except ValueError:
+        raise ValueError(
+            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which "
+            "preference.answers makes wrong ones; give pairs or groups in the data instead"
+        ) from None
+    wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
+    return RankedGroup(
+        prompt.prompt,
+        tuple(
+            RankedResponse(config.template.format(answer=value), -float(abs(value - right)))
+            for value in [right, *wrong]
+        ),
+    )
+
+
+def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
+    """`n` different numbers that careless arithmetic gives for `right`.
+
+    Slips by one or two, a lost or extra carry, swapped digits, a turned sign.
+    """
+    slips = {right + step for step in (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)}
+    digits = str(abs(right))
+    if len(digits) > 1:
+        slips.add((-1 if right < 0 else 1) * int(digits[:-2] + digits[-1] + digits[-2]))
+    slips.add(-right)
+    slips.discard(right)
+    if n > len(slips):
+        raise ValueError(
+            f"preference.answers.wrong = {n} exceeds the {len(slips)} plausible errors for {right}"
+        )
+    return rng.sample(sorted(slips), n)

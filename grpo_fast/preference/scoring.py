@@ -1,9 +1,18 @@
-"""Log-probabilities of whole completions, packed so that the completions of a prompt share its tokens."""
+"""Log-probabilities of whole completions: of the policy, and once of the reference, which is kept on disk.
+
+Completions of a prompt share its tokens in a micro-batch. The reference is one pass of the untrained policy
+instead of a model in memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -11,9 +20,15 @@ from torch import Tensor
 
 from grpo_fast.head import linear_logprob
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
+from grpo_fast.policy.packing import balance
+from grpo_fast.preference.comparison import Comparison
 
 T = TypeVar("T")
+
+# Of the model's configuration; the dtype is the weights'.
+_UNRELATED = ("_name_or_path", "transformers_version", "dtype")
 
 
 @dataclass(frozen=True)
@@ -27,24 +42,6 @@ class Request:
         """Tokens of the completions and of the prompt, which they share or have one each."""
         prompts = 1 if shared else len(self.completion_ids)
         return prompts * len(self.prompt_ids) + sum(map(len, self.completion_ids))
-
-
-def split_by_tokens(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices into `sizes` in as few parts as longest-first placement finds, none over the budget.
-
-    An item larger than the budget gets a part of its own: it cannot be cut.
-    """
-    parts: list[list[int]] = []
-    loads: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        fitting = next((p for p, load in enumerate(loads) if load + sizes[i] <= max_tokens), None)
-        if fitting is None:
-            parts.append([i])
-            loads.append(sizes[i])
-        else:
-            parts[fitting].append(i)
-            loads[fitting] += sizes[i]
-    return [sorted(part) for part in parts]
 
 
 class RequestBatches(MicroBatchBudget):
@@ -61,6 +58,11 @@ class RequestBatches(MicroBatchBudget):
         self.policy = policy
         self.configured = configured
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a micro-batch now."""
+        return self.tokens(self.configured)
+
     def fit(self, requests: Sequence[Request], work: Callable[[list[list[int]]], T]) -> T:
         """What `work` makes of the indices of each micro-batch's requests; see `attempts`.
 
@@ -70,7 +72,7 @@ class RequestBatches(MicroBatchBudget):
         sizes = [request.num_tokens(shared=self.policy.shares_prompts) for request in requests]
         for attempt in self.attempts():
             with attempt:
-                parts = split_by_tokens(sizes, self.tokens(self.configured))
+                parts = balance(sizes, self.max_tokens)
                 attempt.sizes(max(sum(sizes[i] for i in part) for part in parts), max(sizes))
                 return work(parts)
         raise AssertionError("attempts end with a result or an error")
@@ -125,3 +127,88 @@ def score(requests: Sequence[Request], batches: RequestBatches) -> list[Tensor]:
         return scores
 
     return batches.fit(requests, of_parts)
+
+
+def reference_logprobs(
+    policy: Policy, comparisons: Mapping[int, Comparison], *, max_tokens: int, folder: Path | None = None
+) -> dict[int, Tensor]:
+    """For each comparison the log-probabilities of its `sequences` under the policy as it is before training.
+
+    Read from `folder` when a run with the same weights and the same tokens has been there, else computed
+    and written.
+
+    Args:
+        policy: untrained; new adapters change nothing yet.
+        comparisons: by row.
+        max_tokens: tokens of one forward.
+        folder: None: `reference` in the package's cache folder.
+
+    Raises:
+        ValueError: the cached file is damaged; the message names it.
+        OSError: the folder cannot be written.
+    """
+    folder = cache_folder() / "reference" if folder is None else folder
+    path = folder / f"{fingerprint(policy, comparisons)}.safetensors"
+    sizes = [len(comparison.sequences) for comparison in comparisons.values()]
+    if path.exists():
+        flat = _load(path, sum(sizes))
+    else:
+        requests = [Request(c.prompt.token_ids, c.sequences) for c in comparisons.values()]
+        flat = torch.cat(score(requests, RequestBatches(policy, max_tokens)))
+        _save(path, flat)
+    return dict(zip(comparisons, flat.split(sizes), strict=True))
+
+
+def fingerprint(policy: Policy, comparisons: Mapping[int, Comparison]) -> str:
+    """A hash of everything that the reference log-probabilities depend on.
+
+    The weights, bit by bit; what the model does with them; and the tokens, in which data and chat template
+    show.
+    """
+    digest = hashlib.sha256()
+    settings = policy.base_model.config.to_dict()
+    settings = {name: value for name, value in settings.items() if name not in _UNRELATED}
+    digest.update(
+        json.dumps([settings, policy.attention, policy.device.type], sort_keys=True, default=str).encode()
+    )
+    for name, weight in policy.named_weights():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for comparison in comparisons.values():
+        digest.update(repr((comparison.prompt.token_ids, comparison.sequences)).encode())
+    return digest.hexdigest()[:40]
+
+
+def _load(path: Path, count: int) -> Tensor:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        flat = load_file(path).get("logprobs")
+    except SafetensorError as error:
+        raise ValueError(
+            f"the cached reference log-probabilities {path} are damaged ({error}); delete the file"
+        ) from error
+    if flat is None or flat.shape != (count,):
+        raise ValueError(f"the cached reference log-probabilities {path} hold other data; delete the file")
+    return flat
+
+
+def _save(path: Path, flat: Tensor) -> None:
+    """Written beside its place and renamed, so that it is there whole or not at all."""
+    from safetensors.torch import save_file
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, work = tempfile.mkstemp(prefix=".reference-", dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise OSError(
+            f"the reference cache {path.parent} cannot be written ({error.strerror}); set GRPO_FAST_CACHE or "
+            "preference.reference_cache"
+        ) from error
+    try:
+        save_file({"logprobs": flat.contiguous()}, work)
+        os.replace(work, path)
+    finally:
+        Path(work).unlink(missing_ok=True)

@@ -6,10 +6,11 @@ them, step. The reference model has spoken before the first step and is not in m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +24,20 @@ from grpo_fast.objective.pairs import (
     preference_loss,
 )
 from grpo_fast.objective.ranking import ranking_loss
-from grpo_fast.objective.types import LossOutputs
+from grpo_fast.objective.types import LossOutputs, present
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.out_of_memory import optimizer_step
-from grpo_fast.preference.beta import BetaController
-from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.inputs import preference_inputs, preference_totals, ranked_inputs
-from grpo_fast.preference.ranking_metrics import GroupRanking, RankingEvaluation
+from grpo_fast.preference.comparison import (
+    Comparison,
+    preference_inputs,
+    preference_totals,
+    ranked_inputs,
+)
+from grpo_fast.preference.config import BetaConfig, PreferenceConfig
+from grpo_fast.preference.evaluation import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import Request, RequestBatches, pack_requests, score, sequence_logprobs
 from grpo_fast.run_record.clock import Clock
 from grpo_fast.run_record.logs import StepResult
-
-if TYPE_CHECKING:
-    from grpo_fast.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class PreferenceTrainer:
     """The state of a run, and the verbs that change it.
 
     Args:
+        preference: the losses, and how beta moves.
+        ranks: whether ranked groups are compared, instead of pairs or labelled completions.
+        total_steps: optimiser steps of the whole run.
+        micro_batch_tokens: tokens of a micro-batch, while the memory holds them.
         prompts: draws what a step compares.
         comparisons: the completions of each prompt, by its row.
         reference: log-probabilities of each comparison's `sequences`, by row; empty when the loss has no
@@ -61,8 +67,11 @@ class PreferenceTrainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        preference: PreferenceConfig,
         *,
+        ranks: bool,
+        total_steps: int,
+        micro_batch_tokens: int,
         policy: Policy,
         optimizer: PolicyOptimizer,
         prompts: PromptSampler,
@@ -70,18 +79,17 @@ class PreferenceTrainer:
         reference: Mapping[int, Tensor],
         held_out: Sequence[Comparison] = (),
     ) -> None:
-        self.config = config
+        self.preference = preference
         self.policy = policy
         self.optimizer = optimizer
         self.prompts = prompts
         self.comparisons = comparisons
         self.reference = reference
         self.held_out = held_out
-        self.batches = RequestBatches(policy, config.micro_batch_tokens)
+        self.batches = RequestBatches(policy, micro_batch_tokens)
         self.step = 0
-        section = config.preference
-        self.ranks = config.algorithm == "rank"
-        self.beta = BetaController(section.loss.beta, section.beta, total_steps=config.max_steps)
+        self.ranks = ranks
+        self.beta = BetaController(present(preference.loss.beta), preference.beta, total_steps=total_steps)
 
     def train_step(self) -> StepResult:
         """One optimiser step."""
@@ -94,7 +102,7 @@ class PreferenceTrainer:
         tokens = sum(request.num_tokens() for request in requests_of(comparisons))
         timings = {
             "tokens_per_second": tokens / clock.seconds["time/step"],
-            "memory/micro_batch_tokens": self.batches.tokens(self.config.micro_batch_tokens),
+            "memory/micro_batch_tokens": self.batches.max_tokens,
         }
         return StepResult(metrics, clock.seconds | timings)
 
@@ -113,16 +121,16 @@ class PreferenceTrainer:
             if learns:
                 metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
-            metrics["beta"] = constants.loss.beta
-            self.beta.observe(metrics["rewards/margins"] / constants.loss.beta)
+            metrics["beta"] = beta = present(constants.loss.beta)
+            self.beta.observe(metrics["rewards/margins"] / beta)
         return metrics
 
     def constants(self, comparisons: Sequence[Comparison]) -> StepConstants:
         """The beta in force, the step's counts, and for KTO the reference point of the whole step."""
-        loss = replace(self.config.preference.loss, beta=self.beta.value(self.step))
+        loss = replace(self.preference.loss, beta=self.beta.value(self.step))
         kl = None
         if not self.ranks and not loss.paired:
-            requests = [Request(c.prompt.token_ids, (c.mismatched_ids,)) for c in comparisons]
+            requests = [Request(c.prompt.token_ids, (present(c.mismatched_ids),)) for c in comparisons]
             now = torch.cat(score(requests, self.batches))
             before = torch.stack([self.reference[c.prompt.index][-1] for c in comparisons])
             kl = kto_reference_point(now, before).to(self.policy.device)
@@ -158,10 +166,10 @@ class PreferenceTrainer:
             parts = [self.reference[c.prompt.index][: len(c.completion_ids)] for c in comparisons]
             reference = torch.cat(parts).to(logprobs)
         if self.ranks:
-            inputs = ranked_inputs(comparisons, logprobs, reference, constants.num_comparisons)
-            return ranking_loss(inputs, self.config.preference.ranking)
-        inputs = preference_inputs(comparisons, logprobs, reference, constants.totals, constants.kl)
-        return preference_loss(inputs, constants.loss)
+            groups = ranked_inputs(comparisons, logprobs, reference, constants.num_comparisons)
+            return ranking_loss(groups, self.preference.ranking)
+        pairs = preference_inputs(comparisons, logprobs, reference, constants.totals, constants.kl)
+        return preference_loss(pairs, constants.loss)
 
     def backward(
         self, comparisons: Sequence[Comparison], constants: StepConstants
@@ -195,7 +203,7 @@ class PreferenceTrainer:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
         chosen = self.held_out[:size]
         scores = score(requests_of(chosen), self.batches)
-        section = self.config.preference
+        section = self.preference
         return RankingEvaluation(
             tuple(
                 GroupRanking(c.grades, tuple(s.tolist()), tuple(map(len, c.completion_ids)), c.group_type)
@@ -220,3 +228,59 @@ class PreferenceTrainer:
 
 def requests_of(comparisons: Sequence[Comparison]) -> list[Request]:
     return [Request(comparison.prompt.token_ids, comparison.completion_ids) for comparison in comparisons]
+
+
+def scheduled_beta(start: float, config: BetaConfig, step: int, total_steps: int) -> float:
+    """The beta of the step with this index, from 0: `start` at the first, `config.final` at the last."""
+    if config.schedule == "constant" or config.final is None:
+        return start
+    progress = min(1.0, step / max(1, total_steps - 1))
+    if config.schedule == "cosine":
+        progress = 0.5 * (1.0 - math.cos(math.pi * progress))
+    return start + (config.final - start) * progress
+
+
+class BetaController:
+    """Beta for each step, with a state that resumes exactly.
+
+    With `gap_gain` α the scheduled β₀ becomes β = (1 + α (g − g₀)) β₀, kept within [min, max], where g is the
+    mean log-ratio gap of chosen over rejected times β₀, and g₀ the running mean of the gaps before it (β-DPO,
+    arXiv 2407.08639, batch-level calibration). The gap is that of the step before: a step's own is known only
+    after its last micro-batch.
+
+    Args:
+        start: the beta of the loss's configuration.
+        config: the run's `preference.beta` section.
+        total_steps: optimiser steps of the whole run.
+    """
+
+    def __init__(self, start: float, config: BetaConfig, *, total_steps: int) -> None:
+        self._start = start
+        self._config = config
+        self._total_steps = total_steps
+        self._excess = 0.0  # of the last step's gap over the running mean before it, in log-ratio
+        self._running: float | None = None  # smoothed gap, in log-ratio
+
+    def value(self, step: int) -> float:
+        """The beta of the step with this index, from 0."""
+        config = self._config
+        beta = scheduled_beta(self._start, config, step, self._total_steps)
+        beta *= 1.0 + config.gap_gain * beta * self._excess
+        if config.max is not None:
+            beta = min(beta, config.max)
+        return beta if config.min is None else max(beta, config.min)
+
+    def observe(self, gap: float) -> None:
+        """Take note of a finished step's mean log-ratio gap, chosen less rejected, without beta."""
+        if self._running is None:
+            self._running = gap
+        smoothing = self._config.gap_smoothing
+        self._excess = gap - self._running
+        self._running = smoothing * self._running + (1 - smoothing) * gap
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"excess": self._excess, "running": self._running}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._excess, self._running = state["excess"], state["running"]

@@ -8,8 +8,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.preference.beta import BetaController
 from grpo_fast.preference.config import BetaConfig
+from grpo_fast.preference.trainer import BetaController
 
 
 def controller(total_steps: int = 5, **config: object) -> BetaController:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -82,17 +82,17 @@ class RankingEvaluation:
     @property
     def n(self) -> int:
         """Groups that count."""
-        return len(self._accuracies(self.groups, self.averaged))
+        return len(self._measure(pairwise_accuracy))
 
     @property
     def score(self) -> float:
         """Pairwise accuracy, mean over groups."""
-        return fmean(self._accuracies(self.groups, self.averaged))
+        return fmean(self._measure(pairwise_accuracy))
 
     @property
     def interval(self) -> Interval:
         """95 % confidence interval of `score`: groups are the independent units, not pairs."""
-        low, high = mean_interval(self._accuracies(self.groups, self.averaged))
+        low, high = mean_interval(self._measure(pairwise_accuracy))
         return max(0.0, low), min(1.0, high)
 
     @property
@@ -102,38 +102,33 @@ class RankingEvaluation:
         `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a
         type: 1 when the policy ranks all of them equally well.
         """
-        found: dict[str, float] = {}
-        for averaged, name in ((False, "sum"), (True, "mean")):
-            found[f"ranking/{name}/pairwise_accuracy"] = fmean(self._accuracies(self.groups, averaged))
-            found[f"ranking/{name}/top1_accuracy"] = fmean(
-                _defined(top1_accuracy(group.grades, group.scores(averaged)) for group in self.groups)
-            )
-            # A policy that gives all responses of a group one score agrees with no order.
-            found[f"ranking/{name}/kendall_tau"] = fmean(
-                0.0 if math.isnan(tau) else tau
-                for group in self.groups
-                if len(set(group.grades)) > 1
-                for tau in [kendall_tau_b(group.grades, group.scores(averaged))]
-            )
-        return found | self._by_type()
-
-    def _by_type(self) -> dict[str, float]:
-        found = {}
+        measures = {
+            "pairwise_accuracy": pairwise_accuracy,
+            "top1_accuracy": top1_accuracy,
+            "kendall_tau": _agreement,
+        }
+        found = {
+            f"ranking/{kind}/{name}": fmean(replace(self, averaged=averaged)._measure(measure))
+            for averaged, kind in ((False, "sum"), (True, "mean"))
+            for name, measure in measures.items()
+        }
         for kind in sorted({group.group_type for group in self.groups if group.group_type is not None}):
-            members = [group for group in self.groups if group.group_type == kind]
-            accuracies = self._accuracies(members, self.averaged)
-            if accuracies:
+            members = tuple(group for group in self.groups if group.group_type == kind)
+            if accuracies := replace(self, groups=members)._measure(pairwise_accuracy):
                 found[f"ranking/pairwise_accuracy/{kind}"] = fmean(accuracies)
                 found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(accuracies)
         return found
 
-    @staticmethod
-    def _accuracies(groups: Iterable[GroupRanking], averaged: bool) -> list[float]:
-        return _defined(pairwise_accuracy(group.grades, group.scores(averaged)) for group in groups)
+    def _measure(self, measure: Callable[[Sequence[float], Sequence[float]], float]) -> list[float]:
+        """Of the grades and the scores of each group that counts."""
+        groups = (group for group in self.groups if len(set(group.grades)) > 1)
+        return [measure(group.grades, group.scores(self.averaged)) for group in groups]
 
 
-def _defined(values: Iterable[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
+def _agreement(grades: Sequence[float], scores: Sequence[float]) -> float:
+    """Kendall's τ-b; a policy that gives all responses of a group one score agrees with no order."""
+    tau = kendall_tau_b(grades, scores)
+    return 0.0 if math.isnan(tau) else tau
 
 
 def _sign(x: float) -> int:
