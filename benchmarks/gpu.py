@@ -20,19 +20,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON = sys.executable
 DONE, FAILED, LATE, SKIPPED, RUNNING = "done", "failed", "out of time", "skipped", "running"
 SPENT = "the time is spent"
 LAST_MEASUREMENT, TO_SAVE = 45.0, 10.0  # seconds beyond a part's limit: to end by itself, and when told to
 SAVE_EVERY = 10.0  # seconds
-_CPUS = max(1, min(16, os.cpu_count() or 1) - 2)
 
 
 @dataclass(frozen=True)
@@ -43,106 +41,81 @@ class Part:
     what: str
     minutes: float
     command: tuple[str, ...]
-    missing: Callable[[], str | None] = lambda: None  # why it cannot run here
+    modules: tuple[str, ...] = ()  # that must be installed
+    tools: tuple[str, ...] = ()  # that must be on the path
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        absent = [f"{name} not installed" for name in self.modules if importlib.util.find_spec(name) is None]
+        absent += [f"{name} not on PATH" for name in self.tools if shutil.which(name) is None]
+        return ", ".join(absent) or None
 
 
-def _needs(*modules: str) -> Callable[[], str | None]:
-    def missing() -> str | None:
-        absent = [name for name in modules if importlib.util.find_spec(name) is None]
-        return f"{', '.join(absent)} not installed" if absent else None
-
-    return missing
+def _module(name: str, *options: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", f"benchmarks.{name}", "--json", "{json}", *options)
 
 
-def _needs_tools(*tools: str) -> Callable[[], str | None]:
-    def missing() -> str | None:
-        absent = [tool for tool in tools if shutil.which(tool) is None]
-        return f"{', '.join(absent)} not on PATH" if absent else _needs("pytest")()
-
-    return missing
+def _command(name: str, *options: str) -> tuple[str, ...]:
+    """A subcommand of `python -m benchmarks`."""
+    return (sys.executable, "-m", "benchmarks", name, "--minutes", "{minutes}", "--json", "{json}", *options)
 
 
-def _head(name: str, what: str, minutes: float, *options: str) -> Part:
-    usual = _command("head", what, minutes)
-    loss = () if "--loss" in options else ("--loss", "logprob")
-    return replace(usual, name=name, command=(*usual.command, "--tokens", "16384", *loss, *options))
+def _head(rows: str, sizes: tuple[str, str], *options: str, loss: str = "logprob") -> tuple[str, ...]:
+    """Of `head`, on rows of that kind, with H and V of `sizes`; several are separated by blanks."""
+    hidden, vocabulary = sizes
+    shape = ("--tokens", "16384", "--hidden", *hidden.split(), "--vocab", vocabulary)
+    return _command("head", "--loss", *loss.split(), "--rows", *rows.split(), *shape, *options)
 
 
-def _command(name: str, what: str, minutes: float, missing: Callable[[], str | None] = lambda: None) -> Part:
-    """A subcommand of `python -m benchmarks` as it is."""
-    command = (PYTHON, "-m", "benchmarks", name, "--minutes", "{minutes}", "--json", "{json}")
-    return Part(name, what, minutes, command, missing)
-
-
-def _tests(name: str, what: str, minutes: float, *options: str, tool: Sequence[str] = ()) -> Part:
+def _pytest(*options: str) -> tuple[str, ...]:
     # Verbose: what a test found is in the log even when the part runs out of time.
-    pytest = (PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short", *options)
-    missing = _needs_tools(tool[0]) if tool else _needs("pytest")
-    if not tool and importlib.util.find_spec("xdist"):
-        pytest = (*pytest, "-n", "8")  # most of the time goes into compiling
-    return Part(name, what, minutes, (*tool, *pytest), missing)
+    return (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short", *options)
 
 
-def _sanitizer(tool: str, minutes: float) -> Part:
+def _sanitizer(tool: str) -> Part:
     """Small cases of every kernel: checked accesses are slow."""
-    command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
+    checked = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
     cases = ("tests/kernels/test_sparse.py", "tests/kernels/test_select.py", "tests/head/test_stress.py")
     chosen = ("-m", "gpu or not gpu", "-k", "(pairs or row or small) and not hundred", "--maxfail=3", *cases)
-    return _tests(tool, f"compute-sanitizer {tool} on small kernels", minutes, *chosen, tool=command)
+    what = f"compute-sanitizer {tool} on small kernels"
+    return Part(tool, what, 4, (*checked, *_pytest(*chosen)), ("pytest",), checked[:1])
 
 
-OURS = ("--rows", "histogram", "--impl", "ours")
+_WORKERS = ("-n", "8") if importlib.util.find_spec("xdist") else ()  # most of the time goes into compiling
+_COMPILERS = str(max(1, min(16, os.cpu_count() or 1) - 2))
+_MIDDLE, _WIDE, _NARROW = ("2048", "151936"), ("4096", "128256"), ("896 1536", "151936")  # H, V
 PARTS = (
-    Part(
-        "environment",
-        "versions, tools, ceilings",
-        0.5,
-        (PYTHON, "-m", "benchmarks.machine", "--json", "{json}"),
-    ),
-    _command("smoke", "right or wrong, at the sizes of the goals; the first compilation", 1.8),
-    _head("goals-2048", "the head's goals, H = 2048, and flat rows", 1.3, "--rows", "histogram", "flat",
-          "--impl", "ours", "--hidden", "2048", "--vocab", "151936"),
-    _head("goals-4096", "the head's goals, H = 4096", 0.9, *OURS, "--hidden", "4096", "--vocab", "128256"),
-    _head("goals-small", "the head's goals, H = 896, and H = 1536", 1.2, *OURS, "--hidden", "896", "1536",
-          "--vocab", "151936"),
-    _command("crossover", "time against density, and where the exact backward overtakes", 1.2),
-    _head("peers", "every installed peer beside ours", 3, "--rows", "histogram", "--hidden", "2048",
-          "--vocab", "151936"),
-    Part(
-        "profile",
-        "kernels of one step, and the gap",
-        1,
-        (PYTHON, "-m", "benchmarks.profile_head", "--json", "{json}"),
-    ),
-    _head("peers-flat", "the same on rows where nothing can be left out", 3, "--rows", "flat", "--hidden",
-          "2048", "--vocab", "151936"),
-    _head("peers-losses", "GRPO, cross-entropy and DPO", 4, "--rows", "histogram", "--hidden", "2048",
-          "--vocab", "151936", "--mode", "forward_backward", "--trainable", "--loss", "grpo",
-          "cross_entropy", "dpo"),
-    Part(
-        "library",
-        "csrc/ built in place",
-        1,
-        (PYTHON, "setup.py", "-q", "build_ext", "--inplace"),
-        _needs("setuptools"),
-    ),
-    _command("kernels", "each kernel against the ceilings", 3),
-    _tests("tests", "kernels and head against their oracles on the GPU", 5, "-m", "gpu or not gpu",
-           "tests/head/test_accelerated.py", "tests/head/test_cuda.py", "tests/head/test_stress.py",
-           "tests/kernels", "--ignore=tests/kernels/test_aot.py"),
-    _command("scaling", "time and memory against N and V", 4),
-    _sanitizer("memcheck", 4),
-    _sanitizer("racecheck", 4),
-    _sanitizer("initcheck", 4),
-    _command("step", "one update of a real architecture", 5, _needs("transformers")),
-    _command("rollout", "an engine's cycle: generate, sleep, sync, wake", 5, _needs("vllm")),
-    Part(
-        "tune",
-        "every kernel's sizes, and csrc/ against Triton",
-        7,
-        (PYTHON, "-m", "benchmarks.tune", "--minutes", "{minutes}", "--processes", str(_CPUS), "--out",
-         "{json}", "--log", "{log}"),
-    ),
+    Part("environment", "versions, tools, ceilings", 0.5, _module("machine")),
+    Part("smoke", "right or wrong, at the sizes of the goals; the first compilation", 1.8, _command("smoke")),
+    Part("goals-2048", "the head's goals, H = 2048, and flat rows", 1.3,
+         _head("histogram flat", _MIDDLE, "--impl", "ours")),
+    Part("goals-4096", "the head's goals, H = 4096", 0.9, _head("histogram", _WIDE, "--impl", "ours")),
+    Part("goals-small", "the head's goals, H = 896, and H = 1536", 1.2,
+         _head("histogram", _NARROW, "--impl", "ours")),
+    Part("crossover", "time against density, and where the exact backward overtakes", 1.2,
+         _command("crossover")),
+    Part("peers", "every installed peer beside ours", 3, _head("histogram", _MIDDLE)),
+    Part("profile", "kernels of one step, and the gap", 1, _module("profile_head")),
+    Part("peers-flat", "the same on rows where nothing can be left out", 3, _head("flat", _MIDDLE)),
+    Part("peers-losses", "GRPO, cross-entropy and DPO", 4,
+         _head("histogram", _MIDDLE, "--mode", "forward_backward", "--trainable",
+               loss="grpo cross_entropy dpo")),
+    Part("library", "csrc/ built in place", 1,
+         (sys.executable, "setup.py", "-q", "build_ext", "--inplace"), ("setuptools",)),
+    Part("kernels", "each kernel against the ceilings", 3, _command("kernels")),
+    Part("tests", "kernels and head against their oracles on the GPU", 5,
+         _pytest("-m", "gpu or not gpu", *_WORKERS, "tests/head/test_accelerated.py",
+                 "tests/head/test_cuda.py", "tests/head/test_stress.py", "tests/kernels",
+                 "--ignore=tests/kernels/test_aot.py"),
+         ("pytest",)),
+    Part("scaling", "time and memory against N and V", 4, _command("scaling")),
+    *map(_sanitizer, ("memcheck", "racecheck", "initcheck")),
+    Part("step", "one update of a real architecture", 5, _command("step"), ("transformers",)),
+    Part("rollout", "an engine's cycle: generate, sleep, sync, wake", 5, _command("rollout"), ("vllm",)),
+    Part("tune", "every kernel's sizes, and csrc/ against Triton", 7,
+         (sys.executable, "-m", "benchmarks.tune", "--minutes", "{minutes}", "--processes", _COMPILERS,
+          "--out", "{json}", "--log", "{log}")),
 )  # fmt: skip
 """By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 
@@ -158,17 +131,18 @@ def run_part(
     Args:
         save: told every few seconds what there is so far.
     """
-    if why := part.missing():
-        return {"state": SKIPPED, "why": why}
+    if part.missing:
+        return {"state": SKIPPED, "why": part.missing}
     deadline = time.monotonic() + 60 * minutes
-    found = _run_command(part, part.command, minutes, folder, log, save)
+    found = _run_command(part.name, part.command, deadline, folder, log, save)
     broken: list[str] = []
     while (culprit := _culprit(found)) not in (None, *broken) and time.monotonic() < deadline:
         broken.append(culprit)
-        left = (deadline - time.monotonic()) / 60
         before = {"broke the device": list(broken), "before": found}
         command = (*part.command, "--without", *broken)
-        again = _run_command(part, command, left, folder, log, lambda so_far, b=before: save(so_far | b))
+        again = _run_command(
+            part.name, command, deadline, folder, log, lambda so_far, b=before: save(so_far | b)
+        )
         found = again | before
     return found
 
@@ -179,56 +153,59 @@ def _culprit(found: dict[str, Any]) -> str | None:
 
 
 def _run_command(
-    part: Part,
+    name: str,
     command: Sequence[str],
-    minutes: float,
+    deadline: float,
     folder: Path,
     log: Any,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    place = folder / f"{part.name}.json"
-    values = {"{json}": str(place), "{log}": f"{place}.log", "{minutes}": f"{minutes:.2f}"}
-    filled = [values.get(word, word) for word in command]
+    place = folder / f"{name}.json"
     for left_over in folder.glob(f"{place.name}*"):
         left_over.unlink()
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
-    environment.pop("TRITON_INTERPRET", None)
     start = time.monotonic()
+    minutes = f"{(deadline - start) / 60:.2f}"
+    values = {"{json}": str(place), "{log}": f"{place}.log", "{minutes}": minutes}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
     child = subprocess.Popen(
-        filled, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        [values.get(word, word) for word in command],
+        cwd=ROOT,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
-    try:
-        # A command that keeps its own budget may finish its last measurement.
-        limit = 60 * minutes + (LAST_MEASUREMENT if "{minutes}" in command else 0)
-        code = _wait(child, limit, lambda: save({"state": RUNNING} | _written(place)))
-        state = DONE if code == 0 else FAILED
-    except subprocess.TimeoutExpired:
-        code, state = _end(child), LATE
+    # A command that keeps its own budget may finish its last measurement.
+    deadline += LAST_MEASUREMENT if "{minutes}" in command else 0
+    state = RUNNING
+    while state == RUNNING:
+        left = deadline - time.monotonic()
+        try:
+            code = child.wait(min(SAVE_EVERY, max(left, 0.0)))
+            state = DONE if code == 0 else FAILED
+        except subprocess.TimeoutExpired:
+            if left > SAVE_EVERY:
+                save({"state": RUNNING} | _written(place))
+            else:
+                code, state = _end(child), LATE
     seconds = round(time.monotonic() - start, 1)
     return {"state": state, "exit_code": code, "seconds": seconds} | _written(place)
 
 
-def _wait(child: subprocess.Popen, seconds: float, meanwhile: Callable[[], None]) -> int:
-    """Its exit code.
-
-    Raises:
-        subprocess.TimeoutExpired: it runs on.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return child.wait(min(SAVE_EVERY, max(left, 0.0)))
-        except subprocess.TimeoutExpired:
-            if left <= SAVE_EVERY:
-                raise
-            meanwhile()
-
-
 def _written(place: Path) -> dict[str, Any]:
-    """What a command has left in its files."""
-    files = {suffix: Path(f"{place}{suffix}") for suffix in ("", ".log")}
-    return {f"result{suffix}": _read(file) for suffix, file in files.items() if file.is_file()}
+    """What a command has left in its files: JSON, or the text of half a file where it was killed."""
+    found = {}
+    for suffix in ("", ".log"):
+        file = Path(f"{place}{suffix}")
+        if file.is_file():
+            text = file.read_text()
+            try:
+                found[f"result{suffix}"] = json.loads(text)
+            except ValueError:
+                found[f"result{suffix}"] = text
+    return found
 
 
 def _end(child: subprocess.Popen) -> int:
@@ -241,19 +218,6 @@ def _end(child: subprocess.Popen) -> int:
     return child.wait()
 
 
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def _read(path: Path) -> Any:
-    """A part that was killed may leave half a file: then its text."""
-    text = path.read_text()
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
     """Runs parts until all are done or the time is spent; 0 when every part that ran was done."""
     out.mkdir(parents=True, exist_ok=True)
@@ -264,7 +228,9 @@ def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
 
     def save(name: str, result: dict[str, Any]) -> None:
         found[name] = earlier[name] if result.get("why") == SPENT and name in earlier else result
-        _save(out / "results.json", {"started": started, "parts": earlier | found})
+        temporary = out / "results.json.part"
+        temporary.write_text(json.dumps({"started": started, "parts": earlier | found}, indent=1) + "\n")
+        os.replace(temporary, out / "results.json")  # at once: a reader sees the state before or after it
 
     with tempfile.TemporaryDirectory() as folder, (out / "log.txt").open("a") as log:
         for part in parts:
@@ -297,13 +263,6 @@ def unpack(out: Path, folder: Path) -> int:
             path.write_text(json.dumps(part["result"], indent=1, ensure_ascii=False) + "\n")
             print(path)
     return 0
-
-
-def _save(path: Path, found: dict[str, Any]) -> None:
-    """Replaced at once: a reader sees the state before or after a part."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def main(arguments: list[str] | None = None) -> int:
