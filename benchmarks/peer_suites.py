@@ -2,8 +2,10 @@
 
 DIR holds one folder for each suite, a checkout of that project: trl, liger, cce, verl, prime_rl; those that
 are missing are left out. Tests are copied to a scratch folder, our functions take the peers' names there
-(`benchmarks.peer_aliases`), and pytest runs in a process of its own. Without a GPU the copies compute on the
+(`benchmarks.peer_projects`), and pytest runs in a process of its own. Without a GPU the copies compute on the
 CPU. Printed for each suite: passed, failed, deselected, skipped, and every failure's kind.
+
+This module is pytest's plugin in that process: it deselects by name, and records every result as it comes.
 """
 
 from __future__ import annotations
@@ -17,154 +19,26 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import environment
+from benchmarks.peer_projects import SUITES, Suite
+from benchmarks.session import write_json
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parents[1]
 UNKNOWN = "unexplained"
-
-VERL_DRIVER = """
-import pytest
-import torch
-from linear_cross_entropy_case import TestLinearCrossEntropy as Case
-
-Case.__test__ = False
-
-
-class _Event:
-    def __init__(self, **_): pass
-    def record(self): pass
-    def elapsed_time(self, _): return 0.0
-
-
-@pytest.mark.parametrize("index", range(5))
-def test_forward_and_backward(index, monkeypatch):
-    case = Case(index)
-    if not torch.cuda.is_available():
-        for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(torch.cuda, "Event", _Event)
-        full = case.generate_hyper
-
-        def reduced():
-            full()
-            case.num_tokens, case.vocab_size = case.num_tokens // 16, case.vocab_size // 16
-
-        case.generate_hyper = reduced
-    case.verify_correctness(iterations=2)
-"""
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A project's tests of what we replace."""
-
-    url: str
-    distribution: str  # the installed package whose version is recorded
-    copied: dict[str, str]  # from the checkout into the scratch folder
-    tests: tuple[str, ...]  # pytest's arguments, in the scratch folder
-    written: dict[str, str] = field(default_factory=dict)  # files of the scratch folder, and their text
-    import_path: tuple[str, ...] = (".",)  # in the scratch folder
-    on_cpu: tuple[tuple[str, str], ...] = ()  # replaced in the tests where there is no GPU
-    deselect: dict[str, str] = field(default_factory=dict)  # pattern of a test's name: why
-    gpu_only: dict[str, str] = field(default_factory=dict)  # the same, where there is no GPU
-    large: dict[str, str] = field(default_factory=dict)  # the same, unless --large
-    failures: dict[str, str] = field(default_factory=dict)  # pattern of name and message: kind
-
-
-TO_CPU = (
-    ('device="cuda"', 'device="cpu"'),
-    ("skipif(not torch.cuda.is_available()", "skipif(False"),
-    ("torch.bfloat16 and not torch.cuda.is_available()", "False"),
-    ("torch.cuda.manual_seed", "torch.manual_seed"),
-)
-SUITES = {
-    "trl": Suite(
-        url="https://github.com/huggingface/trl",
-        distribution="trl",
-        copied={"tests/test_kernels.py": "tests/test_kernels.py"},
-        tests=("tests/test_kernels.py",),
-        written={
-            "tests/__init__.py": "",
-            "tests/testing_utils.py": "def require_torch_accelerator(test):\n    return test\n",
-        },
-        deselect={
-            "TestLogProbEntropy": "tests a kernel on logits, which has no counterpart of ours",
-            "TestChunkedLogProbFunction::test_forward": "patches torch.mm and counts TRL's own chunks",
-        },
-        failures={
-            r"bfloat16|test_bias\[dtype1\]": "logits are float32, where the test rounds them to bfloat16",
-            "test_is_top1_matches_argmax_with_ties": "of two equal rows of the head each is the argmax",
-        },
-    ),
-    "liger": Suite(
-        url="https://github.com/linkedin/Liger-Kernel",
-        distribution="liger-kernel",
-        copied={
-            "test/__init__.py": "test/__init__.py",
-            "test/conftest.py": "test/conftest.py",
-            "test/utils.py": "test/utils.py",
-            "test/chunked_loss": "test/chunked_loss",
-        },
-        tests=tuple(
-            f"test/chunked_loss/test_{kind}_loss.py"
-            for kind in ("grpo", "dpo", "orpo", "simpo", "cpo", "kto")
-        ),
-        gpu_only={"triton_(grpo|loss)|triton.*grpo": "Liger's own Triton kernel on a GPU"},
-        large={"8-128-1024-4096": "large shape, some ten seconds a test on a CPU: --large"},
-        failures={
-            "luspo.*dtype0.*4096": "the reference rounds logits to bfloat16, and luspo multiplies by lengths"
-        },
-    ),
-    "cce": Suite(
-        url="https://github.com/apple/ml-cross-entropy",
-        distribution="cut-cross-entropy",
-        copied={
-            "cut_cross_entropy": "cut_cross_entropy",
-            "tests/test_cce_loss_forward.py": "test_cce_loss_forward.py",
-            "tests/test_cce_loss_backward.py": "test_cce_loss_backward.py",
-            "tests/test_vocab_parallel.py": "test_vocab_parallel.py",
-        },
-        tests=("test_vocab_parallel.py", "test_cce_loss_forward.py", "test_cce_loss_backward.py"),
-        on_cpu=TO_CPU,
-        deselect={
-            "torch_compile": "CCE's own torch.compile implementation",
-            "test_partition_n_into_range": "CCE's own arithmetic of ranges",
-        },
-        gpu_only={r"test_loss_backward.*cce_exact": "on a CPU the same function of ours as for 'cce'"},
-    ),
-    "verl": Suite(
-        url="https://github.com/volcengine/verl",
-        distribution="verl",
-        copied={"tests/utils/test_linear_cross_entropy.py": "linear_cross_entropy_case.py"},
-        tests=("test_linear_cross_entropy.py",),
-        written={"test_linear_cross_entropy.py": VERL_DRIVER},
-        # verl's own baseline takes labels (1, N) through flash-attention only.
-        on_cpu=(*TO_CPU, ("labels=labels, inplace", "labels=labels.squeeze(0), inplace")),
-    ),
-    "prime_rl": Suite(
-        url="https://github.com/PrimeIntellect-ai/prime-rl",
-        distribution="prime-rl",
-        copied={
-            "pyproject.toml": "pyproject.toml",
-            "src/prime_rl": "src/prime_rl",
-            "packages/prime-rl-configs/src": "configs",
-            "tests/unit/train/rl/test_fused_lm_head.py": "test_fused_lm_head.py",
-        },
-        tests=("test_fused_lm_head.py",),
-        import_path=("src", "configs"),
-        on_cpu=(('"cuda"', '"cpu"'),),
-    ),
-}
+OUTCOMES = ("passed", "failed", "deselected", "skipped")
+REPORT, DESELECT = "PEER_REPORT", "PEER_DESELECT"  # variables: a file of JSON lines, and {pattern: reason}
 
 
 def prepare(name: str, source: Path, scratch: Path) -> None:
@@ -179,28 +53,15 @@ def prepare(name: str, source: Path, scratch: Path) -> None:
             raise ValueError(f"{source} has no {origin}: give a checkout of {suite.url}")
         place = scratch / target
         place.parent.mkdir(parents=True, exist_ok=True)
-        if (source / origin).is_dir():
-            shutil.copytree(source / origin, place)
-        else:
-            shutil.copy(source / origin, place)
+        copy = shutil.copytree if (source / origin).is_dir() else shutil.copy
+        copy(source / origin, place)
     for target, text in suite.written.items():
         (scratch / target).write_text(text)
-    for target in _test_files(suite, scratch):
-        # In the file, so that processes which a test spawns see the names, too.
-        alias = f"from benchmarks.peer_aliases import {name} as _alias\n\n_alias()\n"
-        text = target.read_text()
+    for test in [*scratch.rglob("test_*.py"), *scratch.rglob("*_case.py")]:
+        text = test.read_text()
         for old, new in () if torch.cuda.is_available() else suite.on_cpu:
             text = text.replace(old, new)
-        target.write_text(alias + text)
-
-
-def _test_files(suite: Suite, scratch: Path) -> Iterator[Path]:
-    for target in suite.copied.values():
-        place = scratch / target
-        if place.suffix == ".py" and place.name not in ("__init__.py", "conftest.py", "utils.py"):
-            yield place
-        elif place.is_dir():
-            yield from place.rglob("test_*.py")
+        test.write_text(f"from benchmarks.peer_projects import {name} as _alias\n\n_alias()\n{text}")
 
 
 def run_suite(
@@ -214,34 +75,31 @@ def run_suite(
         extra: arguments of pytest.
     """
     suite = SUITES[name]
+    on_gpu = torch.cuda.is_available()
+    left_out = suite.deselect | ({} if on_gpu else suite.gpu_only | ({} if large else suite.large))
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         prepare(name, source, scratch)
         report = scratch / "results.jsonl"
-        dropped = dict(suite.deselect)
-        if not torch.cuda.is_available():
-            dropped |= suite.gpu_only | ({} if large else suite.large)
-        paths = [*(str(scratch / path) for path in suite.import_path), str(ROOT)]
-        command = [sys.executable, "-m", "pytest", *suite.tests, "-p", "benchmarks.peer_plugin", "-q"]
-        command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short"]
+        command = [sys.executable, "-m", "pytest", *suite.tests, "-p", "benchmarks.peer_suites", "-q"]
+        command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short", *extra]
         environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PEER_REPORT": str(report),
-            "PEER_DESELECT": json.dumps(dropped),
-            "TORCHDYNAMO_DISABLE": "0" if torch.cuda.is_available() else "1",
+            "PYTHONPATH": os.pathsep.join([*(str(scratch / p) for p in suite.import_path), str(ROOT)]),
+            REPORT: str(report),
+            DESELECT: json.dumps(left_out),
+            "TORCHDYNAMO_DISABLE": "0" if on_gpu else "1",
         }
-        finished = True
+        finished, output = True, ""
         try:
             done = subprocess.run(
-                [*command, *extra], cwd=scratch, env=environ, capture_output=True, text=True,
-                timeout=seconds,
-            )  # fmt: skip
+                command, cwd=scratch, env=environ, capture_output=True, text=True, timeout=seconds
+            )
             output = done.stdout + done.stderr
         except subprocess.TimeoutExpired:
-            finished, output = False, ""
+            finished = False
         lines = report.read_text().splitlines() if report.exists() else []
     return {
-        "commit": commit_of(source),
+        "commit": _commit(source),
         "installed": _version(suite.distribution),
         "finished": finished,
         **outcome(suite, [json.loads(line) for line in lines]),
@@ -253,42 +111,40 @@ def outcome(suite: Suite, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts, reasons for what was deselected, and each failure with its kind."""
     tests = [result for result in results if "test" in result]
     counts = Counter(test["outcome"] for test in tests)
-    failures = [
-        {"test": test["test"], "kind": kind_of(suite, test), "message": _last_line(test["message"])}
-        for test in tests
-        if test["outcome"] == "failed"
-    ]
     return {
-        **{name: counts[name] for name in ("passed", "failed", "deselected", "skipped")},
+        **{name: counts[name] for name in OUTCOMES},
         "selected": sum(result.get("selected", 0) for result in results),
         "reasons": {
             name: dict(Counter(test["message"] for test in tests if test["outcome"] == name))
             for name in ("deselected", "skipped")
         },
-        "failures": failures,
+        "failures": [
+            {"test": test["test"], "kind": _kind(suite, test), "message": _errors(test["message"])}
+            for test in tests
+            if test["outcome"] == "failed"
+        ],
     }
 
 
-def kind_of(suite: Suite, test: dict[str, Any]) -> str:
+def _kind(suite: Suite, test: dict[str, Any]) -> str:
     """What is known of such a failure."""
     text = f"{test['test']}\n{test['message']}"
     return next((kind for pattern, kind in suite.failures.items() if re.search(pattern, text)), UNKNOWN)
 
 
-def _last_line(message: str) -> str:
-    errors = [
-        line[2:].strip() for line in message.splitlines() if line.startswith("E ") and "File" not in line
-    ]
+def _errors(message: str) -> str:
+    lines = message.splitlines()
+    errors = [line[2:].strip() for line in lines if line.startswith("E ") and "File" not in line]
     return " ".join(errors)[:300] or message[-300:]
 
 
-def commit_of(source: Path) -> str | None:
+def _commit(source: Path) -> str | None:
     """Of a git checkout, or as a file COMMIT beside an unpacked archive says."""
     if (source / "COMMIT").is_file():
         return (source / "COMMIT").read_text().strip()
-    command = ["git", "-C", str(source), "rev-parse", "HEAD"]
     if not (source / ".git").exists():
         return None
+    command = ["git", "-C", str(source), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -299,17 +155,49 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+# The plugin -----------------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    reasons = json.loads(os.environ[DESELECT])
+    kept, dropped = [], []
+    for item in items:
+        why = next((why for pattern, why in reasons.items() if re.search(pattern, item.nodeid)), None)
+        (kept if why is None else dropped).append(item)
+        if why is not None:
+            _record(test=item.nodeid, outcome="deselected", message=why)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+    _record(selected=len(kept))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _record(test=report.nodeid, outcome="failed", message=report.longreprtext[-2000:])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or not report.passed:
+        message = report.longreprtext[-2000:] if report.failed else ""
+        if report.skipped and isinstance(report.longrepr, tuple):
+            message = str(report.longrepr[-1])
+        _record(test=report.nodeid, outcome=report.outcome, message=message, seconds=report.duration)
+
+
+def _record(**values: Any) -> None:
+    with open(os.environ[REPORT], "a", encoding="utf-8") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+# The command ----------------------------------------------------------------------------------------------
+
+
 def table(outcomes: dict[str, dict[str, Any]]) -> Table:
-    columns = ("passed", "failed", "deselected", "skipped")
-    shown = Table("suite", "commit", *columns, "not reached")
+    shown = Table("suite", "commit", *OUTCOMES, "not reached")
     for name, found in outcomes.items():
         reached = found["passed"] + found["failed"] + found["skipped"]
-        shown.add_row(
-            name,
-            (found["commit"] or "-")[:10],
-            *(str(found[column]) for column in columns),
-            str(max(0, found["selected"] - reached)),
-        )
+        counts = [*(found[outcome] for outcome in OUTCOMES), max(0, found["selected"] - reached)]
+        shown.add_row(name, (found["commit"] or "-")[:10], *map(str, counts))
     return shown
 
 
@@ -327,19 +215,19 @@ def main(given: Sequence[str] | None = None) -> int:
     console = Console(markup=False, highlight=False, soft_wrap=True)
     outcomes: dict[str, dict[str, Any]] = {}
     for name in options.suite:
-        if not (options.source / name).is_dir():
-            console.print(f"{name}: no folder {options.source / name}; a checkout of {SUITES[name].url}")
+        source = options.source / name
+        if not source.is_dir():
+            console.print(f"{name}: no folder {source}; a checkout of {SUITES[name].url}")
             continue
-        outcomes[name] = run_suite(
-            name, options.source / name, 60 * options.minutes, options.pytest, options.large
-        )
-        for what, reasons in outcomes[name]["reasons"].items():
+        found = run_suite(name, source, 60 * options.minutes, options.pytest, options.large)
+        outcomes[name] = found
+        for what, reasons in found["reasons"].items():
             for reason, count in reasons.items():
                 console.print(f"{name}: {count} {what}: {reason}")
-        for failure in outcomes[name]["failures"]:
+        for failure in found["failures"]:
             console.print(f"{name}: failed {failure['test']}: {failure['kind']}: {failure['message']}")
-        if "output" in outcomes[name]:
-            console.print(f"{name}: pytest did not start:\n{outcomes[name]['output']}")
+        if "output" in found:
+            console.print(f"{name}: pytest did not start:\n{found['output']}")
         if options.json:
             _save(options.json, outcomes)
     console.print(table(outcomes))
@@ -351,7 +239,7 @@ def _save(path: Path, outcomes: dict[str, dict[str, Any]]) -> None:
     kept = json.loads(path.read_text()).get("suites", {}) if path.exists() else {}
     about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     about.pop("command", None)  # full of local paths
-    path.write_text(json.dumps({"environment": about, "suites": kept | outcomes}, indent=1) + "\n")
+    write_json(path, {"environment": about, "suites": kept | outcomes})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import peer_suites
-from benchmarks.peer_suites import SUITES, outcome, prepare, run_suite
+from benchmarks.peer_projects import SUITES
+from benchmarks.peer_suites import outcome, prepare, run_suite
 
 TEST = """
 from trl.kernels import ChunkedLogProbFunction
@@ -66,7 +67,7 @@ def test_the_names_are_taken_in_the_test_file_itself(trl_source, tmp_path):
     prepare("trl", trl_source, scratch)
 
     text = (scratch / "tests" / "test_kernels.py").read_text()
-    assert text.startswith("from benchmarks.peer_aliases import trl as _alias")
+    assert text.startswith("from benchmarks.peer_projects import trl as _alias")
     assert (scratch / "tests" / "testing_utils.py").exists()
     assert (trl_source / "tests" / "test_kernels.py").read_text() == TEST
 
