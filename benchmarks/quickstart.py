@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,22 +21,16 @@ from grpo_fast.run_record.jsonl import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
 from grpo_fast.run_record.summary import duration_text, score_text
 
+from .session import write_json
+
 
 def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """One run in a process of its own, and what it recorded."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        command = [
-            sys.executable,
-            "-m",
-            "grpo_fast",
-            "train",
-            recipe,
-            f"output_dir={run_dir}",
-            f"seed={seed}",
-        ]
+        given = [recipe, f"output_dir={run_dir}", f"seed={seed}", "--plain", *overrides]
         start = time.perf_counter()
-        subprocess.run([*command, "--plain", *overrides], check=True)
+        subprocess.run([sys.executable, "-m", "grpo_fast", "train", *given], check=True)
         wall = time.perf_counter() - start
         before, *_, after = (e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out")
         timings = read_jsonl(run_dir / TIMINGS_FILE)
@@ -83,8 +76,7 @@ def main() -> None:
     for seed in args.seeds:
         runs.append(run_recipe(args.recipe, seed, args.overrides))
         if args.json:
-            record = {"recipe": args.recipe, "overrides": args.overrides, "runs": runs}
-            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_json(args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": runs})
     Console().print(table(runs))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,8 @@ from grpo_fast import linear_logprob
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 from grpo_fast.run_record.provenance import provenance
 
-FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLERANCE:g}"
+from .session import write_json
+
 VOCABULARY, STRIDE = 2048, 128  # 16 tiles; each of the task's symbols lies in one of its own
 DIGITS, LENGTH = 10, 5
 ARROW, END = STRIDE * DIGITS, STRIDE * (DIGITS + 1)
@@ -40,16 +40,11 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def head(tolerance: float) -> Logprobs:
-    return lambda hidden, weight, targets: (
-        linear_logprob(hidden, weight, targets, tolerance=tolerance).logprob
-    )
+    return lambda *problem: linear_logprob(*problem, tolerance=tolerance).logprob
 
 
-VARIANTS: dict[str, Logprobs] = {
-    FULL: full_logits,
-    EXACT: head(0.0),
-    CERTIFIED: head(DEFAULT_TOLERANCE),
-}
+FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLERANCE:g}"
+VARIANTS = {FULL: full_logits, EXACT: head(0.0), CERTIFIED: head(DEFAULT_TOLERANCE)}
 
 
 def make_model() -> nn.Module:
@@ -180,17 +175,16 @@ def train_all(seed: int, steps: int) -> dict[str, dict[str, Any]]:
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Of each variant the mean final reward over the seeds, its standard deviation, and the seeds' range."""
-    found = {}
-    for name, of_seeds in runs.items():
-        final = [run["final"] for run in of_seeds]
-        spread = statistics.stdev(final) if len(final) > 1 else 0.0
-        found[name] = {
+    finals = {name: [run["final"] for run in of_seeds] for name, of_seeds in runs.items()}
+    return {
+        name: {
             "mean": statistics.mean(final),
-            "deviation": spread,
+            "deviation": statistics.stdev(final) if len(final) > 1 else 0.0,
             "low": min(final),
             "high": max(final),
         }
-    return found
+        for name, final in finals.items()
+    }
 
 
 def real_model(path: str, count: int, group: int, seed: int) -> dict[str, Any]:
@@ -198,38 +192,33 @@ def real_model(path: str, count: int, group: int, seed: int) -> dict[str, Any]:
 
     All of the model's weights take part, its tied head too.
     """
-    from .sample_rows import _load, _prompts, _tokenised
+    from grpo_fast.rollout.transformers import TransformersEngine
+    from grpo_fast.rollout.types import Sampling
+
+    from .sample_rows import _end_tokens, _load, _prompts, _tokenised
 
     options = argparse.Namespace(model=path, dtype="float32", task="chain_sum", count=count, seed=seed)
     name, model, tokenizer = _load(options)
-    torch.manual_seed(seed)
-    sequences = []
-    for prompt in _prompts(options):
-        ids = torch.tensor([_tokenised(tokenizer, prompt)] * group)
-        for tokens in model.generate(ids, do_sample=True, temperature=1.0, max_new_tokens=24):
-            sequences.append((_until_end(tokens, ids.shape[1], tokenizer.eos_token_id), ids.shape[1]))
+    prompts = [_tokenised(tokenizer, prompt) for prompt in _prompts(options)]
+    with TransformersEngine(model, tokenizer, eos_ids=_end_tokens(model, tokenizer)) as engine:
+        groups = engine.generate(prompts, group, Sampling(24, temperature=1.0, seed=seed))
+    sequences = [
+        (torch.tensor([*prompt, *completion.token_ids], device=model.device), len(prompt))
+        for prompt, completions in zip(prompts, groups, strict=True)
+        for completion in completions
+    ]
     rng = torch.Generator().manual_seed(seed)
     advantages = torch.cat(
         [torch.randn(1, generator=rng).expand(len(ids) - start) for ids, start in sequences]
-    )
+    ).to(model.device)
     targets = torch.cat([ids[start:] for ids, start in sequences])
 
     def loss(of: Logprobs) -> Tensor:
-        hidden = torch.cat(
-            [
-                model.base_model(input_ids=ids[None]).last_hidden_state[0, start - 1 : -1]
-                for ids, start in sequences
-            ]
-        )
+        states = (model.base_model(input_ids=ids[None]).last_hidden_state[0] for ids, _ in sequences)
+        hidden = torch.cat([rows[start - 1 : -1] for rows, (_, start) in zip(states, sequences, strict=True)])
         return -(of(hidden, model.get_output_embeddings().weight, targets) * advantages).mean()
 
     return {"model": name, "tokens": len(targets), "float32": difference(model, loss)}
-
-
-def _until_end(tokens: Tensor, start: int, end: int) -> Tensor:
-    """Without what `generate` pads a sequence with behind its end."""
-    ends = (tokens[start:] == end).nonzero()
-    return tokens if not len(ends) else tokens[: start + int(ends[0]) + 1]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -252,16 +241,13 @@ def main(arguments: list[str] | None = None) -> int:
         for variant, run in train_all(seed, options.steps).items():
             runs[variant].append(run)
         found |= {"summary": summary(runs), "runs": runs}
-        _save(options.json, found)
-    _save(options.json, found)
+        if options.json is not None:
+            write_json(options.json, found)
+    if options.json is not None:
+        write_json(options.json, found)
     for variant, of in found.get("summary", {}).items():
         print(f"{variant:<12} {of['mean']:.3f} ± {of['deviation']:.3f}, {of['low']:.3f} to {of['high']:.3f}")
     return 0
-
-
-def _save(path: Path | None, found: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
