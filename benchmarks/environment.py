@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grpo_fast.run_record.provenance import provenance
+from grpo_fast.run_record.logs import provenance
 
 from .timing import copy_bandwidth
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_fast.run_record.jsonl import read_jsonl
+from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
 from grpo_fast.run_record.summary import duration_text, score_text
 

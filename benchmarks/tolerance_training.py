@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from grpo_fast import linear_logprob
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.run_record.provenance import provenance
+from grpo_fast.run_record.logs import provenance
 
 from .session import write_json
 

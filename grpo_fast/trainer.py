@@ -36,8 +36,7 @@ from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, sampling_of
 from grpo_fast.rollout.adaptive_length import CompletionLength
 from grpo_fast.rollout.handover import DeviceHandover, trainer_offloader
-from grpo_fast.run_record.clock import Clock
-from grpo_fast.run_record.logs import SampleRecord, StepResult
+from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.stages import Stage, schedule_steps, stage_at
 from grpo_fast.update import PolicyUpdate
 

@@ -17,7 +17,7 @@ from grpo_fast.objective.loss import kl_penalty
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
-from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import Clock
 
 
 @dataclass(frozen=True)

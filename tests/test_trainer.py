@@ -14,7 +14,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.run import build_trainer
-from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import Minibatch
 

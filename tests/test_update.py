@@ -14,7 +14,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
 from grpo_fast.run import build_trainer
-from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grpo_fast.data.types import Message
-from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
+from grpo_fast.run_record.files import JsonlLog, read_jsonl
 
 if TYPE_CHECKING:
     from grpo_fast.experience import Group

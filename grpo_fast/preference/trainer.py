@@ -36,8 +36,7 @@ from grpo_fast.preference.comparison import (
 from grpo_fast.preference.config import BetaConfig, PreferenceConfig
 from grpo_fast.preference.evaluation import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import Request, RequestBatches, pack_requests, score, sequence_logprobs
-from grpo_fast.run_record.clock import Clock
-from grpo_fast.run_record.logs import StepResult
+from grpo_fast.run_record.logs import Clock, StepResult
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.rollout.config import MemoryConfig
 from grpo_fast.rollout.types import Engine
-from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import Clock
 
 logger = logging.getLogger(__name__)
 Part = Literal["gradients", "optimizer", "master", "reference"]

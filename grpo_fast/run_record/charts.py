@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+from grpo_fast.run_record.summary import PHASES
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -38,31 +41,26 @@ class Curve:
 
     title: str
     names: Mapping[str, str]  # metric -> label
-    percent: bool = False
+    scale: float = 1.0
     stacked: bool = False
 
 
 METRIC_CURVES = (
     Curve("KL to the reference", {"kl": "KL"}),
-    Curve("Clipped tokens", {"clip_ratio/region_mean": "clipped"}, percent=True),
+    Curve("Clipped tokens, %", {"clip_ratio/region_mean": "clipped"}, scale=100),
     Curve("Entropy", {"entropy": "entropy"}),
     Curve("Completion length, tokens", {"completion/length_mean": "length"}),
-    Curve("Truncated completions", {"completion/truncated": "truncated"}, percent=True),
-    Curve("Groups without spread", {"groups/flat": "flat"}, percent=True),
+    Curve("Truncated completions, %", {"completion/truncated": "truncated"}, scale=100),
+    Curve("Groups without spread, %", {"groups/flat": "flat"}, scale=100),
     Curve("Loss", {"loss": "loss"}),
     Curve("Gradient norm", {"grad_norm": "norm"}),
     Curve("Learning rate", {"learning_rate": "rate"}),
     Curve("Sampler against trainer, |Δ log p|", {"sampling/logp_difference_mean": "mean"}),
 )
-PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")
 TIMING_CURVES = (
     Curve("Tokens per second", {"tokens_per_second": "tokens/s"}),
-    Curve(
-        "Seconds by phase",
-        {f"time/{phase}": phase for phase in PHASES},
-        stacked=True,
-    ),
-    Curve("Peak memory, GiB", {"memory/peak_gib": "memory"}),
+    Curve("Seconds by phase", {f"time/{phase}": phase for phase in PHASES}, stacked=True),
+    Curve("Peak memory, GiB", {"memory/peak_bytes": "memory"}, scale=2**-30),
 )
 
 
@@ -72,13 +70,8 @@ def draw_curves(metrics: Records, timings: Records, evaluations: Records) -> lis
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
-    timings = [
-        {**record, "memory/peak_gib": record["memory/peak_bytes"] / 2**30}
-        if record.get("memory/peak_bytes") is not None
-        else record
-        for record in timings
-    ]
-    parts = {name: name.split("/")[1] for name in _names(metrics) if re.fullmatch(r"reward/[^/]+/mean", name)}
+    names = dict.fromkeys(name for record in metrics for name in record)
+    parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
     charts = [
         _evaluation_chart(evaluations),
         _reward_chart(metrics),
@@ -94,23 +87,16 @@ def _evaluation_chart(evaluations: Records) -> Chart | None:
     if not evaluations:
         return None
     names = list(dict.fromkeys(record["name"] for record in evaluations))
-    title = _title("Held-out score, %", len(names))
-    names = names[: len(SERIES)]
     figure, axes = _figure()
     for name, colour in zip(names, SERIES, strict=False):
         records = [r for r in evaluations if r["name"] == name]
         steps, scores = [r["step"] for r in records], [100 * r["score"] for r in records]
         axes.plot(steps, scores, color=colour, marker="o", markersize=3.5, linewidth=1.6)
-        bounded = [r for r in records if None not in r["interval"]]
-        axes.vlines(
-            [r["step"] for r in bounded],
-            [100 * r["interval"][0] for r in bounded],
-            [100 * r["interval"][1] for r in bounded],
-            color=colour,
-            linewidth=1.2,
-            alpha=0.6,
-        )
-    return Chart(title, to_svg(figure, "held-out"), tuple(names) if len(names) > 1 else ())
+        for record in records:
+            if None not in record["interval"]:
+                low, high = (100 * bound for bound in record["interval"])
+                axes.vlines(record["step"], low, high, color=colour, linewidth=1.2, alpha=0.6)
+    return _chart("Held-out score, %", figure, names)
 
 
 def _reward_chart(metrics: Records) -> Chart | None:
@@ -125,33 +111,31 @@ def _reward_chart(metrics: Records) -> Chart | None:
         high = [mean + std for mean, std in zip(means, spread, strict=True)]
         axes.fill_between(steps, low, high, color=SERIES[0], alpha=0.1, linewidth=0)
     _line(axes, steps, means, SERIES[0])
-    return Chart("Reward, mean ± standard deviation", to_svg(figure, "reward"))
+    return _chart("Reward, mean ± standard deviation", figure, [])
 
 
 def _curve_chart(curve: Curve, records: Records) -> Chart | None:
-    scale = 100.0 if curve.percent else 1.0
     drawn = {
-        label: (steps, [scale * value for value in values])
+        label: (steps, [curve.scale * value for value in values])
         for name, label in curve.names.items()
         for steps, values in [_series(records, name)]
         if steps
     }
     if not drawn:
         return None
-    title = _title(f"{curve.title}, %" if curve.percent else curve.title, len(drawn))
-    drawn = dict(list(drawn.items())[: len(SERIES)])
     figure, axes = _figure()
     if curve.stacked:
-        _stack(axes, drawn)
+        _stack(axes, list(drawn.values()))
     else:
         for (steps, values), colour in zip(drawn.values(), SERIES, strict=False):
             _line(axes, steps, values, colour)
-    return Chart(title, to_svg(figure, curve.title), tuple(drawn) if len(drawn) > 1 else ())
+    return _chart(curve.title, figure, list(drawn))
 
 
-def _title(title: str, count: int) -> str:
-    """Says so when there are more series than colours."""
-    return title if count <= len(SERIES) else f"{title} (first {len(SERIES)} of {count})"
+def _chart(title: str, figure: Figure, labels: Sequence[str]) -> Chart:
+    """With a legend for several series; the title says so when there are more of them than colours."""
+    more = f" (first {len(SERIES)} of {len(labels)})" if len(labels) > len(SERIES) else ""
+    return Chart(title + more, to_svg(figure, title), tuple(labels[: len(SERIES)]) if len(labels) > 1 else ())
 
 
 def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
@@ -164,10 +148,10 @@ def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str
     axes.plot(steps, _moving_average(values, window), color=colour, linewidth=1.8)
 
 
-def _stack(axes: Axes, drawn: Mapping[str, tuple[list[int], list[float]]]) -> None:
+def _stack(axes: Axes, drawn: Sequence[tuple[list[int], list[float]]]) -> None:
     """Areas on top of each other; a phase that a step did without took no time."""
-    steps = sorted({step for series_steps, _ in drawn.values() for step in series_steps})
-    by_step = [dict(zip(*series, strict=True)) for series in drawn.values()]
+    steps = sorted({step for series_steps, _ in drawn for step in series_steps})
+    by_step = [dict(zip(*series, strict=True)) for series in drawn]
     layers = [[values.get(step, 0.0) for step in steps] for values in by_step]
     axes.stackplot(steps, layers, colors=SERIES[: len(layers)], alpha=0.75, linewidth=0)
     axes.set_ylim(bottom=0)
@@ -185,11 +169,7 @@ def _series(records: Records, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _names(records: Records) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record))
-
-
-def _figure() -> tuple[Any, Axes]:
+def _figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -209,7 +189,7 @@ def _figure() -> tuple[Any, Axes]:
     return figure, axes
 
 
-def to_svg(figure: Any, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """Markup to put into a page: text as text, colours as variables, identifiers that no other chart has."""
     import matplotlib
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_fast.run_record.summary import Interval, bytes_text, duration_text, score_text
+from grpo_fast.run_record.summary import PHASES, Interval, bytes_text, duration_text, score_text
 
 WIDTH = 96  # columns; wider panels are harder to read
 SIDE_BY_SIDE = 84  # columns from which the metrics stand in three groups
@@ -34,6 +34,15 @@ class Field:
     key: str
     name: str  # of the metric or timing
     style: str  # of format(), or `percent`, `duration`, `bytes`
+
+    def text(self, numbers: Numbers) -> str:
+        value = numbers[self.name]
+        if not math.isfinite(value):
+            return str(value)
+        if self.style == "percent":
+            return f"{100 * value:.1f} %"
+        special = {"duration": duration_text, "bytes": bytes_text}.get(self.style)
+        return special(value) if special else format(value, self.style)
 
 
 LEARNING = (
@@ -59,10 +68,7 @@ SPEED = (
     Field("memory", "mem", "memory/peak_bytes", "bytes"),
     Field("a step", "t_step", "time/step", "duration"),
 )
-PHASES = tuple(
-    Field(phase, f"t_{phase}", f"time/{phase}", "duration")
-    for phase in ("generate", "reward", "logprobs", "update", "exchange", "eval")
-)
+SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class State:
-    """Everything the panel shows. Replaced as a whole, for the panel is drawn from another thread."""
+    """Everything that is shown. Replaced as a whole, for the panel is drawn from another thread."""
 
     step: int
+    total: int  # steps of the whole run
     metrics: Numbers
     timings: Numbers
     rewards: tuple[float, ...] = ()
@@ -111,14 +118,15 @@ class Display:
 
     def __init__(self, total_steps: int, *, console: Console | None = None, start_step: int = 0) -> None:
         self._console = console or Console()
-        self._total = total_steps
         self._durations: deque[float] = deque(maxlen=RECENT)
-        self._state = State(step=start_step, metrics={}, timings={}, updated=time.monotonic())
+        self._state = State(start_step, total_steps, {}, {}, updated=time.monotonic())
         self._live: Live | None = None
 
     def __enter__(self) -> Display:
-        if _can_draw(self._console):
-            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=2)
+        console = self._console
+        draws = console.is_terminal and not console.is_dumb_terminal
+        if draws and console.encoding.startswith("utf"):  # for the block characters
+            self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=2)
             self._live.start()
         return self
 
@@ -131,6 +139,7 @@ class Display:
         """Show a finished step; the first one is step 1."""
         if "time/step" in timings:
             self._durations.append(timings["time/step"])
+        mean = sum(self._durations) / len(self._durations) if self._durations else None
         reward = metrics.get("reward/mean")
         self._state = replace(
             self._state,
@@ -138,26 +147,19 @@ class Display:
             metrics=metrics,
             timings=timings,
             rewards=(*self._state.rewards, *([] if reward is None else [reward]))[-HISTORY:],
-            remaining=self._remaining(step),
+            remaining=None if mean is None else (self._state.total - step) * mean,
             updated=time.monotonic(),
             rollout=None,
         )
-        if self._live is None:
-            self._print(plain_line(self._state, self._total))
-        else:
-            self._live.refresh()
+        self._show(plain_line(self._state))
 
     def evaluation(self, step: int, score: float, interval: Interval | None, n: int) -> None:
         """Show a held-out score: `interval` is (low, high), `n` counts questions."""
         text = f"{score_text(score, interval)} of {n} at step {step}"
-        state = self._state
-        evaluations = (*state.evaluations[:1], text)
-        self._state = replace(state, evaluations=evaluations, updated=time.monotonic(), rollout=None)
-        if self._live is None:
-            bounds = "" if interval is None else f" low={interval[0]:.4g} high={interval[1]:.4g}"
-            self._print(f"evaluation step={step}/{self._total} score={score:.4g}{bounds} n={n}")
-        else:
-            self._live.refresh()
+        evaluations = (*self._state.evaluations[:1], text)
+        self._state = replace(self._state, evaluations=evaluations, updated=time.monotonic(), rollout=None)
+        bounds = "" if interval is None else f" low={interval[0]:.4g} high={interval[1]:.4g}"
+        self._show(f"evaluation step={step}/{self._state.total} score={score:.4g}{bounds} n={n}")
 
     def rollout(self, tokens: int, finished: int, total: int) -> None:
         """Show how a generation goes; only on a terminal. Fewer tokens than before begin another one.
@@ -166,53 +168,39 @@ class Display:
             tokens: decoded so far.
             finished: completions that have ended, of `total`.
         """
-        before, now = self._state.rollout, time.monotonic()
-        begins = before is None or tokens < before.tokens
-        rollout = Rollout(tokens, finished, total, now if begins else before.started)
+        before = self._state.rollout
+        started = time.monotonic() if before is None or tokens < before.tokens else before.started
+        rollout = Rollout(tokens, finished, total, started)
         self._state = replace(self._state, rollout=None if finished == total else rollout)
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _remaining(self, step: int) -> float | None:
-        if not self._durations:
-            return None
-        return (self._total - step) * sum(self._durations) / len(self._durations)
-
-    def _panel(self) -> Panel:
+    def panel(self) -> Panel:
+        """What a terminal shows now."""
         state = self._state
-        body = [_progress(state, self._total), Text()]
-        body += [_headline(state), Text(), _metrics(state.metrics, self._console.width)]
+        body = [_progress(state), Text(), _headline(state), Text()]
+        body.append(_metrics(state.metrics, self._console.width))
         if state.timings or state.rollout:
             body += [Text(), _speed(state)]
-        return Panel(
-            Group(*body),
-            title="grpo_fast",
-            border_style="dim",
-            width=min(WIDTH, self._console.width),
-            padding=(0, 1),
-        )
+        width = min(WIDTH, self._console.width)
+        return Panel(Group(*body), title="grpo_fast", border_style="dim", width=width, padding=(0, 1))
+
+    def _show(self, line: str) -> None:
+        if self._live is None:
+            self.message(line)
+        else:
+            self._live.refresh()
 
 
-def plain_line(state: State, total: int) -> str:
+def plain_line(state: State) -> str:
     """A step as `key=value` words in ASCII; a metric has the same key in every line."""
-    words = [f"step={state.step}/{total}"]
-    words += [
-        f"{key}={state.metrics[name]:.4g}"
-        for key, name in (("reward", "reward/mean"), ("reward_std", "reward/std"), ("eval", "eval/score"))
-        if name in state.metrics
-    ]
-    fields = [(state.metrics, POLICY + LEARNING), (state.timings, SPEED + PHASES)]
-    words += [
-        f"{field.key}={_format(field, numbers[field.name]).replace(' ', '')}"
-        for numbers, group in fields
-        for field in group
-        if field.name in numbers
-    ]
+    heads = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("eval", "eval/score"))
+    words = [f"step={state.step}/{state.total}"]
+    words += [f"{key}={state.metrics[name]:.4g}" for key, name in heads if name in state.metrics]
+    for numbers, fields in ((state.metrics, POLICY + LEARNING), (state.timings, SPEED + SECONDS)):
+        words += [f"{f.key}={f.text(numbers).replace(' ', '')}" for f in fields if f.name in numbers]
     if state.remaining is not None:
         words.append(f"eta={duration_text(state.remaining)}")
     return " ".join(words)
@@ -228,24 +216,20 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) * level)] if math.isfinite(value) else " " for value in values)
 
 
-def _progress(state: State, total: int) -> RenderableType:
+def _progress(state: State) -> RenderableType:
+    if state.step >= state.total:
+        clock = Text("done", style="bold")
+    else:
+        left = "" if state.remaining is None else f"{duration_text(state.remaining)} left"
+        into = f"  {int(time.monotonic() - state.updated)}s into the step"
+        clock = Text.assemble((left, "bold"), (into, "dim"))
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True, justify="right")
-    row.add_row(
-        Text(f"step {state.step}/{total}", style="bold"),
-        ProgressBar(total=total, completed=state.step),
-        _clock(state, total),
-    )
+    bar = ProgressBar(total=state.total, completed=state.step)
+    row.add_row(Text(f"step {state.step}/{state.total}", style="bold"), bar, clock)
     return row
-
-
-def _clock(state: State, total: int) -> Text:
-    if state.step >= total:
-        return Text("done", style="bold")
-    left = "" if state.remaining is None else f"{duration_text(state.remaining)} left"
-    return Text.assemble((left, "bold"), (f"  {int(time.monotonic() - state.updated)}s into the step", "dim"))
 
 
 def _headline(state: State) -> RenderableType:
@@ -253,12 +237,12 @@ def _headline(state: State) -> RenderableType:
     if state.rewards:
         spread = state.metrics.get("reward/std")
         value = f"{state.rewards[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-        rows.add_row(
-            "reward", Text(f"{value}  ", style="bold") + Text(sparkline(state.rewards), style="green")
-        )
-    parts = [(name.split("/")[1], value) for name, value in state.metrics.items() if _is_part(name)]
+        line = Text(f"{value}  ", style="bold") + Text(sparkline(state.rewards), style="green")
+        rows.add_row("reward", line)
+    names = [name.split("/") for name in state.metrics if name.startswith("reward/")]
+    parts = [part for _, part, *mean in names if mean == ["mean"]]  # of `reward/<function>/mean`
     if len(parts) > 1:
-        rows.add_row("of which", " · ".join(f"{name} {value:.3f}" for name, value in parts))
+        rows.add_row("of which", " · ".join(f"{p} {state.metrics[f'reward/{p}/mean']:.3f}" for p in parts))
     if state.evaluations:
         rows.add_row("held-out", Text(" → ".join(state.evaluations), style="bold"))
     if not rows.row_count:
@@ -266,16 +250,11 @@ def _headline(state: State) -> RenderableType:
     return rows
 
 
-def _is_part(name: str) -> bool:
-    """Whether a metric is one reward function's mean: `reward/<name>/mean`."""
-    return name.startswith("reward/") and name.endswith("/mean") and name.count("/") == 2
-
-
 def _metrics(metrics: Numbers, width: int) -> RenderableType:
-    if width < SIDE_BY_SIDE:
-        return _fields(LEARNING + POLICY, metrics)
+    wide = width >= SIDE_BY_SIDE
+    groups = (LEARNING, POLICY[:3], POLICY[3:]) if wide else (LEARNING + POLICY,)
     row = Table.grid(padding=(0, 4))
-    row.add_row(*(_fields(group, metrics) for group in (LEARNING, POLICY[:3], POLICY[3:])))
+    row.add_row(*(_pairs((f.label, f.text(metrics)) for f in group if f.name in metrics) for group in groups))
     return row
 
 
@@ -283,43 +262,17 @@ def _speed(state: State) -> RenderableType:
     rows, timings = _pairs(), state.timings
     if state.rollout is not None:
         rows.add_row("generating", state.rollout.text(time.monotonic()))
-    if not timings:
-        return rows
-    words = [f"{_format(f, timings[f.name])} {f.label}" for f in SPEED if f.name in timings]
-    rows.add_row("speed", " · ".join(words))
-    phases = [f"{f.label} {_format(f, timings[f.name])}" for f in PHASES if f.name in timings]
-    if phases:
+    if words := [f"{f.text(timings)} {f.label}" for f in SPEED if f.name in timings]:
+        rows.add_row("speed", " · ".join(words))
+    if phases := [f"{f.label} {f.text(timings)}" for f in SECONDS if f.name in timings]:
         rows.add_row("phases", " · ".join(phases))
     return rows
 
 
-def _fields(fields: Sequence[Field], numbers: Numbers) -> Table:
-    rows = _pairs()
-    for field in fields:
-        if field.name in numbers:
-            rows.add_row(field.label, _format(field, numbers[field.name]))
-    return rows
-
-
-def _pairs() -> Table:
+def _pairs(pairs: Iterable[tuple[str, str]] = ()) -> Table:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
+    for label, text in pairs:
+        rows.add_row(label, text)
     return rows
-
-
-def _format(field: Field, value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    if field.style == "percent":
-        return f"{100 * value:.1f} %"
-    if field.style == "duration":
-        return duration_text(value)
-    if field.style == "bytes":
-        return bytes_text(value)
-    return format(value, field.style)
-
-
-def _can_draw(console: Console) -> bool:
-    """A terminal that moves its cursor and knows the block characters."""
-    return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")

@@ -1,12 +1,19 @@
-"""What lies where in a run's folder, and how it is written there."""
+"""The files of a run's folder: JSON lines that survive a kill, and files that are replaced as a whole."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_DIR = "checkpoints"
+
+Record = Mapping[str, Any]
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -14,3 +21,111 @@ def write_whole(path: Path, content: bytes) -> None:
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)
+
+
+class JsonlLog:
+    """An append-only file of JSON objects, one a line.
+
+    A line is on its way to the file system when `append` returns, so a killed process loses none.
+    A last line that a kill or a full disk left half-written was never acknowledged: opening the
+    file removes it. Python's shortest float representation makes values exact, so equal runs
+    write equal bytes. JSON has no NaN or infinity: both become null.
+
+    Raises:
+        OSError: the file cannot be opened or appended to; what was there before stays intact.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
+        self._size = path.read_bytes().rfind(b"\n") + 1
+        self._file.truncate(self._size)
+
+    @property
+    def offset(self) -> int:
+        """Bytes in whole lines. They are on the disk itself when this returns, as a checkpoint needs."""
+        os.fsync(self._file.fileno())
+        return self._size
+
+    def append(self, *records: Record) -> None:
+        """Write records as lines, all or none of them.
+
+        Raises:
+            OSError: the disk is full or the file is gone.
+        """
+        data = b"".join(map(_encode, records))
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(self._size)
+            message = f"cannot append to it ({error.strerror}); make room and resume the run"
+            raise OSError(error.errno, message, str(self.path)) from error
+        self._size += len(data)
+
+    def truncate(self, offset: int) -> None:
+        """Cut back to an `offset` noted earlier.
+
+        Raises:
+            ValueError: the file has fewer bytes, or no line ends there: it is another run's.
+        """
+        if not 0 <= offset <= self._size or not self._ends_line(offset):
+            raise ValueError(
+                f"offset = {offset} is not the end of a line of {self.path} ({self._size} bytes): the file "
+                "does not belong to this checkpoint; resume in the run's own directory, or start afresh "
+                "in an empty one"
+            )
+        self._file.truncate(offset)
+        self._size = offset
+
+    def _ends_line(self, offset: int) -> bool:
+        self._file.seek(max(offset - 1, 0))
+        return offset == 0 or self._file.read(1) == b"\n"
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without a half-written last line; an absent file has none.
+
+    Raises:
+        ValueError: a line, other than an unfinished last one, is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    records = []
+    *lines, _unfinished = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}); repair or delete the line"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object, got {line[:80]!r}; delete the line"
+            )
+        records.append(record)
+    return records
+
+
+def _encode(record: Record) -> bytes:
+    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    # NumPy's scalars are Real or Integral, and unknown to json.
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return value

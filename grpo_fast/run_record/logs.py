@@ -13,19 +13,23 @@ NaN and infinity are written as null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
-from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
-from grpo_fast.run_record.mirrors import open_mirrors
-from grpo_fast.run_record.provenance import provenance
+import torch
+
+from grpo_fast.run_record.files import JsonlLog, read_jsonl
+from grpo_fast.run_record.mirrors import LoggingConfig, Mirrors
 from grpo_fast.run_record.summary import Interval
-
-if TYPE_CHECKING:
-    from grpo_fast.run_record.config import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -51,7 +55,7 @@ class MetricsLog:
         self._metrics = JsonlLog(run_dir / METRICS_FILE)
         self._timings = JsonlLog(run_dir / TIMINGS_FILE)
         self._every = config.every
-        self._mirrors = open_mirrors(run_dir, config, run_name)
+        self._mirrors = Mirrors(run_dir, config, run_name)
         starts = JsonlLog(run_dir / PROVENANCE_FILE)
         starts.append(provenance())
         starts.close()
@@ -71,8 +75,7 @@ class MetricsLog:
         if timings:
             self._timings.append({"step": step, **timings})
         if step % self._every == 0:
-            for mirror in self._mirrors:
-                mirror.log(step, {**metrics, **timings})
+            self._mirrors.log(step, {**metrics, **timings})
 
     @property
     def offset(self) -> int:
@@ -90,8 +93,7 @@ class MetricsLog:
         _drop_later(self._timings, kept[-1]["step"] if kept else -1)
 
     def close(self) -> None:
-        for mirror in self._mirrors:
-            mirror.close()
+        self._mirrors.close()
         self._timings.close()
         self._metrics.close()
 
@@ -140,16 +142,15 @@ class EvaluationLog(JsonlLog):
 
 
 def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: _number(name, value) for name, value in values.items()}
-
-
-def _number(name: str, value: float) -> float:
-    if name == "step":
+    if "step" in values:
         raise ValueError("a metric is named `step`, which every line has already; rename it")
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} = {value!r} is no number; log numbers, or torch scalars") from error
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} = {value!r} is no number; log numbers, or torch scalars") from error
+    return numbers
 
 
 def _drop_later(log: JsonlLog, step: int) -> None:
@@ -157,3 +158,44 @@ def _drop_later(log: JsonlLog, step: int) -> None:
     lines = log.path.read_bytes().split(b"\n")[:-1]
     kept = [line for line, record in zip(lines, read_jsonl(log.path), strict=True) if record["step"] <= step]
     log.truncate(sum(len(line) + 1 for line in kept))
+
+
+class Clock:
+    """Where the seconds of a step go, by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[f"time/{phase}"] = self.seconds.get(f"time/{phase}", 0.0) + elapsed
+
+
+PACKAGES = (
+    *("grpo-fast", "torch", "triton", "transformers", "peft", "datasets", "accelerate", "flash-attn"),
+    *("liger-kernel", "vllm"),
+)
+
+
+def provenance() -> dict[str, Any]:
+    """One start of a run: UTC time, command line, Python, operating system, device, package versions."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": device,
+        "versions": versions,
+    }

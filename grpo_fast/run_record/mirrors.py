@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import yaml
+from pydantic import Field
 
 from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.section import PositiveInt, Section
 
-if TYPE_CHECKING:
-    from grpo_fast.run_record.config import LoggingConfig
+
+class LoggingConfig(Section):
+    """What a run writes down, and for whom."""
+
+    every: PositiveInt = 1
+    samples_every: Annotated[int, Field(ge=0)] = 5
+    samples: PositiveInt = 4
+    tensorboard: bool = True
+    wandb: bool = False
+    trackio: bool = False
+    project: str = "grpo_fast"
 
 
 class Mirror(Protocol):
@@ -26,11 +36,52 @@ class Mirror(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoardMirror:
+class Mirrors:
+    """The mirrors that the configuration asks for. One that fails costs a warning, never the run.
+
+    Raises:
+        ModuleNotFoundError: one's library is missing; the message says what to install.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggingConfig, run_name: str) -> None:
+        self._mirrors: list[Mirror] = []
+        for kind in (TensorBoard, Wandb, Trackio):
+            option = kind.__name__.lower()
+            if getattr(config, option):
+                try:
+                    self._mirrors.append(kind(run_dir, config.project, run_name))
+                except ModuleNotFoundError as error:
+                    raise ModuleNotFoundError(
+                        f"logging.{option} = true needs `pip install {option}`; or set logging.{option} = "
+                        "false"
+                    ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda mirror: mirror.log(step, metrics))
+
+    def close(self) -> None:
+        self._each(lambda mirror: mirror.close())
+        self._mirrors = []
+
+    def _each(self, call: Callable[[Mirror], None]) -> None:
+        for mirror in list(self._mirrors):
+            try:
+                call(mirror)
+            except Exception as error:
+                self._mirrors.remove(mirror)
+                warnings.warn(
+                    f"{type(mirror).__name__} failed ({error!r}) and gets no more metrics; metrics.jsonl has "
+                    "all of them",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+
+
+class TensorBoard:
     """Scalars in `run_dir/tensorboard`."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._writer_class = _import("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter
+    def __init__(self, run_dir: Path, _project: str, _name: str) -> None:
+        self._writer_class = import_module("torch.utils.tensorboard").SummaryWriter
         self._dir = run_dir / "tensorboard"
         self._writer: Any = None
 
@@ -47,14 +98,13 @@ class TensorBoardMirror:
             self._writer.close()
 
 
-class WandbMirror:
+class Wandb:
     """A Weights & Biases run; a resumed run continues it."""
 
-    def __init__(self, run_dir: Path, config: LoggingConfig, run_name: str) -> None:
-        wandb = _import("wandb", "wandb", "wandb")
-        self._run = wandb.init(
-            project=config.project,
-            name=run_name,
+    def __init__(self, run_dir: Path, project: str, name: str) -> None:
+        self._run = import_module("wandb").init(
+            project=project,
+            name=name,
             id=_run_id(run_dir / "wandb_id"),
             resume="allow",
             dir=str(run_dir),
@@ -71,14 +121,15 @@ class WandbMirror:
         self._run.finish()
 
 
-class TrackioMirror:
+class Trackio:
     """A trackio run; a resumed run continues it."""
 
-    def __init__(self, run_dir: Path, config: LoggingConfig, run_name: str) -> None:
-        trackio = _import("trackio", "trackio", "trackio")
-        name = f"{run_name}-{_run_id(run_dir / 'trackio_id')}"
-        self._run = trackio.init(
-            project=config.project, name=name, resume="allow", config=_run_config(run_dir)
+    def __init__(self, run_dir: Path, project: str, name: str) -> None:
+        self._run = import_module("trackio").init(
+            project=project,
+            name=f"{name}-{_run_id(run_dir / 'trackio_id')}",
+            resume="allow",
+            config=_run_config(run_dir),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -86,59 +137,6 @@ class TrackioMirror:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class GuardedMirror:
-    """A mirror whose failure costs a warning, never the run."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror: Mirror | None = mirror
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._guard("log", step, metrics)
-
-    def close(self) -> None:
-        self._guard("close")
-        self._mirror = None
-
-    def _guard(self, verb: str, *args: Any) -> None:
-        if self._mirror is None:
-            return
-        try:
-            getattr(self._mirror, verb)(*args)
-        except Exception as error:
-            name = type(self._mirror).__name__.removesuffix("Mirror")
-            warnings.warn(
-                f"{name} failed ({error!r}) and gets no more metrics; metrics.jsonl has all of them",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            self._mirror = None
-
-
-def open_mirrors(run_dir: Path, config: LoggingConfig, run_name: str) -> list[Mirror]:
-    """The mirrors that the configuration asks for.
-
-    Raises:
-        ModuleNotFoundError: one's library is missing; the message says what to install.
-    """
-    mirrors: list[Mirror] = []
-    if config.tensorboard:
-        mirrors.append(TensorBoardMirror(run_dir))
-    if config.wandb:
-        mirrors.append(WandbMirror(run_dir, config, run_name))
-    if config.trackio:
-        mirrors.append(TrackioMirror(run_dir, config, run_name))
-    return [GuardedMirror(mirror) for mirror in mirrors]
-
-
-def _import(module: str, package: str, option: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"logging.{option} = true needs `pip install {package}`; or set logging.{option} = false"
-        ) from error
 
 
 def _run_id(path: Path) -> str:

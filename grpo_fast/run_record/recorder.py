@@ -18,7 +18,7 @@ from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import ALERTS_FILE, AlertMonitor
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.run_record.display import Display
-from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
+from grpo_fast.run_record.files import JsonlLog, read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, StepResult
 from grpo_fast.run_record.report import write_report
 from grpo_fast.run_record.summary import Interval, Score, before_after

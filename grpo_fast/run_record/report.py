@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from grpo_fast.run_record.charts import draw_curves
-from grpo_fast.run_record.files import CONFIG_FILE, write_whole
-from grpo_fast.run_record.jsonl import read_jsonl
+from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
 from grpo_fast.run_record.logs import (
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -30,25 +29,16 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """What a run directory holds; a run that was interrupted has less."""
 
     name: str
-    config: Mapping[str, Any]
     config_text: str
     metrics: list[Record]
     timings: list[Record]
     samples: list[Record]
     evaluations: list[Record]
     starts: list[Record]
-
-    @property
-    def last_step(self) -> int:
-        return max((record["step"] for record in self.metrics), default=0)
-
-    @property
-    def total_steps(self) -> int | None:
-        return self.config.get("max_steps")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -61,43 +51,33 @@ def write_report(run_dir: Path) -> Path:
         ValueError: one of its files is damaged other than by an unfinished last line.
         ModuleNotFoundError: matplotlib is missing.
     """
-    page = _render(_read_run(run_dir))
-    path = run_dir / REPORT_FILE
-    write_whole(path, page.encode("utf-8", "backslashreplace"))
-    return path
-
-
-def _read_run(run_dir: Path) -> Run:
     names = (METRICS_FILE, TIMINGS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, PROVENANCE_FILE)
-    config_path = run_dir / CONFIG_FILE
+    config_path, path = run_dir / CONFIG_FILE, run_dir / REPORT_FILE
     if not any((run_dir / name).exists() for name in (*names, CONFIG_FILE)):
         raise FileNotFoundError(
             f"{run_dir} holds no run: none of {', '.join((*names, CONFIG_FILE))} is there"
         )
     text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
-    return Run(
-        run_dir.resolve().name,
-        yaml.safe_load(text) or {},
-        text,
-        *(read_jsonl(run_dir / name) for name in names),
-    )
+    page = _render(RunFiles(run_dir.resolve().name, text, *(read_jsonl(run_dir / name) for name in names)))
+    write_whole(path, page.encode("utf-8", "backslashreplace"))
+    return path
 
 
-def _render(run: Run) -> str:
+def _render(run: RunFiles) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    template = environment.from_string(_packaged("report.html.j2"))
+    config = yaml.safe_load(run.config_text) or {}
     samples, left_out = _samples_by_step(run.samples)
-    return template.render(
+    return environment.from_string(_packaged("report.html.j2")).render(
         run=run,
         style=page_style(),
-        status=_status(run),
+        status=_status(run, config.get("max_steps")),
         headlines=_headlines(run.evaluations),
         confidence=f"{100 * CONFIDENCE:.0f} %",
-        facts=_facts(run),
+        facts=_facts(run, config),
         charts=draw_curves(run.metrics, run.timings, run.evaluations),
         samples=samples,
         left_out=left_out,
@@ -114,12 +94,11 @@ def _packaged(name: str) -> str:
     return files("grpo_fast.run_record").joinpath(name).read_text(encoding="utf-8")
 
 
-def _status(run: Run) -> str:
-    if run.total_steps is None:
-        return f"{run.last_step} steps"
-    if run.last_step >= run.total_steps:
-        return f"finished, {run.total_steps} steps"
-    return f"not finished: step {run.last_step} of {run.total_steps}"
+def _status(run: RunFiles, total: int | None) -> str:
+    last = max((record["step"] for record in run.metrics), default=0)
+    if total is None:
+        return f"{last} steps"
+    return f"finished, {total} steps" if last >= total else f"not finished: step {last} of {total}"
 
 
 def _headlines(evaluations: Sequence[Record]) -> list[Record]:
@@ -127,44 +106,38 @@ def _headlines(evaluations: Sequence[Record]) -> list[Record]:
     headlines = []
     for name in dict.fromkeys(record["name"] for record in evaluations):
         records = [record for record in evaluations if record["name"] == name]
-        scores = [
-            {"text": score_text(r["score"], r["interval"]), "step": r["step"], "n": r["n"]} for r in records
-        ]
-        gain = 100 * (records[-1]["score"] - records[0]["score"])
-        headlines.append(
-            {
-                "name": name,
-                "before": scores[0],
-                "after": scores[-1] if len(records) > 1 else None,
-                "gain": f"{gain:+.1f} points",
-            }
-        )
+        scored = [{**r, "text": score_text(r["score"], r["interval"])} for r in records]
+        first, last = scored[0], scored[-1]
+        gain = f"{100 * (last['score'] - first['score']):+.1f} points"
+        after = last if len(records) > 1 else None
+        headlines.append({"name": name, "before": first, "after": after, "gain": gain})
     return headlines
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _facts(run: RunFiles, config: Mapping[str, Any]) -> dict[str, str]:
     """A few words on top of the page; those that the run has."""
-    facts = {"Model": (run.config.get("model") or {}).get("path"), "Data": _data(run.config)}
+    model, dataset = config.get("model") or {}, config.get("dataset") or {}
+    facts = {"Model": model.get("path"), "Data": dataset.get("source")}
     if run.starts:
-        facts["Device"] = run.starts[-1]["device"]
-        facts["Started"] = run.starts[0]["started"]
-    if seconds := [r["time/step"] for r in run.timings if r.get("time/step") is not None]:
-        facts["Time in steps"] = (
-            f"{duration_text(sum(seconds))}, {duration_text(sum(seconds) / len(seconds))} each"
-        )
-    if rewards := [r["reward/mean"] for r in run.metrics if r.get("reward/mean") is not None]:
+        facts |= {"Device": run.starts[-1]["device"], "Started": run.starts[0]["started"]}
+    if seconds := _values(run.timings, "time/step"):
+        mean = duration_text(sum(seconds) / len(seconds))
+        facts["Time in steps"] = f"{duration_text(sum(seconds))}, {mean} each"
+    if rewards := _values(run.metrics, "reward/mean"):
         facts["Reward"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
     return {name: str(value) for name, value in facts.items() if value}
 
 
-def _data(config: Mapping[str, Any]) -> str | None:
-    return (config.get("dataset") or {}).get("source")
+def _values(records: Sequence[Record], name: str) -> list[float]:
+    return [record[name] for record in records if record.get(name) is not None]
 
 
 def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
     """Steps with their samples, the completions of one prompt together; and how many steps are left out."""
     steps = [(step, list(records)) for step, records in groupby(samples, key=lambda record: record["step"])]
-    shown = [steps[i] for i in _spread(len(steps), SAMPLED_STEPS)]
+    indices = list(range(len(steps)))
+    if len(steps) > SAMPLED_STEPS:  # evenly from the first to the last
+        indices = [round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for i in range(SAMPLED_STEPS)]
     return [
         {
             "step": step,
@@ -174,25 +147,16 @@ def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
             ],
             "rewards": list(dict.fromkeys(name for record in records for name in record["rewards"])),
         }
-        for step, records in shown
-    ], len(steps) - len(shown)
-
-
-def _spread(count: int, limit: int) -> list[int]:
-    """At most `limit` indices, evenly from the first to the last."""
-    if count <= limit:
-        return list(range(count))
-    return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
+        for step, records in (steps[i] for i in indices)
+    ], len(steps) - len(indices)
 
 
 def _metric_table(records: Sequence[Record]) -> list[Record]:
     """Every metric: first, last, smallest, largest value."""
-    values: dict[str, list[float]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                values.setdefault(name, []).append(value)
+    names = sorted({name for record in records for name in record} - {"step"})
+    columns = {name: _values(records, name) for name in names}
     return [
         {"name": name, "numbers": [f"{x:.4g}" for x in (column[0], column[-1], min(column), max(column))]}
-        for name, column in sorted(values.items())
+        for name, column in columns.items()
+        if column
     ]

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: intervals, percentages, durations, bytes."""
+"""Numbers as a person reads them: confidence intervals, percentages, durations, bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 CONFIDENCE = 0.95
+PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")  # of a step: `time/<phase>`
 
 Interval = tuple[float, float]  # (low, high)
 
@@ -27,30 +28,25 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence = {confidence} must lie between 0 and 1, such as 0.95")
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    mean, n = fmean(values), len(values)
+    n = len(values)
+    mean = fmean(values)
     if all(value in (0, 1) for value in values):
-        return _wilson(mean, n, z)
+        scale = 1 + z * z / n
+        centre = (mean + z * z / (2 * n)) / scale
+        half = z / scale * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+        # At 0 and 1 the bounds are exactly 0 and 1; rounding must not say otherwise.
+        return (0.0 if mean == 0 else centre - half), (1.0 if mean == 1 else centre + half)
     if n == 1:
         return -math.inf, math.inf
     half = z * stdev(values) / math.sqrt(n)
     return mean - half, mean + half
 
 
-def _wilson(share: float, n: int, z: float) -> Interval:
-    scale = 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    # At 0 and 1 the bounds are exactly 0 and 1; rounding must not say otherwise.
-    return (0.0 if share == 0 else centre - half), (1.0 if share == 1 else centre + half)
-
-
 def score_text(score: float, interval: Sequence[float | None] | None = None) -> str:
     """A share in per cent with its interval: `49.0 % [43.4, 54.6]`."""
     text = f"{100 * score:.1f} %"
-    if interval is None or any(bound is None or not math.isfinite(bound) for bound in interval):
-        return text
-    low, high = interval
-    return f"{text} [{100 * low:.1f}, {100 * high:.1f}]"
+    bounds = [100 * bound for bound in interval or () if bound is not None and math.isfinite(bound)]
+    return f"{text} [{bounds[0]:.1f}, {bounds[1]:.1f}]" if len(bounds) == 2 else text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import build_preference_trainer, train
-from grpo_fast.run_record.clock import Clock
+from grpo_fast.run_record.logs import Clock
 
 LOSSES = ["sigmoid", "ipo", "simpo", "orpo", "cpo", "kto", "aot", "aot_unpaired", ["sigmoid", "sft"]]
 OBJECTIVES = ["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]

@@ -189,7 +189,7 @@ def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: py
 
     def panel(display: Display) -> str:
         with console.capture() as captured:
-            console.print(display._panel())
+            console.print(display.panel())
         return captured.get()
 
     display = Display(40, console=console)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_fast.run_record.jsonl import JsonlLog, read_jsonl
+from grpo_fast.run_record.files import JsonlLog, read_jsonl
 
 
 def write(path: Path, *records: dict) -> None:
@@ -108,7 +108,7 @@ def test_an_absent_file_has_no_records(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from grpo_fast.run_record.jsonl import JsonlLog
+from grpo_fast.run_record.files import JsonlLog
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 log = JsonlLog(Path(sys.argv[1]))
 log.append({"step": 1})
@@ -136,7 +136,7 @@ def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(tmp_p
 WRITER = """
 import sys
 from pathlib import Path
-from grpo_fast.run_record.jsonl import JsonlLog
+from grpo_fast.run_record.files import JsonlLog
 log = JsonlLog(Path(sys.argv[1]))
 log.truncate(int(sys.argv[2]))
 for step in range(int(sys.argv[3]), 10**9):

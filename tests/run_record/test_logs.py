@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_fast.run_record.config import LoggingConfig
-from grpo_fast.run_record.jsonl import read_jsonl
+from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EvaluationLog, MetricsLog, SampleLog, SampleRecord
+from grpo_fast.run_record.mirrors import LoggingConfig
 
 QUIET = LoggingConfig(tensorboard=False)
 

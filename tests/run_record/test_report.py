@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.logs import EvaluationLog, MetricsLog, SampleLog, SampleRecord
+from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.run_record.report import write_report
 
 HOSTILE = '</pre><script>alert("x")</script><img src=http://example.com/x onerror=alert(1)>'
