@@ -109,13 +109,12 @@ def make_batch(rng: torch.Generator) -> Callable[..., PaddedBatch]:
 
 @pytest.fixture
 def assert_same() -> Callable[..., None]:
-    """`assert_same(batch, our_loss, their_loss)`."""
+    """`assert_same(inputs, our_loss, their_loss)`: equal losses and gradients in every leaf of the inputs."""
 
-    def same(batch: Any, ours: torch.Tensor, theirs: torch.Tensor, rtol: float = 1e-9) -> None:
-        """Equal losses, and equal gradients in the log-probabilities and entropies."""
-        leaves = (batch.logprobs, batch.entropy)
+    def same(inputs: Any, ours: Tensor, theirs: Tensor, rtol: float = 1e-9) -> None:
+        leaves = [value for value in vars(inputs).values() if getattr(value, "requires_grad", False)]
 
-        def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        def gradients(loss: Tensor) -> list[Tensor]:
             found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
             return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
@@ -124,7 +123,7 @@ def assert_same() -> Callable[..., None]:
         terms = sum(gradient.abs().sum().item() for gradient in their_gradients)
         torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=rtol, atol=1e-12 + rtol * terms)
         for mine, other in zip(our_gradients, their_gradients, strict=True):
-            torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * other.abs().max().item())
+            torch.testing.assert_close(mine, other.to(mine), rtol=rtol, atol=rtol * other.abs().max().item())
 
     return same
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.correction import off_policy_keep, sampler_weights
 from grpo_fast.objective.types import Segments
 
@@ -22,6 +22,10 @@ def rows(batch: Any) -> list[list[tuple[float, float]]]:
         [(o, s) for o, s, counts in zip(*row, strict=True) if counts]
         for row in zip(batch.old.tolist(), batch.sampler.tolist(), batch.mask.tolist(), strict=True)
     ]
+
+
+def segments_of(inputs: LossInputs) -> Segments:
+    return Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
 
 
 def expected_weight(mode: str, tokens: list[tuple[float, float]], position: int) -> float:
@@ -43,9 +47,8 @@ def test_weights_are_the_bounded_ratio_at_their_level(level: str, action: str, m
     mode, batch = f"{level}_{action}", make_batch(empty=True)
     config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=LOW, sampler_clip_max=HIGH)
     inputs = batch.inputs()
-    segments = Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
 
-    weights = sampler_weights(inputs.old_logprobs, inputs.sampler_logprobs, segments, config)
+    weights = sampler_weights(inputs.old_logprobs, inputs.sampler_logprobs, segments_of(inputs), config)
 
     expected = [expected_weight(mode, tokens, t) for tokens in rows(batch) for t in range(len(tokens))]
     torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
@@ -85,11 +88,11 @@ def test_mismatch_metrics_describe_sampler_against_trainer(make_batch: Callable)
 
 def test_only_drifted_sequences_of_negative_advantage_leave(make_batch: Callable) -> None:
     batch = make_batch(spread=0.6)
-    inputs = batch.inputs()
-    segments = Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
-    threshold = 0.02
+    inputs, threshold = batch.inputs(), 0.02
 
-    keep = off_policy_keep(inputs.logprobs, inputs.sampler_logprobs, inputs.advantages, segments, threshold)
+    keep = off_policy_keep(
+        inputs.logprobs, inputs.sampler_logprobs, inputs.advantages, segments_of(inputs), threshold
+    )
 
     drift = (batch.sampler - batch.logprobs.detach()) * batch.mask
     stays = (batch.advantages >= 0) | (drift.sum(1) / batch.mask.sum(1) <= threshold)

@@ -14,6 +14,7 @@ from grpo_fast.objective import GRPOLossConfig, policy_loss, resolve_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
 BATCH_STATISTICS = ("clip_cov", "kl_cov")  # centred over the batch they see, as their paper has it
+PER_TOKEN = ("logprobs", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")
 EXTRAS: dict[str, Any] = {"max_completion_length": 12, "off_policy_mask_threshold": 0.4, "entropy_coef": 0.01}
 
 
@@ -72,9 +73,7 @@ def test_tokens_that_do_not_count_are_never_read(loss_type: str, make_batch: Cal
         clean,
         **{
             name: getattr(clean, name).detach().masked_fill(~clean.loss_mask, math.nan).requires_grad_()
-            for name in (
-                *("logprobs", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy"),
-            )
+            for name in PER_TOKEN
         },
     )
 
@@ -122,49 +121,54 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
     if loss_type != "clip_cov":
         counts = batch.mask.sum(1, keepdim=True).double()
         size, total = len(batch.lengths), batch.mask.sum()
+        # rloo: the ratio is of the whole completion, so that its gradient is a sum over tokens.
+        aggregation = "sequence_sum" if loss_type == "rloo" else CATALOG[loss_type].aggregation
         weights = {
             "sequence_mean": 1 / (size * counts),
-            "token_mean": torch.ones_like(counts) / total,
-            "sequence_sum": torch.ones_like(counts) / size,
-            "constant_length": torch.ones_like(counts) / (size * 12),
-        }[CATALOG[loss_type].aggregation]
-        if loss_type == "luspo":
-            weights = torch.ones_like(counts) / size
-        if loss_type == "rloo":  # the ratio of the whole completion: its gradient is a sum over tokens
-            weights = torch.ones_like(counts) / size
+            "token_mean": 1 / total,
+            "sequence_sum": 1 / size,
+            "constant_length": 1 / (size * 12),
+        }[aggregation]
         expected = -weights * batch.advantages[:, None] * batch.mask
         torch.testing.assert_close(gradient, expected)
 
 
 def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch: Callable) -> None:
-    batch = make_batch()
+    batch, config = make_batch(), GRPOLossConfig("dr_grpo", max_completion_length=12)
 
-    with_bonus = policy_loss(
-        batch.inputs(), GRPOLossConfig("dr_grpo", max_completion_length=12, entropy_coef=0.5)
-    )
-    without = policy_loss(batch.inputs(), GRPOLossConfig("dr_grpo", max_completion_length=12))
+    bonus = policy_loss(batch.inputs(), replace(config, entropy_coef=0.5))
 
     mean = batch.entropy[batch.mask].mean()
-    torch.testing.assert_close(without.loss - with_bonus.loss, 0.5 * mean)
-    torch.testing.assert_close(with_bonus.metrics["entropy"], mean.detach())
+    torch.testing.assert_close(policy_loss(batch.inputs(), config).loss - bonus.loss, 0.5 * mean)
+    torch.testing.assert_close(bonus.metrics["entropy"], mean.detach())
+
+
+def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch: Callable) -> None:
+    batch = make_batch()
+    inputs = batch.inputs()
+    doubled = replace(inputs, policy_weights=torch.full_like(inputs.advantages, 2.0))
+
+    plain, weighted = (policy_loss(i, GRPOLossConfig(beta=0.1)) for i in (inputs, doubled))
+
+    torch.testing.assert_close(weighted.loss, 2 * plain.loss - 0.1 * plain.metrics["kl"])
 
 
 @pytest.mark.parametrize(
-    ("changes", "missing", "remedy"),
+    ("changes", "missing"),
     [
-        ({"beta": 0.1}, "ref_logprobs", "set beta = 0"),
-        ({"entropy_coef": 0.1}, "entropy", "ask the head"),
-        ({"top_entropy_quantile": 0.2}, "entropy", "ask the head"),
-        ({"sampler_correction": "token_mask"}, "sampler_logprobs", "have the engine report them"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length", "set it to the rollout's"),
+        ({"beta": 0.1}, "ref_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+        ({"top_entropy_quantile": 0.2}, "entropy"),
+        ({"sampler_correction": "token_mask"}, "sampler_logprobs"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length"),
     ],
 )
 def test_an_input_that_the_config_needs_and_is_missing_is_named(
-    changes: dict[str, Any], missing: str, remedy: str, make_batch: Callable
+    changes: dict[str, Any], missing: str, make_batch: Callable
 ) -> None:
     inputs = replace(make_batch().inputs(with_sampler=False, with_ref=False), entropy=None)
 
-    with pytest.raises(ValueError, match=f"(?s){missing}.*{remedy}"):
+    with pytest.raises(ValueError, match=missing):
         policy_loss(inputs, GRPOLossConfig(**changes))
 
 
@@ -188,7 +192,7 @@ def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch: Callable) 
     assert (batch.logprobs.grad == 0).all()
 
 
-def test_a_loss_of_ones_own_is_found_by_its_import_path(
+def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(
     make_batch: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "my_own_losses.py").write_text(
@@ -200,6 +204,8 @@ def test_a_loss_of_ones_own_is_found_by_its_import_path(
     )
     monkeypatch.syspath_prepend(tmp_path)
     inputs = make_batch().inputs()
+    by_name = resolve_loss("gspo")(inputs).loss
+    torch.testing.assert_close(by_name, policy_loss(inputs, GRPOLossConfig("gspo")).loss)
 
     outputs = policy_loss(inputs, GRPOLossConfig("my_own_losses:negative_mean", beta=0.1))
 
@@ -207,15 +213,6 @@ def test_a_loss_of_ones_own_is_found_by_its_import_path(
     assert set(outputs.metrics) == {"groups"}
     with pytest.raises(TypeError, match=r"return grpo_fast\.objective\.LossOutputs"):
         resolve_loss("my_own_losses:wrong")(inputs)
-    with pytest.raises(ValueError, match="cannot be imported"):
-        resolve_loss("my_own_losses:absent")
-    with pytest.raises(ValueError, match="cannot be imported"):
-        resolve_loss("no_such_module:loss")
-
-
-def test_a_loss_is_found_by_its_name(make_batch: Callable) -> None:
-    inputs = make_batch().inputs()
-
-    outputs = resolve_loss("gspo")(inputs)
-
-    torch.testing.assert_close(outputs.loss, policy_loss(inputs, GRPOLossConfig("gspo")).loss)
+    for path in ("my_own_losses:absent", "no_such_module:loss"):
+        with pytest.raises(ValueError, match=path):
+            resolve_loss(path)

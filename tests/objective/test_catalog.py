@@ -1,0 +1,80 @@
+"""One word configures a loss; contradictory configurations name the field, the value and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_fast.objective import GRPOLossConfig
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_one_word_is_enough_and_survives_being_written_and_read(loss_type: str) -> None:
+    config, adapter = GRPOLossConfig(loss_type), TypeAdapter(GRPOLossConfig)
+
+    assert (config.epsilon_low, config.epsilon_high) == (CATALOG[loss_type].epsilon or (None, None))
+    assert adapter.validate_json(adapter.dump_json(config)) == config
+
+
+def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others() -> None:
+    assert GRPOLossConfig("gspo", epsilon_low=0.1).epsilon_high == 0.1
+    config = replace(GRPOLossConfig("dr_grpo", epsilon_high=0.3), max_completion_length=7)
+    assert (config.epsilon_low, config.epsilon_high, config.max_completion_length) == (0.2, 0.3, 7)
+
+
+FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "dppo_tv", "gspo_token")
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "remedy"),
+    [
+        ({"loss_type": "ppo"}, "loss_type = 'ppo'", "choose one of"),
+        ({"loss_type": "my loss:f g"}, "loss_type = 'my loss:f g'", "package.module:function"),
+        ({"epsilon_low": -0.1}, "epsilon_low = -0.1", "zero or more"),
+        ({"epsilon_high": float("nan")}, "epsilon_high = nan", "finite"),
+        ({"beta": -0.04}, "beta = -0.04", "zero or more"),
+        ({"delta": 1.1}, "delta = 1.1", "raise delta"),
+        ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "between 0 and 1"),
+        ({"max_completion_length": 0}, "max_completion_length = 0", "above zero"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0", "above zero"),
+        ({"loss_type": "gpg", "beta": 0.1}, "beta = 0.1", "set beta = 0"),
+        ({"loss_type": "sapo", "epsilon_low": 0.2}, "epsilon_low = 0.2", "leave it out"),
+        ({"loss_type": "cispo", "epsilon_low": 0.2}, "epsilon_low = 0.2", "leave it out"),
+        ({"loss_type": "reinforce", "delta": 3.0}, "delta = 3.0", "leave it out"),
+        ({"loss_type": "dapo", "vespo_k_pos": 1.0}, "vespo_k_pos = 1.0", "leave it out"),
+        ({"loss_type": "my.module:loss", "entropy_coef": 0.1}, "entropy_coef = 0.1", "leave it out"),
+        ({"sampler_correction": "token_mask", "sampler_clip_max": None}, "'token_mask'", "set at least one"),
+        ({"sampler_clip_min": 4.0}, "sampler_clip_min = 4.0", "lower it"),
+        ({"entropy_coef_min": 2.0}, "entropy_coef_min = 2.0", "swap them"),
+        ({"loss_type": "clip_cov", "clip_cov_low": 6.0}, "clip_cov_low = 6.0", "lower it"),
+        ({"kl_in_reward": True, "use_bias_correction_kl": True}, "use_bias_correction_kl", "to false"),
+        ({"loss_type": "vespo", "sampler_correction": "sequence_mask"}, "'sequence_mask'", "'token_mask'"),
+        *(
+            (
+                {"loss_type": name, "importance_sampling_level": "sequence"},
+                "importance_sampling_level",
+                "gspo",
+            )
+            for name in FIXED_LEVEL
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_by_name_with_a_remedy(
+    values: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        GRPOLossConfig(**values)
+    assert field in str(error.value) and remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"epsilon_lo": 0.2}, {"kl_estimator": "k4"}, {"sampler_correction": "tis"}, {"beta": "much"}],
+)
+def test_pydantic_refuses_unknown_keys_and_words(values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(GRPOLossConfig).validate_python(values)

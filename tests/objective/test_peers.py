@@ -1,0 +1,361 @@
+"""Our policy losses against TRL 1.16, Liger 0.8.5 and verl 0.9 themselves, called on the same random batch.
+
+Where a peer and the paper differ we follow the paper, and the test says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.objective import GRPOLossConfig, policy_loss
+from grpo_fast.objective.loss import kl_estimate
+
+MAX_LENGTH = 12
+CONSTANTS: dict[str, dict[str, Any]] = {  # of the losses that TRL and Liger share
+    "grpo": {},
+    "bnpo": {"epsilon_high": 0.28, "epsilon_low": 0.2},
+    "dr_grpo": {"delta": 2.5},
+    "dapo": {"epsilon_high": 0.28, "epsilon_low": 0.2, "delta": 4.0},
+    "gspo": {"epsilon_low": 0.2},
+    "luspo": {"epsilon_low": 0.2, "epsilon_high": 0.4},
+    "cispo": {"epsilon_high": 5.0},
+    "sapo": {"sapo_temperature_neg": 1.5},
+    "vespo": {},
+}
+
+
+def shared_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
+    return GRPOLossConfig(loss_type, max_completion_length=MAX_LENGTH, **(CONSTANTS[loss_type] | changes))
+
+
+def our_loss(batch: Any, config: GRPOLossConfig) -> torch.Tensor:
+    return policy_loss(batch.inputs(), config).loss
+
+
+# --------------------------------------------------------------------------------------------------- TRL
+
+
+class Accelerator:
+    """One process."""
+
+    num_processes = 1
+    sync_gradients = True
+
+    def gather(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return values
+
+    reduce = gather
+
+    def pad_across_processes(self, values: torch.Tensor, dim: int, pad_index: float) -> torch.Tensor:
+        return values
+
+
+def trl_trainer(batch: Any, **attributes: Any) -> SimpleNamespace:
+    """An object that has just what TRL's `_compute_loss` reads."""
+    return SimpleNamespace(
+        accelerator=Accelerator(),
+        aux_loss_enabled=False,
+        model=SimpleNamespace(training=True),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (batch.logprobs, batch.entropy, None),
+        _metrics={"train": defaultdict(list)},
+        **attributes,
+    )
+
+
+def trl_inputs(batch: Any, **inputs: Any) -> dict[str, Any]:
+    blank = torch.zeros(batch.mask.shape, dtype=torch.int64)
+    return {
+        **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), blank),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages,
+        **inputs,
+    }
+
+
+def trl_loss(batch: Any, c: GRPOLossConfig, **inputs: Any) -> tuple[torch.Tensor, dict[str, list[float]]]:
+    """`GRPOTrainer._compute_loss`, and the metrics that it notes."""
+    cls = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0").GRPOTrainer
+    ours = vars(c) | {
+        "importance_sampling_level": "sequence" if c.ratio_level == "sequence" else "token",
+        "loss_type": "grpo" if c.loss_type == "gspo" else c.loss_type,
+    }
+    trainer = trl_trainer(
+        batch,
+        args=SimpleNamespace(**vars(c), steps_per_generation=1),
+        current_gradient_accumulation_steps=1,
+        use_vllm="importance_sampling_ratio" in inputs,
+        vllm_importance_sampling_correction="importance_sampling_ratio" in inputs,
+        _entropy_bonus_enabled=c.entropy_coef != 0,
+        get_off_policy_mask=cls.get_off_policy_mask,
+        get_gamma_weights=cls.get_gamma_weights,
+        **ours,
+    )
+    trainer.get_high_entropy_mask = types.MethodType(cls.get_high_entropy_mask, trainer)
+    known = {"old_per_token_logps": batch.old, "ref_per_token_logps": batch.ref}
+    given = trl_inputs(batch, num_items_in_batch=batch.mask.sum(), **known, **inputs)
+    return cls._compute_loss(trainer, trainer.model, given), trainer._metrics["train"]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["", "one completion masked out"])
+@pytest.mark.parametrize("loss_type", list(CONSTANTS))
+def test_loss_and_gradient_are_trls(
+    loss_type: str, empty: bool, make_batch: Callable, assert_same: Callable
+) -> None:
+    batch, config = make_batch(empty=empty), shared_config(loss_type)
+    assert_same(batch, our_loss(batch, config), trl_loss(batch, config)[0])
+
+
+@pytest.mark.parametrize("loss_type", list(CONSTANTS))
+def test_all_extra_terms_together_are_trls(
+    loss_type: str, make_batch: Callable, assert_same: Callable
+) -> None:
+    batch = make_batch(spread=0.6)
+    config = shared_config(
+        loss_type,
+        beta=0.04,
+        use_bias_correction_kl=loss_type not in ("gspo", "luspo"),  # see the next test
+        entropy_coef=0.01,
+        top_entropy_quantile=0.625,
+        off_policy_mask_threshold=0.05,
+        sampler_correction="token_truncate",
+        sampler_clip_max=1.2,
+    )
+    ratio = (batch.old - torch.where(batch.mask, batch.sampler, batch.old)).exp().clamp(max=1.2)
+
+    theirs, _ = trl_loss(
+        batch, config, importance_sampling_ratio=ratio, sampling_per_token_logps=batch.sampler
+    )
+
+    assert_same(batch, our_loss(batch, config), theirs)
+
+
+def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_sequences(
+    make_batch: Callable,
+) -> None:
+    """DeepSeek-V3.2, eq. 7, weighs a token's KL with the token's ratio. TRL takes the surrogate's ratio, so
+    with a sequence-level loss the gradient is not the KL's. We follow the paper.
+    """
+    batch = make_batch(spread=0.6)
+    plain, corrected = shared_config("gspo"), shared_config("gspo", beta=1.0, use_bias_correction_kl=True)
+
+    ours = our_loss(batch, corrected) - our_loss(batch, plain)
+    theirs = trl_loss(batch, corrected)[0] - trl_loss(batch, plain)[0]
+
+    per_token = kl_estimate(batch.logprobs, batch.ref, "k3") * (batch.logprobs - batch.old).exp()
+    expected = ((per_token * batch.mask).sum(1) / batch.mask.sum(1)).mean()
+    torch.testing.assert_close(ours, expected)
+    assert not torch.isclose(theirs, expected)
+
+
+@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask"])
+def test_sampler_corrections_are_trls(mode: str, make_batch: Callable, assert_same: Callable) -> None:
+    batch = make_batch(spread=0.6)
+    config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=0.8, sampler_clip_max=1.25)
+    log_ratio = (batch.old - batch.sampler) * batch.mask
+    ratio = (log_ratio.sum(1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    outside = (ratio < 0.8) | (ratio > 1.25)
+    ratio = ratio.masked_fill(outside, 0) if mode.endswith("mask") else ratio.clamp(0.8, 1.25)
+
+    assert_same(batch, our_loss(batch, config), trl_loss(batch, config, importance_sampling_ratio=ratio)[0])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
+def test_metrics_are_trls(loss_type: str, make_batch: Callable) -> None:
+    batch, config = make_batch(), shared_config(loss_type, beta=0.1)
+
+    ours, (_, theirs) = policy_loss(batch.inputs(), config).metrics, trl_loss(batch, config)
+
+    expected = {name: value for name, (value,) in theirs.items()}
+    assert {name: ours[name].item() for name in theirs} == pytest.approx(expected, rel=1e-6)
+
+
+def test_rloo_is_trls_rloo_trainer(make_batch: Callable, assert_same: Callable) -> None:
+    """Its `_compute_loss` keeps KL in the reward, as `kl_in_reward` does here."""
+    trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
+    batch, config = make_batch(spread=0.6), GRPOLossConfig("rloo", epsilon_low=0.2)
+    trainer = trl_trainer(batch, args=SimpleNamespace(), beta=0.0, epsilon_low=0.2, epsilon_high=0.2)
+    inputs = trl_inputs(batch, old_logps=(batch.old * batch.mask).sum(1))
+
+    theirs = trl.RLOOTrainer._compute_loss(trainer, trainer.model, inputs)
+
+    assert_same(batch, our_loss(batch, config), theirs)
+
+
+# ------------------------------------------------------------------------------------------------- Liger
+
+
+@pytest.mark.parametrize("loss_type", list(CONSTANTS))
+def test_loss_and_gradient_are_ligers(loss_type: str, make_batch: Callable, assert_same: Callable) -> None:
+    module = pytest.importorskip(
+        "liger_kernel.chunked_loss.grpo_loss", reason="pip install --no-deps liger-kernel==0.8.5"
+    )
+    batch = make_batch()
+    # A KL term makes Liger's luspo loss per token, and its mean then runs over padding too: left out there.
+    beta = 0.0 if loss_type == "luspo" else 0.04
+    config = shared_config(loss_type, beta=beta, use_bias_correction_kl=loss_type != "gspo")
+    names = ("epsilon_low", "epsilon_high", "beta", "delta", "sapo_temperature_neg", "use_bias_correction_kl")
+
+    theirs, _ = module.LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        batch.logprobs,
+        batch.mask.double(),
+        batch.advantages,
+        batch.mask.double(),
+        ref_per_token_logps=batch.ref,
+        old_per_token_logps=batch.old,
+        loss_type="grpo" if loss_type == "gspo" else loss_type,
+        max_completion_length=MAX_LENGTH,
+        importance_sampling_level="sequence" if loss_type in ("gspo", "luspo") else "token",
+        **{name: getattr(config, name) for name in names},
+    )
+
+    assert_same(batch, our_loss(batch, config), theirs, rtol=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------- verl
+
+
+class ActorConfig(SimpleNamespace):
+    """The attributes that verl's policy losses read."""
+
+    def get(self, name: str, default: Any) -> Any:
+        return getattr(self, name, default)
+
+
+@pytest.fixture(scope="module")
+def verl() -> Iterator[types.ModuleType]:
+    """verl's `core_algos`, with the packages around it (ray, hydra, tensordict) left out."""
+    found = importlib.util.find_spec("verl")
+    if found is None:
+        pytest.skip("pip install --no-deps verl==0.9.1")
+    root = found.submodule_search_locations[0]
+
+    def module(name: str, path: str | None = None, **contents: Any) -> None:
+        stub = types.ModuleType(name)
+        stub.__dict__.update(contents)
+        stub.__spec__ = importlib.util.spec_from_loader(name, None)
+        if path is not None:
+            stub.__path__ = [path]
+        patch.setitem(sys.modules, name, stub)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+            patch.delitem(sys.modules, name)
+        module("verl", root)
+        module("verl.utils", f"{root}/utils", as_torch_index=None, group_mean_std=None)
+        module("verl.trainer", f"{root}/trainer")
+        module("verl.trainer.ppo", f"{root}/trainer/ppo")
+        module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {}))
+        module("verl.workers")
+        module("verl.workers.config", ActorConfig=ActorConfig)
+        if importlib.util.find_spec("omegaconf") is None:
+            module("omegaconf", DictConfig=dict)
+        if importlib.util.find_spec("tensordict") is None:
+            module("tensordict", TensorDict=dict)
+        yield importlib.import_module("verl.trainer.ppo.core_algos")
+        for name in [name for name in sys.modules if name.startswith("verl")]:
+            del sys.modules[name]
+
+
+VERL_CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
+    # our loss: our constants; verl's loss, aggregation and constants
+    "grpo": ({"delta": 3.0}, "vanilla", "seq-mean-token-mean", {"clip_ratio_c": 3.0}),
+    "dapo": ({"delta": 3.0}, "vanilla", "token-mean", {"clip_ratio_c": 3.0}),
+    "dr_grpo": (
+        {"delta": 9.0},
+        "vanilla",
+        "seq-mean-token-sum-norm",
+        {"clip_ratio_c": 9.0, "global_batch_info": {"loss_scale_factor": MAX_LENGTH}},
+    ),
+    "gspo": ({"epsilon_low": 0.1, "epsilon_high": 0.3}, "gspo", "seq-mean-token-mean", {}),
+    "gspo_token": ({"epsilon_low": 0.1, "epsilon_high": 0.3}, "gspo", "seq-mean-token-mean", {}),
+    "sapo": ({"sapo_temperature_neg": 1.5}, "sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.5}),
+    "gpg": ({}, "gpg", "token-mean", {}),
+    "gmpo": ({"epsilon_low": 0.4}, "geo_mean", "", {}),
+    # verl bounds the ratio to 1 ± ε; the paper lets the lower bound go and so do we, hence ε_low = 1.
+    "cispo": ({"epsilon_high": 5.0}, "cispo", "token-mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
+    "dppo_tv": ({}, "dppo_tv", "token-mean", {"clip_ratio_c": 20.0}),
+    "dppo_kl": ({}, "dppo_kl", "token-mean", {"clip_ratio_c": 20.0}),
+    "clip_cov": (
+        {"clip_cov_ratio": 0.2, "clip_cov_low": 0.05, "clip_cov_high": 2.0},
+        "clip_cov",
+        "token-mean",
+        {"policy_loss": SimpleNamespace(clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=2.0)},
+    ),
+    "kl_cov": (
+        {"kl_cov_ratio": 0.2, "kl_cov_coef": 0.7},
+        "kl_cov",
+        "token-mean",
+        {"policy_loss": SimpleNamespace(kl_cov_ratio=0.2, ppo_kl_coef=0.7)},
+    ),
+}
+
+
+def verl_loss(
+    verl: types.ModuleType, batch: Any, config: GRPOLossConfig, name: str, aggregation: str, **constants: Any
+) -> torch.Tensor:
+    low, high = config.epsilon_low, config.epsilon_high
+    actor = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high, "global_batch_info": {}}
+    advantages = batch.advantages[:, None].expand_as(batch.mask)
+    return verl.get_policy_loss_fn(name)(
+        batch.old,
+        batch.logprobs,
+        advantages,
+        batch.mask.double(),
+        aggregation,
+        ActorConfig(**actor | constants),
+    )[0]
+
+
+@pytest.mark.parametrize("loss_type", list(VERL_CASES))
+def test_loss_and_gradient_are_verls(
+    loss_type: str, make_batch: Callable, assert_same: Callable, verl: types.ModuleType
+) -> None:
+    constants, name, aggregation, theirs_constants = VERL_CASES[loss_type]
+    # GSPO's value differs from verl's beyond its cap of e^10 on the ratio; elsewhere the whole range is used.
+    batch = make_batch()
+    config = GRPOLossConfig(loss_type, max_completion_length=MAX_LENGTH, **constants)
+
+    torch.manual_seed(0)  # clip_cov draws
+    theirs = verl_loss(verl, batch, config, name, aggregation, **theirs_constants)
+    torch.manual_seed(0)
+
+    # verl adds 1e-8 to its denominators.
+    assert_same(batch, our_loss(batch, config), theirs, rtol=1e-6)
+
+
+def test_reinforce_and_kl_estimates_are_verls(
+    make_batch: Callable, assert_same: Callable, verl: types.ModuleType
+) -> None:
+    batch = make_batch()
+    advantages, actor = batch.advantages[:, None].expand_as(batch.mask), ActorConfig(global_batch_info={})
+
+    theirs, _ = verl.compute_policy_loss_reinforce(
+        batch.sampler, batch.logprobs, advantages, batch.mask.double(), config=actor
+    )
+
+    assert_same(batch, our_loss(batch, GRPOLossConfig("reinforce")), theirs)
+    for estimator in ("k1", "k2", "k3"):
+        kl = verl.kl_penalty(batch.logprobs, batch.ref, estimator)
+        torch.testing.assert_close(kl_estimate(batch.logprobs, batch.ref, estimator), kl)
+
+
+def test_verl_leaves_empty_completions_out_of_the_mean_and_trl_and_we_count_them(
+    make_batch: Callable, assert_same: Callable, verl: types.ModuleType
+) -> None:
+    """The paper's 1/G counts every completion of the group."""
+    batch, config = make_batch(empty=True), GRPOLossConfig("grpo")
+    size = len(batch.lengths)
+
+    theirs = verl_loss(verl, batch, config, "vanilla", "seq-mean-token-mean", clip_ratio_c=math.inf)
+
+    assert_same(batch, our_loss(batch, config) * size / (size - 1), theirs, rtol=1e-6)
