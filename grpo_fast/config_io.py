@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.convert import Conversion, convert
-from grpo_fast.convert.absent import ABSENT
-from grpo_fast.convert.names import MOVED, NAMES, translate
+from grpo_fast.convert.names import ABSENT, MOVED, NAMES, translate
 from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import short

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, dump_config, is_key, keys, load_config, nearest_keys
-from grpo_fast.convert.absent import ABSENT
-from grpo_fast.convert.names import MOVED
+from grpo_fast.convert.names import ABSENT, MOVED
 from grpo_fast.objective.catalog import LOSS_TYPES
 
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"

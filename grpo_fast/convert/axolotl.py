@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_fast.convert.absent import Absent
 from grpo_fast.convert.conversion import Entry, ForeignConfig
-from grpo_fast.convert.names import Rule, mapped
+from grpo_fast.convert.names import Absent, Rule, load_rules, mapped
 from grpo_fast.convert.trl import default_entries, trl_rules
 
 # Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
@@ -24,31 +23,6 @@ DATASET = {"path": "dataset.source", "name": "dataset.name", "split": "dataset.s
 TRANSFORM = Absent(
     "rows are not transformed by a function; set dataset.prompt_column, prompt_template and rename"
 )
-ENGINE = Absent(
-    "the rollout engine runs in the trainer's process and sets itself up; see the keys of `rollout`"
-)
-REASONS = {
-    "generation and training take turns; completions are always the current policy's": (
-        "async_prefetch prefetch_depth replay_buffer_size replay_recompute_logps reroll_max_groups "
-        "reroll_start_fraction streaming_min_groups streaming_partial_batch use_data_producer "
-        "vllm_sync_interval"
-    ),
-    "LoRA runs through peft": "lora_mlp_kernel lora_o_kernel lora_qkv_kernel",
-    "the model's own configuration names its class": "model_type tokenizer_type",
-    "answers are single turns by the rollout engine": "rollout_func",
-    "rewards run in threads, each with a time limit: rewards.timeout": "reward_num_workers",
-    "groups without spread leave the update: advantage.skip_flat_groups": "skip_zero_advantage_batches",
-    "the tokenizer's own tokens are used; nothing is padded": "special_tokens",
-    "unknown keys are always errors": "strict",
-    "the head's own kernels compute the loss": "use_liger_loss",
-    "held-out questions come from a dataset of their own: evaluation.dataset": "val_set_size",
-    ENGINE.reason: "vllm_lora_sync",
-    "it would draw from another distribution than the policy's": "vllm_guided_decoding_regex",
-    "model.attention is auto, sdpa, flash_attention_2 or flex_attention": "xformers_attention",
-}
-ABSENT: dict[str, Rule] = {
-    name: Absent(reason) for reason, names in REASONS.items() for name in names.split()
-}
 
 
 def read_axolotl(document: Mapping[str, Any]) -> ForeignConfig:
@@ -58,7 +32,7 @@ def read_axolotl(document: Mapping[str, Any]) -> ForeignConfig:
     siblings.setdefault("adapter", None)
     preference = document.get("rl") in LOSSES
     rules, notes = trl_rules(siblings, preference)
-    rules |= ABSENT | {"rl": _algorithm}
+    rules |= load_rules("axolotl.yaml") | {"rl": _algorithm}
     named = [(f"trl.{key}", key, value) for key, value in block.items()]
     nested = ("trl", "vllm", "datasets", "test_datasets")
     named += [(key, SYNONYMS.get(key, key), value) for key, value in document.items() if key not in nested]
@@ -66,7 +40,7 @@ def read_axolotl(document: Mapping[str, Any]) -> ForeignConfig:
     entries += [
         *_datasets(document, "datasets", ""),
         *_datasets(document, "test_datasets", "evaluation."),
-        *(Entry(f"vllm.{key}", value, ENGINE) for key, value in (document.get("vllm") or {}).items()),
+        *(Entry(f"vllm.{key}", value, rules["vllm"]) for key, value in (document.get("vllm") or {}).items()),
     ]
     defaults = default_entries("Axolotl", DEFAULTS, siblings, rules)
     return ForeignConfig("Axolotl", preference, entries, siblings, defaults)

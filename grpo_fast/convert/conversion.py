@@ -8,8 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from grpo_fast.convert.absent import Absent
-from grpo_fast.convert.names import Places, Rule, translate
+from grpo_fast.convert.names import Absent, Places, Rule, translate
 from grpo_fast.objective.catalog import CATALOG
 from grpo_fast.section import short
 

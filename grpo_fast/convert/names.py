@@ -1,14 +1,28 @@
 """The one table of names that people know from TRL and Axolotl: each one's place here, or why it has none.
 
-`load_config` reads it for flat names in files and overrides, `grpo-fast convert` for whole files.
+`load_config` reads it for flat names in files and overrides, `grpo-fast convert` for whole files. What only
+changes its name and what has no place is in `trl.yaml`; what needs a translation is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from grpo_fast.convert.absent import ABSENT, Absent
+import yaml
+
+from grpo_fast.convert.references import flatten
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A foreign key without a place here, and what to do instead."""
+
+    reason: str
+    harmless: tuple[Any, ...] = ()  # values that ask for what is so anyway
+
 
 Places = dict[str, Any]  # dotted name here -> value
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so
@@ -32,6 +46,28 @@ def translate(rule: Rule, value: Any, siblings: Mapping[str, Any]) -> Places:
     if value in rule.harmless:
         return {}
     raise ValueError(f"has no place here: {rule.reason}")
+
+
+def load_yaml(name: str) -> dict[str, Any]:
+    """A table that lies beside this file."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def load_rules(name: str) -> dict[str, Rule]:
+    """Rules by dotted name from a table of our names and reasons in brackets."""
+    leaves = flatten(load_yaml(name))
+    return {key: Absent(text[1:-1]) if text.startswith("(") else text for key, text in leaves.items()}
+
+
+def find_rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """The rule of a key, or the reason of the part that it belongs to, by the longest name that fits."""
+    if key in rules:
+        return rules[key]
+    absent = [name for name, rule in rules.items() if isinstance(rule, Absent)]
+    fitting = [
+        name for name in absent if key.startswith(name.removesuffix("*") if "*" in name else f"{name}.")
+    ]
+    return rules[max(fitting, key=len)] if fitting else None
 
 
 def mapped(place: str, values: Mapping[Any, Any], otherwise: str = "") -> Translate:
@@ -211,20 +247,8 @@ _SCHEDULE = mapped(
     {**_SCHEDULES, "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
     "has no equivalent; optimizer.schedule is constant, linear or cosine",
 )
-# Terms of the loss that TRL calls as we do.
-_LOSS_TERMS = (
-    *("loss_type", "beta", "epsilon_high", "delta", "importance_sampling_level", "use_bias_correction_kl"),
-    *("off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"),
-    *("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "sapo_temperature_pos"),
-    *("sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-)
 
-MOVED: dict[str, str | Translate] = {
-    "model_name_or_path": "model.path",
-    "base_model": "model.path",
-    "model_revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code",
-    "attn_implementation": "model.attention",
+TRANSLATED: dict[str, Translate] = {
     "flash_attention": when("model.attention", "flash_attention_2"),
     "sdp_attention": when("model.attention", "sdpa"),
     "model_init_kwargs": options(_MODEL_OPTIONS),
@@ -233,8 +257,6 @@ MOVED: dict[str, str | Translate] = {
     "bf16": bf16,
     "fp16": when("model.dtype", "float16"),
     "use_cpu": when("model.device", "cpu"),
-    "gradient_checkpointing": "model.gradient_checkpointing",
-    "use_liger_kernel": "model.liger_kernels",
     **dict.fromkeys(
         ("use_peft", "adapter"),
         mapped(
@@ -248,54 +270,26 @@ MOVED: dict[str, str | Translate] = {
     "lora_dropout": lora("dropout"),
     "lora_target_modules": lora("target_modules"),
     "lora_target_linear": when("model.lora.target_modules", "all-linear"),
-    "dataset_name": "dataset.source",
-    "dataset_config": "dataset.name",
-    "dataset_train_split": "dataset.split",
-    "max_prompt_length": "dataset.max_prompt_length",
-    "system_prompt": "dataset.system_prompt",
-    "data_seed": "dataset.seed",
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
-    "num_generations": "rollout.num_generations",
-    "max_completion_length": "rollout.max_completion_length",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
     "top_k": mapped("rollout.top_k", {None: 0, -1: 0}),
-    "min_p": "rollout.min_p",
     "stop": stop,
     "generation_kwargs": options(_GENERATION_OPTIONS),
     "use_vllm": mapped(
         "rollout.engine", {True: "vllm", False: "transformers", None: ...}, "is not a boolean"
     ),
-    "vllm_gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    "vllm_max_model_length": "rollout.vllm.max_model_length",
-    "vllm_tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "scale_rewards": mapped(
         "advantage.scale_rewards",
         {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"},
         "has no equivalent; it is group, batch or none",
     ),
-    "multi_objective_aggregation": "advantage.multi_objective_aggregation",
-    "mask_truncated_completions": "advantage.mask_truncated",
-    "algorithm": "algorithm",
     "rl": mapped("algorithm", {"grpo": "grpo"}, "has no equivalent; the algorithm here is grpo"),
-    **{name: f"loss.{name}" for name in _LOSS_TERMS},
-    "epsilon": "loss.epsilon_low",
     "vllm_importance_sampling_correction": correction,
     "vllm_importance_sampling_mode": correction_mode,
-    "vllm_importance_sampling_clip_max": "loss.sampler_clip_max",
-    "vllm_importance_sampling_clip_min": "loss.sampler_clip_min",
-    "vllm_importance_sampling_cap": "loss.sampler_clip_max",
-    "num_iterations": "num_iterations",
     "max_steps": mapped("max_steps", {-1: ...}),
-    "seed": "seed",
-    "output_dir": "output_dir",
-    "learning_rate": "optimizer.learning_rate",
-    "weight_decay": "optimizer.weight_decay",
     "max_grad_norm": mapped("optimizer.max_grad_norm", {0: None, None: None}),
     "adam_beta1": betas,
     "adam_beta2": betas,
-    "adam_epsilon": "optimizer.eps",
     "optim": mapped(
         "optimizer",
         dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw", "adamw_hf", None), ...),
@@ -304,18 +298,20 @@ MOVED: dict[str, str | Translate] = {
     "lr_scheduler_type": _SCHEDULE,
     "lr_scheduler": _SCHEDULE,
     "lr_scheduler_kwargs": schedule_options,
-    "cosine_min_lr_ratio": "optimizer.min_learning_rate_ratio",
     "warmup_steps": warmup,
     "warmup_ratio": warmup,
     "logging_steps": steps("logging.every", "logging_strategy"),
-    "num_completions_to_print": "logging.samples",
     "report_to": report_to,
-    "project": "logging.project",
-    "wandb_project": "logging.project",
     "save_steps": steps("checkpoint.every", "save_strategy"),
-    "save_total_limit": "checkpoint.keep",
     "eval_steps": steps("evaluation.every", "eval_strategy"),
-    "num_generations_eval": "evaluation.num_samples",
 }
 
+_TABLE = load_yaml("trl.yaml")
+_NOTHING: tuple[Any, ...] = (None, False, "", [])
+MOVED: dict[str, str | Translate] = {**_TABLE["moved"], **TRANSLATED}
+ABSENT = {
+    key: Absent(entry["why"], _NOTHING if harmless is None else tuple(harmless))
+    for entry in _TABLE["absent"]
+    for key, harmless in entry["keys"].items()
+}
 NAMES: dict[str, Rule] = {**MOVED, **ABSENT}

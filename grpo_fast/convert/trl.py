@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.absent import Absent
 from grpo_fast.convert.conversion import Entry, ForeignConfig
-from grpo_fast.convert.names import NAMES, Places, Rule, Translate, translate
+from grpo_fast.convert.names import NAMES, Absent, Places, Rule, Translate, translate
 from grpo_fast.objective.pairs import PREFERENCE_LOSSES
 
 # What a missing key means there, where ours would mean something else.
