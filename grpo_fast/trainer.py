@@ -34,8 +34,8 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, sampling_of
-from grpo_fast.rollout.adaptive_length import CompletionLength
 from grpo_fast.rollout.handover import DeviceHandover, trainer_offloader
+from grpo_fast.rollout.sampling import CompletionLength
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.stages import Stage, schedule_steps, stage_at
 from grpo_fast.update import PolicyUpdate
@@ -103,7 +103,7 @@ class Trainer:
         self.prompts = parts.prompts
         self.adaptive_weights = parts.adaptive_weights
         self.sampling = sampling_of(self.config.rollout)
-        self.length = CompletionLength.of(self.config.rollout)
+        self.length = CompletionLength(self.config.rollout)
         self.update.configure(self.config)
         total_steps = schedule_steps([parts.stage for parts in self.stages], index)
         self.optimizer.configure(self.config.optimizer, total_steps=total_steps)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_fast.rollout.vllm.version import installed_version, version_problem
+from grpo_fast.rollout.vllm import installed_version, version_problem
 
 if TYPE_CHECKING:
     from grpo_fast.head.plan import HeadPlan

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,20 +142,39 @@ class Policy:
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their checkpoint's names, adapters merged: what an inference engine loads.
-
-        The model itself is untouched: merging in place and back would round bf16 weights each time. A tied
-        head is not repeated. Tensors without an adapter are the live ones, not copies.
-        """
-        adapted = dict(_adapted_weights(self.base_model)) if self.has_adapters else {}
+    def base_weights(self) -> dict[str, Tensor]:
+        """The weights under their checkpoint's names, live, without adapters; a tied head is not repeated."""
+        weights: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.base_model.state_dict(keep_vars=True).items():
-            if ".lora_" in name or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            name = name.replace(".base_layer.", ".")
-            yield name, adapted[name]() if name in adapted else tensor.detach()
+            if ".lora_" not in name and id(tensor) not in seen:
+                seen.add(id(tensor))
+                weights[name.replace(".base_layer.", ".")] = tensor
+        return weights
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`base_weights` with adapters merged: what an inference engine loads.
+
+        The model itself is untouched: merging in place and back would round bf16 weights each time. Tensors
+        without an adapter are the live ones, not copies.
+        """
+        adapted = self._adapted_weights()
+        for name, tensor in self.base_weights().items():
+            yield name, _merged(adapted[name]) if name in adapted else tensor.detach()
+
+    def changing_weights(self) -> set[str]:
+        """The names in `named_weights` of what training changes."""
+        trained = {name for name, tensor in self.base_weights().items() if tensor.requires_grad}
+        return trained.union(self._adapted_weights())
+
+    def _adapted_weights(self) -> dict[str, LoraLayer]:
+        """By the weight's name, the layers that LoRA wraps."""
+        if not self.has_adapters:
+            return {}
+        from peft.tuners.lora import LoraLayer
+
+        modules = self.base_model.named_modules()
+        return {f"{name}.weight": module for name, module in modules if isinstance(module, LoraLayer)}
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, configuration, generation configuration and tokenizer, adapters merged.
@@ -183,15 +201,6 @@ def _hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -
         **forward_arguments(batch, attention),
     )
     return output.last_hidden_state[0].index_select(0, batch.loss_index)
-
-
-def _adapted_weights(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, function that computes the merged weight) of every layer that LoRA wraps."""
-    from peft.tuners.lora import LoraLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            yield f"{name}.weight", partial(_merged, module)
 
 
 def _merged(module: LoraLayer) -> Tensor:

@@ -50,7 +50,7 @@ def require_engine(config: RolloutConfig) -> None:
             f"rollout.max_batch_tokens = {config.max_batch_tokens} is not read by rollout.engine = 'vllm'; "
             "set rollout.vllm.kv_cache_gib instead"
         )
-    from grpo_fast.rollout.vllm.process import require_vllm
+    from grpo_fast.rollout.vllm import require_vllm
 
     require_vllm()
 
@@ -93,7 +93,7 @@ def make_engine(
 
 
 def _vllm_is_there() -> bool:
-    from grpo_fast.rollout.vllm.version import installed_version, version_problem
+    from grpo_fast.rollout.vllm import installed_version, version_problem
 
     version = installed_version()
     problem = version_problem(version)

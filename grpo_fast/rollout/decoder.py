@@ -1,46 +1,245 @@
 """Prompts prefilled once, then one token a row and step: what the transformers engine decodes with.
 
-`ExpandedDecoder` repeats each prompt's cache for its completions and leaves attention to the model, so
-it serves any causal model. `shared_prefix.py` has the fast one.
+`ExpandedDecoder` repeats each prompt's cache for its completions and leaves attention to the model, so it
+serves any causal model. `SharedPrefixDecoder` copies no prompt: the n completions of a prompt attend to the
+same prefix by one matrix product of all their queries with one copy of its keys. Each row's own tokens are a
+second, short attention; the two are merged exactly by their log-sum-exp (Hydragen, arXiv:2402.05099). What
+all prompts begin with, such as a system prompt, is prefilled once for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 Prompt = Sequence[int]
 
+SHARED_PREFIX_ATTENTION = "grpo_fast_shared_prefix"  # among transformers' implementations
+WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
+FIRST_CAPACITY = 16  # tokens a row's buffer holds at first; it doubles when full
 
-class Decoder(Protocol):
-    """R rows in flight, each continuing one of U prompts. V is the vocabulary."""
 
-    attention: str  # the name, among transformers' attention implementations, of the one it needs
+class ExpandedDecoder:
+    """R rows in flight, each continuing one of U prompts: the model's own attention, one cache entry a row.
+
+    Args:
+        max_new: tokens of the longest completion.
+
+    Attributes:
+        attention: transformers' name of the implementation that the model must be set to.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_new: int) -> None:
+        self.model = model
+        self.attention = "sdpa" if model._supports_sdpa else "eager"
+        self.cache = DynamicCache(config=model.config)
 
     @staticmethod
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
         """Tokens whose keys and values are held at once for `rows` completions of `prompts` prompts."""
-        ...
+        return rows * (longest + max_new)
 
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
         """Read U prompts. `owners` (R,) int64, ascending, says whose completion a row is. (R, V) logits."""
-        ...
+        ids, self.mask = left_pad(prompts, self.model.device)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position is never looked at
+        logits = last_logits(self.model, ids, positions, self.cache, attention_mask=self.mask)
+        self.positions = positions[:, -1:]
+        if len(owners) > len(prompts):
+            self.keep(owners)
+        return logits[owners]
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` (R,) int64. (R, V) logits of the next ones."""
-        ...
+        self.positions = self.positions + 1
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        return last_logits(self.model, tokens[:, None], self.positions, self.cache, attention_mask=self.mask)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only: ascending indices, int64, into the present ones."""
-        ...
+        self.cache.reorder_cache(cast(torch.LongTensor, rows))  # the one selection every kind of layer has
+        self.mask, self.positions = self.mask[rows], self.positions[rows]
 
     def memory(self) -> int:
         """Bytes of keys and values held."""
-        ...
+        tensors = [t for layer in self.cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        return sum(t.nbytes for t in tensors)
+
+
+class SharedPrefixDecoder:
+    """As `ExpandedDecoder`, for models whose layers all attend to everything before them, by name."""
+
+    attention = SHARED_PREFIX_ATTENTION
+
+    def __init__(self, model: PreTrainedModel, max_new: int) -> None:
+        self.model, self.max_new = model, max_new
+        self.layers: list[SuffixLayer] = []
+
+    @staticmethod
+    def supports(model: PreTrainedModel) -> bool:
+        """Full attention in every layer, called by name, and with nothing but a causal softmax in it."""
+        config = model.config.get_text_config(decoder=True)
+        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+        capped = getattr(config, "attn_logit_softcapping", None)
+        return plain and model._supports_attention_backend and not capped
+
+    @staticmethod
+    def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
+        return prompts * longest + rows * max_new
+
+    def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
+        """Prefixes and suffixes are laid out as [common | padding | rest]."""
+        device = self.model.device
+        cache = DynamicCache(config=self.model.config)
+        common = common_length(prompts)
+        if common:
+            ids = torch.tensor([list(prompts[0][:common])], device=device)
+            last_logits(self.model, ids, torch.arange(common, device=device)[None], cache)
+            cache.batch_repeat_interleave(len(prompts))
+        ids, real = left_pad([prompt[common:] for prompt in prompts], device)
+        positions = common + (real.cumsum(-1) - 1).clamp(min=0)
+        mask = torch.cat([real.new_ones(len(prompts), common), real], dim=1)
+        logits = last_logits(self.model, ids, positions, cache, attention_mask=mask)
+
+        # (U, P), added to the scores; nothing to add without padding.
+        self.bias = (
+            None if mask.all() else torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
+        )
+        self.owners, self.grid = owners, Grid(owners)
+        self.positions = positions[owners, -1:]
+        caches = cast("list[DynamicLayer]", cache.layers)
+        self.layers = [SuffixLayer(layer, len(owners), self.max_new) for layer in caches]
+        self.cache = Cache(layers=list(self.layers))
+        return logits[owners]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self.positions = self.positions + 1
+        self.attended = 0
+        logits = last_logits(self.model, tokens[:, None], self.positions, self.cache, shared_prefix=self)
+        if self.attended != len(self.layers):
+            raise RuntimeError(
+                f"{type(self.model).__name__} called the shared-prefix attention in {self.attended} of "
+                f"{len(self.layers)} layers: it does not pass its keyword arguments on to attention, so its "
+                "prompts would have been ignored"
+            )
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        self.owners, self.positions = self.owners[rows], self.positions[rows]
+        held = self.grid.shape[0]
+        self.grid = Grid(self.owners)
+        lost = self.grid.shape[0] < held
+        if lost:  # number the prompts that are left from 0
+            self.owners = torch.searchsorted(self.grid.prompts, self.owners)
+            self.bias = None if self.bias is None else self.bias[self.grid.prompts]
+        for layer in self.layers:
+            layer.keep(rows, self.grid.prompts if lost else None)
+
+    def memory(self) -> int:
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def attend(self, layer: SuffixLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One query a row against its prompt and its own tokens.
+
+        Args:
+            query: (R, Hq, D), scaled, in the layer's dtype.
+            keys, values: (R, Hkv, t, D) of the row's own tokens.
+
+        Returns:
+            (R, Hq, D) float32.
+        """
+        query = query.unflatten(1, (keys.shape[1], -1))  # (R, Hkv, rep, D)
+        packed = self.grid.spread(query).transpose(1, 2)  # (U, Hkv, n, rep, D)
+        bias = None if self.bias is None else self.bias[:, None, None]
+        prefix = partial_attention(packed.flatten(2, 3), layer.prefix_keys, layer.prefix_values, bias)
+        outs, lses = (self.grid.collect(x.unflatten(2, (-1, query.shape[2])).transpose(1, 2)) for x in prefix)
+        own, own_lses = partial_attention(query, keys, values)
+        return torch.lerp(own, outs, torch.sigmoid(lses - own_lses)).flatten(1, 2)
+
+
+class SuffixLayer(DynamicLayer):
+    """One layer's keys and values: U prefixes, read-only, and the R rows' own tokens in a growing buffer.
+
+    `keys` and `values` (R, heads, t, D) are views of the buffer's first t tokens, which `torch.cat`, as
+    in the parent, would copy at each token.
+    """
+
+    def __init__(self, prefix: DynamicLayer, rows: int, max_new: int) -> None:
+        super().__init__()
+        keys, values = cast(Tensor, prefix.keys), cast(Tensor, prefix.values)
+        # CPUs multiply fp32 batches as fast as bf16 ones; converting at each step would cost more.
+        self.dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
+        self.device = keys.device
+        self.prefix_keys, self.prefix_values = keys.to(self.dtype), values.to(self.dtype)  # (U, heads, P, D)
+        self.max_new = max_new
+        self.key_buffer, self.value_buffer = (
+            part.new_empty((rows, part.shape[1], min(FIRST_CAPACITY, max_new), part.shape[-1]))
+            for part in (self.prefix_keys, self.prefix_values)
+        )
+        self._show(0)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.length == self.key_buffer.shape[-2]:
+            self.key_buffer, self.value_buffer = self._grown(self.key_buffer), self._grown(self.value_buffer)
+        self.key_buffer[:, :, self.length] = key_states[:, :, 0]
+        self.value_buffer[:, :, self.length] = value_states[:, :, 0]
+        return self._show(self.length + 1)
+
+    def keep(self, rows: Tensor, prefixes: Tensor | None) -> None:
+        """Select rows of the buffer and, unless none is given, of the prefixes."""
+        self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
+        self._show(self.length)
+        if prefixes is not None:
+            self.prefix_keys, self.prefix_values = self.prefix_keys[prefixes], self.prefix_values[prefixes]
+
+    def nbytes(self) -> int:
+        parts = (self.key_buffer, self.value_buffer, self.prefix_keys, self.prefix_values)
+        return sum(part.nbytes for part in parts)
+
+    def _grown(self, buffer: Tensor) -> Tensor:
+        longer = buffer.new_empty((*buffer.shape[:2], min(2 * self.length, self.max_new), buffer.shape[-1]))
+        longer[:, :, : self.length] = buffer
+        return longer
+
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        self.length = length
+        keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
+        self.keys, self.values = keys, values
+        return keys, values
+
+
+class Grid:
+    """Rows laid out as (prompt, completion): a rectangle, with holes where groups have lost members."""
+
+    def __init__(self, owners: Tensor) -> None:
+        self.prompts, inverse, counts = torch.unique(owners, return_inverse=True, return_counts=True)
+        self.shape = (len(counts), int(counts.max()))
+        first = counts.cumsum(0) - counts
+        rank = torch.arange(len(owners), device=owners.device) - first[inverse]
+        full = len(owners) == self.shape[0] * self.shape[1]
+        self.slots = None if full else inverse * self.shape[1] + rank  # (R,)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """(R, ...) -> (U, n, ...), zeros in the holes."""
+        if self.slots is not None:
+            cells = rows.new_zeros((self.shape[0] * self.shape[1], *rows.shape[1:]))
+            rows = cells.index_copy_(0, self.slots, rows)
+        return rows.unflatten(0, self.shape)
+
+    def collect(self, cells: Tensor) -> Tensor:
+        """(U, n, ...) -> (R, ...)."""
+        cells = cells.flatten(0, 1)
+        return cells if self.slots is None else cells[self.slots]
 
 
 def left_pad(prompts: Sequence[Prompt], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -52,55 +251,90 @@ def left_pad(prompts: Sequence[Prompt], device: torch.device) -> tuple[Tensor, T
     return torch.tensor(ids, device=device), mask.to(device)
 
 
-def last_position(ids: Tensor) -> Tensor:
-    """The index of the last column, for `logits_to_keep`.
+def common_length(prompts: Sequence[Prompt]) -> int:
+    """How many tokens all prompts begin with, leaving each at least one of its own; 0 where few."""
+    ordered = sorted(map(tuple, prompts))
+    first, last = ordered[0], ordered[-1]  # what these two share, all that sort between them share
+    limit = min(map(len, prompts)) - 1
+    common = next((i for i in range(limit) if first[i] != last[i]), limit)
+    return common if len(prompts) > 1 and common >= WORTH_SHARING else 0
 
-    A number would make the model slice its hidden states; the product with the head then repeats the whole
-    head for every row (torch.matmul does not fold a strided batch). An index copies the rows instead.
+
+def last_logits(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: Cache, **options: Any
+) -> Tensor:
+    """(B, V) of the last column of `ids` (B, t), whose keys and values join the cache."""
+    # As a number, `logits_to_keep` would make the model slice its hidden states; the product with the head
+    # then repeats the whole head for every row (torch.matmul does not fold a strided batch). An index copies
+    # the rows instead.
+    last = torch.tensor([ids.shape[1] - 1], device=ids.device)
+    return model(
+        input_ids=ids,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=last,
+        **options,
+    ).logits[:, -1]
+
+
+def partial_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and the log of its softmax's denominator, to merge parts by.
+
+    Args:
+        query: (B, H, M, D), scaled.
+        keys, values: (B, H, L, D).
+        bias: (B, 1, 1, L) float32, added to the scores.
+
+    Returns:
+        (B, H, M, D) and (B, H, M, 1), float32.
     """
-    return torch.tensor([ids.shape[1] - 1], device=ids.device)
+    scores = matmul_fp32(query, keys.transpose(-1, -2))
+    if bias is not None:
+        scores += bias
+    peak = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(peak).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    return matmul_fp32(weights.to(values.dtype), values) / mass, mass.log_() + peak
 
 
-class ExpandedDecoder:
-    """The model's own attention over a `DynamicCache` with one entry a row."""
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """(B, H, M, K) @ (B, H, K, N) -> float32; bf16 factors, on CUDA only, without rounding the result."""
+    if a.dtype == torch.float32:
+        return a @ b
+    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return product.unflatten(0, a.shape[:2])
 
-    def __init__(self, model: PreTrainedModel, max_new: int) -> None:
-        self.model = model
-        self.attention = "sdpa" if model._supports_sdpa else "eager"
-        self.cache = DynamicCache(config=model.config)
 
-    @staticmethod
-    def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
-        return rows * (longest + max_new)
+def shared_prefix_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    shared_prefix: SharedPrefixDecoder | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; without `shared_prefix`, in the prefill, it is SDPA.
 
-    def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
-        ids, self.mask = left_pad(prompts, self.model.device)
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position is never looked at
-        logits = self._forward(ids, positions)
-        self.positions = positions[:, -1:]
-        if len(owners) > len(prompts):
-            self.keep(owners)
-        return logits[owners]
+    `query` (R, Hq, 1, D), `key` and `value` (R, Hkv, t, D); returns (R, 1, Hq, D).
+    """
+    if shared_prefix is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} attends with {name}; the shared prefix does not"
+            )
+    shared_prefix.attended += 1
+    layer = shared_prefix.layers[module.layer_idx]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = shared_prefix.attend(layer, (query[:, :, 0] * scale).to(layer.dtype), key, value)
+    return out[:, None].to(query.dtype), None
 
-    def step(self, tokens: Tensor) -> Tensor:
-        self.positions = self.positions + 1
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        return self._forward(tokens[:, None], self.positions)
 
-    def keep(self, rows: Tensor) -> None:
-        self.cache.reorder_cache(rows)  # the one selection that every kind of layer has
-        self.mask, self.positions = self.mask[rows], self.positions[rows]
-
-    def memory(self) -> int:
-        tensors = [t for layer in self.cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-        return sum(t.nbytes for t in tensors)
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model(
-            input_ids=ids,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=last_position(ids),
-        ).logits[:, -1]
+AttentionInterface.register(SHARED_PREFIX_ATTENTION, shared_prefix_attention)
+AttentionMaskInterface.register(SHARED_PREFIX_ATTENTION, sdpa_mask)

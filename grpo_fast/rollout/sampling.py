@@ -1,9 +1,13 @@
-"""From logits to a token and its log-probability."""
+"""Which token comes next, with its log-probability, and how many tokens a completion may have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from grpo_fast.rollout.types import Sampling
+from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.rollout.types import Completion, Sampling
 
 BLOCK = 256  # columns of one block of the two-level search in `draw`
 
@@ -23,6 +28,9 @@ BLOCK = 256  # columns of one block of the two-level search in `draw`
 # faults of the next one cost a CPU more than the softmax.
 SLICE = {"cpu": 2**22}
 SLICE_ELSEWHERE = 2**26
+
+GROWTH = 1.5  # of a length limit that cuts off too many
+SLACK = 1.25  # of a shrunk limit over the longest 99 % that were seen: it does not cut off at once
 
 Warper = Callable[[Tensor], Tensor]  # (rows, V) float32 -> (rows, V) float32, -inf outside the support
 
@@ -45,7 +53,8 @@ def make_warper(sampling: Sampling) -> Warper | None:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         warpers.append(MinPLogitsWarper(sampling.min_p))
-    return lambda logits: warpers(None, logits)  # none of these looks at the tokens so far
+    warp: Callable[..., Tensor] = warpers
+    return lambda logits: warp(None, logits)  # none of these looks at the tokens so far
 
 
 def check(sampling: Sampling) -> None:
@@ -79,12 +88,9 @@ def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tenso
     Raises:
         FloatingPointError: a row of logits is not a distribution.
     """
-    limit = SLICE.get(logits.device.type, SLICE_ELSEWHERE)
-    rows = max(1, limit // logits.shape[-1])
-    parts = [
-        draw_slice(part.float(), part_uniforms, warper)
-        for part, part_uniforms in zip(logits.split(rows), uniforms.split(rows), strict=True)
-    ]
+    rows = max(1, SLICE.get(logits.device.type, SLICE_ELSEWHERE) // logits.shape[-1])
+    slices = zip(logits.split(rows), uniforms.split(rows), strict=True)
+    parts = [_draw_slice(part.float(), part_uniforms, warper) for part, part_uniforms in slices]
     tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     if not logprobs.isfinite().all():
         raise FloatingPointError(
@@ -94,7 +100,7 @@ def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tenso
     return tokens, logprobs
 
 
-def draw_slice(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tensor, Tensor]:
+def _draw_slice(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tensor, Tensor]:
     """`draw` for a few rows of float32 logits; a row that is no distribution gets a NaN log-probability."""
     probs = (logits if warper is None else warper(logits)).softmax(-1)
     tokens = logits.argmax(-1) if warper is None else invert_cdf(probs, uniforms)
@@ -124,3 +130,50 @@ def first_above(cdf: Tensor, target: Tensor) -> Tensor:
     last = torch.nextafter(cdf[:, -1:], torch.zeros_like(target))  # rounding may carry the target to the end
     index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
     return index.clamp(max=cdf.shape[-1] - 1)
+
+
+class CompletionLength:
+    """The limit of the coming rollout: longer where many completions are cut off, shorter where none is near.
+
+    A limit that is too short teaches the model that it never finishes; one that is too long makes every step
+    wait, and the engine hold memory, for a few stragglers. Without `adaptive_length` it stays where it is.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.limit = config.max_completion_length
+        self._config = config.adaptive_length
+        # Of each recent step the share that was cut off, and the tokens that 99 % of completions stay within.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=self._config.window if self._config else 1)
+
+    def metrics(self) -> dict[str, float]:
+        """The limit in force, where it may move."""
+        return {} if self._config is None else {"completion/length_limit": self.limit}
+
+    def observe(self, completions: Sequence[Completion]) -> None:
+        """Learn from a step's completions."""
+        if self._config is None:
+            return
+        lengths = np.array([len(completion.token_ids) for completion in completions])
+        truncated = sum(completion.truncated for completion in completions) / len(completions)
+        self._recent.append((truncated, float(np.quantile(lengths, 0.99))))
+        if len(self._recent) < self._config.window:
+            return
+        truncated = sum(share for share, _ in self._recent) / len(self._recent)
+        longest = max(p99 for _, p99 in self._recent)
+        limit = self.limit
+        if truncated > self._config.grow_above:
+            limit = min(self._config.max, math.ceil(GROWTH * self.limit))
+        elif truncated == 0 and longest < self._config.shrink_below * self.limit:
+            limit = max(self._config.min, math.ceil(SLACK * longest))
+        if limit != self.limit:
+            self.limit = limit
+            self._recent.clear()  # lengths under another limit say nothing about this one
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"limit": self.limit, "recent": [list(step) for step in self._recent]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.limit = state["limit"]
+        self._recent.clear()
+        self._recent.extend((truncated, p99) for truncated, p99 in state["recent"])

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout.collector import Collector
-from grpo_fast.rollout.decoder import Decoder, ExpandedDecoder, Prompt
+from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
 from grpo_fast.rollout.sampling import Warper, draw, make_warper
-from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
-from grpo_fast.rollout.types import Completion, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from grpo_fast.policy import Policy
 
-DROP_BELOW = 0.9  # finished rows leave the batch when fewer than this share of it is still going
+DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless told otherwise: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
 
@@ -46,7 +45,7 @@ class TransformersEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         eos_ids: Iterable[int],
@@ -69,11 +68,12 @@ class TransformersEngine:
         self.max_batch_tokens = max_batch_tokens
         if not self.eos_ids:
             raise ValueError("eos_ids is empty: no completion would ever end; pass the tokenizer's end token")
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner: Any = model
+        self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
         self._decoder_type = (
             SharedPrefixDecoder if SharedPrefixDecoder.supports(self._base) else ExpandedDecoder
         )
-        self._decoder: Decoder | None = None
+        self._decoder: SharedPrefixDecoder | ExpandedDecoder | None = None
         self._asleep = False
 
     def generate(
@@ -135,7 +135,9 @@ class TransformersEngine:
             ValueError: `policy` holds another model.
         """
         if policy.model is not self.model:
-            raise ValueError("sync() got a policy with another model than the one this engine generates with")
+            raise ValueError(
+                "sync() got another policy, whose model is not the one this engine generates with"
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes held beyond the policy's own: keys and values, while generating."""
@@ -165,18 +167,19 @@ class TransformersEngine:
 
     def _chunks(self, rows: Sequence[Row], max_new: int) -> Iterator[list[Row]]:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
+        kv_tokens = self._decoder_type.kv_tokens
         budget = self.max_batch_tokens
         if budget is None and self._base.device.type == "cpu":
-            budget = max(CPU_BATCH_TOKENS, self._decoder_type.kv_tokens(1, len(rows[-1].prompt), 1, max_new))
+            budget = max(CPU_BATCH_TOKENS, kv_tokens(1, len(rows[-1].prompt), 1, max_new))
         chunk: list[Row] = []
         distinct = 0
         for row in rows:
             new = not chunk or row.prompt != chunk[-1].prompt
-            held = self._decoder_type.kv_tokens(distinct + new, len(row.prompt), len(chunk) + 1, max_new)
+            held = kv_tokens(distinct + new, len(row.prompt), len(chunk) + 1, max_new)
             if budget is not None and held > budget and chunk:
                 yield chunk
                 chunk, distinct, new = [], 0, True
-                held = self._decoder_type.kv_tokens(1, len(row.prompt), 1, max_new)
+                held = kv_tokens(1, len(row.prompt), 1, max_new)
             if budget is not None and held > budget:
                 raise ValueError(
                     f"max_batch_tokens = {budget} cannot hold one completion of up to {max_new} tokens after "
@@ -197,9 +200,8 @@ class TransformersEngine:
     ) -> None:
         """Draw one completion for each row, all at once; each is collected when it ends."""
         device, count, max_new = self._base.device, len(rows), sampling.max_completion_length
-        prompts = list(dict.fromkeys(row.prompt for row in rows))
-        number = {prompt: i for i, prompt in enumerate(prompts)}
-        owners = torch.tensor([number[row.prompt] for row in rows], device=device)
+        numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
+        owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
         eos = torch.tensor(self.eos_ids, device=device)
 
         self._decoder = decoder = self._decoder_type(self._base, max_new)
@@ -208,9 +210,24 @@ class TransformersEngine:
         logprobs = torch.zeros(count, max_new, device=device)
         ends = torch.zeros(count, dtype=torch.int64, device=device)  # length once ended; 0: going on
         held = torch.arange(count, device=device)  # the rows that the decoder computes
-        logits = decoder.prefill(prompts, owners)
+
+        def collect(done: Tensor) -> None:
+            """Hand over the completions of the rows `done`, an index; one that has no end was cut off."""
+            if not len(done):
+                return
+            lengths = torch.where(ends[done] == 0, max_new, ends[done]).tolist()
+            ids = [row[:length] for row, length in zip(tokens[done].tolist(), lengths, strict=True)]
+            texts = self.tokenizer.batch_decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            columns = (done.tolist(), ids, logprobs[done].tolist(), texts, ends[done].tolist())
+            for number, row, row_logprobs, text, end in zip(*columns, strict=True):
+                completion = Completion(tuple(row), tuple(row_logprobs[: len(row)]), text, truncated=end == 0)
+                collector.add(rows[number].request, rows[number].number, completion)
+
+        logits = decoder.prefill(list(numbers), owners)
         for position in range(max_new):
-            # A uniform for every row, held or not: what is drawn does not depend on who has left.
+            # A uniform for every row, held or not: what is drawn does not depend on which were evicted.
             uniforms = torch.rand(count, generator=generator, dtype=torch.float64).to(device)
             drawn, drawn_logprobs = draw(logits, uniforms[held], warper)
             tokens[held, position], logprobs[held, position] = drawn, drawn_logprobs
@@ -219,7 +236,7 @@ class TransformersEngine:
                 ended |= self._completes_stop(tokens[held, : position + 1], sampling.stop)
             now = held[(ends[held] == 0) & ended]
             ends[now] = position + 1
-            self._collect(rows, now, tokens, logprobs, ends, collector)
+            collect(now)
             alive = ends[held] == 0
             living = int(alive.sum())
             collector.report(living * (position + 1))
@@ -231,7 +248,7 @@ class TransformersEngine:
                 held, drawn = held[stay], drawn[stay]
             logits = decoder.step(drawn)
         self._decoder = None
-        self._collect(rows, held[ends[held] == 0], tokens, logprobs, ends, collector)
+        collect(held[ends[held] == 0])
         collector.report(0)
 
     def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
@@ -239,23 +256,3 @@ class TransformersEngine:
         tail = max(len(text.encode()) for text in stop) + STOP_MARGIN
         texts = self.tokenizer.batch_decode(tokens[:, -tail:].tolist(), clean_up_tokenization_spaces=False)
         return torch.tensor([any(text in tail for text in stop) for tail in texts], device=tokens.device)
-
-    def _collect(
-        self,
-        rows: Sequence[Row],
-        done: Tensor,
-        tokens: Tensor,
-        logprobs: Tensor,
-        ends: Tensor,
-        collector: Collector,
-    ) -> None:
-        """Hand over the completions of the rows `done`, an index; one that has no end was cut off."""
-        if not len(done):
-            return
-        lengths = torch.where(ends[done] == 0, tokens.shape[1], ends[done]).tolist()
-        ids = [row[:length] for row, length in zip(tokens[done].tolist(), lengths, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        columns = (done.tolist(), ids, logprobs[done].tolist(), texts, ends[done].tolist())
-        for number, row, row_logprobs, text, end in zip(*columns, strict=True):
-            completion = Completion(tuple(row), tuple(row_logprobs[: len(row)]), text, truncated=end == 0)
-            collector.add(rows[number].request, rows[number].number, completion)

@@ -12,8 +12,7 @@ from grpo_fast.plan.model_shape import BLOCK_TOKENS, model_shape, skeleton
 from grpo_fast.plan.prediction import Predictor
 from grpo_fast.plan.rollout import in_flight, paged_kv_bytes, transformers_kv_bytes
 from grpo_fast.plan.setup import Workload
-from grpo_fast.rollout.decoder import ExpandedDecoder
-from grpo_fast.rollout.shared_prefix import SharedPrefixDecoder
+from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
 
 WORK = Workload(prompts=3, generations=4, prompt_length=18, completion_length=32, micro_batch_tokens=10**6)
 

@@ -26,7 +26,7 @@ from transformers import (
 
 from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.rollout.vllm.config import VLLMConfig
+from grpo_fast.rollout.config import VLLMConfig
 
 SHAPE = {
     "vocab_size": 30,
@@ -87,6 +87,8 @@ def letters() -> PreTrainedTokenizerFast:
     )
 
 
+ENDS = (1, 5)  # tokens that end a completion of `saved_model`
+
 # vLLM's attention on a CPU wants heads of at least 32.
 SERVED = {
     **SHAPE,
@@ -117,14 +119,18 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """Save a random model that vLLM takes. Its head, tied or not, has fewer rows than vLLM pads it to."""
 
     def save(*, tied: bool = True, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-        folder, tokenizer = tmp_path_factory.mktemp("served"), tokenizer or letters()
+        folder, letters_only = tmp_path_factory.mktemp("served"), tokenizer is None
+        tokenizer = tokenizer or letters()
         names = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         shape = SERVED | names | {"vocab_size": len(tokenizer)}
         with torch.random.fork_rng():
             seed = torch.seed() % 2**31
             print(f"seed {seed}")
             config = LlamaConfig(**shape, tie_word_embeddings=tied, attention_bias=True)
-            LlamaForCausalLM(config).save_pretrained(folder)
+            model = LlamaForCausalLM(config)
+        if letters_only:
+            model.generation_config.eos_token_id = list(ENDS)
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
 

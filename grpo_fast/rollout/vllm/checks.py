@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.rollout.vllm.layout import storage_of
+from grpo_fast.rollout.vllm.weights import storage_of
 
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
@@ -25,15 +25,32 @@ ROUNDING = {torch.float32: 5e-2}
 ROUNDING_16_BIT = 0.25
 
 
-def probe_tokens(vocabulary: int) -> list[int]:
-    """A prompt that is the same everywhere and always."""
+def probe_tokens(policy: Policy) -> list[int]:
+    """A text that is the same everywhere and always."""
     generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.base_model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, (PROBE_LENGTH,), generator=generator).tolist()
 
 
 def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
     """Whether two (T,) log-probabilities of one text differ by rounding alone; NaN differs."""
     return float((first - second).abs().mean()) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
+
+
+def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> None:
+    """
+    Args:
+        logprobs: vLLM's of `tokens`, of every token but the first.
+
+    Raises:
+        ValueError: vLLM computes something else than the policy.
+    """
+    if not agree(logprobs, policy_logprobs(policy, tokens), policy.base_model.dtype):
+        raise ValueError(
+            f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
+            "does; its implementation of the model differs, or its reload of the weights is not exact: set "
+            "rollout.engine to transformers"
+        )
 
 
 @torch.no_grad()
@@ -65,36 +82,37 @@ def require_same_tokenizer(ours: Any, theirs: Any) -> None:
         )
 
 
-def loose_tensors(model: nn.Module, *, without: Collection[int] = ()) -> list[Tensor]:
+def unregistered_tensors(model: nn.Module, *, without: Collection[int] = ()) -> list[Tensor]:
     """Tensors kept as plain attributes of modules and of vLLM's objects in them, each memory once.
 
     Args:
         without: storages to leave out.
     """
     found: dict[int, Tensor] = {}
-    registered = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    known = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}.union(without)
     seen: set[int] = set()
     for module in model.modules():
         for tensor in _tensors_in(vars(module), seen):
-            if tensor.numel() and storage_of(tensor) not in registered and storage_of(tensor) not in without:
+            if tensor.numel() and storage_of(tensor) not in known:
                 found.setdefault(storage_of(tensor), tensor)
     return list(found.values())
 
 
-def _tensors_in(value: object, seen: set[int]) -> Iterator[Tensor]:
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Real ones alone: a compiled model keeps tensors without memory, and its graphs' outputs."""
     if type(value) in (Tensor, nn.Parameter):
         yield value
     elif id(value) not in seen and not isinstance(value, nn.Module):
         seen.add(id(value))
+        items: Collection[Any] = ()
         if isinstance(value, dict):
-            for item in value.values():
-                yield from _tensors_in(item, seen)
+            items = value.values()
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                yield from _tensors_in(item, seen)
+            items = value
         elif _may_hold_weights(type(value).__module__) and hasattr(value, "__dict__"):
-            yield from _tensors_in(vars(value), seen)
+            items = (vars(value),)
+        for item in items:
+            yield from _tensors_in(item, seen)
 
 
 def _may_hold_weights(module: str) -> bool:

@@ -9,50 +9,62 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
+import itertools
 import logging
+import secrets
+import signal
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.rollout.collector import Collector
+from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.sampling import check
-from grpo_fast.rollout.types import Completion, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling
 from grpo_fast.rollout.vllm.checks import (
     agree,
-    loose_tensors,
-    policy_logprobs,
     probe_tokens,
+    require_agreement,
     require_same_tokenizer,
+    unregistered_tensors,
 )
-from grpo_fast.rollout.vllm.choices import shares_weights, sleep_level, uses_adapters
-from grpo_fast.rollout.vllm.config import VLLMConfig
-from grpo_fast.rollout.vllm.layout import storage_of
-from grpo_fast.rollout.vllm.memory import require_room
-from grpo_fast.rollout.vllm.process import stopped
-from grpo_fast.rollout.vllm.requests import (
-    Requests,
-    base_seed,
-    completion_of,
-    request_seed,
-    sampling_parameters,
+from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle, require_room
+from grpo_fast.rollout.vllm.start import (
+    Started,
+    shares_weights,
+    sleep_level,
+    start,
+    stopped,
+    uses_adapters,
 )
-from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle
-from grpo_fast.rollout.vllm.start import Started, start
-from grpo_fast.rollout.vllm.sync import AdapterSync, MergedSync, Sync, fingerprint
+from grpo_fast.rollout.vllm.weights import (
+    AdapterSync,
+    MergedSync,
+    fingerprint,
+    size_in_bytes,
+    storage_of,
+)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     from grpo_fast.policy import Policy
 
 logger = logging.getLogger(__name__)
 NOT_SHARED = (
     "vLLM's weights are a copy that stays on the device, for %s; rollout.vllm.share_weights = false lets it "
-    "leave while the trainer works"
+    "be freed while the trainer works"
 )
 GREEDY_PROBE = Sampling(max_completion_length=1, temperature=0.0)
+_calls = itertools.count()
 
 
 class VLLMEngine:
@@ -88,8 +100,6 @@ class VLLMEngine:
         """
         config = config or VLLMConfig()
         self._policy = policy
-        self._eos_ids = policy.eos_token_ids
-        self._same_tokenizer = False  # not yet looked at
         self._in_parallel = config.tensor_parallel_size > 1
         adapters = uses_adapters(policy, config)
         level, shares = sleep_level(policy, config, adapters), shares_weights(policy, config, adapters)
@@ -104,22 +114,23 @@ class VLLMEngine:
         )
         try:
             self._cycle = SleepCycle(self._vllm, 0, require_room)
-            self._sync: Sync | None = (
+            self._sync: MergedSync | AdapterSync = (
                 AdapterSync(self._vllm)
                 if adapters
-                else MergedSync(self._vllm, self._started.model, policy, self._started.landings)
+                else MergedSync(self._vllm, self._started.model, policy, self._started.placements)
             )
-            self._started.landings = []  # of a weight that vLLM repacked they would keep the memory
+            self._started.placements = []  # of a weight that vLLM repacked they would keep the memory
             self.sync_way, self.sync_reason = self._sync.way, self._sync.reason
-            if config.share_weights is True and self.sync_way not in ("shared", "adapter"):
+            shared = self.sync_way in ("shared", "adapter")
+            if config.share_weights is True and not shared:
                 raise ValueError(f"rollout.vllm.share_weights = true: {self.sync_reason}; set it to auto")
-            if shares and self.sync_way not in ("shared", "adapter"):
+            if shares and not shared:
                 logger.warning(NOT_SHARED, self.sync_reason)
             if level == "auto":
-                level = 1 if self.sync_way in ("shared", "adapter") else 2
+                level = 1 if shared else 2
             self._cycle.level = level
             self.sync(policy)
-            self._compare_with_policy()
+            require_agreement(policy, self._probe_tokens(), self._probe())
             if level == 2:
                 self._rehearse()
         except BaseException:
@@ -152,7 +163,7 @@ class VLLMEngine:
                 that leaves no room for its completion.
             FloatingPointError: the model's logits hold NaN.
         """
-        self._running()
+        vllm, tokenizer = self._vllm, self._policy.tokenizer
         self._cycle.require_awake()
         check(sampling)
         if sampling.seed is None and self._in_parallel:
@@ -161,36 +172,35 @@ class VLLMEngine:
             raise ValueError(f"n = {n} must be at least 1")
         for index, prompt in enumerate(prompts):
             self._check_prompt(index, prompt, sampling.max_completion_length)
-        if sampling.stop and not self._same_tokenizer:
-            require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
-            self._same_tokenizer = True
+        if sampling.stop:
+            require_same_tokenizer(tokenizer, vllm.get_tokenizer())
         if fingerprint(self._policy) != self._synced:
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
-        params, seed = sampling_parameters(sampling, self._eos_ids), base_seed(sampling)
+        params = sampling_parameters(sampling, self._policy.eos_token_ids)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         with self._requests() as requests:
             for index, prompt in enumerate(prompts):
                 for number in range(n):
                     own = copy.copy(params)
                     own.seed = request_seed(seed, index, number)
-                    requests.add(prompt, (index, number), own, self._sync.adapter)
+                    requests.add(prompt, (index, number), own)
             for finished in requests.finished():
                 for (index, number), output in finished:
-                    completion = completion_of(output.outputs[0], self._policy.tokenizer)
-                    collector.add(index, number, completion)
+                    collector.add(index, number, completion_of(output.outputs[0], tokenizer))
                 if collector.report_due:
                     collector.report(requests.tokens())
         return collector.groups()
 
     def sleep(self) -> None:
-        """Give the memory away; does nothing when asleep."""
+        """Free the memory; does nothing when asleep."""
         self._running()
         self._cycle.sleep()
 
     def sync(self, policy: Policy) -> None:
         """Take over the policy's weights, asleep or awake, and forget everything computed with older ones.
 
-        Asleep, memory is taken for the weights alone, so that the trainer can leave before the KV cache
+        Asleep, memory is taken for the weights alone, so that the trainer's can be freed before the KV cache
         comes back.
 
         Raises:
@@ -222,13 +232,13 @@ class VLLMEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights besides the policy's own, and the KV cache."""
-        started = self._running()
-        asleep = self._cycle.phase is Phase.ASLEEP and self._cycle.level > 0
-        no_cache = self._cycle.phase is not Phase.AWAKE and self._cycle.level > 0
-        caches = {storage_of(t): t.untyped_storage().nbytes() for t in self._kv_tensors()}
+        started, phase = self._running(), self._cycle.phase
+        if self._cycle.level == 0:
+            phase = Phase.AWAKE  # a pause frees nothing
+        weights_freed = phase is Phase.ASLEEP and started.weights_sleep
         return {
-            "weights": 0 if asleep and started.weights_sleep else started.weight_bytes,
-            "kv_cache": 0 if no_cache else sum(caches.values()),
+            "weights": 0 if weights_freed else started.weight_bytes,
+            "kv_cache": size_in_bytes(self._kv_tensors()) if phase is Phase.AWAKE else 0,
         }
 
     def close(self) -> None:
@@ -242,7 +252,9 @@ class VLLMEngine:
         with suppress(RuntimeError):  # no room: what sleeps, vLLM cannot free; it goes with the process
             self._cycle.weights_loaded()
             self._cycle.wake()
-        self._started = self._sync = self._cycle.engine = None  # what refers to its memory keeps it
+        self._started = None
+        for name in ("_sync", "_cycle"):
+            vars(self).pop(name, None)  # what refers to vLLM's memory keeps it
         try:
             vllm.engine_core.shutdown()
         except Exception as error:  # a run that is over does not fail by it
@@ -261,7 +273,7 @@ class VLLMEngine:
         self.close()
 
     @property
-    def _vllm(self) -> Any:
+    def _vllm(self) -> LLMEngine:
         return self._running().engine
 
     def _running(self) -> Started:
@@ -270,7 +282,7 @@ class VLLMEngine:
         return self._started
 
     def _requests(self) -> Requests:
-        return Requests(self._vllm, self._policy.device)
+        return Requests(self._vllm, self._policy.device, self._sync.adapter)
 
     def _check_prompt(self, index: int, prompt: Sequence[int], max_new: int) -> None:
         if not len(prompt):
@@ -286,40 +298,25 @@ class VLLMEngine:
         for cache in self._running().worker.model_runner.kv_caches:
             yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
 
+    def _probe_tokens(self) -> list[int]:
+        return probe_tokens(self._policy)[: self.max_length - 1]
+
     def _probe(self) -> Tensor:
         """(T - 1,) log-probabilities of a fixed text."""
-        params = sampling_parameters(GREEDY_PROBE, self._eos_ids)
+        params = sampling_parameters(GREEDY_PROBE, self._policy.eos_token_ids)
         params.prompt_logprobs, params.flat_logprobs = 0, False
         tokens = self._probe_tokens()
         with self._requests() as requests:
-            requests.add(tokens, (0, 0), params, self._sync.adapter)
+            requests.add(tokens, (0, 0), params)
             ((_, output),) = [item for step in requests.finished() for item in step]
         pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 
-    def _probe_tokens(self) -> list[int]:
-        tokens = probe_tokens(self._policy.base_model.config.get_text_config().vocab_size)
-        return tokens[: self.max_length - 1]
-
-    def _compare_with_policy(self) -> None:
-        """
-        Raises:
-            ValueError: vLLM computes something else.
-        """
-        policy = self._policy
-        expected = policy_logprobs(policy, self._probe_tokens())
-        if not agree(self._probe(), expected, policy.base_model.dtype):
-            raise ValueError(
-                f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the "
-                "policy does; its implementation of the model differs, or its reload of the weights is not "
-                "exact: set rollout.engine to transformers"
-            )
-
     def _rehearse(self) -> None:
         """Sleep and wake once at level 2; where something does not survive it, repair it and use level 1."""
         kv = {storage_of(tensor) for tensor in self._kv_tensors()}
-        loose = loose_tensors(self._running().model, without=kv)
-        kept = [tensor.detach().to("cpu", copy=True) for tensor in loose]
+        unregistered = unregistered_tensors(self._running().model, without=kv)
+        values = [tensor.detach().to("cpu", copy=True) for tensor in unregistered]
         before = self._probe()
         self.sleep()
         self.sync(self._policy)
@@ -327,12 +324,120 @@ class VLLMEngine:
         if agree(before, self._probe(), self._policy.base_model.dtype):
             return
         with torch.inference_mode():  # in which vLLM may have made them
-            for tensor, value in zip(loose, kept, strict=True):
+            for tensor, value in zip(unregistered, values, strict=True):
                 tensor.copy_(value)
         self._cycle.level = 1
-        self._compare_with_policy()
+        require_agreement(self._policy, self._probe_tokens(), self._probe())
         warnings.warn(
             f"{type(self._policy.base_model).__name__} does not survive vLLM's sleep level 2: something of "
             "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
             stacklevel=3,
         )
+
+
+def request_seed(seed: int, prompt: int, number: int) -> int:
+    """A seed of its own, in [0, 2^63), for completion `number` of prompt `prompt`.
+
+    vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
+    """
+    digest = hashlib.blake2b(f"{seed} {prompt} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def sampling_parameters(sampling: Sampling, eos_ids: Sequence[int]) -> SamplingParams:
+    """For vLLM, but for the seed, which each request has its own."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        stop_token_ids=list(eos_ids),
+        ignore_eos=True,  # `stop_token_ids` names them all
+        logprobs=0,  # of the drawn token alone
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    """
+    Raises:
+        FloatingPointError: a log-probability is not a number.
+    """
+    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs):
+        raise FloatingPointError(
+            "vLLM drew from logits that hold NaN or infinity; the weights have likely diverged: lower the "
+            "learning rate, or resume from an earlier checkpoint"
+        )
+    (text,) = tokenizer.batch_decode(
+        [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return Completion(token_ids, logprobs, text, truncated=output.finish_reason == "length")
+
+
+class Requests:
+    """Requests in flight in one vLLM; leaving the context aborts those that have not ended.
+
+    Args:
+        device: where it samples.
+        adapter: LoRA that the requests use.
+    """
+
+    def __init__(self, engine: LLMEngine, device: torch.device, adapter: LoRARequest | None) -> None:
+        self._engine = engine
+        self._forked = [device] if device.type == "cuda" else []
+        self._adapter = adapter
+        # vLLM runs a batch ahead: the last one still names requests of this call when the next call begins.
+        self._call = next(_calls)
+        self._open: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._open:
+            self._engine.abort_request(list(self._open))
+            self._open.clear()
+
+    def add(self, prompt: Sequence[int], key: tuple[int, int], params: SamplingParams) -> None:
+        name = f"{self._call}-{key[0]}-{key[1]}"
+        self._open[name] = key
+        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self._adapter)
+
+    def finished(self) -> Iterator[list[tuple[tuple[int, int], Any]]]:
+        """After each step of the engine, what has ended with it: (key, vLLM's output)."""
+        while self._open:
+            # vLLM draws from torch's global random states even where seeds are given: they stay as they are.
+            with held_interrupts(), torch.random.fork_rng(devices=self._forked):
+                outputs = self._engine.step()
+            yield [(self._open.pop(output.request_id), output) for output in outputs if output.finished]
+
+    def tokens(self) -> int:
+        """Drawn so far by the requests in flight."""
+        states = self._engine.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+@contextmanager
+def held_interrupts() -> Iterator[None]:
+    """A Ctrl-C arrives when the step is over: vLLM's scheduler cannot be left in the middle of one."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if held:
+            signal.raise_signal(signal.SIGINT)

@@ -1,33 +1,36 @@
-"""vLLM's sleep as a cycle that cannot be left half-way without notice.
+"""vLLM's sleep as a cycle that cannot be left half-way without notice, and the memory that it frees.
 
 vLLM itself accepts requests while any of its memory is asleep, and then waits for ever; a second sleep or
 wake unmaps or maps memory twice. Here each step is a transition between known phases: repeated ones do
 nothing, a failed one can be asked for again, and nothing generates but in phase `AWAKE`.
+
+While vLLM loads a model and allocates its KV cache, everything that the starting thread allocates comes from
+a pool under a tag; sleeping unmaps what the pool holds, waking maps it at the same addresses. A pool that
+fails half-way through waking cannot be asked again before vLLM 0.28, and one that gave memory back is not to
+be destroyed: torch would free it a second time. So room is asked for first, and shared weights, which move
+out of the pool as they load, never enter it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-Level = Literal[0, 1, 2]
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+GIB = 2**30
+TAGS = ("weights", "kv_cache")
 
 
 class Phase(Enum):
     AWAKE = "awake"
     WEIGHTS = "its weights awake and its KV cache asleep"
     ASLEEP = "asleep"
-
-
-class Sleeper(Protocol):
-    """vLLM's `LLMEngine`, as far as sleeping goes."""
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: list[str]) -> object: ...
-
-    def is_sleeping(self) -> bool: ...
 
 
 class SleepCycle:
@@ -40,7 +43,10 @@ class SleepCycle:
     """
 
     def __init__(
-        self, engine: Sleeper, level: Level, require_room: Callable[[str], None] = lambda tag: None
+        self,
+        engine: LLMEngine,
+        level: Literal[0, 1, 2],
+        require_room: Callable[[str], None] = lambda tag: None,
     ) -> None:
         self.engine = engine
         self.level = level
@@ -102,3 +108,61 @@ class SleepCycle:
                 f"vLLM could not take back its memory ({tag}): {error}; free some and call wake() again, or "
                 "lower rollout.vllm.kv_cache_gib"
             ) from error
+
+
+def bytes_in_pool(tag: str | None = None) -> int:
+    """What waking `tag` maps; None: all that the pool holds. 0 where nothing was ever put into one."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    def comes_with_tag(data: Any) -> bool:
+        # Graphs and workspaces, which newer versions put into the pool, come back with whatever is first.
+        return data.tag == tag or (data.tag not in TAGS and getattr(data, "is_asleep", False))
+
+    allocations = [] if CuMemAllocator.instance is None else CuMemAllocator.instance.pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if tag is None or comes_with_tag(data))
+
+
+def require_room(tag: str) -> None:
+    """
+    Raises:
+        torch.OutOfMemoryError: waking `tag` would run out of memory half-way.
+    """
+    needed = bytes_in_pool(tag)
+    if not needed or needed <= torch.cuda.mem_get_info()[0]:
+        return
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise torch.OutOfMemoryError(
+            f"CUDA out of memory: it takes {needed / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free"
+        )
+
+
+def require_empty_pool() -> None:
+    """
+    Raises:
+        RuntimeError: an engine that was closed has left memory there, and vLLM takes an empty pool only.
+    """
+    if held := bytes_in_pool():
+        raise RuntimeError(
+            f"an earlier vLLM engine of this process still holds {held / GIB:.2f} GiB of vLLM's memory pool, "
+            "which must be empty at the start; start a new process, or set rollout.vllm.sleep_level to 0"
+        )
+
+
+@contextmanager
+def weights_outside_the_pool() -> Iterator[None]:
+    """vLLM's next model lies in torch's own memory, which no sleep touches; its KV cache lies in the pool."""
+    from vllm.v1.worker import gpu_worker
+
+    worker_class: Any = gpu_worker.Worker
+    pool = worker_class._maybe_get_memory_pool_context
+
+    def outside(worker: Any, tag: str) -> AbstractContextManager[Any]:
+        return nullcontext() if tag == "weights" else pool(worker, tag)
+
+    worker_class._maybe_get_memory_pool_context = outside
+    try:
+        yield
+    finally:
+        worker_class._maybe_get_memory_pool_context = pool

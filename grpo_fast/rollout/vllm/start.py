@@ -1,4 +1,8 @@
-"""From a policy to a running vLLM: a folder with its configuration, its weights straight from memory."""
+"""From a policy to a running vLLM: settings that fit the policy, its weights straight from memory.
+
+Importing and starting vLLM sets environment variables, seeds every global generator, replaces
+`torch.set_num_threads` on a CPU and logs at length; `starting` leaves the process as it was.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,37 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from grpo_fast.policy.gguf import cache_folder
-from grpo_fast.rollout.vllm.config import VLLMConfig
-from grpo_fast.rollout.vllm.layout import Landing, share, size_in_bytes, storage_of, watch_loading
-from grpo_fast.rollout.vllm.memory import GIB, require_empty_pool, weights_outside_the_pool
-from grpo_fast.rollout.vllm.process import require_vllm, starting
-from grpo_fast.rollout.vllm.sync import base_parameters, base_weights, checkpoint_weights
-from grpo_fast.rollout.vllm.version import installed_version, require_version
+from grpo_fast.policy.random_state import capture_rng, restore_rng
+from grpo_fast.rollout.config import VLLMConfig
+from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_version, require_vllm
+from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
+from grpo_fast.rollout.vllm.weights import (
+    Placement,
+    checkpoint_weights,
+    has_experts,
+    share,
+    size_in_bytes,
+    storage_of,
+    watch_loading,
+)
 
 if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
     from grpo_fast.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -32,19 +48,34 @@ LOAD_FORMAT = "grpo_fast"
 CPU_KV_GIB = 1.0
 FP32_HEAD_SINCE = (0, 26)  # older ones warn, and generate with the model's own dtype
 FREE_SHARE = 0.5  # of the free GPU memory, when nothing says how much vLLM may have
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
+
+# What the environment may say otherwise. FlashInfer's sampler gives no processed log-probabilities, and must
+# not be looked for where it is not installed.
+DEFAULTS = {
+    IN_PROCESS: "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+# A process that is alone talks to nobody, and starts where a host has no name or no network.
+ALONE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_running: list[object] = []
 
 
 @dataclass
 class Started:
     """A running vLLM and what was seen while it loaded."""
 
-    llm: Any
-    landings: list[Landing]
+    llm: LLM
+    placements: list[Placement]
     weight_bytes: int  # as loaded, in memory of vLLM's own
-    weights_sleep: bool  # that memory is given away too, not the KV cache alone
+    weights_sleep: bool  # that memory is freed too, not the KV cache alone
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> LLMEngine:
         return self.llm.llm_engine
 
     @property
@@ -54,6 +85,53 @@ class Started:
     @property
     def model(self) -> nn.Module:
         return self.worker.get_model()
+
+
+def uses_adapters(policy: Policy, config: VLLMConfig) -> bool:
+    """Whether LoRA reaches vLLM as an adapter.
+
+    Merged is the default: decoding needs no LoRA kernels, and any rank and target will do.
+    """
+    if config.lora_sync == "auto":
+        return False
+    if not policy.has_adapters:
+        raise ValueError(
+            f"rollout.vllm.lora_sync = {config.lora_sync!r}, but the policy has no LoRA; leave it at auto"
+        )
+    return config.lora_sync == "adapter"
+
+
+def shares_weights(policy: Policy, config: VLLMConfig, adapters: bool) -> bool:
+    """Whether to try; `auto` does on a GPU, as a CPU packs its weights."""
+    obstacle = None
+    if config.tensor_parallel_size > 1:
+        obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
+    elif policy.has_adapters and not adapters:
+        obstacle = "merged LoRA weights are not the policy's own; set lora_sync to adapter"
+    elif has_experts(policy):
+        # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep frees.
+        obstacle = "vLLM lays out experts in its own way; leave them to its sleep"
+    if config.share_weights is True and obstacle is not None:
+        raise ValueError(f"rollout.vllm.share_weights = true: {obstacle}, or share_weights to auto")
+    wanted = policy.device.type == "cuda" if config.share_weights == "auto" else config.share_weights
+    return bool(wanted) and obstacle is None
+
+
+def sleep_level(policy: Policy, config: VLLMConfig, adapters: bool) -> Literal["auto", 0, 1, 2]:
+    """The level as configured, "auto" where it depends on how weights are sent."""
+    if policy.device.type != "cuda":
+        if config.sleep_level not in ("auto", 0):
+            raise ValueError(
+                f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
+                "keeps its memory; leave it at auto"
+            )
+        return 0
+    if config.sleep_level == 2 and adapters:
+        raise ValueError(
+            "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
+            "sleep_level to 1, or lora_sync to merged"
+        )
+    return config.sleep_level
 
 
 def start(
@@ -72,7 +150,7 @@ def start(
         max_length: tokens of the longest prompt and its completion, unless the configuration says.
         kv_cache_bytes: planned for keys and values, unless the configuration says.
         adapters: load the base alone and be ready for a LoRA adapter.
-        sleeps: put weights and KV cache into memory that can be given away.
+        sleeps: put weights and KV cache into memory that can be freed and taken back.
         shares: let policy and vLLM use one copy of the weights wherever the layout allows it.
 
     Raises:
@@ -82,20 +160,22 @@ def start(
     """
     require_vllm()
     on_gpu = policy.device.type == "cuda"
-    started = Started(None, [], 0, weights_sleep=sleeps and not shares)
+    weights_sleep = sleeps and not shares
+    placements: list[Placement] = []
+    weight_bytes = 0
 
-    def load(model: nn.Module) -> None:
-        weights = base_weights(policy) if adapters else checkpoint_weights(policy)
-        started.landings = watch_loading(model.load_weights, weights)
+    def load(model: Any) -> None:
+        nonlocal placements, weight_bytes
+        base = policy.base_weights()
+        detached = ((name, weight.detach()) for name, weight in base.items())
+        placements = watch_loading(model.load_weights, detached if adapters else checkpoint_weights(policy))
         if shares:
-            parameters = base_parameters(policy)
-            started.landings = share(model, parameters, started.landings)
+            placements = share(model, base, placements)
         own = {storage_of(p) for p in policy.model.parameters()} if shares else set()
-        started.weight_bytes = size_in_bytes(model, without=own)
+        weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=own)
 
     logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
-    alone = config.tensor_parallel_size == 1
-    compiles = not runs_eagerly(policy.device, config)
+    alone, compiles = config.tensor_parallel_size == 1, not runs_eagerly(policy.device, config)
     with starting(alone=alone), _model_folder(policy, compiles=compiles) as folder, _loading_by(load):
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -105,15 +185,15 @@ def start(
         arguments = engine_arguments(policy, config, max_length, kv_cache_bytes)
         if adapters:
             arguments |= adapter_arguments(policy)
-        if started.weights_sleep:
+        if weights_sleep:
             require_empty_pool()
         if on_gpu:
             torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
         with weights_outside_the_pool() if sleeps and shares else nullcontext():
-            started.llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
+            llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
     if on_gpu:
         torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
-    return started
+    return Started(llm, placements, weight_bytes, weights_sleep)
 
 
 def require_device(device: torch.device, platform: str, config: VLLMConfig) -> None:
@@ -153,11 +233,11 @@ def require_processes(config: VLLMConfig) -> None:
             f"rollout.vllm.tensor_parallel_size = {wanted} needs as many processes, not "
             f"{os.environ.get('WORLD_SIZE', '1')}; start the run with torchrun --nproc-per-node {wanted}"
         )
-    there = torch.distributed.get_world_size() if torch.distributed.is_initialized() else wanted
-    if there != wanted:
+    found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else wanted
+    if found != wanted:
         raise ValueError(
-            f"torch.distributed runs with {there} processes, and vLLM would join it with "
-            f"rollout.vllm.tensor_parallel_size = {wanted}; set it to {there}, or leave torch.distributed off"
+            f"torch.distributed runs with {found} processes, and vLLM would join it with "
+            f"rollout.vllm.tensor_parallel_size = {wanted}; set it to {found}, or leave torch.distributed off"
         )
 
 
@@ -201,34 +281,33 @@ def cache_arguments(device: torch.device, config: VLLMConfig, planned: int | Non
     if device.type == "cpu":
         return {"kv_cache_memory_bytes": int(CPU_KV_GIB * GIB) if size is None else size}
     free, total = torch.cuda.mem_get_info(device)
-    share = FREE_SHARE * free / total
+    free_share = FREE_SHARE * free / total
     if size is not None:
-        return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": share}
-    return {"gpu_memory_utilization": config.gpu_memory_utilization or share}
+        return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": free_share}
+    return {"gpu_memory_utilization": config.gpu_memory_utilization or free_share}
 
 
 def adapter_arguments(policy: Policy) -> dict[str, Any]:
-    ranks = [config.r for config in policy.model.peft_config.values()]
-    allowed = (8, 16, 32, 64, 128, 256, 320, 512)
-    fitting = [rank for rank in allowed if rank >= max(ranks)]
+    configs: dict[str, Any] = policy.model.peft_config
+    rank = max(config.r for config in configs.values())
+    fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
     if not fitting:
         raise ValueError(
-            f"model.lora.r = {max(ranks)} exceeds the {allowed[-1]} that vLLM takes; set lora_sync to merged"
+            f"model.lora.r = {rank} exceeds the {LORA_RANKS[-1]} that vLLM takes; set lora_sync to merged"
         )
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
 
 
 @contextmanager
 def _model_folder(policy: Policy, *, compiles: bool) -> Iterator[Path]:
-    """Configuration and tokenizer, which vLLM reads from disk; kept where it compiles the model."""
+    """Configuration and tokenizer, which vLLM reads from disk; cached where it compiles the model."""
     with tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as folder:
-        config = policy.base_model.config
-        config.save_pretrained(folder)
+        policy.base_model.config.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
-        yield kept(Path(folder)) if compiles else Path(folder)
+        yield cached_model_folder(Path(folder)) if compiles else Path(folder)
 
 
-def kept(folder: Path) -> Path:
+def cached_model_folder(folder: Path) -> Path:
     """A copy in the cache, named by its content; the folder itself where the cache cannot be written.
 
     vLLM looks for a model that it has compiled before by the name of the folder: under a new name, every run
@@ -248,7 +327,7 @@ def kept(folder: Path) -> Path:
 
 
 @contextmanager
-def _loading_by(load: Any) -> Iterator[None]:
+def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
     """Register `load` as vLLM's way of filling a model with weights."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -266,3 +345,74 @@ def _loading_by(load: Any) -> Iterator[None]:
         yield
     finally:
         pending.clear()  # vLLM keeps the class; it must not keep the policy
+
+
+@contextmanager
+def starting(*, alone: bool) -> Iterator[None]:
+    """Around the import of vLLM and the making of its engine, of which a process holds one.
+
+    Args:
+        alone: vLLM uses no other process.
+
+    Raises:
+        RuntimeError: an engine is running.
+    """
+    if _running:
+        raise RuntimeError(
+            "a vLLM engine is running in this process, and its memory pool allows one; close it first (use "
+            "the engine as a context manager)"
+        )
+    environment = dict(os.environ)
+    for name, value in (DEFAULTS | (ALONE if alone and sys.platform == "linux" else {})).items():
+        os.environ.setdefault(name, value)
+    if settings := next((environment[name] for name in ALLOCATOR if name in environment), None):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings  # where vLLM looks for expandable segments
+    rng = capture_rng()
+    set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
+    had_groups = torch.distributed.is_initialized()
+    _running.append(object())
+    # vLLM gives its loggers the level only after a first import that logs already.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    try:
+        with warnings.catch_warnings():
+            for category in (DeprecationWarning, FutureWarning):  # vLLM's, of torch: not for us to heed
+                warnings.simplefilter("ignore", category)
+            yield
+    except BaseException:
+        _leave_no_groups(had_groups)
+        _running.clear()
+        raise
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_float32_matmul_precision(precision)
+        restore_rng(*rng)
+        _restore_environment(environment)
+        if settings and torch.cuda.is_initialized():
+            # vLLM limits how blocks are split while it loads, and before 0.31 drops every other setting.
+            torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def stopped() -> None:
+    """The engine is gone; another may start."""
+    _running.clear()
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    """What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes."""
+    for name in {*before, *os.environ}:
+        if name.startswith("VLLM_") or os.environ.get(name) == before.get(name):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
+def _leave_no_groups(had_groups: bool) -> None:
+    """A start that failed leaves its process groups, which the next one would trip over."""
+    if had_groups or not torch.distributed.is_initialized():
+        return
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()

@@ -16,7 +16,7 @@ import torch
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.rollout import Sampling
-from grpo_fast.rollout.vllm.config import VLLMConfig
+from grpo_fast.rollout.config import VLLMConfig
 
 pytestmark = pytest.mark.gpu
 

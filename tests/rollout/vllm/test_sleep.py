@@ -1,28 +1,59 @@
+"""The cycle of sleep and wake, and vLLM's memory pool without a GPU: a device that records, in its place."""
+
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
+import torch
 
-from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle
+from grpo_fast.policy.out_of_memory import is_out_of_memory
+from grpo_fast.rollout.vllm.sleep import (
+    GIB,
+    Phase,
+    SleepCycle,
+    bytes_in_pool,
+    require_empty_pool,
+    require_room,
+    weights_outside_the_pool,
+)
 
 
-class Sleeper:
-    """vLLM's tags, one call of which may fail."""
+class Device:
+    """A GPU's free memory, and on it vLLM's pool, whose waking fails half-way when there is too little.
 
-    def __init__(self) -> None:
-        self.asleep: set[str] = set()
-        self.calls: list[str] = []
-        self.fails: str | None = None
+    Args:
+        fails: the call that fails once.
+    """
+
+    def __init__(self, fails: str | None = None) -> None:
+        self.free, self.calls, self.fails, self.paused = 10 * GIB, [], fails, False
+        self.pointer_to_data = {
+            place: SimpleNamespace(handle=(0, size * GIB, place, 0), tag=tag, is_asleep=False)
+            for place, (tag, size) in enumerate(
+                [("weights", 1), ("kv_cache", 2), ("kv_cache", 3), ("graph", 1)]
+            )
+        }
 
     def sleep(self, level: int) -> None:
         self._call(f"sleep {level}")
-        self.asleep = {"weights", "kv_cache"} if level else {"scheduling"}
+        self.paused = True
+        for data in self.pointer_to_data.values() if level else ():
+            self.free, data.is_asleep = self.free + data.handle[1], True
 
     def wake_up(self, tags: list[str]) -> None:
         self._call(f"wake {tags[0]}")
-        self.asleep -= set(tags)
+        self.paused = False
+        for data in self.pointer_to_data.values():
+            if data.is_asleep and data.tag in (*tags, "graph"):
+                if data.handle[1] > self.free:
+                    raise RuntimeError("CUDA Error: out of memory")
+                self.free, data.is_asleep = self.free - data.handle[1], False
 
     def is_sleeping(self) -> bool:
-        return bool(self.asleep)
+        return self.paused or any(data.is_asleep for data in self.pointer_to_data.values())
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -31,11 +62,14 @@ class Sleeper:
             raise MemoryError("out of memory")
 
 
-def through(cycle: SleepCycle) -> None:
-    cycle.sleep()
-    cycle.wake_weights()
-    cycle.weights_loaded()
-    cycle.wake()
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    device = Device()
+    allocator = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=device))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", allocator)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (device.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.calls.append("empty"))
+    return device
 
 
 @pytest.mark.parametrize(
@@ -47,54 +81,108 @@ def through(cycle: SleepCycle) -> None:
     ],
 )
 def test_each_level_drives_its_tags_in_order_and_repeated_calls_drive_none(level, calls):
-    sleeper = Sleeper()
-    cycle = SleepCycle(sleeper, level)
+    device = Device()
+    cycle = SleepCycle(device, level)
     for verb in (cycle.wake, cycle.sleep, cycle.sleep, cycle.wake_weights, cycle.wake_weights, cycle.sleep):
         verb()
     cycle.weights_loaded()
     cycle.wake()
     cycle.wake()
 
-    assert sleeper.calls == calls
+    assert device.calls == calls
     cycle.require_awake()
 
 
-def test_only_level_two_needs_its_weights_loaded_before_it_wakes():
-    for level in (0, 1):
-        cycle = SleepCycle(Sleeper(), level)
-        cycle.sleep()
-        cycle.wake()
-        assert cycle.phase is Phase.AWAKE
-
-    cycle = SleepCycle(Sleeper(), 2)
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_only_level_two_needs_its_weights_loaded_before_it_wakes(level):
+    cycle = SleepCycle(Device(), level)
     cycle.sleep()
-    with pytest.raises(RuntimeError, match=r"dropped; call sync\(\) first"):
-        cycle.wake()
+    if level == 2:
+        with pytest.raises(RuntimeError, match=r"sync\(\)"):
+            cycle.wake()
+        cycle.weights_loaded()
+    cycle.wake()
+
+    assert cycle.phase is Phase.AWAKE
 
 
 @pytest.mark.parametrize("fails", ["sleep 2", "wake weights", "wake kv_cache"])
 def test_a_step_that_failed_keeps_it_from_generating_and_can_be_asked_for_again(fails):
-    sleeper = Sleeper()
-    sleeper.fails = fails
-    cycle = SleepCycle(sleeper, 2)
+    device = Device(fails)
+    cycle = SleepCycle(device, 2)
+    steps = (cycle.sleep, cycle.wake_weights, cycle.weights_loaded, cycle.wake)
 
     with pytest.raises((MemoryError, RuntimeError)):
-        through(cycle)
+        for step in steps:
+            step()
     with pytest.raises(RuntimeError, match="call wake"):
         cycle.require_awake()
-    cycle.wake_weights()
-    cycle.weights_loaded()
-    cycle.wake()
+    for step in steps[1:]:
+        step()
 
     cycle.require_awake()
-    assert not sleeper.is_sleeping()
+    assert not device.is_sleeping()
 
 
-def test_want_of_memory_at_wake_says_what_to_do():
-    sleeper = Sleeper()
-    sleeper.fails = "wake kv_cache"
-    cycle = SleepCycle(sleeper, 1)
+def test_a_tag_brings_back_its_own_memory_and_the_first_one_what_has_no_tag_of_ours(device):
+    device.sleep(2)
+    assert bytes_in_pool("weights") == 2 * GIB
+    device.wake_up(["weights"])
+
+    assert bytes_in_pool("kv_cache") == 5 * GIB
+    assert bytes_in_pool() == 7 * GIB
+
+
+def test_without_room_vllm_is_not_asked_to_wake_and_with_room_it_then_wakes(device):
+    cycle = SleepCycle(device, 1, require_room)
     cycle.sleep()
+    cycle.wake_weights()
+    device.free = 4 * GIB
 
-    with pytest.raises(RuntimeError, match=r"kv_cache.*out of memory.*kv_cache_gib"):
+    with pytest.raises(RuntimeError, match=r"kv_cache.*5\.00 GiB, and 4\.00 GiB.*kv_cache_gib") as no:
         cycle.wake()
+    assert is_out_of_memory(no.value)
+    assert device.calls == ["sleep 1", "wake weights", "empty"]  # torch's cache was given back, to no avail
+
+    device.free = 5 * GIB
+    cycle.wake()
+    cycle.require_awake()
+
+
+def test_what_torch_had_cached_may_make_the_room(device, monkeypatch):
+    device.sleep(1)
+    device.free = 0
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(device, "free", 6 * GIB))
+
+    require_room("kv_cache")
+
+
+def test_a_pool_that_an_earlier_engine_left_full_is_refused(device):
+    with pytest.raises(RuntimeError, match=r"7\.00 GiB.*sleep_level"):
+        require_empty_pool()
+
+    device.pointer_to_data.clear()
+    require_empty_pool()
+
+
+def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypatch):
+    entered: list[str] = []
+
+    class Worker:
+        @contextmanager
+        def _maybe_get_memory_pool_context(self, tag: str):
+            entered.append(tag)
+            yield
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+
+    def load() -> list[str]:
+        entered.clear()
+        for tag in ("weights", "kv_cache", "runtime"):
+            with Worker()._maybe_get_memory_pool_context(tag=tag):
+                pass
+        return list(entered)
+
+    with weights_outside_the_pool():
+        assert load() == ["kv_cache", "runtime"]
+    assert load() == ["weights", "kv_cache", "runtime"]

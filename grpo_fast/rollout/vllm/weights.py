@@ -1,0 +1,323 @@
+"""Where each weight of a checkpoint lies in vLLM's model, watched while it loads; how new values get there.
+
+Engines fuse (q, k, v into one tensor; gate and up into one), pad vocabularies, slice for tensor parallelism
+and sometimes repack. Every loader ends in `Tensor.copy_`, so watching these copies tells for any architecture
+which part of which weight went where. From that follows the cheapest way for new values:
+
+- shared: no copy; the trainer's parameter is that part of vLLM's tensor.
+- direct: the copies that loading made are made again, for what training changes.
+- portable: vLLM's `reload_weights`, everything: right for any layout, packed and quantised ones too.
+- adapter: LoRA's matrices alone, beside a base that stays as it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from grpo_fast.policy import Policy
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A part of one weight, and the place in vLLM's memory that it was copied to."""
+
+    name: str  # the checkpoint's
+    target: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # into the weight, in elements
+
+    def source(self, weight: Tensor) -> Tensor:
+        return weight.as_strided(self.size, self.stride, weight.storage_offset() + self.offset)
+
+    def load(self, weight: Tensor) -> None:
+        self.target.copy_(self.source(weight))
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether vLLM holds exactly this weight here."""
+        return torch.equal(self.target, self.source(weight).to(self.target.dtype))
+
+    def aliases(self, weight: Tensor) -> bool:
+        """Whether the weight and vLLM's tensor are the same memory."""
+        source = self.source(weight)
+        return source.data_ptr() == self.target.data_ptr() and source.stride() == self.target.stride()
+
+
+class _Watcher(TorchDispatchMode):
+    """Records what is copied out of the weight that was handed out last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placements: list[Placement] = []
+        self._name = ""
+        self._weight: Tensor | None = None
+
+    def handing_out(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            self._name, self._weight = name, weight
+            yield name, weight
+        self._weight = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self._weight is not None:
+            target, source = args[:2]
+            if storage_of(source) == storage_of(self._weight) and source.shape == target.shape:
+                offset = source.storage_offset() - self._weight.storage_offset()
+                place = Placement(self._name, target, tuple(source.shape), source.stride(), offset)
+                self.placements.append(place)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def watch_loading(load: Callable[[Weights], object], weights: Weights) -> list[Placement]:
+    """Load `weights` with the engine's own loader; returns where they went, in order."""
+    with _Watcher() as watcher:
+        load(watcher.handing_out(weights))
+    return watcher.placements
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def size_in_bytes(tensors: Iterable[Tensor], *, without: Collection[int] = ()) -> int:
+    """Of the tensors' storages, each once, those in `without` not at all."""
+    storages = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(size for storage, size in storages.items() if storage not in without)
+
+
+def still_used(model: nn.Module, placements: Iterable[Placement]) -> list[Placement]:
+    """The placements in memory that the model still uses: a repacked weight is elsewhere."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {storage_of(tensor) for tensor in tensors if tensor.numel()}
+    return [place for place in placements if storage_of(place.target) in storages]
+
+
+@torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
+@torch.no_grad()
+def share(
+    model: nn.Module, weights: Mapping[str, Tensor], placements: Sequence[Placement]
+) -> list[Placement]:
+    """Make engine and trainer use the same memory, where a whole weight is a contiguous part of a tensor.
+
+    A tensor of one weight becomes the trainer's. A tensor of several, or with padding, moves to new memory,
+    which the trainer's weights become views of; each keeps its identity, shape and value.
+
+    Args:
+        model: the engine's, its weights loaded and not yet processed.
+        weights: the trainer's, live, by the checkpoint's names.
+
+    Returns:
+        The placements with their targets where they are now; `aliases` tells which are shared.
+    """
+    owners: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[storage_of(parameter)].append(parameter)
+    by_storage: dict[int, list[Placement]] = defaultdict(list)
+    for place in placements:
+        by_storage[storage_of(place.target)].append(place)
+    times_loaded = Counter(place.name for place in placements)
+    moved = {}
+    for storage, parts in by_storage.items():
+        if not _is_plain(owners.get(storage, [])) or not all(
+            times_loaded[part.name] == 1 and _is_whole(part, weights.get(part.name)) for part in parts
+        ):
+            continue
+        tensor, first = owners[storage][0].data, weights[parts[0].name]
+        if len(parts) == 1 and first.numel() == tensor.numel():
+            home = first.data.view(tensor.shape)
+        else:
+            home = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+        for part in parts:
+            shape = weights[part.name].shape
+            place_in_home = home.view(-1)[part.target.storage_offset() :][: part.target.numel()].view(shape)
+            weights[part.name].data = place_in_home
+            moved[part.name] = replace(
+                part, target=place_in_home, size=tuple(shape), stride=place_in_home.stride()
+            )
+        for owner in owners[storage]:
+            owner.data = home
+    return [moved.get(place.name, place) for place in placements]
+
+
+def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
+    """One tensor, by however many names, that has its memory for itself."""
+    return bool(owners) and all(
+        owner.is_contiguous() and owner.storage_offset() == 0 and owner.shape == owners[0].shape
+        for owner in owners
+    )
+
+
+def _is_whole(place: Placement, weight: Tensor | None) -> bool:
+    return (
+        weight is not None
+        and weight.is_contiguous()
+        and place.target.is_contiguous()
+        and place.target.numel() == weight.numel()
+        and place.target.dtype == weight.dtype
+        and place.target.device == weight.device
+    )
+
+
+def has_experts(policy: Policy) -> bool:
+    return any(".experts." in name for name, _ in policy.base_model.named_parameters())
+
+
+def checkpoint_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights, adapters merged, under the names that vLLM's loaders know.
+
+    transformers fuses a layer's experts as it loads them; here they are copies, one by one again.
+    """
+    if not has_experts(policy):
+        yield from policy.named_weights()
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in policy.named_weights():
+        yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
+
+
+def fingerprint(policy: Policy) -> tuple[int, ...]:
+    """Changes with every in-place operation on a trained parameter that torch knows of."""
+    return tuple(parameter._version for parameter in policy.trainable().values())
+
+
+class MergedSync:
+    """Full fine-tuning, and LoRA merged in float32, one layer at a time, the policy left as it is.
+
+    Args:
+        engine: vLLM's.
+        model: the model inside it.
+        placements: where its loader put the weights, after sharing.
+
+    Attributes:
+        way: how weights get there.
+        reason: why in this way.
+        adapter: what requests must name.
+    """
+
+    adapter = None
+
+    def __init__(
+        self, engine: LLMEngine, model: nn.Module, policy: Policy, placements: Sequence[Placement]
+    ) -> None:
+        self._engine = engine
+        self._packed_ties = packed_ties(model)
+        # Experts have other names in the policy: all of them are copied, whatever trains.
+        self._changing = None if has_experts(policy) else policy.changing_weights()
+        self._placements = by_name(still_used(model, placements))
+        self.way, self.reason = self._choose(model, policy, by_name(placements))
+
+    def __call__(self, policy: Policy, *, everything: bool) -> None:
+        """Take over the weights. `everything`: also what training leaves alone, because vLLM dropped it."""
+        if self.way == "portable":
+            self._reload(policy)
+        elif self.way == "direct":
+            self._copy(policy, everything)
+
+    @torch.no_grad()
+    def _copy(self, policy: Policy, everything: bool) -> None:
+        for name, weight in checkpoint_weights(policy):
+            if everything or self._changing is None or name in self._changing:
+                for place in self._placements.get(name, ()):
+                    if not place.aliases(weight):
+                        place.load(weight)
+
+    def _reload(self, policy: Policy) -> None:
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_weights(policy)})
+        for module in self._packed_ties:
+            module.quant_method.process_weights_after_loading(module)
+
+    def _choose(
+        self, model: nn.Module, policy: Policy, loaded: Mapping[str, Sequence[Placement]]
+    ) -> tuple[Literal["shared", "direct", "portable"], str]:
+        """Compare each of the policy's weights with what vLLM holds, tensor by tensor."""
+        if self._engine.model_config.use_mla:
+            return "portable", "vLLM derives other weights from those of latent attention"
+        own_memory = None
+        for name, weight in checkpoint_weights(policy):
+            places = loaded.get(name, ())
+            if not places:
+                return "portable", f"{name} is not loaded by plain copies"
+            if len(self._placements.get(name, ())) < len(places):
+                return "portable", f"{name} is repacked after loading"
+            if not all(place.holds(weight) for place in places):
+                return "portable", f"{name} is transformed after loading"
+            if own_memory is None and not all(place.aliases(weight) for place in places):
+                own_memory = name
+        if own_memory is None:
+            return "shared", "every weight is the same memory in both"
+        # The portable way must leave the same values at the same places, or it is the one to take.
+        self._reload(policy)
+        places = [place for parts in self._placements.values() for place in parts]
+        if len(still_used(model, places)) < len(places):
+            return "portable", "vLLM's own reload moves the weights"
+        for name, weight in checkpoint_weights(policy):
+            if not all(place.holds(weight) for place in self._placements[name]):
+                return "portable", f"vLLM's own reload leaves other values in {name}"
+        return "direct", f"{own_memory} has memory of its own in vLLM"
+
+
+def by_name(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
+    """By the checkpoint's name of their weight."""
+    groups: dict[str, list[Placement]] = defaultdict(list)
+    for place in placements:
+        groups[place.name].append(place)
+    return dict(groups)
+
+
+def packed_ties(model: nn.Module) -> list[Any]:
+    """Modules with a packed copy, as CPUs use, of a weight that is loaded under another module's name.
+
+    vLLM's reload packs again where it loads; a head tied to the embedding it would leave as it was.
+    """
+    seen: set[int] = set()
+    ties = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.numel():
+            if id(weight) in seen and hasattr(module, "cpu_linear"):
+                ties.append(module)
+            seen.add(id(weight))
+    return ties
+
+
+class AdapterSync:
+    """LoRA's matrices as a new adapter each time; vLLM keeps the base it was started with.
+
+    The adapter goes through a folder of safetensors, a few MB, which every version of vLLM reads.
+    """
+
+    way = "adapter"
+    reason = "rollout.vllm.lora_sync = 'adapter'"
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self.adapter: LoRARequest | None = None
+
+    def __call__(self, policy: Policy, *, everything: bool) -> None:
+        from vllm.lora.request import LoRARequest
+
+        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        with tempfile.TemporaryDirectory(prefix="grpo-fast-adapter-") as folder:
+            policy.model.save_pretrained(folder)
+            request = LoRARequest(f"policy-{number}", number, folder)
+            if self.adapter is not None:
+                self._engine.remove_lora(self.adapter.lora_int_id)
+            if not self._engine.add_lora(request):
+                raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
+        self.adapter = request

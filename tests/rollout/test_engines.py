@@ -1,0 +1,267 @@
+"""What every engine keeps: its draws are the policy's, its seeds, ends and failures behave alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_fast.policy import Policy, load_policy
+from grpo_fast.policy.config import ModelConfig
+from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+
+SAMPLING = Sampling(max_completion_length=24, seed=7)
+LONG = tuple(3 + i % 26 for i in range(150))  # more than one block of vLLM's KV cache, so that it is reused
+ENDS = {1, 5}  # of the saved model
+ROUNDING = 1e-3  # float32 on both sides: some 1e-5 nats between two orders of summation
+
+
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def served(request, saved_model) -> Iterator[SimpleNamespace]:
+    if request.param == "vllm":
+        request.getfixturevalue("on_vllms_cpu")
+    policy = load_policy(ModelConfig(path=str(saved_model()), dtype="float32", device="cpu"))
+    config = RolloutConfig(engine=request.param, vllm=VLLMConfig(kv_cache_gib=0.05))
+    with make_engine(config, policy, max_length=256) as engine:
+        yield SimpleNamespace(engine=engine, policy=policy)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def engine(served) -> Any:
+    return served.engine
+
+
+@pytest.fixture
+def policy(served) -> Policy:
+    return served.policy
+
+
+@pytest.fixture
+def prompts(rng) -> list[tuple[int, ...]]:
+    lengths = torch.randint(1, 20, (3,), generator=rng).tolist()
+    drawn = [tuple(torch.randint(3, 30, (length,), generator=rng).tolist()) for length in lengths]
+    return [*drawn, LONG]
+
+
+def token_ids(groups) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def completions(groups) -> list[Any]:
+    return [completion for group in groups for completion in group]
+
+
+@torch.no_grad()
+def drawn_and_ranked(policy, prompt, completion, temperature=1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(C,) the policy's probabilities of the drawn tokens, and (C, V) of all, the largest first."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    logits = policy.base_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
+    probs = logits.softmax(-1)
+    drawn = probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return drawn, probs.sort(-1, descending=True).values
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_policys_at_the_sampling_temperature(
+    engine, policy, prompts, temperature, largest_difference
+):
+    groups = engine.generate(prompts, 3, replace(SAMPLING, temperature=temperature))
+
+    assert [len(group) for group in groups] == [3] * len(prompts)
+    assert largest_difference(policy, prompts, groups, temperature) < ROUNDING
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_it_at_temperature_one(
+    engine, policy, prompts, largest_difference
+):
+    groups = engine.generate(prompts, 1, replace(SAMPLING, temperature=0.0))
+
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        drawn, ranked = drawn_and_ranked(policy, prompt, completion)
+        assert (ranked[:, 0] / drawn).log().max() < ROUNDING  # ties are anybody's
+    assert largest_difference(policy, prompts, groups) < ROUNDING
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=str)
+def test_logprobs_are_those_of_the_restricted_distribution(engine, policy, prompts, limits):
+    groups = engine.generate(prompts, 3, replace(SAMPLING, temperature=1.5, **limits))
+
+    restricted = False
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            drawn, ranked = drawn_and_ranked(policy, prompt, completion, 1.5)
+            kept = drawn / torch.tensor(completion.logprobs).exp()  # the mass of the support
+            if "top_k" in limits:
+                torch.testing.assert_close(kept, ranked[:, :3].sum(-1), rtol=ROUNDING, atol=0)
+            elif "top_p" in limits:
+                assert (kept > 0.6 - ROUNDING).all() and (kept < 0.6 + ranked[:, 0] + ROUNDING).all()
+            else:
+                assert (drawn > 0.3 * ranked[:, 0] - ROUNDING).all()
+                assert (kept < 1 + ROUNDING).all()
+            restricted |= bool((kept < 0.99).any())
+    assert restricted
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_seed_others(engine, prompts):
+    once, again, other = (engine.generate(prompts, 3, replace(SAMPLING, seed=seed)) for seed in (5, 5, 6))
+
+    assert once == again
+    assert token_ids(once) != token_ids(other)
+
+
+def test_completions_of_a_group_and_of_equal_prompts_are_drawn_apart(engine):
+    first, second = token_ids(engine.generate([LONG, LONG], 4, replace(SAMPLING, temperature=1.5)))
+
+    assert len({*first, *second}) > 4
+
+
+def test_without_a_seed_two_calls_differ_and_the_global_random_state_is_left_alone(engine, prompts):
+    before = torch.get_rng_state()
+
+    calls = [token_ids(engine.generate(prompts, 3, replace(SAMPLING, seed=None))) for _ in range(2)]
+
+    assert calls[0] != calls[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_any_end_token_ends_a_completion_stays_in_it_and_is_no_truncation(engine, policy, prompts):
+    groups = engine.generate(prompts, 16, replace(SAMPLING, max_completion_length=40, temperature=1.5))
+
+    for completion in completions(groups):
+        assert not ENDS & set(completion.token_ids[:-1])
+        assert completion.truncated == (completion.token_ids[-1] not in ENDS)
+        assert not completion.truncated or len(completion.token_ids) == 40
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.text == policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    assert {completion.token_ids[-1] for completion in completions(groups)} > ENDS
+
+
+def test_a_stop_string_ends_a_completion_even_across_tokens_and_stays_in_its_text(engine, policy, prompts):
+    stops = ("z", "cf", "xy")
+    sampling = replace(SAMPLING, max_completion_length=40, temperature=2.0, stop=stops)
+
+    stopped = 0
+    for completion in completions(engine.generate(prompts, 16, sampling)):
+        before = policy.tokenizer.decode(completion.token_ids[:-1], skip_special_tokens=True)
+        assert not any(stop in before for stop in stops)
+        ends = any(stop in completion.text for stop in stops)
+        assert completion.truncated == (not ends and completion.token_ids[-1] not in ENDS)
+        stopped += ends
+    assert stopped
+
+
+def test_an_observer_hears_of_each_group_once_and_of_the_progress(engine, prompts, monkeypatch):
+    monkeypatch.setattr("grpo_fast.rollout.types.REPORT_SECONDS", 0.0)
+    heard: dict[int, list] = {}
+    reports: list[tuple[int, int, int]] = []
+    observer = SimpleNamespace(
+        group_done=lambda index, group: heard.update({index: [*heard.get(index, ()), *group]}),
+        progress=lambda *report: reports.append(report),
+    )
+
+    groups = engine.generate(prompts, 3, SAMPLING, observer=observer)
+
+    assert [heard[index] for index in range(len(prompts))] == groups
+    total, tokens = 3 * len(prompts), sum(len(c.token_ids) for c in completions(groups))
+    assert reports[-1] == (tokens, total, total)
+    assert reports == sorted(reports)
+    assert 0 < reports[0][0] < tokens
+
+
+def test_what_an_observer_draws_stays_drawn(engine, prompts):
+    drawing = SimpleNamespace(group_done=lambda *group: torch.rand(1), progress=lambda *report: None)
+    before = torch.get_rng_state()
+    engine.generate(prompts, 1, SAMPLING, observer=drawing)
+
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.rand(len(prompts))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, error):
+    def fail(*group: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=fail))
+
+    assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
+
+
+def test_logits_that_are_not_numbers_are_reported(engine, policy, prompts):
+    norm = policy.base_model.model.norm.weight
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(torch.nan)
+    try:
+        with pytest.raises(FloatingPointError, match="diverged"):
+            engine.generate(prompts, 1, SAMPLING)
+    finally:
+        with torch.no_grad():
+            norm.copy_(kept)
+    assert len(engine.generate(prompts, 1, SAMPLING)) == len(prompts)
+
+
+def test_asleep_it_refuses_to_generate_and_repeated_sleeps_and_wakes_do_nothing(engine, prompts):
+    engine.wake()
+    expected = engine.generate(prompts, 2, SAMPLING)
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"call wake\(\)"):
+        engine.generate(prompts, 2, SAMPLING)
+    engine.wake()
+    engine.wake()
+
+    assert engine.generate(prompts, 2, SAMPLING) == expected
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_changed_weights_are_taken_over_and_nothing_cached_of_older_ones_is_used(
+    engine, policy, prompts, shake, largest_difference, synced
+):
+    before = engine.generate(prompts, 3, SAMPLING)
+    engine.sleep()
+    shake(policy)
+    if synced:
+        engine.sync(policy)
+    engine.wake()
+
+    after = engine.generate(prompts, 3, SAMPLING)
+
+    assert largest_difference(policy, prompts, before) > 10 * ROUNDING
+    assert largest_difference(policy, prompts, after) < ROUNDING
+
+
+def test_another_policy_is_refused(engine):
+    with pytest.raises(ValueError, match="another policy"):
+        engine.sync(SimpleNamespace(model=None))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "changes", "name"),
+    [
+        ([(3,), ()], 1, {}, r"prompts\[1\]"),
+        ([(3,)], 0, {}, "n = 0"),
+        ([(3,)], 1, {"temperature": -1.0}, "temperature"),
+        ([(3,)], 1, {"top_p": 0.0}, "top_p"),
+        ([(3,)], 1, {"top_k": -1}, "top_k"),
+        ([(3,)], 1, {"min_p": 2.0}, "min_p"),
+        ([(3,)], 1, {"max_completion_length": 0}, "max_completion_length"),
+        ([(3,)], 1, {"stop": ("",)}, "stop"),
+    ],
+)
+def test_bad_input_is_named(engine, prompts, n, changes, name):
+    with pytest.raises(ValueError, match=name):
+        engine.generate(prompts, n, replace(SAMPLING, **changes))
+
+
+def test_no_prompts_give_no_completions(engine):
+    assert engine.generate([], 4, SAMPLING) == []

@@ -1,0 +1,327 @@
+"""Weights into vLLM: a loader watched on a model that does all that engines do, then a real vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from grpo_fast.policy.config import LoraConfig
+from grpo_fast.rollout import Sampling
+from grpo_fast.rollout.vllm.weights import (
+    MergedSync,
+    Placement,
+    checkpoint_weights,
+    share,
+    size_in_bytes,
+    still_used,
+    storage_of,
+    watch_loading,
+)
+
+WIDTH, ROWS, PADDED = 4, 6, 8
+SIZES = {"q": 4, "k": 2, "v": 2}
+Weights = dict[str, nn.Parameter]
+
+
+class Engine(nn.Module):
+    """`qkv` is fused, `embed` padded and tied to `head`, `slice` half of a weight, `up` gets packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(sum(SIZES.values()), WIDTH))
+        self.embed = nn.Parameter(torch.zeros(PADDED, WIDTH))
+        self.head = self.embed
+        self.down = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.slice = nn.Parameter(torch.zeros(WIDTH, WIDTH // 2))
+        self.up = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        starts = {"q": 0, "k": SIZES["q"], "v": SIZES["q"] + SIZES["k"]}
+        for name, weight in weights:
+            if name in starts:
+                self.qkv.data.narrow(0, starts[name], SIZES[name]).copy_(weight)
+            elif name == "embed":
+                self.embed.data[:ROWS].copy_(weight)
+            elif name == "slice":
+                self.slice.data.copy_(weight[:, WIDTH // 2 :])
+            else:
+                getattr(self, name).data.copy_(weight)
+
+
+@pytest.fixture
+def weights(rng) -> Weights:
+    shapes = {name: (rows, WIDTH) for name, rows in SIZES.items()}
+    shapes |= {"embed": (ROWS, WIDTH), **dict.fromkeys(("down", "slice", "up"), (WIDTH, WIDTH))}
+    return {name: nn.Parameter(torch.randn(shape, generator=rng)) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def detached(weights: Weights) -> list[tuple[str, Tensor]]:
+    return [(name, weight.detach()) for name, weight in weights.items()]
+
+
+def watch(engine: Engine, weights: Weights) -> list[Placement]:
+    return watch_loading(engine.load_weights, detached(weights))
+
+
+def test_every_weight_is_found_where_the_loader_put_it(engine, weights):
+    places = {place.name: place for place in watch(engine, weights)}
+
+    assert places.keys() == weights.keys()
+    assert all(places[name].holds(weight) for name, weight in weights.items())
+    assert places["v"].target.storage_offset() == (SIZES["q"] + SIZES["k"]) * WIDTH
+
+
+def test_the_copies_made_again_load_what_the_loader_would(engine, weights, rng):
+    places, other = watch(engine, weights), Engine()
+    for weight in weights.values():
+        weight.data = torch.randn(weight.shape, generator=rng)
+
+    for place in places:
+        place.load(weights[place.name].detach())
+    other.load_weights(detached(weights))
+
+    for (name, mine), expected in zip(engine.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, expected), name
+
+
+def test_a_weight_that_was_computed_on_the_way_or_repacked_later_has_no_placement(engine, weights):
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        engine.load_weights((name, 2 * weight if name == "q" else weight) for name, weight in given)
+
+    places = watch_loading(load, detached(weights))
+    engine.up = nn.Parameter(engine.up.data.T.contiguous())
+
+    assert {place.name for place in places} == set(weights) - {"q"}
+    assert {place.name for place in still_used(engine, places)} == set(weights) - {"q", "up"}
+
+
+def test_shared_weights_are_one_memory_and_keep_their_values_and_identities(engine, weights):
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    own = {weight.data_ptr() for weight in weights.values()}
+
+    shared = share(engine, weights, watch(engine, weights))
+
+    aliased = {place.name for place in shared if place.aliases(weights[place.name])}
+    assert aliased == set(weights) - {"slice"}  # of which the engine has a slice
+    assert engine.down.data_ptr() in own  # a whole weight needs no new memory
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
+    assert all(weight.is_contiguous() for weight in weights.values())
+    assert engine.head is engine.embed
+    assert torch.equal(engine.embed[ROWS:], torch.zeros(PADDED - ROWS, WIDTH))
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.mul_(3)
+    assert torch.equal(engine.qkv, 3 * torch.cat([before[name] for name in SIZES]))
+    assert torch.equal(engine.head[:ROWS], 3 * before["embed"])
+    assert torch.equal(engine.down, 3 * before["down"])
+    assert torch.equal(engine.slice, before["slice"][:, WIDTH // 2 :])
+
+
+def test_weights_shared_while_an_engine_loads_in_inference_mode_can_be_trained(weights):
+    with torch.inference_mode():
+        engine = Engine()  # its own tensors could not
+        share(engine, weights, watch(engine, weights))
+
+    for weight in weights.values():
+        assert not weight.is_inference()
+        weight.square().sum().backward()
+        with torch.no_grad():
+            weight -= weight.grad
+    assert storage_of(engine.qkv) == storage_of(weights["q"])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("down", lambda weight: nn.Parameter(weight.data.double())),
+        ("q", lambda weight: nn.Parameter(weight.data.T.contiguous().T)),
+    ],
+    ids=["another dtype", "another layout"],
+)
+def test_what_differs_in_dtype_or_layout_is_not_shared(engine, weights, name, spoil):
+    weights[name] = spoil(weights[name])
+
+    shared = share(engine, weights, watch(engine, weights))
+
+    assert not any(place.aliases(weights[place.name]) for place in shared if place.name == name)
+    assert all(place.holds(weights[place.name]) for place in shared)
+
+
+def test_a_weight_loaded_into_two_tensors_is_not_shared(weights):
+    engine, down = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]), weights["down"]
+
+    def load(given: Iterable[tuple[str, Tensor]]) -> None:
+        for _, weight in given:
+            for module in engine:
+                module.weight.data.copy_(weight)
+
+    shared = share(engine, {"down": down}, watch_loading(load, [("down", down.detach())]))
+
+    assert [place.aliases(down) for place in shared] == [False, False]
+
+
+def test_sizes_count_tied_weights_once_and_leave_out_what_is_asked(engine):
+    elements, tied = sum(p.numel() for p in engine.parameters()), [*engine.parameters(), engine.head]
+
+    assert size_in_bytes(tied) == 4 * elements
+    assert size_in_bytes(tied, without={storage_of(engine.embed)}) == 4 * (elements - PADDED * WIDTH)
+
+
+class Reloading(nn.Module):
+    """A model of one weight, in an engine whose reload may put it elsewhere or derive others from it."""
+
+    def __init__(self, *, latent: bool = False, moves: bool = False, changes: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+        self.model_config = SimpleNamespace(use_mla=latent)
+        self._moves, self._changes = moves, changes
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, weight in weights:
+            self.weight.data.copy_(weight)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        if self._moves:
+            self.weight.data = self.weight.data.clone()
+        self.load_weights(kwargs["weights_iterator"])
+        if self._changes:
+            self.weight.data[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "reason"),
+    [
+        (Reloading(), "direct", "memory of its own"),
+        (Reloading(latent=True), "portable", "derives other weights"),
+        (Reloading(moves=True), "portable", "reload moves the weights"),
+        (Reloading(changes=True), "portable", "other values in weight"),
+    ],
+    ids=["plain", "latent attention", "moving", "changing"],
+)
+def test_copies_are_made_only_where_they_reach_everything_that_is_read(engine, way, reason):
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    policy = SimpleNamespace(
+        base_model=nn.Module(),
+        named_weights=lambda: iter([("weight", weight.detach())]),
+        changing_weights=lambda: {"weight"},
+    )
+    places = watch_loading(engine.load_weights, policy.named_weights())
+
+    sync = MergedSync(engine, engine, policy, places)
+    with torch.no_grad():
+        weight += 1
+    engine._changes = False
+    sync(policy, everything=False)
+
+    assert (sync.way, reason in sync.reason) == (way, True)
+    assert torch.equal(engine.weight, weight)
+
+
+def test_experts_are_sent_one_by_one_under_the_names_of_a_checkpoint(tmp_path, seed):
+    small = {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 4, "hidden_size": 16, "vocab_size": 20}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=8, **small))
+    policy = SimpleNamespace(base_model=model, named_weights=lambda: iter(model.state_dict().items()))
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+
+    sent = dict(checkpoint_weights(policy))
+
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], weight) for name, weight in saved.items())
+
+
+SAMPLING = Sampling(max_completion_length=20, seed=11)
+PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(140))]
+# Nats. float32: two orders of summation, of weights that have been shaken three times: 1.1e-3 was seen.
+# bfloat16: 8 bits in each of some 10 roundings on the way to logits of size 10 or so. An older set of
+# weights, or a mixture of two, is nats away.
+ROUNDING = {"float32": 1e-2, "bfloat16": 0.3}
+LORA = LoraConfig(r=4, alpha=16.0)
+WAYS = {
+    "packed": ("portable", {"dtype": "bfloat16", "plain": False}),
+    "packed, untied": ("portable", {"dtype": "float32", "plain": False, "tied": False}),
+    "plain": ("direct", {"dtype": "bfloat16", "plain": True}),
+    "shared": ("shared", {"dtype": "float32", "plain": True, "share_weights": True}),
+    "lora merged": ("direct", {"dtype": "float32", "plain": True, "lora": LORA}),
+    "lora adapter": ("adapter", {"dtype": "float32", "plain": False, "lora": LORA, "lora_sync": "adapter"}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_after_every_sync_it_computes_what_the_policy_computes(
+    name, served_folder, running_vllm, shake, largest_difference
+):
+    way, options = WAYS[name]
+    options = dict(options)
+    folder, noise = served_folder(tied=options.pop("tied", True)), ROUNDING[options["dtype"]]
+    with running_vllm(folder, **options) as (engine, policy):
+        assert engine.sync_way == way, engine.sync_reason
+        before = engine.generate(PROMPTS, 3, SAMPLING)
+        assert largest_difference(policy, PROMPTS, before) < noise
+        for _ in range(3):
+            shake(policy, 0.2 if policy.has_adapters else 0.05)
+            engine.sleep()
+            engine.sync(policy)
+            engine.wake()
+            after = engine.generate(PROMPTS, 3, SAMPLING)
+            assert largest_difference(policy, PROMPTS, after) < noise
+        assert largest_difference(policy, PROMPTS, before) > 2 * noise
+        if way == "shared":
+            weights = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+            assert engine.memory()["weights"] < sum(p.numel() for p in weights.values()) * 4
+    if way == "shared":  # they outlive the engine
+        assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())
+
+
+def test_frozen_weights_are_sent_again_only_when_they_were_dropped(
+    served_folder, running_vllm, shake, monkeypatch
+):
+    sent: list[str] = []
+    load = Placement.load
+    monkeypatch.setattr(Placement, "load", lambda self, weight: sent.append(self.name) or load(self, weight))
+    with running_vllm(served_folder(tied=False), dtype="float32", plain=True, head=False) as (engine, policy):
+        shake(policy)
+        everything = {name for name, _ in policy.named_weights()}
+        for dropped, expected in ((False, everything - {"lm_head.weight"}), (True, everything)):
+            sent.clear()
+            engine.sleep()
+            monkeypatch.setattr(engine._cycle, "weights_dropped", dropped)
+            engine.sync(policy)
+            engine.wake()
+            assert set(sent) == expected
+
+
+def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_room_for_another(
+    served_folder, running_vllm
+):
+    options, folder = {"dtype": "float32", "plain": False}, served_folder()
+    with pytest.raises(ValueError, match=r"share_weights = true: .* is repacked after loading"):
+        running_vllm(folder, **options, share_weights=True).__enter__()
+
+    with running_vllm(folder, **options) as (engine, _):
+        assert engine.generate(PROMPTS, 1, SAMPLING)
+
+
+def test_a_float32_head_gives_float32_logits_of_bfloat16_hidden_states(
+    served_folder, running_vllm, rng, largest_difference
+):
+    with running_vllm(served_folder(), dtype="bfloat16", plain=False, fp32_head=True) as (engine, policy):
+        hidden = torch.randn(3, policy.head.weight.shape[1], generator=rng).bfloat16()
+        with torch.no_grad():
+            logits = engine._running().model.compute_logits(hidden)
+
+        torch.testing.assert_close(logits, policy.head.logits(hidden))
+        groups = engine.generate(PROMPTS, 3, SAMPLING)
+        assert largest_difference(policy, PROMPTS, groups) < ROUNDING["bfloat16"]
