@@ -92,7 +92,7 @@ def _load(options: argparse.Namespace):
 
 
 def _plain_head(model: torch.nn.Module) -> Tensor:
-    from grpo_fast.policy.head import head_parameters
+    from grpo_fast.policy.architecture import head_parameters
 
     head = head_parameters(model)
     if head.bias is not None or head.logit_scale != 1.0 or head.softcap is not None:

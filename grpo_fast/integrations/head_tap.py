@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.head import head_parameters
+from grpo_fast.policy.architecture import head_parameters
 
 HeadFunction = Callable[[Tensor, HeadParameters], Any]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters, linear_cross_entropy
 from grpo_fast.integrations.head_tap import tapped_head
-from grpo_fast.policy.head import head_parameters
+from grpo_fast.policy.architecture import head_parameters
 
 _MARK = "_grpo_fast_patch"
 

@@ -115,8 +115,8 @@ def random_model(
     """
     from transformers import AutoModelForCausalLM
 
+    from grpo_fast.policy.architecture import check_layer_types
     from grpo_fast.policy.load import _add_lora, _disable_dropout
-    from grpo_fast.policy.verify import check_layer_types
 
     check_layer_types(config)
     with torch.device(device):

@@ -7,6 +7,7 @@ the sliding window of a layer, which a ready-made 4-D mask cannot, being the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_fast.policy.block_mask import Range, block_mask
-
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
     from grpo_fast.policy.packing import PackedBatch
 
 PACKED_ATTENTION = "grpo_fast_packed"  # the name under which transformers finds `packed_attention`
+BLOCK = 128  # tokens of a block of FlexAttention's mask, its default
 _GRAPHS = 64
 """Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
 a gradient. Its own limit is eight; past it, FlexAttention runs uncompiled with T² scores in memory."""
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
+
+Range = tuple[Tensor, Tensor]
+"""(T,) int64 each: every token sees the tokens from the first index up to the second, which it does not."""
 
 
 class PackedLayout:
@@ -78,14 +80,27 @@ class PackedLayout:
         return self.visible(index[:, None], index[None, :], window)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """FlexAttention's mask over the whole batch."""
+        """FlexAttention's mask over the whole batch: what `create_block_mask` makes of `visible`.
+
+        That asks every pair of tokens, which takes about ten bytes for each of T². Here the pairs that see
+        each other in a block are counted from two numbers a token: memory and work grow as T + (T/128)².
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
         if window not in self._block_masks:
-            self._block_masks[window] = block_mask(
-                self._ranges(window), lambda _batch, _head, query, key: self.visible(query, key, window)
+            pairs = visible_pairs(self.ranges(window))[None, None]
+            full = pairs == BLOCK * BLOCK
+            total = len(self._document_ids)
+            self._block_masks[window] = BlockMask.from_kv_blocks(
+                *_listed((pairs > 0) & ~full),
+                *_listed(full),
+                BLOCK_SIZE=BLOCK,
+                mask_mod=lambda _batch, _head, query, key: self.visible(query, key, window),
+                seq_lengths=(total, total),
             )
         return self._block_masks[window]
 
-    def _ranges(self, window: int | None) -> list[Range]:
+    def ranges(self, window: int | None) -> list[Range]:
         """What `visible` says: a token sees its own segment up to itself, and the prompt before that."""
         tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
         of_documents = self._cu_seqlens[:-1].long()
@@ -107,6 +122,31 @@ def _within(window: int | None, first: Tensor, place: Tensor) -> Tensor:
     return first if window is None else first.maximum(place - window + 1)
 
 
+def visible_pairs(ranges: Sequence[Range]) -> Tensor:
+    """(n, n) int32, n = ceil(T / BLOCK): how many pairs of each block of queries and of keys are seen.
+
+    Of the keys below b, block k holds clamp(b - BLOCK·k, 0, BLOCK), which as a function of k changes in two
+    places. Those changes are summed over the queries of a block first, then along k: nothing is of size T·n.
+    A token's own ranges must not overlap.
+    """
+    starts = ranges[0][0]
+    blocks = -(-len(starts) // BLOCK)
+    steps = torch.zeros(blocks, blocks + 2, dtype=torch.int32, device=starts.device)
+    row = torch.arange(len(starts), device=starts.device) // BLOCK * steps.shape[1]
+    for start, end in ranges:
+        for bound, sign in ((end, 1), (start, -1)):
+            place, rest = row + bound // BLOCK, (bound % BLOCK).to(torch.int32)
+            steps.view(-1).index_add_(0, place, rest - BLOCK, alpha=sign)
+            steps.view(-1).index_add_(0, place + 1, rest, alpha=-sign)
+    return steps.cumsum(1, dtype=torch.int32)[:, :blocks]
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, and their indices, those first."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -124,17 +164,21 @@ def packed_attention(
 
     Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 honoured.
     """
-    if kwargs.get("s_aux") is not None and (packed_layout is None or not packed_layout.flex):
+    sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
+    if sinks and (packed_layout is None or not packed_layout.flex):
         raise ValueError(
             f"{type(module).__name__} has attention sinks, which SDPA cannot compute; use flex_attention"
         )
+    if packed_layout is None and softcap is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed_layout is None:
-        return _ordinary(module, query, key, value, attention_mask, scaling, softcap, **kwargs)
+        return _attend(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
     if packed_layout.flex:
         from transformers.integrations.flex_attention import flex_attention_forward
 
         mask = packed_layout.block_mask(sliding_window)
-        sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
         with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
             output, _ = flex_attention_forward(
                 module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
@@ -147,23 +191,6 @@ def packed_attention(
         for part, mask in zip(parts, packed_layout.masks(sliding_window), strict=True)
     ]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
-
-
-def _ordinary(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    if softcap is not None:
-        return _attend(query, key, value, mask, scaling, softcap).transpose(1, 2), None
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
 def _attend(

@@ -61,7 +61,7 @@ def _gguf_file(distribution: importlib.metadata.Distribution, name: str, wanted:
         raise ValueError(
             f"the package {name!r} has {problem} (there: {listing}); write package:{name}/FILE.gguf"
         )
-    return Path(distribution.locate_file(chosen[0]))
+    return Path(str(distribution.locate_file(chosen[0])))
 
 
 def _convert_into(file: Path, folder: Path) -> None:

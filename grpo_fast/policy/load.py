@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from grpo_fast.policy.architecture import check_layer_types, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.policy import Policy
-from grpo_fast.policy.verify import check_layer_types, verify_policy
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -44,9 +45,10 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     if config.liger_kernels:
         _apply_liger(model)
     _disable_dropout(model)
+    trained: PreTrainedModel | PeftModel = model
     reference = None
     if config.lora is not None:
-        model = _add_lora(model, config.lora)
+        trained = _add_lora(model, config.lora)
     else:
         if needs_reference:
             reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -54,7 +56,7 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
             model.get_output_embeddings().requires_grad_(False)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model.train(), tokenizer, attention=attention, reference=reference)
+    policy = Policy(trained.train(), tokenizer, attention=attention, reference=reference)
     verify_policy(policy)
     return policy
 
@@ -140,7 +142,7 @@ def _load_model(source: str, config: ModelConfig, device: torch.device, attentio
     origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         check_layer_types(AutoConfig.from_pretrained(source, **origin))
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=getattr(torch, config.dtype),
             attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
@@ -201,7 +203,8 @@ def _apply_liger(model: PreTrainedModel) -> None:
 
 def _disable_dropout(model: nn.Module) -> None:
     """With dropout the policy that is trained would not be the one that sampled."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if hasattr(module, "attention_dropout"):
@@ -212,17 +215,16 @@ def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Adapters in float32 on every layer named; `all-linear` leaves the output head out."""
     import peft
 
+    alpha: Any = config.alpha  # annotated as an int, and used as a number
+    lora = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        task_type="CAUSAL_LM",
+    )
     try:
-        adapted = peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                r=config.r,
-                lora_alpha=config.alpha,
-                lora_dropout=config.dropout,
-                target_modules=config.target_modules,
-                task_type="CAUSAL_LM",
-            ),
-        )
+        adapted = peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
     wrapped = isinstance(model.get_output_embeddings(), peft.tuners.lora.LoraLayer)

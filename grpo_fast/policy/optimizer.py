@@ -237,11 +237,13 @@ def _absorb_into(master: Tensor, buffer: Tensor) -> Callable[[Tensor], None]:
     """A hook that moves a finished gradient into the master's buffer, which outlives the steps."""
 
     def absorb(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
         if master.grad is None:
-            master.grad = buffer.copy_(parameter.grad)
+            master.grad = buffer.copy_(gradient)
         else:
-            _add(master.grad, parameter.grad)
-        parameter.grad = None
+            _add(master.grad, gradient)
 
     return absorb
 

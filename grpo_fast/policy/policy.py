@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
+from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
-from grpo_fast.policy.head import head_parameters
 from grpo_fast.policy.packing import PackedBatch
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -69,7 +68,8 @@ class Policy:
     @property
     def base_model(self) -> PreTrainedModel:
         """The transformers model; adapters, if any, sit inside it and take part in its forward."""
-        return self.model.get_base_model() if self.has_adapters else self.model
+        model: Any = self.model
+        return model.get_base_model() if self.has_adapters else model
 
     @property
     def has_adapters(self) -> bool:
@@ -109,7 +109,7 @@ class Policy:
         """
         with torch.no_grad():
             if self.has_adapters:
-                with self.model.disable_adapter():
+                with cast("PeftModel", self.model).disable_adapter():
                     yield self
             elif self._reference is not None:
                 yield _FrozenCopy(self._reference, self.attention)
@@ -167,7 +167,7 @@ class Policy:
         trained = {name for name, tensor in self.base_weights().items() if tensor.requires_grad}
         return trained.union(self._adapted_weights())
 
-    def _adapted_weights(self) -> dict[str, LoraLayer]:
+    def _adapted_weights(self) -> dict[str, Any]:
         """By the weight's name, the layers that LoRA wraps."""
         if not self.has_adapters:
             return {}
@@ -194,7 +194,8 @@ class Policy:
 
 
 def _hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
-    output = model.base_model(
+    backbone: Any = model.base_model
+    output = backbone(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
@@ -203,7 +204,8 @@ def _hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -
     return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
 
-def _merged(module: LoraLayer) -> Tensor:
+def _merged(module: Any) -> Tensor:
+    """The weight of a layer that LoRA wraps, adapters added in float32."""
     weight = module.get_base_layer().weight
     merged = weight.detach().float()
     for adapter in module.active_adapters:

@@ -17,7 +17,8 @@ def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["cuda"] = torch.cuda.get_rng_state()
     version, internal, gauss = random.getstate()
-    _, keys, *rest = np.random.get_state()
+    numpy_state: Any = np.random.get_state()  # annotated as a dictionary too, which it is only when asked for
+    _, keys, *rest = numpy_state
     return tensors, {"python": [version, list(internal), gauss], "numpy": [keys.tolist(), *rest]}
 
 

@@ -1,16 +1,22 @@
+"""Packed attention against each sequence alone, and the block mask against FlexAttention's own."""
+
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask
 
+from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
-from grpo_fast.policy.attention import PackedLayout
+from grpo_fast.policy.attention import BLOCK, PackedLayout, visible_pairs
+
+Load = Callable[..., Policy]
 
 
-def packed(samples: list[Sample], *, share: bool = True, max_tokens: int = 10_000) -> list[PackedBatch]:
+def packed(samples: list[Sample], *, share: bool = True, max_tokens: int = 10**6) -> list[PackedBatch]:
     return pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
 
 
@@ -24,83 +30,40 @@ def own_logprobs(policy: Policy, sample: Sample) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere", "granite"])
 @pytest.mark.parametrize("share", [True, False])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
-    load: Callable[..., Policy], samples: list[Sample], family: str, share: bool
+    load: Load, samples: list[Sample], family: str, share: bool
 ) -> None:
     policy = load(family)
 
     for batch in packed(samples, share=share, max_tokens=40):
-        actual = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-        bounds = batch.sequence_ids.bincount().tolist()
-        for targets, advantages, rows in zip(
-            batch.targets.split(bounds), batch.advantages.split(bounds), actual.split(bounds), strict=True
-        ):
-            (sample,) = (
-                s
-                for s in samples
-                if s.completion_ids == tuple(targets.tolist())
-                and torch.equal(torch.tensor(s.token_advantages), advantages)
-            )
-            torch.testing.assert_close(rows, own_logprobs(policy, sample), rtol=1e-4, atol=1e-4)
+        logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+        rows = logprobs.split(batch.sequence_ids.bincount().tolist())
+        for index, actual in zip(batch.sample_ids.tolist(), rows, strict=True):
+            torch.testing.assert_close(actual, own_logprobs(policy, samples[index]), rtol=1e-4, atol=1e-4)
 
 
-def test_the_sliding_window_of_the_tested_model_hides_something(load: Callable[..., Policy]) -> None:
+def test_the_sliding_window_of_the_tested_model_hides_something(load: Load) -> None:
     """Otherwise the comparison above would say nothing about windows."""
-    policy = load("gemma2")
     (batch,) = packed([Sample((4, *range(10, 20)), (5, 6, 7), 0.0, 0, (0.0,) * 3)])
     layout = PackedLayout(batch, flex=False)
 
-    (windowed,) = layout.masks(policy.base_model.config.sliding_window)
+    (windowed,) = layout.masks(load("gemma2").base_model.config.sliding_window)
     (full,) = layout.masks(None)
 
     assert windowed.sum() < full.sum()
 
 
-def test_the_flex_mask_is_the_dense_one(samples: list[Sample]) -> None:
-    (batch,) = packed(samples)
-    layout = PackedLayout(batch, flex=True)
-    total = len(batch.input_ids)
-    for window in (None, 3):
-        mask = create_mask(
-            lambda _b, _h, query, key, window=window: layout.visible(query, key, window),
-            None,
-            None,
-            total,
-            total,
-            device="cpu",
-        )[0, 0]
-
-        assert torch.equal(mask, torch.block_diag(*layout.masks(window)).bool())
-
-
-def test_gradient_checkpointing_changes_no_gradient(
-    load: Callable[..., Policy], samples: list[Sample]
-) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        policy = load("gemma2", gradient_checkpointing=checkpointing)
-        (batch,) = packed(samples)
-        policy.hidden_states(batch).square().sum().backward()
-        gradients.append({name: p.grad for name, p in policy.trainable().items() if p.grad is not None})
-
-    assert gradients[0].keys() == gradients[1].keys() != set()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], msg=name)
-
-
 @pytest.mark.parametrize("share", [True, False])
-def test_neither_budget_nor_sharing_changes_loss_or_gradient(
-    load: Callable[..., Policy], samples: list[Sample], share: bool
+def test_neither_budget_nor_sharing_nor_checkpointing_changes_loss_or_gradient(
+    load: Load, samples: list[Sample], share: bool
 ) -> None:
     def step(max_tokens: int, share: bool) -> tuple[float, dict[str, torch.Tensor], int]:
-        policy = load("gemma2")
+        policy = load("gemma2", gradient_checkpointing=max_tokens < 10_000)
         policy.model.double()
-        normaliser = sum(len(sample.completion_ids) for sample in samples)
         total, batches = 0.0, packed(samples, share=share, max_tokens=max_tokens)
         for batch in batches:
-            hidden = policy.hidden_states(batch)
-            logits = hidden @ policy.head.weight.T
+            logits = policy.hidden_states(batch) @ policy.head.weight.T
             logprobs = (30 * torch.tanh(logits / 30)).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-            loss = -(logprobs * batch.advantages).sum() / normaliser
+            loss = -(logprobs * batch.advantages).sum() / len(samples)
             loss.backward()
             total += loss.item()
         return total, {name: p.grad for name, p in policy.trainable().items()}, len(batches)
@@ -116,7 +79,7 @@ def test_neither_budget_nor_sharing_changes_loss_or_gradient(
 
 
 @pytest.mark.gpu
-def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Callable[..., Policy], samples: list[Sample]) -> None:
+def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: list[Sample]) -> None:
     results = []
     for attention in ("sdpa", "flex_attention"):
         policy = load("gemma2", device="cuda", attention=attention)
@@ -130,7 +93,7 @@ def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Callable[..., Policy], s
 
 
 def test_flex_attention_stays_compiled_whatever_the_lengths(
-    load: Callable[..., Policy], samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+    load: Load, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit torch would compute all T² scores; here it raises instead."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -164,3 +127,71 @@ def test_the_flex_mask_is_made_without_asking_the_device(
     mask = PackedLayout(batch, flex=True).block_mask(window)
 
     assert mask.seq_lengths == (len(batch.input_ids),) * 2
+
+
+def sample(group: int, prompt: int, completion: int) -> Sample:
+    return Sample((group,) * prompt, (1,) * completion, 0.0, group, (0.0,) * completion)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_the_block_mask_is_flex_attentions_own_and_the_dense_one(share: bool, windowed: bool) -> None:
+    """Groups of one to four completions, from a token to more than two blocks long."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+
+    def length() -> int:
+        return draw.choice((1, draw.randint(1, 20), draw.randint(1, 2 * BLOCK)))
+
+    for _ in range(8):
+        prompts = {group: length() for group in range(draw.randint(1, 4))}
+        groups = [group for group in prompts for _ in range(draw.randint(1, 4))]
+        (batch,) = packed([sample(group, prompts[group], length()) for group in groups], share=share)
+        window = draw.choice((1, draw.randint(1, 20), draw.randint(1, 3 * BLOCK))) if windowed else None
+        layout, total = PackedLayout(batch, flex=True), len(batch.input_ids)
+
+        found = layout.block_mask(window)
+
+        def sees(_b, _h, query, key, layout=layout, window=window) -> torch.Tensor:
+            return layout.visible(query, key, window)
+
+        expected = create_block_mask(sees, None, None, total, total, device="cpu")
+        assert found.shape == expected.shape and found.seq_lengths == expected.seq_lengths
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        index = torch.arange(total)
+        causal = [torch.ones(n, n).tril().bool() for n in layout.lengths]
+        dense = [own if own is not None else c for own, c in zip(layout.masks(window), causal, strict=True)]
+        assert torch.equal(layout.visible(index[:, None], index, window), torch.block_diag(*dense).bool())
+
+
+def test_full_blocks_need_no_second_look() -> None:
+    # A document of three whole blocks: those below the diagonal are seen by every query of theirs.
+    (batch,) = packed([sample(0, 2 * BLOCK, BLOCK + 1)], share=False)
+
+    mask = PackedLayout(batch, flex=True).block_mask(None)
+
+    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 2]
+    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1]
+
+
+def test_completions_of_one_prompt_do_not_see_each_other() -> None:
+    # Each of these is one block of inputs: a completion's last token is none.
+    (batch,) = packed([sample(0, BLOCK, BLOCK + 1) for _ in range(2)])
+
+    pairs = visible_pairs(PackedLayout(batch, flex=True).ranges(None))
+
+    below, whole = BLOCK * (BLOCK + 1) // 2, BLOCK * BLOCK
+    assert pairs.tolist() == [[below, 0, 0], [whole, below, 0], [whole, 0, below]]
+
+
+def test_no_pair_of_tokens_takes_memory() -> None:
+    (batch,) = packed([sample(group, 4000, 4001) for group in range(2)])
+    tokens = len(batch.input_ids)
+
+    peak = peak_bytes(
+        lambda: PackedLayout(batch, flex=True), lambda layout: layout.block_mask(None), torch.device("cpu")
+    )
+
+    assert peak < 200 * tokens < tokens**2 / 50

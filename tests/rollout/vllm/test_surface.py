@@ -1,7 +1,7 @@
 """Everything of vLLM that the engine touches, looked up in vLLM's source without importing it.
 
 A GPU is not needed for it, and any number of versions can be compared: unpack their wheels and run
-`python tests/rollout/test_vllm_surface.py FOLDER…`, each folder one that holds `vllm/`.
+`python tests/rollout/vllm/test_surface.py FOLDER…`, each folder one that holds `vllm/`.
 """
 
 from __future__ import annotations
@@ -15,107 +15,59 @@ from pathlib import Path
 
 import pytest
 
-# file: {class, function or method: its parameters, fields or attributes of self that are used}
-SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
-    "entrypoints/llm.py": {"LLM": ("llm_engine",)},
-    "engine/arg_utils.py": {
-        "EngineArgs": (
-            "dtype",
-            "seed",
-            "load_format",
-            "max_model_len",
-            "max_num_seqs",
-            "enforce_eager",
-            "enable_prefix_caching",
-            "logprobs_mode",
-            "generation_config",
-            "disable_log_stats",
-            "hf_overrides",
-            "kv_cache_memory_bytes",
-            "gpu_memory_utilization",
-            "enable_sleep_mode",
-            "tensor_parallel_size",
-            "distributed_executor_backend",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-        )
-    },
-    "config/model.py": {"ModelConfig": ("max_model_len", "use_mla", "head_dtype")},
-    "sampling_params.py": {
-        "SamplingParams": (
-            "max_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "stop",
-            "include_stop_str_in_output",
-            "stop_token_ids",
-            "ignore_eos",
-            "logprobs",
-            "prompt_logprobs",
-            "flat_logprobs",
-            "detokenize",
-            "output_kind",
-        ),
-        "RequestOutputKind": ("FINAL_ONLY",),
-    },
-    "v1/engine/llm_engine.py": {
-        "LLMEngine": ("engine_core", "model_config", "model_executor", "output_processor"),
-        "LLMEngine.add_request": ("request_id", "prompt", "params", "lora_request"),
-        "LLMEngine.step": (),
-        "LLMEngine.abort_request": ("request_ids",),
-        "LLMEngine.has_unfinished_requests": (),
-        "LLMEngine.reset_prefix_cache": (),
-        "LLMEngine.sleep": ("level",),
-        "LLMEngine.wake_up": ("tags",),
-        "LLMEngine.is_sleeping": (),
-        "LLMEngine.collective_rpc": ("method", "kwargs"),
-        "LLMEngine.add_lora": ("lora_request",),
-        "LLMEngine.remove_lora": ("lora_id",),
-        "LLMEngine.get_tokenizer": (),
-    },
-    "v1/engine/core.py": {
-        "EngineCore.sleep": ("level", "mode"),
-        "EngineCore.shutdown": (),
-    },
-    "v1/engine/output_processor.py": {
-        "OutputProcessor": ("request_states",),
-        "RequestState": ("detokenizer",),
-    },
-    "v1/engine/detokenizer.py": {"IncrementalDetokenizer.num_output_tokens": ()},
-    "v1/executor/uniproc_executor.py": {
-        "UniProcExecutor": ("driver_worker",),
-        "ExecutorWithExternalLauncher": (),
-    },
-    "v1/worker/worker_base.py": {"WorkerWrapperBase": ("worker",), "WorkerBase.get_model": ()},
-    "v1/worker/gpu_worker.py": {
-        "Worker": ("model_runner",),
-        "Worker.get_model": (),
-        "Worker.reload_weights": (),
-        "Worker._maybe_get_memory_pool_context": ("tag",),
-    },
-    "v1/worker/gpu_model_runner.py": {
-        "GPUModelRunner": ("kv_caches", "model"),
-        "GPUModelRunner.reload_weights": ("weights_iterator",),
-    },
-    "v1/worker/gpu/model_runner.py": {
-        "GPUModelRunner": ("kv_caches", "model"),
-        "GPUModelRunner.reload_weights": (),
-    },
-    "model_executor/model_loader/__init__.py": {"register_model_loader": ("load_format",)},
-    "model_executor/model_loader/base_loader.py": {
-        "BaseModelLoader.download_model": ("model_config",),
-        "BaseModelLoader.load_weights": ("model", "model_config"),
-    },
-    "lora/request.py": {"LoRARequest": ("lora_name", "lora_int_id", "lora_path")},
-    "distributed/parallel_state.py": {"destroy_model_parallel": (), "destroy_distributed_environment": ()},
-    "platforms/interface.py": {"Platform": ("device_type",)},
-    "device_allocator/__init__.py": {"AllocationData": ("handle", "tag")},
-    "device_allocator/cumem.py": {"CuMemAllocator": ("instance", "pointer_to_data")},
-}
+# For each class, function or method of a file: the parameters, fields or attributes of `self` that are used.
+SURFACE = """
+entrypoints/llm.py LLM: llm_engine
+engine/arg_utils.py EngineArgs: dtype seed load_format max_model_len max_num_seqs enforce_eager
+engine/arg_utils.py EngineArgs: enable_prefix_caching logprobs_mode generation_config disable_log_stats
+engine/arg_utils.py EngineArgs: hf_overrides kv_cache_memory_bytes gpu_memory_utilization enable_sleep_mode
+engine/arg_utils.py EngineArgs: tensor_parallel_size distributed_executor_backend enable_lora max_loras
+engine/arg_utils.py EngineArgs: max_lora_rank
+config/model.py ModelConfig: max_model_len use_mla head_dtype
+sampling_params.py SamplingParams: max_tokens temperature top_p top_k min_p seed stop
+sampling_params.py SamplingParams: include_stop_str_in_output stop_token_ids ignore_eos logprobs
+sampling_params.py SamplingParams: prompt_logprobs flat_logprobs detokenize output_kind
+sampling_params.py RequestOutputKind: FINAL_ONLY
+v1/engine/llm_engine.py LLMEngine: engine_core model_config model_executor output_processor
+v1/engine/llm_engine.py LLMEngine.add_request: request_id prompt params lora_request
+v1/engine/llm_engine.py LLMEngine.step:
+v1/engine/llm_engine.py LLMEngine.abort_request: request_ids
+v1/engine/llm_engine.py LLMEngine.has_unfinished_requests:
+v1/engine/llm_engine.py LLMEngine.reset_prefix_cache:
+v1/engine/llm_engine.py LLMEngine.sleep: level
+v1/engine/llm_engine.py LLMEngine.wake_up: tags
+v1/engine/llm_engine.py LLMEngine.is_sleeping:
+v1/engine/llm_engine.py LLMEngine.collective_rpc: method kwargs
+v1/engine/llm_engine.py LLMEngine.add_lora: lora_request
+v1/engine/llm_engine.py LLMEngine.remove_lora: lora_id
+v1/engine/llm_engine.py LLMEngine.get_tokenizer:
+v1/engine/core.py EngineCore.sleep: level mode
+v1/engine/core.py EngineCore.shutdown:
+v1/engine/output_processor.py OutputProcessor: request_states
+v1/engine/output_processor.py RequestState: detokenizer
+v1/engine/detokenizer.py IncrementalDetokenizer.num_output_tokens:
+v1/executor/uniproc_executor.py UniProcExecutor: driver_worker
+v1/executor/uniproc_executor.py ExecutorWithExternalLauncher:
+v1/worker/worker_base.py WorkerWrapperBase: worker
+v1/worker/worker_base.py WorkerBase.get_model:
+v1/worker/gpu_worker.py Worker: model_runner
+v1/worker/gpu_worker.py Worker.get_model:
+v1/worker/gpu_worker.py Worker.reload_weights:
+v1/worker/gpu_worker.py Worker._maybe_get_memory_pool_context: tag
+v1/worker/gpu_model_runner.py GPUModelRunner: kv_caches model
+v1/worker/gpu_model_runner.py GPUModelRunner.reload_weights: weights_iterator
+v1/worker/gpu/model_runner.py GPUModelRunner: kv_caches model
+v1/worker/gpu/model_runner.py GPUModelRunner.reload_weights:
+model_executor/model_loader/__init__.py register_model_loader: load_format
+model_executor/model_loader/base_loader.py BaseModelLoader.download_model: model_config
+model_executor/model_loader/base_loader.py BaseModelLoader.load_weights: model model_config
+lora/request.py LoRARequest: lora_name lora_int_id lora_path
+distributed/parallel_state.py destroy_model_parallel:
+distributed/parallel_state.py destroy_distributed_environment:
+platforms/interface.py Platform: device_type
+device_allocator/__init__.py AllocationData: handle tag
+device_allocator/cumem.py CuMemAllocator: instance pointer_to_data
+"""
 # What is used without a definition to look up: (file, text).
 WORDS = (
     ("envs.py", "VLLM_ENABLE_V1_MULTIPROCESSING"),
@@ -163,15 +115,20 @@ def names_in(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
     return names
 
 
+def surface() -> Iterator[tuple[str, str, list[str]]]:
+    for line in SURFACE.strip().splitlines():
+        place, _, used = line.partition(":")
+        yield (*place.split(), used.split())
+
+
 def missing(package: Path) -> Iterator[str]:
     """What of the surface a version of vLLM, whose package this is, does not have."""
-    for file, entries in SURFACE.items():
-        for name, used in entries.items():
-            node = definition(tree(package / file), name) if (package / file).exists() else None
-            if node is None:
-                yield f"{file}: {name}"
-            else:
-                yield from (f"{file}: {name} without {part}" for part in used if part not in names_in(node))
+    for file, name, used in surface():
+        node = definition(tree(package / file), name) if (package / file).exists() else None
+        if node is None:
+            yield f"{file}: {name}"
+        else:
+            yield from (f"{file}: {name} without {part}" for part in used if part not in names_in(node))
     for file, text in WORDS:
         if text not in (package / file).read_text(encoding="utf-8"):
             yield f"{file}: {text}"
@@ -186,7 +143,7 @@ def test_the_installed_vllm_has_everything_that_the_engine_uses():
 
 
 def test_what_a_version_lacks_is_named(tmp_path: Path):
-    for file in {*SURFACE, *(file for file, _ in WORDS)}:
+    for file in {*(file for file, _, _ in surface()), *(file for file, _ in WORDS)}:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("class LLMEngine:\n    def sleep(self, mode): ...\n")
 
