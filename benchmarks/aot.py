@@ -241,30 +241,10 @@ class Report:
         return found
 
 
-class OfflineDriver:
-    """Stands in for Triton's driver where there is no GPU: it names a target and has nothing to launch on."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def is_active(self) -> bool:
-        return True
-
-
 @contextmanager
 def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any]]]]:
     """Inside, `kernel[grid](...)` compiles and launches nothing. Yields what was compiled so far."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -278,13 +258,14 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
         compiled.append((self, binary, options))
         return binary
 
-    previous = driver._active
-    with mock.patch.object(JITFunction, "run", record):
-        driver.set_active(OfflineDriver(capability))
-        try:
-            yield compiled
-        finally:
-            driver._active = previous
+    target = GPUTarget("cuda", capability, 32)
+    offline = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+    )
+    with mock.patch.object(JITFunction, "run", record), mock.patch.object(driver, "_active", offline):
+        yield compiled
 
 
 def reports(capability: int, cases: dict[str, partial[None]]) -> list[Report]:
@@ -325,7 +306,7 @@ def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], cap
         file.write(binary.asm["cubin"])
         file.flush()
         code = cuobjdump("-res-usage", "-sass", file.name)
-    registers, static_shared = (int(_found(rf"\b{name}:(\d+)", code)) for name in ("REG", "SHARED"))
+    usage = dict(re.findall(r"\b(REG|SHARED):(\d+)", code))
     metadata = binary.metadata
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
@@ -334,9 +315,9 @@ def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], cap
         kernel=function.fn.__name__,
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
         capability=capability,
-        registers=registers,
+        registers=int(usage["REG"]),
         spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        shared=max(metadata.shared, static_shared),
+        shared=max(metadata.shared, int(usage["SHARED"])),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
         tensor_core=len(re.findall(rf"\b{TENSOR_CORE[capability]}\b", code)),
         narrow=len(re.findall(r"\b(?:LDG|STG)\.E\.[US]16\b", code)),
@@ -354,23 +335,15 @@ def cuobjdump(*arguments: str) -> str:
     ).stdout
 
 
-def _found(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
-    if match is None:
-        raise RuntimeError(f"cuobjdump printed no {pattern!r}:\n{text}")
-    return match.group(1)
-
-
 def table(rows: list[Report]) -> str:
     lines = [
         "| case | kernel | configuration | registers | spills | shared | tensor core | ships |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = (row.case, f"`{row.kernel}`", row.config, row.registers, row.spills, f"{row.shared:,}")
         tensor_core = f"{row.tensor_core} {TENSOR_CORE[row.capability]}" if row.dots else "no dot"
-        verdict = "; ".join(row.faults()) or "yes"
-        lines.append("| " + " | ".join(map(str, (*cells, tensor_core, verdict))) + " |")
+        found = (row.registers, row.spills, f"{row.shared:,}", tensor_core, "; ".join(row.faults()) or "yes")
+        lines.append(f"| {row.case} | `{row.kernel}` | {row.config} | {' | '.join(map(str, found))} |")
     return "\n".join(lines)
 
 
