@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -68,28 +69,20 @@ def test_criteria_add_up_with_normalised_weights(make_prompts):
         CriterionConfig(by="column:level", weight=3.0), CriterionConfig(by="column:topic", weight=1.0)
     )
     levels = [prompt.columns["level"] for prompt in prompts]
-    span = max(levels) - min(levels)
+    topics = [prompt.columns["topic"] for prompt in prompts]
 
     found = distances(prompts, config)
 
-    for i, a in enumerate(prompts):
-        for j, b in enumerate(prompts):
-            number = abs(levels[i] - levels[j]) / span
-            expected = 0.75 * number + 0.25 * (a.columns["topic"] != b.columns["topic"])
-            assert found[i, j] == pytest.approx(expected, abs=1e-5)
+    for i, j in itertools.product(range(20), repeat=2):
+        number = abs(levels[i] - levels[j]) / (max(levels) - min(levels))
+        assert found[i, j] == pytest.approx(0.75 * number + 0.25 * (topics[i] != topics[j]), abs=1e-5)
 
 
-def test_a_criterion_without_spread_does_not_dilute_the_others(make_prompts):
+def test_a_criterion_without_spread_does_not_dilute_the_others_and_alone_finds_all_alike(make_prompts):
     prompts = make_prompts(10)
-    level = CriterionConfig(by="column:level")
-    alone = distances(prompts, combined(level))
-    beside = distances(prompts, combined(level, CriterionConfig(by="column:same", weight=100.0)))
-    torch.testing.assert_close(alone, beside)
-
-
-def test_without_any_spread_all_prompts_are_alike(make_prompts):
-    found = distances(make_prompts(5), combined(CriterionConfig(by="column:same")))
-    assert torch.equal(found, torch.zeros(5, 5))
+    level, same = CriterionConfig(by="column:level"), CriterionConfig(by="column:same", weight=100.0)
+    torch.testing.assert_close(distances(prompts, combined(level)), distances(prompts, combined(level, same)))
+    assert not distances(prompts, combined(same)).any()
 
 
 def test_lengths_are_compared_over_their_range():
@@ -138,43 +131,33 @@ def test_no_key_equals_nothing_not_even_another_one():
     assert label_ids(["a", None, "b", None, "a"]).tolist() == [0, 1, 2, 3, 0]
 
 
-@pytest.mark.parametrize(
-    ("by", "message"),
-    [
-        ("meaning", "choose embedding, prefix, length or column:NAME"),
-        ("column:levle", "there is no such column: .*did you mean 'level'"),
-        ("nowhere:function", "cannot be imported .* Python path"),
-        ("math:pi", "is a float, not a function"),
-    ],
-)
-def test_a_wrong_criterion_is_refused_with_the_remedy(make_prompts, by, message):
-    with pytest.raises(ValueError, match=message):
-        make_likeness(make_prompts(3), combined(CriterionConfig(by=by)))
+def wrong(body: str) -> str:
+    return f"def wrong(argument):\n    return {body}\n"
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("config", "code", "named"),
     [
-        ("[1.0]", r"shape \(1,\) for 3 prompts"),
-        ("'text'", "no array of numbers"),
-        ("[float('nan')] * 3", "not finite"),
+        ({"criteria": "meaning"}, "", "choose embedding, prefix, length or column:NAME"),
+        ({"criteria": "column:levle"}, "", "did you mean 'level'"),
+        ({"criteria": "column:infinite"}, "", "column:infinite"),
+        ({"criteria": "nowhere:function"}, "", "nowhere:function"),
+        ({"criteria": "math:pi"}, "", "math:pi"),
+        ({"criteria": ""}, wrong("[1.0]"), r"shape \(1,\) for 3 prompts"),
+        ({"criteria": ""}, wrong("'text'"), "no array of numbers"),
+        ({"criteria": ""}, wrong("[float('nan')] * 3"), "not finite"),
+        ({"embedding": ""}, wrong("[1.0, 2.0, 3.0]"), "one vector a text"),
+        ({"embedding": "bert"}, "", r"groups\.embedding = 'bert'"),
     ],
 )
-def test_a_criterion_that_returns_something_else_is_refused(make_prompts, write_module, body, message):
-    path = write_module("wrong", f"def wrong(prompts):\n    return {body}\n")
-    with pytest.raises(ValueError, match=message):
-        make_likeness(make_prompts(3), combined(CriterionConfig(by=path)))
-
-
-def test_an_embedding_must_be_a_vector_a_text(make_prompts, write_module):
-    path = write_module("flat", "def flat(texts):\n    return [1.0, 2.0, 3.0]\n")
-    with pytest.raises(ValueError, match="return one vector a text"):
-        make_likeness(make_prompts(3), GroupConfig(strategy="similarity", embedding=path))
-    with pytest.raises(ValueError, match=r"groups\.embedding = 'bert' is unknown; use tfidf"):
-        make_likeness(make_prompts(3), GroupConfig(strategy="similarity", embedding="bert"))
-
-
-def test_a_column_with_numbers_that_are_not_finite_is_refused():
-    prompts = [Prompt(i, "", (1,), {"level": value}) for i, value in enumerate([1.0, math.inf])]
-    with pytest.raises(ValueError, match=r"column:level.*clean the column"):
-        make_likeness(prompts, combined(CriterionConfig(by="column:level")))
+def test_a_criterion_or_embedding_that_does_not_fit_is_refused(
+    make_prompts, write_module, config, code, named
+):
+    prompts = make_prompts(3)
+    for prompt in prompts:
+        prompt.columns["infinite"] = math.inf
+    ((key, value),) = config.items()
+    value = write_module("wrong", code) if code else value
+    settings = GroupConfig(strategy="similarity", embedding=value) if key == "embedding" else None
+    with pytest.raises(ValueError, match=named):
+        make_likeness(prompts, settings or combined(CriterionConfig(by=value)))

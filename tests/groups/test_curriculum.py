@@ -42,18 +42,22 @@ def test_no_prompt_comes_twice_in_a_batch_and_none_is_lost(make, seed):
     assert len(drawn) == 40
 
 
+def rates_drawn(sampler: DifficultySampler, batches: int = 1) -> Counter[float]:
+    batches_drawn = [sampler.next() for _ in range(batches)]
+    return Counter(sampler.pass_rates[sampler.dataset.index(p)] for batch in batches_drawn for p in batch)
+
+
 def test_buckets_get_their_shares_in_every_batch(make):
     sampler = make(batch_size=10, bucket_weights=[1.0, 3.5, 0.5])
     sampler.pass_rates = [0.1] * 15 + [0.5] * 15 + [0.9] * 10
     for _ in range(20):
-        found = Counter(sampler.pass_rates[sampler.dataset.index(p)] for p in sampler.next())
-        assert (found[0.1], found[0.5], found[0.9]) == (2, 7, 1)
+        assert rates_drawn(sampler) == {0.1: 2, 0.5: 7, 0.9: 1}
 
 
 def test_a_small_share_comes_true_over_many_batches(make):
     sampler = make(batch_size=4, bucket_weights=[0.05, 1.0, 0.05])
     sampler.pass_rates = [0.0] * 10 + [0.5] * 20 + [1.0] * 10
-    drawn = Counter(sampler.pass_rates[sampler.dataset.index(p)] for _ in range(400) for p in sampler.next())
+    drawn = rates_drawn(sampler, 400)
     # Each batch takes none or one: a standard deviation of 0.0045 or so. Rounding would take none ever.
     assert drawn[0.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
     assert drawn[1.0] / 1600 == pytest.approx(0.05 / 1.1, abs=0.03)
@@ -62,8 +66,7 @@ def test_a_small_share_comes_true_over_many_batches(make):
 def test_what_a_bucket_cannot_give_the_others_do(make):
     sampler = make(batch_size=20, bucket_weights=[1.0, 1.0, 98.0])
     sampler.pass_rates = [0.0] * 30 + [0.5] * 8 + [1.0] * 2
-    drawn = Counter(sampler.pass_rates[sampler.dataset.index(p)] for p in sampler.next())
-    assert drawn[1.0] == 2 and drawn[0.5] == 8 and drawn[0.0] == 10
+    assert rates_drawn(sampler) == {1.0: 2, 0.5: 8, 0.0: 10}
 
 
 def test_within_a_bucket_the_least_drawn_come_first(make):
@@ -134,13 +137,13 @@ def test_metrics_show_where_the_dataset_stands(make):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"reward": "shrot"}, "is no reward of this run: .*did you mean 'short'"),
-        ({"pass_rate_column": "levle"}, "is no column of the dataset: .*did you mean 'level'"),
-        ({"pass_rate_column": "topic"}, "holds 't[0-3]' in row 1; a pass rate lies between 0 and 1"),
+        ({"reward": "shrot"}, "did you mean 'short'"),
+        ({"pass_rate_column": "levle"}, "did you mean 'level'"),
+        ({"pass_rate_column": "topic"}, "'t[0-3]' in row 1"),
     ],
 )
-def test_wrong_settings_are_refused_with_the_remedy(make, settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_do_not_fit_the_run_are_refused(make, settings, named):
+    with pytest.raises(ValueError, match=named):
         make(**settings)

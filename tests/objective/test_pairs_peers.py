@@ -127,11 +127,8 @@ def test_trls_cpo_trainer_computes_the_same_preference_term(name, make_pairs, as
     module = pytest.importorskip("trl.experimental.cpo", reason=TRL)
     inputs = make_pairs()
     smoothing = {} if name == "hinge" else {"label_smoothing": 0.1}
-    trainer = SimpleNamespace(
-        **{"alpha": 0.0, "beta": 0.7, "loss_type": name, "label_smoothing": 0.0, "simpo_gamma": 0.9},
-        accelerator=Accelerator(),
-    )
-    trainer.label_smoothing = smoothing.get("label_smoothing", 0.0)
+    constants = {"alpha": 0.0, "beta": 0.7, "loss_type": name, "label_smoothing": 0.0, "simpo_gamma": 0.9}
+    trainer = SimpleNamespace(**constants | smoothing, accelerator=Accelerator())
     logprobs = per_token(inputs) if name == "simpo" else (inputs.chosen_logprobs, inputs.rejected_logprobs)
     theirs = module.CPOTrainer.cpo_loss(trainer, *logprobs)[0].mean()
     if name == "hinge":

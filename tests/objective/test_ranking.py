@@ -176,10 +176,8 @@ def test_micro_batches_add_up_to_the_step(objective, ranked, rng):
             total_groups=ranked.num_groups,
         )
 
-    whole, parts = (
-        ranking_loss(ranked, config),
-        [ranking_loss(part(*p), config) for p in ((0, 2), (2, 3), (3, 5))],
-    )
+    whole = ranking_loss(ranked, config)
+    parts = [ranking_loss(part(*bounds), config) for bounds in ((0, 2), (2, 3), (3, 5))]
 
     torch.testing.assert_close(sum(p.loss for p in parts), whole.loss)
     for name, value in whole.metrics.items():
@@ -189,21 +187,15 @@ def test_micro_batches_add_up_to_the_step(objective, ranked, rng):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"objective": "listnet"}, "objective = 'listnet' is unknown"),
-        ({"temperature": 0.0}, "temperature = 0.0 is out of range"),
-        (
-            {"objective": "advantage", "temperature": 2.0},
-            "temperature = 2.0 is not read by objective = 'advantage'",
-        ),
-        ({"epsilon_low": 0.1}, "epsilon_low = 0.1 is not read by objective = 'plackett_luce'"),
-        ({"objective": "advantage", "epsilon_low": -0.1}, "epsilon_low = -0.1 is out of range"),
+        ({"objective": "listnet"}, "objective = 'listnet'"),
+        ({"temperature": 0.0}, "temperature = 0.0"),
+        ({"objective": "advantage", "temperature": 2.0}, "temperature = 2.0 is not read"),
+        ({"epsilon_low": 0.1}, "epsilon_low = 0.1 is not read"),
+        ({"objective": "advantage", "epsilon_low": -0.1}, "epsilon_low = -0.1"),
     ],
 )
-def test_a_contradictory_configuration_is_refused_with_the_remedy(arguments, said):
+def test_contradictory_constants_and_a_missing_reference_are_refused_by_name(arguments, said, ranked):
     with pytest.raises(ValueError, match=said):
         RankingLossConfig(**arguments)
-
-
-def test_a_missing_reference_is_refused(ranked):
     with pytest.raises(ValueError, match="ref_logprobs is None"):
         ranking_loss(replace(ranked, ref_logprobs=None), RankingLossConfig())
