@@ -136,11 +136,14 @@ def compare(
             weights,
             scale_rewards=config.scale_rewards,
             baseline=config.baseline,
-            shared=baseline_groups,
+            baseline_groups=baseline_groups,
         )
     else:
         found = group_advantages(
-            totals, scale_rewards=config.scale_rewards, baseline=config.baseline, shared=baseline_groups
+            totals,
+            scale_rewards=config.scale_rewards,
+            baseline=config.baseline,
+            baseline_groups=baseline_groups,
         )
     rows = zip(groups, found.advantages.tolist(), found.flat.tolist(), strict=True)
     compared = [replace(group, advantages=tuple(row), flat=flat) for group, row, flat in rows]

@@ -189,7 +189,7 @@ class Trainer:
                 groups,
                 self.config.advantage,
                 self.rewards.weights if adaptive is None else adaptive.weights,
-                self.prompts.shared([group.prompt for group in groups]),
+                self.prompts.baseline_groups([group.prompt for group in groups]),
             )
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:

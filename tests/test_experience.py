@@ -54,7 +54,7 @@ def test_other_weights_and_shared_baselines_take_their_place(scored):
     groups = score(config, weights=(1.0, 3.0), baseline_groups=[0, 1, 0, 2])
     totals = table[..., 0] + 3.0 * table[..., 1]
     expected = group_advantages(
-        totals, baseline="leave_one_out", scale_rewards="none", shared=[0, 1, 0, 2]
+        totals, baseline="leave_one_out", scale_rewards="none", baseline_groups=[0, 1, 0, 2]
     ).advantages
     torch.testing.assert_close(advantages(groups), expected)
     torch.testing.assert_close(torch.stack([group.rewards for group in groups]), totals)
@@ -64,7 +64,7 @@ def test_each_reward_is_scaled_by_itself_on_request(scored):
     table, score = scored
     config = AdvantageConfig(multi_objective_aggregation="normalize_then_sum", scale_rewards="batch")
     groups = score(config, baseline_groups=[0, 0, 1, 1])
-    expected = decoupled_advantages(table, (2.0, -0.5), scale_rewards="batch", shared=[0, 0, 1, 1])
+    expected = decoupled_advantages(table, (2.0, -0.5), scale_rewards="batch", baseline_groups=[0, 0, 1, 1])
     torch.testing.assert_close(advantages(groups), expected.advantages)
 
 

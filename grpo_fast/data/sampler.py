@@ -17,7 +17,7 @@ class PromptSampler:
     """Draws batches of prompts, each prompt once an epoch, in an order that `seed` decides.
 
     The last batch of an epoch is filled from the next one. Other samplers change the order, learn from the
-    rewards (`observe`), or let prompts share a baseline (`shared`).
+    rewards (`observe`), or let prompts share a baseline (`baseline_groups`).
     """
 
     def __init__(self, dataset: Sequence[Prompt], batch_size: int, seed: int = 0) -> None:
@@ -46,7 +46,7 @@ class PromptSampler:
         self.drawn += self.batch_size
         return batch
 
-    def shared(self, prompts: Sequence[Prompt]) -> list[int] | None:
+    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int] | None:
         """For each prompt of a batch a number, the same where they share a baseline. None: nobody does."""
         return None
 

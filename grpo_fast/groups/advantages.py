@@ -35,7 +35,7 @@ def group_advantages(
     scale_rewards: Scale = "group",
     baseline: Baseline = "mean",
     eps: float = 1e-4,
-    shared: Sequence[int] | Tensor | None = None,
+    baseline_groups: Sequence[int] | Tensor | None = None,
 ) -> Advantages:
     """Advantage of each completion over its group.
 
@@ -49,11 +49,11 @@ def group_advantages(
         scale_rewards: divide by the group's deviation, the whole batch's, or not at all.
         baseline: the group's mean, or for each completion the mean of the others.
         eps: added to the deviation before dividing.
-        shared: G integers; prompts with the same one are one group of all their completions. None: each
-            prompt is its own.
+        baseline_groups: G integers; prompts with the same one are one group of all their completions. None:
+            each prompt is its own.
 
     Raises:
-        ValueError: `rewards` is not (G, n) with n >= 2, or `shared` has not G entries.
+        ValueError: `rewards` is not (G, n) with n >= 2, or `baseline_groups` has not G entries.
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
@@ -61,7 +61,7 @@ def group_advantages(
             "(groups, n >= 2)"
         )
     rewards = rewards.float()
-    of_prompt, groups = _group_index(shared, rewards)
+    of_prompt, groups = _group_index(baseline_groups, rewards)
     valid = rewards.isfinite()
     filled = rewards.where(valid, 0.0)
 
@@ -106,7 +106,7 @@ def decoupled_advantages(
     scale_rewards: Literal["group", "batch"] = "group",
     baseline: Baseline = "mean",
     eps: float = 1e-4,
-    shared: Sequence[int] | Tensor | None = None,
+    baseline_groups: Sequence[int] | Tensor | None = None,
 ) -> Advantages:
     """Each reward normalised by itself, then summed with its weight, then scaled by the batch's deviation.
 
@@ -118,7 +118,7 @@ def decoupled_advantages(
         table: (G, n, F) float, NaN where a function does not apply to a completion.
         weights: F numbers.
         scale_rewards: what each reward is divided by before they are summed.
-        baseline, eps, shared: as for `group_advantages`.
+        baseline, eps, baseline_groups: as for `group_advantages`.
 
     Returns:
         `mean` and `std` are those of the weighted sum of the raw rewards; a group is `flat` when every reward
@@ -133,7 +133,9 @@ def decoupled_advantages(
             "rewards) with one weight a reward"
         )
     parts = [
-        group_advantages(column, scale_rewards=scale_rewards, baseline=baseline, eps=eps, shared=shared)
+        group_advantages(
+            column, scale_rewards=scale_rewards, baseline=baseline, eps=eps, baseline_groups=baseline_groups
+        )
         for column in table.unbind(-1)
     ]
     counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
@@ -142,7 +144,7 @@ def decoupled_advantages(
     )
     flat = torch.stack([part.flat for part, _ in counting] or [torch.ones_like(parts[0].flat)]).all(0)
     scored = table.isfinite().any(-1)
-    raw = group_advantages(weighted_sum(table, weights), shared=shared)
+    raw = group_advantages(weighted_sum(table, weights), baseline_groups=baseline_groups)
     advantages = summed.where(scored & ~flat[:, None], 0.0) / (_deviation(summed[scored]) + eps)
     return Advantages(advantages=advantages, flat=flat, mean=raw.mean, std=raw.std)
 
@@ -168,14 +170,16 @@ def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:
     return (length * reward).sum().item() / math.sqrt(variance)
 
 
-def _group_index(shared: Sequence[int] | Tensor | None, rewards: Tensor) -> tuple[Tensor, int]:
+def _group_index(baseline_groups: Sequence[int] | Tensor | None, rewards: Tensor) -> tuple[Tensor, int]:
     """(index of each prompt's group (G,) int64, number of groups)."""
     prompts = len(rewards)
-    if shared is None:
+    if baseline_groups is None:
         return torch.arange(prompts, device=rewards.device), prompts
-    if len(shared) != prompts:
-        raise ValueError(f"shared has {len(shared)} entries for {prompts} prompts; give one each")
-    distinct, index = torch.as_tensor(shared, device=rewards.device).unique(return_inverse=True)
+    if len(baseline_groups) != prompts:
+        raise ValueError(
+            f"baseline_groups has {len(baseline_groups)} entries for {prompts} prompts; give one each"
+        )
+    distinct, index = torch.as_tensor(baseline_groups, device=rewards.device).unique(return_inverse=True)
     return index, len(distinct)
 
 

@@ -41,7 +41,7 @@ class Grouping:
     def position_of(self) -> dict[int, int]:
         return {row: position for position, row in enumerate(self.rows)}
 
-    def shared(self, prompts: Sequence[Prompt]) -> list[int]:
+    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int]:
         """For each prompt of a batch a number, the same for those that share a baseline.
 
         A group of which fewer than `min_group_size` prompts are in the batch shares none.

@@ -29,12 +29,12 @@ class GroupSampler(PromptSampler):
         super().__init__(dataset, batch_size, seed)
         self.grouping = grouping
 
-    def shared(self, prompts: Sequence[Prompt]) -> list[int]:
-        return self.grouping.shared(prompts)
+    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int]:
+        return self.grouping.baseline_groups(prompts)
 
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Share of prompts that share a baseline, prompts a baseline, the distance of those that share."""
-        baselines = self.shared(prompts)
+        baselines = self.baseline_groups(prompts)
         sizes = Counter(baselines)
         metrics = {
             "groups/sharing": sum(size for size in sizes.values() if size > 1) / len(prompts),

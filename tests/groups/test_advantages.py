@@ -45,7 +45,7 @@ def test_an_advantage_compares_a_reward_with_those_that_share_its_baseline(
     rewards = randn(6, 4)
     rewards[1, 2] = rewards[4, 0] = NAN
 
-    result = group_advantages(rewards, shared=shared, scale_rewards=scale_rewards, baseline=baseline)
+    result = group_advantages(rewards, baseline_groups=shared, scale_rewards=scale_rewards, baseline=baseline)
 
     everything = rewards[rewards.isfinite()].tolist()
     keys = shared or list(range(6))
@@ -67,7 +67,7 @@ def test_a_group_of_equal_rewards_or_none_is_flat_and_has_no_advantage():
 
 
 def test_a_shared_baseline_lets_prompts_learn_whose_own_completions_all_earn_the_same():
-    result = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]), shared=[0, 0, 1])
+    result = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]), baseline_groups=[0, 0, 1])
     assert result.flat.tolist() == [False, False, True]
     assert result.advantages.sign().tolist() == [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
 
@@ -114,7 +114,7 @@ def test_a_weighted_sum_leaves_out_what_does_not_apply():
     [
         (lambda: group_advantages(torch.zeros(4)), "at least two completions"),
         (lambda: group_advantages(torch.zeros(4, 1)), "at least two completions"),
-        (lambda: group_advantages(torch.zeros(5, 2), shared=[0, 1]), "2 entries for 5 prompts"),
+        (lambda: group_advantages(torch.zeros(5, 2), baseline_groups=[0, 1]), "2 entries for 5 prompts"),
         (lambda: decoupled_advantages(torch.zeros(2, 3), [1.0, 1.0]), "2 weights"),
         (lambda: decoupled_advantages(torch.zeros(2, 3, 3), [1.0, 1.0]), "2 weights"),
     ],

@@ -76,10 +76,10 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_module):
     first = [p for p in prompts if p.columns["topic"] == "t0"]
     second = [p for p in prompts if p.columns["topic"] == "t1"]
 
-    a, b, c, d = grouping.shared([first[0], second[0], first[1], first[2]])
+    a, b, c, d = grouping.baseline_groups([first[0], second[0], first[1], first[2]])
 
     assert a == c == d != b
-    alone = grouping.shared([first[0], second[0]])
+    alone = grouping.baseline_groups([first[0], second[0]])
     assert len(set(alone)) == 2 and min(alone) < 0 <= a
 
 

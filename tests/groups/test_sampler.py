@@ -64,13 +64,13 @@ def test_a_resumed_sampler_goes_on_exactly_even_where_the_groups_would_form_othe
 
     assert draw(resumed, 9) == draw(original, 9)
     batch = original.next()
-    assert resumed.shared(batch) == original.shared(batch)
+    assert resumed.baseline_groups(batch) == original.baseline_groups(batch)
 
 
 def test_metrics_count_who_shares_and_how_far_apart_they_are(make_sampler_of):
     sampler = make_sampler_of()
     batch = sampler.next()
-    baselines = sampler.shared(batch)
+    baselines = sampler.baseline_groups(batch)
 
     metrics = sampler.metrics(batch)
 
@@ -99,7 +99,7 @@ def test_the_default_is_the_plain_sampler_which_costs_nothing(make_prompts, seed
         "curriculum": DifficultySampler,
     }
     batch = made["plain"].next()
-    assert made["plain"].shared(batch) is None and made["plain"].metrics(batch) == {}
+    assert made["plain"].baseline_groups(batch) is None and made["plain"].metrics(batch) == {}
 
 
 def test_the_examples_of_the_configuration_are_no_part_of_a_conversation(seed, make_prompts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -13,14 +12,14 @@ from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_one_word_is_enough_and_survives_being_written_and_read(loss_type: str) -> None:
+def test_one_word_is_enough_and_survives_being_written_and_read(loss_type):
     config, adapter = GRPOLossConfig(loss_type), TypeAdapter(GRPOLossConfig)
 
     assert (config.epsilon_low, config.epsilon_high) == (CATALOG[loss_type].epsilon or (None, None))
     assert adapter.validate_json(adapter.dump_json(config)) == config
 
 
-def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others() -> None:
+def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others():
     assert GRPOLossConfig("gspo", epsilon_low=0.1).epsilon_high == 0.1
     config = replace(GRPOLossConfig("dr_grpo", epsilon_high=0.3), max_completion_length=7)
     assert (config.epsilon_low, config.epsilon_high, config.max_completion_length) == (0.2, 0.3, 7)
@@ -63,9 +62,7 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
         ),
     ],
 )
-def test_a_contradiction_is_refused_by_name_with_a_remedy(
-    values: dict[str, Any], field: str, remedy: str
-) -> None:
+def test_a_contradiction_is_refused_by_name_with_a_remedy(values, field, remedy):
     with pytest.raises(ValueError) as error:
         GRPOLossConfig(**values)
     assert field in str(error.value) and remedy in str(error.value)
@@ -75,6 +72,6 @@ def test_a_contradiction_is_refused_by_name_with_a_remedy(
     "values",
     [{"epsilon_lo": 0.2}, {"kl_estimator": "k4"}, {"sampler_correction": "tis"}, {"beta": "much"}],
 )
-def test_pydantic_refuses_unknown_keys_and_words(values: dict[str, Any]) -> None:
+def test_pydantic_refuses_unknown_keys_and_words(values):
     with pytest.raises(ValidationError):
         TypeAdapter(GRPOLossConfig).validate_python(values)

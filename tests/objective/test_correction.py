@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def expected_weight(mode: str, tokens: list[tuple[float, float]], position: int)
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("action", ["truncate", "mask"])
-def test_weights_are_the_bounded_ratio_at_their_level(level: str, action: str, make_batch: Callable) -> None:
+def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch):
     mode, batch = f"{level}_{action}", make_batch(empty=True)
     config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=LOW, sampler_clip_max=HIGH)
     inputs = batch.inputs()
@@ -54,7 +53,7 @@ def test_weights_are_the_bounded_ratio_at_their_level(level: str, action: str, m
     torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
 
 
-def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch: Callable) -> None:
+def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
     batch = make_batch()
     # Every sequence is rejected: its upper bound lies below any ratio.
     config = GRPOLossConfig(
@@ -67,7 +66,7 @@ def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch: Callable) -
     assert outputs.metrics["sampling/rejected_mean"].item() == pytest.approx(1.0)
 
 
-def test_mismatch_metrics_describe_sampler_against_trainer(make_batch: Callable) -> None:
+def test_mismatch_metrics_describe_sampler_against_trainer(make_batch):
     batch = make_batch()
     differences = [o - s for tokens in rows(batch) for o, s in tokens]
     count = len(differences)
@@ -86,7 +85,7 @@ def test_mismatch_metrics_describe_sampler_against_trainer(make_batch: Callable)
     assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
 
 
-def test_only_drifted_sequences_of_negative_advantage_leave(make_batch: Callable) -> None:
+def test_only_drifted_sequences_of_negative_advantage_leave(make_batch):
     batch = make_batch(spread=0.6)
     inputs, threshold = batch.inputs(), 0.02
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +12,7 @@ from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.2, 0.5, 0.9])
-def test_the_threshold_is_the_quantile_of_the_tokens_that_count(
-    quantile: float, make_batch: Callable
-) -> None:
+def test_the_threshold_is_the_quantile_of_the_tokens_that_count(quantile: float, make_batch):
     inputs = make_batch().inputs()
     entropy = inputs.entropy.detach()
 
@@ -24,7 +21,7 @@ def test_the_threshold_is_the_quantile_of_the_tokens_that_count(
     assert threshold == pytest.approx(torch.quantile(entropy[inputs.loss_mask], 1 - quantile).item())
 
 
-def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch: Callable) -> None:
+def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch):
     batch = make_batch()
     batch.advantages[:] = 1.0
     config = GRPOLossConfig("reinforce", top_entropy_quantile=0.0)
@@ -35,7 +32,7 @@ def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch: Callab
     assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
 
 
-def test_a_threshold_of_the_step_makes_micro_batches_add_up(make_batch: Callable) -> None:
+def test_a_threshold_of_the_step_makes_micro_batches_add_up(make_batch):
     batch = make_batch()
     config = GRPOLossConfig(top_entropy_quantile=0.3)
     whole = batch.inputs()
@@ -48,7 +45,7 @@ def test_a_threshold_of_the_step_makes_micro_batches_add_up(make_batch: Callable
     torch.testing.assert_close(sum(parts), policy_loss(whole, config).loss)
 
 
-def test_the_controller_raises_its_weight_while_entropy_is_low_and_rests_otherwise() -> None:
+def test_the_controller_raises_its_weight_while_entropy_is_low_and_rests_otherwise():
     controller = EntropyController.of(
         GRPOLossConfig(
             use_adaptive_entropy=True, entropy_target=1.0, entropy_coef_delta=0.1, entropy_coef_max=0.15
@@ -65,7 +62,7 @@ def test_the_controller_raises_its_weight_while_entropy_is_low_and_rests_otherwi
     assert controller.coef == 0.0
 
 
-def test_a_restored_controller_goes_on_where_the_saved_one_stopped() -> None:
+def test_a_restored_controller_goes_on_where_the_saved_one_stopped():
     config = GRPOLossConfig(use_adaptive_entropy=True, entropy_target=1.0)
     saved, restored = EntropyController.of(config), EntropyController.of(config)
     saved.update(0.5)

@@ -20,8 +20,8 @@ def policies(rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     ("estimator", "corrected"), [("k1", False), ("k3", False), ("k1", True), ("k2", False), ("k3", True)]
 )
 def test_the_mean_of_k1_and_k3_is_the_kl_and_so_is_its_gradient_where_promised(
-    estimator: str, corrected: bool, policies: tuple
-) -> None:
+    estimator, corrected, policies
+):
     logits, ref = policies
     logprobs = logits.log_softmax(0)
     ratio = (logprobs - logprobs.detach()).exp() if corrected else 1.0
@@ -36,12 +36,12 @@ def test_the_mean_of_k1_and_k3_is_the_kl_and_so_is_its_gradient_where_promised(
         torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
 
 
-def test_k3_keeps_its_digits_where_the_policies_nearly_agree() -> None:
+def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
     estimate = kl_estimate(torch.tensor(1e-4), torch.tensor(0.0), "k3")
     assert estimate.item() == pytest.approx(1e-8 / 2, rel=1e-3)
 
 
-def test_the_penalty_for_the_reward_is_detached(policies: tuple) -> None:
+def test_the_penalty_for_the_reward_is_detached(policies):
     logits, ref = policies
     logprobs = logits.log_softmax(0)
     penalty = kl_penalty(logprobs, ref, beta=0.5)

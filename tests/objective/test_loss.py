@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +32,7 @@ def combine(shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name not in BATCH_STATISTICS])
-def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_the_steps(
-    loss_type: str, make_batch: Callable
-) -> None:
+def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_the_steps(loss_type, make_batch):
     batch, config = make_batch(spread=0.6, empty=True), full_config(loss_type)
     rows = list(range(len(batch.lengths)))
     whole = policy_loss(batch.inputs(), config)
@@ -52,9 +49,7 @@ def test_losses_gradients_and_metrics_of_micro_batches_add_up_to_the_steps(
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "clip_cov"])
-def test_the_order_of_packing_does_not_matter(
-    loss_type: str, make_batch: Callable, rng: torch.Generator
-) -> None:
+def test_the_order_of_packing_does_not_matter(loss_type, make_batch, rng):
     batch, config = make_batch(spread=0.6), full_config(loss_type, top_entropy_quantile=0.5)
     order = torch.randperm(len(batch.lengths), generator=rng).tolist()
 
@@ -66,7 +61,7 @@ def test_the_order_of_packing_does_not_matter(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_tokens_that_do_not_count_are_never_read(loss_type: str, make_batch: Callable) -> None:
+def test_tokens_that_do_not_count_are_never_read(loss_type, make_batch):
     batch, config = make_batch(spread=0.6), full_config(loss_type, top_entropy_quantile=0.7)
     clean = batch.inputs()
     spoiled = replace(
@@ -92,8 +87,8 @@ def test_tokens_that_do_not_count_are_never_read(loss_type: str, make_batch: Cal
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "bias-corrected"])
 def test_autograd_agrees_with_finite_differences_of_all_terms_together(
-    loss_type: str, estimator: str, corrected: bool, make_batch: Callable
-) -> None:
+    loss_type, estimator, corrected, make_batch
+):
     batch = make_batch(spread=0.6)
     config = GRPOLossConfig(
         loss_type, beta=0.3, kl_estimator=estimator, use_bias_correction_kl=corrected, entropy_coef=0.2
@@ -108,9 +103,7 @@ def test_autograd_agrees_with_finite_differences_of_all_terms_together(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(
-    loss_type: str, make_batch: Callable
-) -> None:
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(loss_type, make_batch):
     batch = make_batch()
     config = GRPOLossConfig(loss_type, max_completion_length=12)
 
@@ -133,7 +126,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
         torch.testing.assert_close(gradient, expected)
 
 
-def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch: Callable) -> None:
+def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch):
     batch, config = make_batch(), GRPOLossConfig("dr_grpo", max_completion_length=12)
 
     bonus = policy_loss(batch.inputs(), replace(config, entropy_coef=0.5))
@@ -143,7 +136,7 @@ def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch
     torch.testing.assert_close(bonus.metrics["entropy"], mean.detach())
 
 
-def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch: Callable) -> None:
+def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch):
     batch = make_batch()
     inputs = batch.inputs()
     doubled = replace(inputs, policy_weights=torch.full_like(inputs.advantages, 2.0))
@@ -163,16 +156,14 @@ def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch: Calla
         ({"loss_type": "dr_grpo"}, "max_completion_length"),
     ],
 )
-def test_an_input_that_the_config_needs_and_is_missing_is_named(
-    changes: dict[str, Any], missing: str, make_batch: Callable
-) -> None:
+def test_an_input_that_the_config_needs_and_is_missing_is_named(changes, missing, make_batch):
     inputs = replace(make_batch().inputs(with_sampler=False, with_ref=False), entropy=None)
 
     with pytest.raises(ValueError, match=missing):
         policy_loss(inputs, GRPOLossConfig(**changes))
 
 
-def test_a_kl_in_the_reward_stays_out_of_the_loss_but_is_reported(make_batch: Callable) -> None:
+def test_a_kl_in_the_reward_stays_out_of_the_loss_but_is_reported(make_batch):
     batch = make_batch()
 
     outputs = policy_loss(batch.inputs(), GRPOLossConfig(beta=0.5, kl_in_reward=True))
@@ -181,7 +172,7 @@ def test_a_kl_in_the_reward_stays_out_of_the_loss_but_is_reported(make_batch: Ca
     assert outputs.metrics["kl"] > 0
 
 
-def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch: Callable) -> None:
+def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch):
     batch = make_batch()
     inputs = replace(batch.inputs(), loss_mask=torch.zeros(sum(batch.lengths), dtype=torch.bool))
 
@@ -192,9 +183,7 @@ def test_an_empty_micro_batch_has_no_loss_and_no_gradient(make_batch: Callable) 
     assert (batch.logprobs.grad == 0).all()
 
 
-def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(
-    make_batch: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(make_batch, monkeypatch, tmp_path):
     (tmp_path / "my_own_losses.py").write_text(
         "from grpo_fast.objective import LossOutputs\n"
         "def negative_mean(inputs):\n"

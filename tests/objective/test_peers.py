@@ -10,7 +10,7 @@ import math
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,17 +108,13 @@ def trl_loss(batch: Any, c: GRPOLossConfig, **inputs: Any) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("empty", [False, True], ids=["", "one completion masked out"])
 @pytest.mark.parametrize("loss_type", list(CONSTANTS))
-def test_loss_and_gradient_are_trls(
-    loss_type: str, empty: bool, make_batch: Callable, assert_same: Callable
-) -> None:
+def test_loss_and_gradient_are_trls(loss_type, empty, make_batch, assert_same):
     batch, config = make_batch(empty=empty), shared_config(loss_type)
     assert_same(batch, our_loss(batch, config), trl_loss(batch, config)[0])
 
 
 @pytest.mark.parametrize("loss_type", list(CONSTANTS))
-def test_all_extra_terms_together_are_trls(
-    loss_type: str, make_batch: Callable, assert_same: Callable
-) -> None:
+def test_all_extra_terms_together_are_trls(loss_type, make_batch, assert_same):
     batch = make_batch(spread=0.6)
     config = shared_config(
         loss_type,
@@ -139,9 +135,7 @@ def test_all_extra_terms_together_are_trls(
     assert_same(batch, our_loss(batch, config), theirs)
 
 
-def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_sequences(
-    make_batch: Callable,
-) -> None:
+def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_sequences(make_batch):
     """DeepSeek-V3.2, eq. 7, weighs a token's KL with the token's ratio. TRL takes the surrogate's ratio, so
     with a sequence-level loss the gradient is not the KL's. We follow the paper.
     """
@@ -158,7 +152,7 @@ def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_seque
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask"])
-def test_sampler_corrections_are_trls(mode: str, make_batch: Callable, assert_same: Callable) -> None:
+def test_sampler_corrections_are_trls(mode, make_batch, assert_same):
     batch = make_batch(spread=0.6)
     config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=0.8, sampler_clip_max=1.25)
     log_ratio = (batch.old - batch.sampler) * batch.mask
@@ -170,7 +164,7 @@ def test_sampler_corrections_are_trls(mode: str, make_batch: Callable, assert_sa
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
-def test_metrics_are_trls(loss_type: str, make_batch: Callable) -> None:
+def test_metrics_are_trls(loss_type, make_batch):
     batch, config = make_batch(), shared_config(loss_type, beta=0.1)
 
     ours, (_, theirs) = policy_loss(batch.inputs(), config).metrics, trl_loss(batch, config)
@@ -179,7 +173,7 @@ def test_metrics_are_trls(loss_type: str, make_batch: Callable) -> None:
     assert {name: ours[name].item() for name in theirs} == pytest.approx(expected, rel=1e-6)
 
 
-def test_rloo_is_trls_rloo_trainer(make_batch: Callable, assert_same: Callable) -> None:
+def test_rloo_is_trls_rloo_trainer(make_batch, assert_same):
     """Its `_compute_loss` keeps KL in the reward, as `kl_in_reward` does here."""
     trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
     batch, config = make_batch(spread=0.6), GRPOLossConfig("rloo", epsilon_low=0.2)
@@ -195,7 +189,7 @@ def test_rloo_is_trls_rloo_trainer(make_batch: Callable, assert_same: Callable) 
 
 
 @pytest.mark.parametrize("loss_type", list(CONSTANTS))
-def test_loss_and_gradient_are_ligers(loss_type: str, make_batch: Callable, assert_same: Callable) -> None:
+def test_loss_and_gradient_are_ligers(loss_type, make_batch, assert_same):
     module = pytest.importorskip(
         "liger_kernel.chunked_loss.grpo_loss", reason="pip install --no-deps liger-kernel==0.8.5"
     )
@@ -317,9 +311,7 @@ def verl_loss(
 
 
 @pytest.mark.parametrize("loss_type", list(VERL_CASES))
-def test_loss_and_gradient_are_verls(
-    loss_type: str, make_batch: Callable, assert_same: Callable, verl: types.ModuleType
-) -> None:
+def test_loss_and_gradient_are_verls(loss_type, make_batch, assert_same, verl):
     constants, name, aggregation, theirs_constants = VERL_CASES[loss_type]
     # GSPO's value differs from verl's beyond its cap of e^10 on the ratio; elsewhere the whole range is used.
     batch = make_batch()
@@ -333,9 +325,7 @@ def test_loss_and_gradient_are_verls(
     assert_same(batch, our_loss(batch, config), theirs, rtol=1e-6)
 
 
-def test_reinforce_and_kl_estimates_are_verls(
-    make_batch: Callable, assert_same: Callable, verl: types.ModuleType
-) -> None:
+def test_reinforce_and_kl_estimates_are_verls(make_batch, assert_same, verl):
     batch = make_batch()
     advantages, actor = batch.advantages[:, None].expand_as(batch.mask), ActorConfig(global_batch_info={})
 
@@ -350,8 +340,8 @@ def test_reinforce_and_kl_estimates_are_verls(
 
 
 def test_verl_leaves_empty_completions_out_of_the_mean_and_trl_and_we_count_them(
-    make_batch: Callable, assert_same: Callable, verl: types.ModuleType
-) -> None:
+    make_batch, assert_same, verl
+):
     """The paper's 1/G counts every completion of the group."""
     batch, config = make_batch(empty=True), GRPOLossConfig("grpo")
     size = len(batch.lengths)

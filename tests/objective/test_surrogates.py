@@ -200,7 +200,7 @@ def config_for(loss_type: str) -> GRPOLossConfig:
 
 @pytest.mark.parametrize("empty", [False, True], ids=["", "one completion masked out"])
 @pytest.mark.parametrize("loss_type", list(TRANSCRIPTIONS))
-def test_the_loss_is_its_papers(loss_type: str, empty: bool, make_batch: Callable) -> None:
+def test_the_loss_is_its_papers(loss_type, empty, make_batch):
     batch, config = make_batch(empty=empty), config_for(loss_type)
 
     loss = policy_loss(batch.inputs(), config).loss
@@ -213,9 +213,7 @@ DETACHED_RATIO = ("cispo", "vespo", "dppo_tv", "dppo_kl")
 
 
 @pytest.mark.parametrize("loss_type", [name for name in TRANSCRIPTIONS if name != "gspo_token"])
-def test_the_gradient_is_the_finite_difference_of_the_papers_loss(
-    loss_type: str, make_batch: Callable
-) -> None:
+def test_the_gradient_is_the_finite_difference_of_the_papers_loss(loss_type, make_batch):
     batch, config = make_batch(spread=1.5), config_for(loss_type)
     transcription = TRANSCRIPTIONS[loss_type]
 
@@ -236,9 +234,7 @@ def test_the_gradient_is_the_finite_difference_of_the_papers_loss(
     torch.testing.assert_close(batch.logprobs.grad, expected, rtol=1e-5, atol=1e-6 * scale + 1e-9)
 
 
-def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage(
-    make_batch: Callable,
-) -> None:
+def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage(make_batch):
     batch = make_batch(spread=0.5)
 
     gradients = []
@@ -251,7 +247,7 @@ def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounded(loss_type: str) -> None:
+def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounded(loss_type):
     logprobs = torch.tensor([-0.5, -300.0, -0.5], requires_grad=True)
     inputs = LossInputs(
         logprobs=logprobs,
@@ -269,9 +265,7 @@ def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounde
     assert unbounded or (torch.isfinite(loss) and torch.isfinite(logprobs.grad).all())
 
 
-def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds(
-    make_batch: Callable,
-) -> None:
+def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds(make_batch):
     batch = make_batch(spread=0.5)
     config = GRPOLossConfig("clip_cov", clip_cov_ratio=0.2, clip_cov_low=0.05, clip_cov_high=2.0)
     tokens = [(a, n, o) for a, kept in completions(batch) for n, o in kept]
@@ -295,6 +289,6 @@ def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds
     assert outputs.loss.item() == pytest.approx(kept / len(tokens))
 
 
-def test_every_loss_type_has_a_transcription_and_a_function() -> None:
+def test_every_loss_type_has_a_transcription_and_a_function():
     assert set(TRANSCRIPTIONS) | {"clip_cov"} == set(LOSS_TYPES)
     assert {facts.surrogate for facts in CATALOG.values()} == set(SURROGATES)
