@@ -162,7 +162,9 @@ def own_advantages(groups: Sequence[Group], rewards: Tensor, path: str) -> list[
     ]
 
 
-def _checked(row: Sequence[float | Sequence[float]], group: Group, path: str) -> tuple[Advantage, ...]:
+def _checked(
+    row: Sequence[float | list[float] | tuple[float, ...]], group: Group, path: str
+) -> tuple[Advantage, ...]:
     given = tuple(tuple(map(float, a)) if isinstance(a, (list, tuple)) else float(a) for a in row)
     lengths = [len(completion.token_ids) for completion in group.completions]
     found = [len(a) if isinstance(a, tuple) else n for a, n in zip(given, lengths, strict=False)]

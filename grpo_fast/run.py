@@ -162,7 +162,7 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
     if config.evaluation.dataset is not None:
         held_out = load_prompts(config.evaluation.dataset, policy.tokenizer)
     parts = build_stages(stages, policy.tokenizer, held_out)
-    prompts = chain(held_out or (), *(part.prompts.dataset for part in parts))
+    prompts = chain(held_out or (), *(part.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     return Trainer(
         config,
@@ -264,19 +264,19 @@ def build_stage(
     drawn_by = ["dataset", "groups", "curriculum", "prompts_per_step"]
     if config.curriculum is not None:
         drawn_by.append("rewards")  # pass rates are of the rewards that they were measured by
+    if before and same("dataset"):
+        dataset = before.dataset
+    else:
+        dataset = load_prompts(config.dataset, tokenizer)
+        dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
     if before and same(*drawn_by):
         prompts = before.prompts
     else:
-        if before and same("dataset"):
-            dataset = before.prompts.dataset
-        else:
-            dataset = load_prompts(config.dataset, tokenizer)
-            dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
         seed = config.seed + index * SEEDS_PER_STAGE
         size = config.prompts_per_step
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
-    rewards.check_columns(list(prompts.dataset[0].columns))
-    return StageParts(stage, rewards, prompts, weights)
+    rewards.check_columns(list(dataset[0].columns))
+    return StageParts(stage, rewards, dataset, prompts, weights)
 
 
 def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.data import Prompt, PromptSampler
+from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import (
     Group,
@@ -50,6 +50,7 @@ class StageParts:
 
     stage: Stage
     rewards: RewardSet
+    dataset: PromptDataset
     prompts: PromptSampler
     adaptive_weights: AdaptiveWeights | None = None
 
@@ -166,7 +167,7 @@ class Trainer:
             completions, early = generate(
                 self.engine,
                 prompts,
-                self.config.rollout.num_generations,
+                int(self.config.rollout.num_generations),  # `auto` has become a number at the start
                 replace(self.sampling, max_completion_length=self.length.limit, seed=seed),
                 self.rewards,
                 progress=self.on_progress,
@@ -226,7 +227,7 @@ class Trainer:
         """The first completion of each group, for a person to read."""
         return [
             SampleRecord(
-                prompt=self.policy.tokenizer.decode(group.prompt.token_ids),
+                prompt=str(self.policy.tokenizer.decode(list(group.prompt.token_ids))),
                 completion=group.completions[0].text,
                 rewards=dict(zip(self.rewards.names, group.reward_table[0].tolist(), strict=True)),
                 reward=group.rewards[0].item(),

@@ -29,10 +29,11 @@ class Minibatch:
     batches: tuple[PackedBatch, ...]
     max_tokens: int  # the budget they were packed within
 
-    def with_logprobs(self, name: str, values: Sequence[Tensor]) -> Minibatch:
+    def with_logprobs(self, name: str, values: Sequence[Tensor | None]) -> Minibatch:
         """`old_logprobs` or `ref_logprobs` set to these, (N,) for each micro-batch."""
-        pairs = zip(self.batches, values, strict=True)
-        return replace(self, batches=tuple(replace(batch, **{name: value}) for batch, value in pairs))
+        changes: list[dict[str, Any]] = [{name: value} for value in values]
+        pairs = zip(self.batches, changes, strict=True)
+        return replace(self, batches=tuple(replace(batch, **change) for batch, change in pairs))
 
     def repacked(self, batches: Sequence[PackedBatch], max_tokens: int) -> Minibatch:
         """The same samples in other micro-batches; log-probabilities that are known move along."""
@@ -234,7 +235,8 @@ class PolicyUpdate:
     @torch.no_grad()
     def entropy_threshold(self, batches: Sequence[PackedBatch]) -> float:
         """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it."""
-        entropies = torch.cat([self.head_outputs(self.policy, b, "entropy").entropy for b in batches])
+        outputs = [self.head_outputs(self.policy, batch, "entropy") for batch in batches]
+        entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
         every = torch.ones_like(entropies, dtype=torch.bool)
         return entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
 

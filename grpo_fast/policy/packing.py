@@ -54,7 +54,7 @@ class PackedBatch:
     sequence_ids: Tensor  # (N,) int64 in [0, S)
     group_ids: Tensor  # (N,) int64
     advantages: Tensor  # (N,) float32
-    sampler_logprobs: Tensor  # (N,) float32
+    sampler_logprobs: Tensor | None  # (N,) float32
     num_sequences: int
     sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
     segment_ids: Tensor | None = None  # (T,) int64, 0 for a document's prompt: None unless prompts are shared

@@ -17,9 +17,12 @@ def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["cuda"] = torch.cuda.get_rng_state()
     version, internal, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()  # annotated as a dictionary too, which it is only when asked for
-    _, keys, *rest = numpy_state
-    return tensors, {"python": [version, list(internal), gauss], "numpy": [keys.tolist(), *rest]}
+    numpy = np.random.get_state(legacy=False)
+    keys, position = numpy["state"]["key"], numpy["state"]["pos"]
+    return tensors, {
+        "python": [version, list(internal), gauss],
+        "numpy": [keys.tolist(), position, numpy["has_gauss"], numpy["gauss"]],
+    }
 
 
 def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
