@@ -237,3 +237,19 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "evaluation": {"dataset": {"source": str(folder / "held_out.jsonl")}, "threshold": 0.5},
         "logging": {"tensorboard": False},
     }
+
+
+@pytest.fixture
+def make_trainer(toy: dict[str, Any]) -> Callable[..., Any]:
+    """Builds the trainer of the toy; sections given are merged into the toy's."""
+    from grpo_fast.config import TrainConfig
+    from grpo_fast.run import build_trainer
+
+    def make(**sections: Any) -> Any:
+        merged = {
+            name: {**toy.get(name, {}), **value} if isinstance(value, dict) else value
+            for name, value in sections.items()
+        }
+        return build_trainer(TrainConfig(**{**toy, **merged}))
+
+    return make

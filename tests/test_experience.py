@@ -1,4 +1,4 @@
-"""From rewards to the advantages of each prompt's completions."""
+"""A rollout and what it earned: completions observed, scored, compared with those of their prompt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.experience import compare, describe, score
+from grpo_fast.experience import RolloutWatch, compare, describe, generate, score
 from grpo_fast.groups import group_advantages
 from grpo_fast.groups.advantages import decoupled_advantages
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.rewards import Reward, RewardSet
-from grpo_fast.rollout import Completion
+from grpo_fast.rollout import Completion, Sampling
 
 
 @pytest.fixture
@@ -78,3 +78,44 @@ def test_metrics_tell_how_length_and_reward_go_together(scored):
     rewards = torch.cat([group.rewards - group.rewards.mean() for group in groups])
     expected = torch.corrcoef(torch.stack([ranks, rewards]))[0, 1].item()
     assert metrics["completion/length_reward_correlation"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_trainer_is_called_back_once_when_few_completions_are_left() -> None:
+    calls: list[int] = []
+    finished = 0
+    watch = RolloutWatch(prefetch=lambda: calls.append(finished))
+    for finished in range(21):
+        watch.progress(finished, finished, 20)
+    assert calls == [18]
+
+
+def test_a_watch_without_anyone_to_tell_keeps_quiet() -> None:
+    watch = RolloutWatch()
+    watch.group_done(0, [])
+    watch.progress(1, 1, 1)
+
+
+def test_the_prefill_counts_as_generation() -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    class Engine:
+        def generate(self, prompts, n, sampling, *, observer):
+            assert seen == [(0, 0, 6)]
+            return [[] for _ in prompts]
+
+    rewards = RewardSet([Reward("one", lambda completions: [1.0] * len(completions))])
+    prompts = [Prompt(i, "?", (1,), {}) for i in range(2)]
+    groups, early = generate(
+        Engine(), prompts, 3, Sampling(4), rewards, progress=lambda *numbers: seen.append(numbers)
+    )
+    assert groups == [[], []] and early is None
+
+
+def test_an_engine_that_fails_is_heard() -> None:
+    class Engine:
+        def generate(self, prompts, n, sampling, *, observer):
+            raise RuntimeError("the engine sleeps")
+
+    rewards = RewardSet([Reward("one", lambda completions: [1.0] * len(completions), per_group=True)])
+    with pytest.raises(RuntimeError, match="sleeps"):
+        generate(Engine(), [Prompt(0, "?", (1,), {})], 2, Sampling(4), rewards)

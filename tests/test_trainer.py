@@ -10,21 +10,11 @@ import pytest
 import torch
 
 from grpo_fast import update as update_module
-from grpo_fast.config import TrainConfig
 from grpo_fast.experience import make_samples
 from grpo_fast.objective.metrics import sum_metrics
-from grpo_fast.run import build_trainer
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import Minibatch
-
-
-def make_trainer(toy: dict[str, Any], **sections: Any) -> Trainer:
-    merged = {
-        name: {**toy[name], **value} if isinstance(value, dict) and isinstance(toy.get(name), dict) else value
-        for name, value in sections.items()
-    }
-    return build_trainer(TrainConfig(**{**toy, **merged}))
 
 
 def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
@@ -41,16 +31,16 @@ def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, dict[
     }
 
 
-def test_training_raises_the_reward(toy):
-    trainer = make_trainer(toy, max_steps=30, seed=torch.seed() % 2**31)
+def test_training_raises_the_reward(make_trainer):
+    trainer = make_trainer(max_steps=30, seed=torch.seed() % 2**31)
     rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(30)]
     assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
-    trainer = make_trainer(toy, loss={"loss_type": loss_type, "beta": beta}, seed=torch.seed() % 2**31)
+def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, loss_type, beta):
+    trainer = make_trainer(loss={"loss_type": loss_type, "beta": beta}, seed=torch.seed() % 2**31)
     trainer.train_step()  # off the reference, so that the KL term has a gradient
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
@@ -69,8 +59,8 @@ def test_micro_batching_changes_neither_loss_nor_gradient(toy, loss_type, beta):
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
-def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(toy, monkeypatch, lora):
-    trainer = make_trainer(toy, model={"lora": lora}, seed=torch.seed() % 2**31)
+def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer, monkeypatch, lora):
+    trainer = make_trainer(model={"lora": lora}, seed=torch.seed() % 2**31)
     head, given = trainer.policy.head, []
     linear_grpo_loss = update_module.linear_grpo_loss
 
@@ -89,8 +79,8 @@ def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(toy, monkeypa
     assert (head.weight.grad is None) == (lora is not None)
 
 
-def test_skipping_groups_without_spread_changes_no_gradient(toy):
-    trainer = make_trainer(toy, seed=torch.seed() % 2**31)
+def test_skipping_groups_without_spread_changes_no_gradient(make_trainer):
+    trainer = make_trainer(seed=torch.seed() % 2**31)
     groups, _ = trainer.collect(Clock())
     flat = [
         replace(g, flat=True, advantages=(0.0,) * len(g.advantages)) if i % 2 else g
@@ -107,8 +97,8 @@ def test_skipping_groups_without_spread_changes_no_gradient(toy):
         torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_metrics_are_means_over_the_tokens_that_were_computed(toy):
-    trainer = make_trainer(toy, seed=torch.seed() % 2**31)
+def test_metrics_are_means_over_the_tokens_that_were_computed(make_trainer):
+    trainer = make_trainer(seed=torch.seed() % 2**31)
     groups, _ = trainer.collect(Clock())
     flat = [replace(group, flat=i % 2 == 1) for i, group in enumerate(groups)]
     samples, totals = make_samples(flat, trainer.config.advantage)
@@ -121,8 +111,8 @@ def test_metrics_are_means_over_the_tokens_that_were_computed(toy):
     assert metrics["entropy"] == pytest.approx(entropy.item(), rel=1e-4)
 
 
-def test_truncated_completions_leave_the_loss_on_request(toy):
-    trainer = make_trainer(toy, advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
+def test_truncated_completions_leave_the_loss_on_request(make_trainer):
+    trainer = make_trainer(advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     finished = [c for g in groups for c in g.completions if not c.truncated]
@@ -130,12 +120,11 @@ def test_truncated_completions_leave_the_loss_on_request(toy):
     assert all(1 in sample.completion_ids for sample in samples)
 
 
-def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(toy, tmp_path: Path):
+def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(make_trainer, tmp_path: Path):
     (tmp_path / "coin.py").write_text(
         "def coin(completions, **columns):\n    return [float(hash(text) % 2) for text in completions]\n"
     )
     trainer = make_trainer(
-        toy,
         prompts_per_step=16,
         rewards=[{"reward": f"{tmp_path / 'coin.py'}:coin"}],
         rollout={"num_generations": 2},
@@ -146,12 +135,13 @@ def test_dynamic_sampling_draws_until_the_batch_is_full_of_groups_with_spread(to
     assert metrics["groups/drawn"] > 16 and metrics["groups/missing"] == 0
 
 
-def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing(toy, tmp_path: Path):
+def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing(
+    make_trainer, tmp_path: Path
+):
     (tmp_path / "never.py").write_text(
         "def never(completions, **columns):\n    return [0.0] * len(completions)\n"
     )
     trainer = make_trainer(
-        toy,
         rewards=[{"reward": f"{tmp_path / 'never.py'}:never"}],
         advantage={"dynamic_sampling": True, "max_draws": 2},
     )
@@ -163,8 +153,8 @@ def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing
         torch.testing.assert_close(parameter, before[name], rtol=0, atol=0)
 
 
-def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one(toy):
-    trainer = make_trainer(toy)
+def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one(make_trainer):
+    trainer = make_trainer()
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     assert all(b.old_logprobs is None for b in minibatch_of(trainer, samples, totals).batches)
@@ -190,18 +180,18 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bo
     [("recompute", 1, 0), ("recompute", 2, 1), ("sampler", 2, 0)],
 )
 def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after_an_update(
-    toy, monkeypatch, old_logprobs: str, minibatches: int, extra: int
+    make_trainer, monkeypatch, old_logprobs: str, minibatches: int, extra: int
 ):
     trainer = make_trainer(
-        toy, num_iterations=2, minibatches=minibatches, old_logprobs=old_logprobs, micro_batch_tokens=4096
+        num_iterations=2, minibatches=minibatches, old_logprobs=old_logprobs, micro_batch_tokens=4096
     )
     calls = count_forwards(trainer, monkeypatch)
     trainer.train_step()
     assert calls.count(True) == 2 * minibatches and calls.count(False) == extra
 
 
-def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(toy):
-    trainer = make_trainer(toy, num_iterations=2, seed=torch.seed() % 2**31)
+def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer):
+    trainer = make_trainer(num_iterations=2, seed=torch.seed() % 2**31)
     groups, _ = trainer.collect(Clock())
     minibatch = minibatch_of(trainer, *make_samples(groups, trainer.config.advantage))
     with torch.no_grad():
@@ -215,8 +205,8 @@ def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(toy):
         assert later.old_logprobs is after.old_logprobs
 
 
-def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(toy):
-    trainer = make_trainer(toy, old_logprobs="sampler", seed=torch.seed() % 2**31)
+def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer):
+    trainer = make_trainer(old_logprobs="sampler", seed=torch.seed() % 2**31)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     off = [
@@ -233,9 +223,11 @@ def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(toy):
     assert metrics["clip_ratio/high_mean"] > 0
 
 
-def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(toy, monkeypatch):
+def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(
+    make_trainer, monkeypatch
+):
     loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
-    trainer = make_trainer(toy, loss=loss, seed=torch.seed() % 2**31, micro_batch_tokens=4096)
+    trainer = make_trainer(loss=loss, seed=torch.seed() % 2**31, micro_batch_tokens=4096)
     groups, _ = trainer.collect(Clock())
     samples, totals = make_samples(groups, trainer.config.advantage)
     expected = {}
@@ -252,42 +244,39 @@ def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_fo
             torch.testing.assert_close(grad, weight * expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_sampler_logprobs_as_old_ones_leave_nothing_to_correct(toy):
+def test_sampler_logprobs_as_old_ones_leave_nothing_to_correct(make_trainer):
     with pytest.raises(ValueError, match="sampler_correction = 'token_truncate'"):
-        make_trainer(toy, old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
+        make_trainer(old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
 
 
-def test_further_iterations_are_off_policy_and_clip_against_the_first(toy):
-    trainer = make_trainer(toy, num_iterations=3, minibatches=2, optimizer={"learning_rate": 2e-2})
+def test_further_iterations_are_off_policy_and_clip_against_the_first(make_trainer):
+    trainer = make_trainer(num_iterations=3, minibatches=2, optimizer={"learning_rate": 2e-2})
     metrics = trainer.train_step().metrics
     assert metrics["clip_ratio/region_mean"] > 0
 
 
-def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(toy):
-    trainer = make_trainer(
-        toy, model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2}
-    )
+def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(make_trainer):
+    trainer = make_trainer(model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
     names = set(trainer.policy.trainable())
     assert names and all("lora_" in name for name in names)
     first, second = trainer.train_step().metrics, trainer.train_step().metrics
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
 
 
-def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(toy):
+def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(make_trainer):
     loss = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.01}
-    trainer = make_trainer(toy, loss=loss)
+    trainer = make_trainer(loss=loss)
     coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
     assert coefficients == pytest.approx([0.0, 0.01, 0.02])
 
 
-def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(toy):
+def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(make_trainer):
     trainer = make_trainer(
-        toy,
         loss={"beta": 0.5, "kl_in_reward": True},
         optimizer={"learning_rate": 1e-2},
         seed=torch.seed() % 2**31,
     )
-    before = make_trainer(toy, seed=trainer.config.seed)  # the same weights, untrained: the reference
+    before = make_trainer(seed=trainer.config.seed)  # the same weights, untrained: the reference
     trainer.train_step()
     groups, _ = trainer.collect(Clock())
     for group in groups:
@@ -320,10 +309,10 @@ def one_too_few(groups, rewards):
 """
 
 
-def test_a_users_function_gives_each_token_its_advantage(toy, tmp_path: Path, monkeypatch):
+def test_a_users_function_gives_each_token_its_advantage(make_trainer, tmp_path: Path, monkeypatch):
     (tmp_path / "own_advantages.py").write_text(ADVANTAGES)
     monkeypatch.syspath_prepend(tmp_path)
-    trainer = make_trainer(toy, advantage={"function": "own_advantages:last_token"})
+    trainer = make_trainer(advantage={"function": "own_advantages:last_token"})
     groups, _ = trainer.collect(Clock())
     samples, _ = make_samples(groups, trainer.config.advantage)
     expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
@@ -331,38 +320,38 @@ def test_a_users_function_gives_each_token_its_advantage(toy, tmp_path: Path, mo
     assert not any(any(s.token_advantages[:-1]) for s in samples)
 
 
-def test_an_advantage_function_of_the_wrong_shape_is_named(toy, tmp_path: Path, monkeypatch):
+def test_an_advantage_function_of_the_wrong_shape_is_named(make_trainer, tmp_path: Path, monkeypatch):
     (tmp_path / "short_advantages.py").write_text(ADVANTAGES)
     monkeypatch.syspath_prepend(tmp_path)
-    trainer = make_trainer(toy, advantage={"function": "short_advantages:one_too_few"})
+    trainer = make_trainer(advantage={"function": "short_advantages:one_too_few"})
     with pytest.raises(ValueError, match="one_too_few"):
         trainer.collect(Clock())
 
 
-def test_the_length_limit_follows_the_completions_and_a_resumed_trainer_goes_on_with_it(toy):
+def test_the_length_limit_follows_the_completions_and_a_resumed_trainer_goes_on_with_it(make_trainer):
     rollout = {"max_completion_length": 2, "adaptive_length": {"min": 1, "max": 6, "window": 1}}
-    trainer = make_trainer(toy, rollout=rollout)
+    trainer = make_trainer(rollout=rollout)
     limits = [trainer.train_step().metrics["completion/length_limit"] for _ in range(5)]
     assert limits == [2, 3, 5, 6, 6]  # a random model hardly ever ends early
     assert max(len(c.token_ids) for group in trainer.collect(Clock())[0] for c in group.completions) == 6
     assert trainer.evaluation_sampling.max_completion_length == 6
 
-    resumed = make_trainer(toy, rollout=rollout)
+    resumed = make_trainer(rollout=rollout)
     resumed.load_state_dict(trainer.state_dict())
     assert resumed.length.limit == 6
 
 
-def test_rewards_begun_while_others_decode_change_no_step(toy):
+def test_rewards_begun_while_others_decode_change_no_step(toy, make_trainer):
     seed = torch.seed() % 2**31
     metrics = [
-        make_trainer(toy, seed=seed, rewards=[{**toy["rewards"][0], "per_group": early}]).train_step().metrics
+        make_trainer(seed=seed, rewards=[{**toy["rewards"][0], "per_group": early}]).train_step().metrics
         for early in (False, True)
     ]
     assert metrics[0] == metrics[1]
 
 
-def test_a_generation_tells_how_far_it_is(toy):
-    trainer = make_trainer(toy)
+def test_a_generation_tells_how_far_it_is(make_trainer):
+    trainer = make_trainer()
     seen: list[tuple[int, int, int]] = []
     trainer.on_progress = lambda *numbers: seen.append(numbers)
     groups, _ = trainer.collect(Clock())
