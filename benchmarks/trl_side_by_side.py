@@ -30,7 +30,7 @@ from datasets import disable_progress_bars
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.recipe import LOSS_TYPES
+from grpo_fast.integrations.host_loss import LOSS_TYPES
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
 from .environment import environment

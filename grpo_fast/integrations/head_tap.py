@@ -1,7 +1,8 @@
-"""Stand between a transformers model and its output head: per-token results leave, logits never form.
+"""Per-token results in place of logits, inside a transformers model and elsewhere.
 
-The head module is still called, once and where the model calls it, so whatever hooks on its call (FSDP and
-ZeRO-3 gather its weight there, and again for the backward) works as before.
+`tapped_head` stands between a model and its output head: results leave, logits never form. The head module is
+still called, once and where the model calls it, so whatever hooks on its call (FSDP and ZeRO-3 gather its
+weight there, and again for the backward) works as before.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_fast.head import HeadParameters
+from grpo_fast.head import HeadParameters, linear_logprob
+from grpo_fast.integrations.host import Replacements
 from grpo_fast.policy.architecture import head_parameters
 
 HeadFunction = Callable[[Tensor, HeadParameters], Any]
+
+
+def logprob_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Both of `linear_logprob`, which the options are for; what most hosts' fused heads return."""
+    out = linear_logprob(hidden, weight, targets, outputs=("logprob", "entropy"), **options)
+    assert out.entropy is not None
+    return out.logprob, out.entropy
 
 
 class HeadTap(nn.Module):
@@ -25,7 +36,7 @@ class HeadTap(nn.Module):
     The model receives logits of width zero, which it may scale, cap or slice but not read.
     """
 
-    def __init__(self, head: nn.Module, function: Callable[[Tensor], Any]) -> None:
+    def __init__(self, head: nn.Linear, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
         # In a tuple, or the head's parameters would be listed twice.
         self._head = (head,)
@@ -39,22 +50,15 @@ class HeadTap(nn.Module):
         return self._head[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        head = self._head[0]
-        own_forward = vars(head).get("forward")
-        head.forward = self._function
-        try:
-            self.result = head(hidden)
-        finally:
-            if own_forward is None:
-                del head.forward
-            else:
-                head.forward = own_forward
+        with Replacements() as replacements:
+            replacements.replace(self._head[0], "forward", self._function)
+            self.result = self._head[0](hidden)
         self.called = True
         return hidden.detach().new_empty(*hidden.shape[:-1], 0)
 
 
 @contextmanager
-def tapped_head(model: nn.Module, function: HeadFunction) -> Iterator[HeadTap]:
+def tapped_head(model: Any, function: HeadFunction) -> Iterator[HeadTap]:
     """While open, `model` computes `function(hidden, head)` in place of its logits.
 
     Args:
@@ -79,14 +83,14 @@ def tapped_head(model: nn.Module, function: HeadFunction) -> Iterator[HeadTap]:
         return function(hidden, parameters)
 
     tap = HeadTap(head, compute)
-    owner._modules[name] = tap
-    try:
+    with Replacements() as replacements:
         # head_parameters reads the head through the model, which must go on finding the real one.
-        model.get_output_embeddings = lambda: head
-        yield tap
-    finally:
-        owner._modules[name] = head
-        del model.get_output_embeddings
+        replacements.replace(model, "get_output_embeddings", lambda: head)
+        owner._modules[name] = tap
+        try:
+            yield tap
+        finally:
+            owner._modules[name] = head
 
 
 def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:

@@ -1,16 +1,15 @@
-"""What adapters to other trainers share: a host of a known version, and our loss of its padded batch."""
+"""A host library of a known version, and the attributes of it that a patch replaces and gives back."""
 
 from __future__ import annotations
 
 import importlib
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
-import torch
-from torch import Tensor
+from grpo_fast.objective import GRPOLossConfig
 
-from grpo_fast.integrations.padded import Packing
-from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
+_ABSENT = object()
 
 
 def require(module: str, distribution: str, known: tuple[str, ...]) -> ModuleType:
@@ -56,49 +55,31 @@ def require_config(config: GRPOLossConfig) -> None:
         raise TypeError(f"the loss must be a GRPOLossConfig, such as GRPOLossConfig('gspo'), got {config!r}")
 
 
-def padded_policy_loss(
-    config: GRPOLossConfig, mask: Tensor, totals: StepTotals | None, **tensors: Tensor | None
-) -> LossOutputs:
-    """Our policy loss of a host's padded micro-batch.
+class Replacements:
+    """Attributes of modules, classes and instances that were replaced. As a context, undone at its end."""
 
-    Args:
-        mask: (B, T) of any dtype, not zero where a token counts. Other entries are never read.
-        totals: counts over the optimiser step; None: the live tokens, and the sequences that have any.
-        tensors: fields of `LossInputs` by name, each (B, T), (B, 1) or (B,).
-    """
-    packing = Packing.of(mask)
-    packed = {name: packing.spread(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return policy_loss(
-        LossInputs(
-            sequence_ids=packing.sequence_ids,
-            loss_mask=torch.ones_like(packing.index, dtype=torch.bool),
-            num_sequences=packing.num_sequences,
-            totals=totals or own_totals(mask),
-            **packed,
-        ),
-        config,
-    )
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
 
+    def __bool__(self) -> bool:
+        """Whether anything is replaced now."""
+        return bool(self._before)
 
-def padded_local_loss(
-    config: GRPOLossConfig, mask: Tensor, totals: StepTotals | None, **tensors: Tensor | None
-) -> LossOutputs:
-    """`padded_policy_loss`, but with metrics that are this micro-batch's own means, for hosts that average.
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
 
-    Every weight of a catalogued loss is one over a count of the step, so the loss follows by a factor.
-    """
-    own = own_totals(mask)
-    result = padded_policy_loss(config, mask, own, **tensors)
-    if totals is None:
-        return result
-    if config.facts.aggregation == "token_mean":
-        share = max(own.num_tokens, 1) / totals.num_tokens
-    else:
-        share = max(own.num_sequences, 1) / totals.num_sequences
-    return LossOutputs(result.loss * share, result.metrics)
+    def undo(self) -> None:
+        """Gives every owner its own object back; what it inherited, it inherits again."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
+    def __enter__(self) -> Replacements:
+        return self
 
-def own_totals(mask: Tensor) -> StepTotals:
-    """The live tokens of a padded batch and the sequences that have any. Waits for the device."""
-    live = mask != 0
-    return StepTotals(num_tokens=float(live.sum()), num_sequences=float(live.any(dim=-1).sum()))
+    def __exit__(self, *_: object) -> None:
+        self.undo()

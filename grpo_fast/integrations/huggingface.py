@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from grpo_fast.head import HeadParameters, linear_cross_entropy
 from grpo_fast.integrations.head_tap import tapped_head
+from grpo_fast.integrations.host import Replacements
 from grpo_fast.policy.architecture import head_parameters
 
 _MARK = "_grpo_fast_patch"
@@ -62,7 +63,28 @@ def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float 
         patched = vars(base).get(_MARK) is patch
         if not patched or (given.get("labels") is None and given.get("shift_labels") is None):
             return original(*args, **kwargs)
-        return _forward_without_logits(base, original, args, kwargs, given, logits, tolerance)
+        loss_calls = 0
+
+        def compute(hidden: Tensor, head: HeadParameters) -> dict[str, Tensor]:
+            result = {"loss": _causal_lm_loss(hidden, head, given, tolerance)}
+            if logits:
+                flat = head.logits(hidden.detach().flatten(0, -2)).detach()
+                result["logits"] = flat.view(*hidden.shape[:-1], -1)
+            return result
+
+        def loss_of_tap(*_args: Any, **_kwargs: Any) -> Tensor:
+            nonlocal loss_calls
+            loss_calls += 1
+            return tap.result["loss"]
+
+        with tapped_head(base, compute) as tap, Replacements() as replacements:
+            replacements.replace(base, "_loss_function", loss_of_tap)
+            output = original(*args, **kwargs)
+        if not (tap.called and loss_calls):
+            raise ValueError(
+                f"{type(base).__name__} does not compute its loss by transformers' loss_function; unpatch it"
+            )
+        return _with_logits(output, tap.result.get("logits"))
 
     patch = _Patch(forward, vars(base).get("forward"))
     setattr(base, _MARK, patch)
@@ -87,19 +109,15 @@ def unpatch_causal_lm(model: nn.Module) -> nn.Module:
     return model
 
 
-def causal_lm_loss(
-    hidden: Tensor,
-    head: HeadParameters,
-    labels: Tensor | None,
-    *,
-    shift_labels: Tensor | None = None,
-    num_items_in_batch: Tensor | float | None = None,
-    ignore_index: int = -100,
-    tolerance: float | None = None,
+def _causal_lm_loss(
+    hidden: Tensor, head: HeadParameters, given: dict[str, Any], tolerance: float | None
 ) -> Tensor:
     """transformers' `ForCausalLMLoss`, from hidden states (B, T, H).
 
     Only rows that have a target reach the head.
+
+    Args:
+        given: arguments of the model's forward.
 
     Returns:
         () float32, float64 for float64 inputs. NaN where nothing is to be predicted and no
@@ -108,14 +126,16 @@ def causal_lm_loss(
     Raises:
         ValueError: labels and hidden states of different shapes.
     """
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if shift_labels.shape != hidden.shape[:-1]:
+    ignore_index = given.get("ignore_index", -100)
+    targets = given.get("shift_labels")
+    if targets is None:
+        targets = nn.functional.pad(given["labels"], (0, 1), value=ignore_index)[..., 1:]
+    if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"labels have shape {tuple(shift_labels.shape)}, the hidden states {tuple(hidden.shape)}: leave "
+            f"labels have shape {tuple(targets.shape)}, the hidden states {tuple(hidden.shape)}: leave "
             "logits_to_keep out where labels are given"
         )
-    targets = shift_labels.reshape(-1).to(hidden.device)
+    targets = targets.reshape(-1).to(hidden.device)
     live = (targets != ignore_index).nonzero().squeeze(1)
     total = linear_cross_entropy(
         hidden.flatten(0, -2).index_select(0, live),
@@ -126,65 +146,10 @@ def causal_lm_loss(
         tolerance=tolerance,
         **head.options,
     )
-    if num_items_in_batch is None:
+    items = given.get("num_items_in_batch")
+    if items is None:
         return total / live.numel() if live.numel() else total * torch.nan
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
-
-
-def _forward_without_logits(
-    model: nn.Module,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    given: dict[str, Any],
-    logits: bool,
-    tolerance: float | None,
-) -> Any:
-    options = {
-        name: given[name]
-        for name in ("shift_labels", "num_items_in_batch", "ignore_index")
-        if given.get(name) is not None
-    }
-
-    def compute(hidden: Tensor, head: HeadParameters) -> dict[str, Tensor]:
-        result = {"loss": causal_lm_loss(hidden, head, given.get("labels"), tolerance=tolerance, **options)}
-        if logits:
-            result["logits"] = (
-                head.logits(hidden.detach().flatten(0, -2)).detach().view(*hidden.shape[:-1], -1)
-            )
-        return result
-
-    with (
-        tapped_head(model, compute) as tap,
-        _loss_function(model, lambda **_: tap.result["loss"]) as loss_called,
-    ):
-        output = original(*args, **kwargs)
-    if not (tap.called and loss_called):
-        raise ValueError(
-            f"{type(model).__name__} does not compute its loss by transformers' loss_function; unpatch it"
-        )
-    return _with_logits(output, tap.result.get("logits"))
-
-
-@contextmanager
-def _loss_function(model: nn.Module, replacement: Callable[..., Tensor]) -> Iterator[list[bool]]:
-    """While open, the model's loss is what `replacement` returns; the list fills when it was asked for."""
-    own, called = vars(model).get("_loss_function"), []
-
-    def loss(*_args: Any, **_kwargs: Any) -> Tensor:
-        called.append(True)
-        return replacement()
-
-    model._loss_function = loss
-    try:
-        yield called
-    finally:
-        if own is None:
-            del model._loss_function
-        else:
-            model._loss_function = own
+    return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
 def _with_logits(output: Any, logits: Tensor | None) -> Any:
@@ -195,9 +160,7 @@ def _with_logits(output: Any, logits: Tensor | None) -> Any:
     return type(output)(**{**output, "logits": logits})
 
 
-def _base(model: nn.Module) -> nn.Module:
-    from transformers import PreTrainedModel
-
+def _base(model: Any) -> PreTrainedModel:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise TypeError(

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.head.api import linear_logprob
-from grpo_fast.integrations.host import padded_policy_loss, require, require_config
+from grpo_fast.head import linear_logprob
+from grpo_fast.integrations.host import Replacements, require, require_config
+from grpo_fast.integrations.padded import padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 KNOWN_VERSIONS = ("0.6",)
@@ -30,7 +31,7 @@ _TOKEN_METRICS = (
     *("kl_penalty", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"),
     *("sampling/logp_difference_mean", "sampling/kl", "sampling/rejected_mean", "policy/masked_mean"),
 )
-_originals: dict[str, Any] = {}
+_patch = Replacements()
 
 
 class PolicyLoss:
@@ -98,20 +99,17 @@ class PolicyLoss:
             The loss (), and metrics that add up over micro-batches.
         """
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-
-        def given(name: str, needed: bool = True) -> Tensor | None:
-            return data[name][:, 1:] if needed else None
-
-        generation = given("generation_logprobs")
-        previous = given("prev_logprobs", not self.force_on_policy_ratio)
+        generation, advantages = data["generation_logprobs"][:, 1:], data["advantages"][:, 1:]
+        previous = None if self.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
+        needs_reference = self.config.needs_reference
         result = padded_policy_loss(
             self.config,
             mask,
             StepTotals(float(global_valid_toks), float(global_valid_seqs)),
             logprobs=next_token_logprobs,
-            advantages=given("advantages"),
+            advantages=advantages,
             old_logprobs=previous,
-            ref_logprobs=given("reference_policy_logprobs", self.config.needs_reference),
+            ref_logprobs=data["reference_policy_logprobs"][:, 1:] if needs_reference else None,
             sampler_logprobs=generation,
         )
         current = next_token_logprobs.detach()
@@ -145,21 +143,16 @@ def patch() -> None:
     Raises:
         ImportError: NeMo-RL is missing, or of a version this adapter does not know.
     """
-    if _originals:
-        return
-    require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
-    from nemo_rl.distributed import model_utils
+    if not _patch:
+        require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
+        from nemo_rl.distributed import model_utils
 
-    _originals["logprobs"] = model_utils.from_parallel_hidden_states_to_logprobs
-    model_utils.from_parallel_hidden_states_to_logprobs = hidden_states_to_logprobs
+        _patch.replace(model_utils, "from_parallel_hidden_states_to_logprobs", hidden_states_to_logprobs)
 
 
 def unpatch() -> None:
     """Undo `patch`."""
-    if _originals:
-        from nemo_rl.distributed import model_utils
-
-        model_utils.from_parallel_hidden_states_to_logprobs = _originals.pop("logprobs")
+    _patch.undo()
 
 
 def hidden_states_to_logprobs(

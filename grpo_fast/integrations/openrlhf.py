@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head import HeadOutput, HeadParameters, linear_logprob
-from grpo_fast.integrations.head_tap import HeadTap, tapped_head
-from grpo_fast.integrations.host import padded_local_loss, require, require_config
+from grpo_fast.head import HeadParameters, linear_logprob
+from grpo_fast.integrations.head_tap import tapped_head
+from grpo_fast.integrations.host import Replacements, require, require_config
+from grpo_fast.integrations.padded import padded_local_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 KNOWN_VERSIONS = ("0.11",)
 
-_originals: dict[str, Any] = {}
-_running: list[_Forward] = []
+_actor_patch, _loss_patch = Replacements(), Replacements()
 
 
 def patch(loss: GRPOLossConfig | None = None) -> None:
@@ -42,52 +42,22 @@ def patch(loss: GRPOLossConfig | None = None) -> None:
     from openrlhf.models import actor
     from openrlhf.models.loss import PolicyLoss
 
-    if not _originals:
-        for name in ("unpad_and_slice_tensor", "compute_entropy", "log_probs_from_logits"):
-            _originals[name] = getattr(actor, name)
-        _originals["forward"] = actor.Actor.forward
-        _originals["loss"] = PolicyLoss.forward
-        actor.Actor.forward = _actor_forward(actor.Actor.forward)
-        actor.unpad_and_slice_tensor = _unpad_and_slice_tensor
-        actor.compute_entropy = _compute_entropy
-        actor.log_probs_from_logits = _log_probs_from_logits
-    PolicyLoss.forward = _originals["loss"] if loss is None else _policy_loss_forward(loss)
+    if not _actor_patch:
+        _actor_patch.replace(actor.Actor, "forward", _actor_forward(actor.Actor.forward))
+    _loss_patch.undo()
+    if loss is not None:
+        _loss_patch.replace(PolicyLoss, "forward", _policy_loss_forward(loss))
 
 
 def unpatch() -> None:
     """Undo `patch`."""
-    if not _originals:
-        return
-    from openrlhf.models import actor
-    from openrlhf.models.loss import PolicyLoss
-
-    PolicyLoss.forward = _originals.pop("loss")
-    actor.Actor.forward = _originals.pop("forward")
-    for name in list(_originals):
-        setattr(actor, name, _originals.pop(name))
-
-
-class _Forward:
-    """One forward of an actor: which token each position is to predict, and what the head said of it."""
-
-    def __init__(self, actor: Any, labels: Tensor | None) -> None:
-        self.labels = labels  # (B, T), or (1, total) once packed
-        self.temperature = actor.temperature
-        self.tap: HeadTap | None = None
-
-    def head(self, hidden: Tensor, head: HeadParameters, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        out: HeadOutput = linear_logprob(
-            hidden,
-            head.weight,
-            self.labels,
-            temperature=self.temperature,
-            outputs=("logprob", "entropy") if entropy else ("logprob",),
-            **head.options,
-        )
-        return out.logprob, out.entropy
+    _loss_patch.undo()
+    _actor_patch.undo()
 
 
 def _actor_forward(original: Any) -> Any:
+    from openrlhf.models import actor
+
     @functools.wraps(original)
     def forward(
         self: Any,
@@ -101,33 +71,29 @@ def _actor_forward(original: Any) -> Any:
         options = kwargs | {"return_logprobs": return_logprobs, "return_entropy": return_entropy}
         if action_mask is None and not return_logprobs:  # the caller wants the logits themselves
             return original(self, sequences, action_mask, *args, **options)
-        run = _Forward(self, None if self.packing_samples else torch.roll(sequences, shifts=-1, dims=1))
-        model = _unwrapped(self.model)
-        with tapped_head(model, functools.partial(run.head, entropy=return_entropy)) as run.tap:
-            _running.append(run)
-            try:
-                return original(self, sequences, action_mask, *args, **options)
-            finally:
-                _running.pop()
+        labels = torch.roll(sequences, shifts=-1, dims=1)  # (B, T), or (1, total) once packed
+        unpad = actor.unpad_and_slice_tensor
+
+        def unpad_and_slice_tensor(*tensors: Any) -> tuple[Any, ...]:
+            nonlocal labels
+            result = unpad(*tensors)
+            labels = result[2]
+            return result
+
+        def score(hidden: Tensor, head: HeadParameters) -> tuple[Tensor, Tensor | None]:
+            outputs = ("logprob", "entropy") if return_entropy else ("logprob",)
+            given = {"temperature": self.temperature, "outputs": outputs, **head.options}
+            out = linear_logprob(hidden, head.weight, labels, **given)
+            return out.logprob, out.entropy
+
+        with tapped_head(_unwrapped(self.model), score) as tap, Replacements() as replacements:
+            # What the forward would make of its logits is known without them.
+            replacements.replace(actor, "unpad_and_slice_tensor", unpad_and_slice_tensor)
+            replacements.replace(actor, "log_probs_from_logits", lambda *_, **__: tap.result[0])
+            replacements.replace(actor, "compute_entropy", lambda *_, **__: tap.result[1])
+            return original(self, sequences, action_mask, *args, **options)
 
     return forward
-
-
-def _unpad_and_slice_tensor(*args: Any) -> tuple[Any, ...]:
-    result = _originals["unpad_and_slice_tensor"](*args)
-    if _running:
-        _running[-1].labels = result[2]
-    return result
-
-
-def _compute_entropy(logits: Tensor) -> Tensor:
-    return _running[-1].tap.result[1] if _running else _originals["compute_entropy"](logits)
-
-
-def _log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    if _running:
-        return _running[-1].tap.result[0]
-    return _originals["log_probs_from_logits"](logits, labels, temperature)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Padded in, packed inside: a trainer's (B, T) batch as its N live tokens, and back."""
+"""Padded in, packed inside: a trainer's (B, T) batch as its N live tokens, its loss, and back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Packing:
         """(N,) int64 in [0, B)."""
         return self.index // self.mask.shape[1]
 
+    @property
+    def totals(self) -> StepTotals:
+        """N and B."""
+        return StepTotals(self.num_tokens, self.num_sequences)
+
     def pack(self, padded: Tensor) -> Tensor:
         """(B, T, ...) -> (N, ...), differentiable.
 
@@ -63,12 +70,63 @@ class Packing:
         per_row = values[:, None] if values.dim() == 1 else values
         return self.pack(per_row.expand(self.mask.shape))
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """(N,) -> (B, T), zero where no token is live, differentiable."""
-        flat = packed.new_zeros(self.mask.numel()).index_copy(0, self.index, packed)
-        return flat.view(self.mask.shape)
+    def constant(self, padded: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """(B, T) -> (N,) of `dtype`, without gradient; None stays None."""
+        return None if padded is None else self.pack(padded.detach()).to(dtype)
+
+    def loss_inputs(
+        self, logprobs: Tensor, advantages: Tensor, totals: StepTotals, **tensors: Tensor | None
+    ) -> LossInputs:
+        """The live tokens as a loss takes them.
+
+        Args:
+            tensors: other fields of `LossInputs` by name; these and the two before them are (N,).
+        """
+        return LossInputs(
+            logprobs=logprobs,
+            advantages=advantages,
+            sequence_ids=self.sequence_ids,
+            loss_mask=torch.ones_like(self.index, dtype=torch.bool),
+            num_sequences=self.num_sequences,
+            totals=totals,
+            **tensors,
+        )
 
 
-def pack_if_given(packing: Packing, padded: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """(B, T) -> (N,) of `dtype`, without gradient; None stays None."""
-    return None if padded is None else packing.pack(padded.detach()).to(dtype)
+def own_totals(mask: Tensor) -> StepTotals:
+    """The live tokens of a padded batch and the sequences that have any. Waits for the device."""
+    live = mask != 0
+    return StepTotals(num_tokens=float(live.sum()), num_sequences=float(live.any(dim=-1).sum()))
+
+
+def padded_policy_loss(
+    config: GRPOLossConfig, mask: Tensor, totals: StepTotals | None, **tensors: Tensor | None
+) -> LossOutputs:
+    """Our policy loss of a host's padded micro-batch.
+
+    Args:
+        mask: (B, T) of any dtype, not zero where a token counts. Other entries are never read.
+        totals: counts over the optimiser step; None: the live tokens, and the sequences that have any.
+        tensors: fields of `LossInputs` by name, each (B, T), (B, 1) or (B,).
+    """
+    packing = Packing.of(mask)
+    packed = {name: packing.spread(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return policy_loss(packing.loss_inputs(totals=totals or own_totals(mask), **packed), config)
+
+
+def padded_local_loss(
+    config: GRPOLossConfig, mask: Tensor, totals: StepTotals | None, **tensors: Tensor | None
+) -> LossOutputs:
+    """`padded_policy_loss`, but with metrics that are this micro-batch's own means, for hosts that average.
+
+    Every weight of a catalogued loss is one over a count of the step, so the loss follows by a factor.
+    """
+    own = own_totals(mask)
+    result = padded_policy_loss(config, mask, own, **tensors)
+    if totals is None:
+        return result
+    if config.facts.aggregation == "token_mean":
+        share = max(own.num_tokens, 1) / totals.num_tokens
+    else:
+        share = max(own.num_sequences, 1) / totals.num_sequences
+    return LossOutputs(result.loss * share, result.metrics)

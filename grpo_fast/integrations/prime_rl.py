@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_fast.head.api import linear_logprob
-from grpo_fast.integrations.host import require
+from grpo_fast.integrations.head_tap import logprob_and_entropy
+from grpo_fast.integrations.host import Replacements, require
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals
 from grpo_fast.objective import policy_loss as _policy_loss
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KNOWN_VERSIONS = ("0.8",)
 
-_originals: dict[str, Any] = {}
+_patch = Replacements()
 
 
 def policy_loss(inputs: HostInputs, **config: Any) -> HostOutputs:
@@ -105,22 +105,19 @@ def patch() -> None:
     Raises:
         ImportError: prime-rl is missing, or of a version this adapter does not know.
     """
-    if _originals:
+    if _patch:
         return
     require("prime_rl", "prime-rl", KNOWN_VERSIONS)
     from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
     from prime_rl.trainer.models.layers.lm_head_gemma import GemmaFusedOutputLinear
 
     for layer in (FusedOutputLinear, GemmaFusedOutputLinear):
-        _originals[layer.__name__] = (layer, layer.forward)
-        layer.forward = _output_layer_forward
+        _patch.replace(layer, "forward", _output_layer_forward)
 
 
 def unpatch() -> None:
     """Undo `patch`."""
-    for name in list(_originals):
-        layer, forward = _originals.pop(name)
-        layer.forward = forward
+    _patch.undo()
 
 
 def _output_layer_forward(
@@ -129,12 +126,6 @@ def _output_layer_forward(
     """prime-rl's `FusedOutputLinear.forward`: (b, s, h), labels and temperatures (b, s)."""
     assert labels is not None, f"{type(self).__name__} requires labels: give the tokens to predict"
     assert temperature is not None, f"{type(self).__name__} requires temperatures of the labels' shape"
-    out = linear_logprob(
-        hidden_states,
-        self.weight,
-        labels,
-        temperature=temperature.expand(labels.shape),
-        softcap=getattr(self, "softcap", None),
-        outputs=("logprob", "entropy"),
-    )
-    return {"logprobs": out.logprob, "entropy": out.entropy}
+    options = {"temperature": temperature.expand(labels.shape), "softcap": getattr(self, "softcap", None)}
+    logprobs, entropy = logprob_and_entropy(hidden_states, self.weight, labels, **options)
+    return {"logprobs": logprobs, "entropy": entropy}

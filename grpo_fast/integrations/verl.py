@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.head.api import linear_logprob
-from grpo_fast.integrations.host import padded_local_loss, require
+from grpo_fast.integrations.head_tap import logprob_and_entropy
+from grpo_fast.integrations.host import Replacements, require
+from grpo_fast.integrations.padded import padded_local_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
@@ -28,7 +29,9 @@ _AGGREGATION = {
     "sequence_sum": "seq-mean-token-sum",
     "constant_length": "seq-mean-token-sum-norm",
 }
-_originals: dict[str, Any] = {}
+_KERNEL = "linear_cross_entropy"
+_patch = Replacements()  # of what is not bound to many names
+_kernels: list[Any] = []  # verl's own, while patched
 
 
 def patch() -> None:
@@ -37,33 +40,30 @@ def patch() -> None:
     Raises:
         ImportError: verl is missing, or of a version this adapter does not know.
     """
-    if _originals:
+    if _patch:
         return
     require("verl", "verl", KNOWN_VERSIONS)
     from verl.trainer.ppo.core_algos import register_policy_loss
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.kernel import linear_cross_entropy as kernel
 
-    _originals["kernel"] = kernel.linear_cross_entropy
-    _originals["forward"] = FusedLinearForPPO.forward
-    _rebind(kernel.linear_cross_entropy, fused_linear_cross_entropy)
-    FusedLinearForPPO.forward = _fused_linear_for_ppo
+    _kernels.append(getattr(kernel, _KERNEL))
+    _rebind(_kernels[0], fused_linear_cross_entropy)
+    _patch.replace(FusedLinearForPPO, "forward", _fused_linear_for_ppo)
     for name in LOSS_TYPES:
         register_policy_loss(PREFIX + name)(_policy_loss_named(name))
 
 
 def unpatch() -> None:
     """Undo `patch`."""
-    if not _originals:
+    if not _patch:
         return
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    _rebind(fused_linear_cross_entropy, _originals["kernel"])
-    FusedLinearForPPO.forward = _originals["forward"]
+    _patch.undo()
+    _rebind(fused_linear_cross_entropy, _kernels.pop())
     for name in LOSS_TYPES:
         POLICY_LOSS_REGISTRY.pop(PREFIX + name, None)
-    _originals.clear()
 
 
 def fused_linear_cross_entropy(
@@ -92,17 +92,12 @@ def fused_linear_cross_entropy(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     group = dist_process_group if dist_process_group and dist.get_world_size(dist_process_group) > 1 else None
     if group is not None:
-        hidden = _PartOfGradient.apply(hidden, dist.get_world_size(group))
-    out = linear_logprob(
-        hidden,
-        weight,
-        labels.reshape(-1),
-        temperature=temperature,
-        outputs=("logprob", "entropy"),
-        process_group=group,
-    )
-    logprobs = out.logprob if reduction == "none" else getattr(out.logprob, reduction)()
-    return logprobs, out.entropy
+        hidden = hidden.view_as(hidden)  # the caller's tensor keeps no hook
+        if hidden.requires_grad:  # ranks share the gradient, so that theirs add up to it
+            hidden.register_hook(lambda gradient: gradient / dist.get_world_size(group))
+    options = {"temperature": temperature, "process_group": group}
+    logprobs, entropy = logprob_and_entropy(hidden, weight, labels.reshape(-1), **options)
+    return logprobs if reduction == "none" else getattr(logprobs, reduction)(), entropy
 
 
 def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int) -> GRPOLossConfig:
@@ -196,34 +191,15 @@ def _fused_linear_for_ppo(
     self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """verl's `FusedLinearForPPO.forward`, same arguments; both results have the shape of `input_ids`."""
-    out = linear_logprob(
-        hidden_states,
-        vocab_weights,
-        input_ids.to(torch.int64),
-        temperature=temperature,
-        outputs=("logprob", "entropy"),
-    )
-    return out.logprob, out.entropy
-
-
-class _PartOfGradient(torch.autograd.Function):
-    """Identity; backward hands on 1/size of the gradient, so that the ranks' gradients add up to it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.size, None
+    labels = input_ids.to(torch.int64)
+    return logprob_and_entropy(hidden_states, vocab_weights, labels, temperature=temperature)
 
 
 def _rebind(old: Any, new: Any) -> None:
     """In every loaded module of verl that holds `old` as `linear_cross_entropy`."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("verl.") and vars(module).get("linear_cross_entropy") is old:
-            module.linear_cross_entropy = new
+        if name.startswith("verl.") and vars(module).get(_KERNEL) is old:
+            setattr(module, _KERNEL, new)
 
 
 patch()

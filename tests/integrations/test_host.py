@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo_fast import GRPOLossConfig
-from grpo_fast.integrations.host import own_totals, padded_local_loss, padded_policy_loss, require
+from grpo_fast.integrations.host import require
+from grpo_fast.integrations.padded import own_totals, padded_local_loss, padded_policy_loss
 from grpo_fast.objective import StepTotals
 
 

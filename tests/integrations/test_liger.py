@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo_fast import examples
 from grpo_fast.integrations import liger as ours
-from grpo_fast.integrations.liger.dpo_variants import DPO_VARIANTS
-from grpo_fast.integrations.recipe import LOSS_TYPES
+from grpo_fast.integrations.host_loss import LOSS_TYPES
+from grpo_fast.integrations.liger.preference import DPO_VARIANTS
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install --no-deps liger-kernel==0.8.5")
 B, T, H, V = 4, 9, 16, 40

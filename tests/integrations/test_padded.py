@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_fast.integrations.padded import Packing, pack_if_given
+from grpo_fast.integrations.padded import Packing
 
 
 @pytest.fixture
@@ -25,18 +25,11 @@ def test_packing_keeps_the_live_tokens_row_by_row(mask, rng):
     assert (packing.num_tokens, packing.num_sequences) == (int(mask.sum()), 4)
 
 
-def test_unpacking_puts_them_back_and_leaves_zeros_elsewhere(mask, rng):
-    values = torch.randn(4, 7, generator=rng)
-    packing = Packing.of(mask)
-
-    assert torch.equal(packing.unpack(packing.pack(values)), values * mask)
-
-
 def test_gradients_reach_live_tokens_only(mask, rng):
     values = torch.randn(4, 7, generator=rng, requires_grad=True)
     packing = Packing.of(mask)
 
-    packing.unpack(packing.pack(values)).sum().backward()
+    packing.pack(values).sum().backward()
 
     assert torch.equal(values.grad, mask.float())
 
@@ -51,22 +44,12 @@ def test_a_value_per_sequence_or_token_is_spread_over_the_live_tokens(shape, mas
     assert torch.equal(spread, expected.expand(4, 7)[mask])
 
 
-def test_a_batch_without_live_tokens_packs_to_nothing_and_stays_differentiable():
-    hidden = torch.ones(2, 3, 5, requires_grad=True)
-    packing = Packing.of(torch.zeros(2, 3))
-
-    packing.unpack(packing.pack(hidden).sum(-1)).sum().backward()
-
-    assert packing.num_tokens == 0
-    assert not hidden.grad.any()
-
-
 def test_what_is_not_given_stays_none_and_what_is_loses_its_gradient(mask):
     packing = Packing.of(mask)
     values = torch.ones(4, 7, dtype=torch.bfloat16, requires_grad=True)
 
-    assert pack_if_given(packing, None, torch.float32) is None
-    packed = pack_if_given(packing, values, torch.float32)
+    assert packing.constant(None) is None
+    packed = packing.constant(values)
     assert packed.dtype == torch.float32 and not packed.requires_grad
 
 

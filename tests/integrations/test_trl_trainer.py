@@ -28,7 +28,7 @@ from benchmarks.train_runs import Setting, train  # noqa: E402
 from benchmarks.train_tasks import save_model, small_words, words_task  # noqa: E402
 from benchmarks.trl_side_by_side import differences, side_by_side  # noqa: E402
 from grpo_fast import examples  # noqa: E402
-from grpo_fast.integrations.recipe import LOSS_TYPES  # noqa: E402
+from grpo_fast.integrations.host_loss import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched, unpatch  # noqa: E402
 
 NOISE = 2e-5

@@ -21,9 +21,9 @@ from trl.trainer.utils import add_fused_lm_head
 from benchmarks.train_runs import Setting, train
 from benchmarks.train_tasks import words_task
 from benchmarks.trl_side_by_side import differences
-from grpo_fast.integrations.recipe import loss_recipe
+from grpo_fast.integrations.host_loss import HostLoss
 from grpo_fast.integrations.trl import FastGRPOTrainer
-from grpo_fast.integrations.trl.loss import LossAtHead, add_loss_to_forward, step_scale
+from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
 
 RECIPE = {"beta": 0.1, "max_completion_length": 6, "epsilon_low": 0.1, "epsilon_high": 0.2}
 
@@ -61,7 +61,7 @@ def batch() -> dict[str, Any]:
 
 def loss_of(model: torch.nn.Module, inputs: dict[str, Any], processes: int) -> Tensor:
     scale = step_scale("dapo", inputs, processes, accumulated=1, generated=1)
-    head = LossAtHead(inputs, loss_recipe("dapo", "token", **RECIPE), scale)
+    head = LossAtHead(inputs, HostLoss.of("dapo", "token", **RECIPE), scale)
     return model(
         input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
         attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),

@@ -18,7 +18,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_fast.integrations.trl import patch
-from grpo_fast.integrations.trl.gathered import is_zero3_enabled
+from grpo_fast.integrations.trl.patch import is_zero3_enabled
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

@@ -4,11 +4,11 @@ Metrics come back in Liger's order, without gradient. `compiled` and `chunk_size
 effect: nothing is compiled, and no chunk of logits reaches memory.
 """
 
-from grpo_fast.integrations.liger.grpo import LigerFusedLinearGRPOLoss
-from grpo_fast.integrations.liger.kto import LigerFusedLinearKTOLoss
-from grpo_fast.integrations.liger.pairs import (
+from grpo_fast.integrations.liger.policy import LigerFusedLinearGRPOLoss
+from grpo_fast.integrations.liger.preference import (
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
+    LigerFusedLinearKTOLoss,
     LigerFusedLinearORPOLoss,
     LigerFusedLinearSimPOLoss,
 )

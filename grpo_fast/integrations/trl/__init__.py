@@ -4,11 +4,9 @@
 `trl.GRPOTrainer`, goes further; it is looked up on first use, since it loads TRL's trainers.
 """
 
-from grpo_fast.integrations.trl.seam import require_trl
+from grpo_fast.integrations.trl.patch import patch, patched, require_trl, unpatch
 
 require_trl()
-
-from grpo_fast.integrations.trl.patch import patch, patched, unpatch  # noqa: E402
 
 __all__ = ["FastGRPOTrainer", "patch", "patched", "unpatch"]
 

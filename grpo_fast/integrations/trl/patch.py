@@ -1,24 +1,62 @@
-"""`linear_logprob` under the LM head that TRL's trainers share, in one line, and undone in one."""
+"""`linear_logprob` under the LM head that TRL's trainers share, in one line, and undone in one.
+
+GRPO, RLOO, DPO, KTO and SFT project hidden states to log-probabilities by one fused LM head. Its model
+forward looks two names up in `trl.trainer.utils` on every call: the head's function, and whether to hand it
+only the rows that are scored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.trl.gathered import is_zero3_enabled, walk_gathered
-from grpo_fast.integrations.trl.seam import HeadResults, exchange, restore
+from grpo_fast.integrations.host import Replacements, require
 
+KNOWN_VERSIONS = ("1.15", "1.16")
+
+HeadResults = tuple[Tensor | None, ...]  # five
+Score = Callable[[Tensor, Tensor, Tensor | None], HeadResults]  # of hidden states, weight and bias
+
+_COMPACTION = "_use_triton"  # absent in 1.15, which always compacts
 _OUTPUTS = {
     "entropy": "entropy",
     "log_sum_sq_probs": "log_sum_sq_probs",
     "mean_logits": "mean_logit",
     "is_top1": "argmax_is_target",
 }
-_before: dict[str, Any] | None = None  # what stood at the seam before `patch`
+_patch = Replacements()
+
+
+def require_trl() -> None:
+    """Raises ImportError where TRL is missing, or of a version whose fused LM head is not known."""
+    require("trl", "trl", KNOWN_VERSIONS)
+
+
+def trl_utils() -> ModuleType:
+    """TRL's module that its trainers look the head up in."""
+    return importlib.import_module("trl.trainer.utils")
+
+
+def replace_head(head: Any) -> Replacements:
+    """Lets TRL's trainers call `head.apply` as they would call their autograd function's, until undone."""
+    utils, replacements = trl_utils(), Replacements()
+    replacements.replace(utils, "_ChunkedLogProbFunction", head)
+    if hasattr(utils, _COMPACTION):
+        triton_devices = getattr(utils, _COMPACTION)
+
+        def scores_live_rows_only(device: torch.device) -> bool:
+            # TRL scores every row on CPU too; nothing is recompiled there when their number changes.
+            return device.type == "cpu" or triton_devices(device)
+
+        replacements.replace(utils, _COMPACTION, scores_live_rows_only)
+    return replacements
 
 
 def patch() -> None:
@@ -27,25 +65,23 @@ def patch() -> None:
     Trainers that exist already are included. Calling it again changes nothing.
 
     Raises:
-        RuntimeError: a TRL version whose fused LM head is not known.
+        ImportError: a TRL version whose fused LM head is not known.
     """
-    global _before
-    if _before is None:
-        _before = exchange(FusedHead)
+    global _patch
+    if not _patch:
+        require_trl()
+        _patch = replace_head(FusedHead)
 
 
 def unpatch() -> None:
     """Gives TRL its own objects back. Without a `patch` before it changes nothing."""
-    global _before
-    if _before is not None:
-        restore(_before)
-        _before = None
+    _patch.undo()
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """`patch` for as long as the block runs; one that was in force before stays."""
-    mine = _before is None
+    mine = not _patch
     patch()
     try:
         yield
@@ -99,5 +135,44 @@ class FusedHead:
             return out.logprob, out.entropy, out.log_sum_sq_probs, mean_logit, out.argmax_is_target
 
         if is_zero3_enabled():
-            return walk_gathered(score, hidden, weight, bias)
+            return _BackwardGathered.apply(score, hidden, weight, bias)
         return score(hidden, weight, bias)
+
+
+def is_zero3_enabled() -> bool:
+    """Whether DeepSpeed partitions the parameters: the head's weight is there only while it is gathered."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    return is_deepspeed_zero3_enabled()
+
+
+class _BackwardGathered(torch.autograd.Function):
+    """`score(hidden, weight, bias)`, whose backward runs with weight and bias gathered again.
+
+    By then ZeRO-3 has taken the weight away: the graph remembers the parameter, not its entries, so it is
+    enough that the entries are back when the graph is walked.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, score: Score, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inner = hidden.detach().requires_grad_(hidden.requires_grad)
+            ctx.results = score(inner, weight, bias)
+        ctx.inputs = (inner, weight, bias)
+        ctx.set_materialize_grads(False)
+        pairs = [(result, None if result is None else result.detach()) for result in ctx.results]
+        constants = [copy for result, copy in pairs if result is not None and not result.requires_grad]
+        ctx.mark_non_differentiable(*constants)
+        return tuple(copy for _, copy in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [pair for pair in zip(ctx.results, gradients, strict=True) if pair[1] is not None]
+        results, of_results = zip(*given, strict=True)
+        wanted = [tensor is not None and tensor.requires_grad for tensor in ctx.inputs]
+        leaves = [tensor for tensor, asked in zip(ctx.inputs, wanted, strict=True) if asked]
+        with trl_utils().maybe_gather_lm_head_ctx(*ctx.inputs[1:]):
+            found = iter(torch.autograd.grad(results, leaves, of_results))
+        return None, *(next(found) if asked else None for asked in wanted)
