@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-OK, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+from grpo_fast.cli import commands
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, gsm8k, dpo, rank)"
 OVERRIDES_HELP = (
@@ -26,9 +27,9 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][\w.-]*=")
 class Parser(argparse.ArgumentParser):
     """An argument parser that knows its own options, to tell them from overrides of the configuration."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.takes_one_value: dict[str, bool] = {}  # by option string
-        super().__init__(*args, allow_abbrev=False, **settings)
+        super().__init__(**{**settings, "allow_abbrev": False})
 
     def add_argument(self, *flags: str, **settings: Any) -> argparse.Action:
         action = super().add_argument(*flags, **settings)
@@ -46,18 +47,14 @@ class Parser(argparse.ArgumentParser):
                 own.append(token)
                 own += [next(waiting, "")] if self.takes_one_value[flag] and not equals else []
             elif token.startswith("--") and len(token) > 2:
-                self._refuse_misspelt_option(flag)
+                if near := difflib.get_close_matches(flag, self.takes_one_value, 1, 0.85):
+                    self.error(f"unknown option {flag}; did you mean {near[0]}?")
                 overrides.append(token)
                 value = None if equals else next(waiting, None)
                 overrides += [] if value is None else [value]
             else:
                 (overrides if ASSIGNMENT.match(token) else own).append(token)
         return own, overrides
-
-    def _refuse_misspelt_option(self, flag: str) -> None:
-        near = difflib.get_close_matches(flag, self.takes_one_value, 1, 0.85)
-        if near:
-            self.error(f"unknown option {flag}; did you mean {near[0]}?")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,15 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     A training run that a signal stops has saved its last step, and leaves with 0.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    parser, commands = build_parser()
     debug = "--debug" in tokens
     if debug:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
-        return bench(tokens[1:])
-    args, overrides = parse(tokens, parser, commands)
+        return commands.bench(tokens[1:])
+    args, overrides = parse(tokens)
     try:
-        return run_command(args, overrides)
+        return args.command(args, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -87,48 +83,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error(error)
 
 
-def parse(
-    tokens: Sequence[str], parser: Parser, commands: Mapping[str, Parser]
-) -> tuple[argparse.Namespace, list[str]]:
+def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(what the command's own options say, overrides of the configuration); leaves with 2 on wrong usage."""
+    parser, parsers = build_parser()
     if not tokens or tokens[0].startswith("-"):
         return parser.parse_args(tokens), []
     name, *rest = tokens
-    if name not in commands:
-        near = difflib.get_close_matches(name, commands, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
+    if name not in parsers:
+        near = difflib.get_close_matches(name, parsers, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(parsers)}"
         parser.error(f"no command {name!r}; {hint}")
-    command = commands[name]
+    command = parsers[name]
+    takes_overrides = command.get_default("takes_overrides")
     overrides: list[str] = []
-    if command.get_default("takes_overrides"):
+    if takes_overrides:
         rest, overrides = command.split_overrides(rest)
     args, stray = parser.parse_known_args([name, *rest])
     if stray:
-        hint = "; a key of the configuration is set by KEY=VALUE" if "takes_overrides" in args else ""
+        hint = "; a key of the configuration is set by KEY=VALUE" if takes_overrides else ""
         command.error(f"unrecognized arguments: {' '.join(stray)}{hint}")
     return args, overrides
-
-
-def bench(arguments: Sequence[str]) -> int:
-    """Hand over to the benchmarks, which parse their own arguments and print their own errors."""
-    try:
-        benchmarks = importlib.import_module("grpo_fast.benchmarks.__main__")
-    except ModuleNotFoundError as error:
-        if error.name != "grpo_fast.benchmarks":
-            raise
-        print(
-            "grpo-fast: this installation has no benchmarks; install grpo-fast again, or run "
-            "`python -m benchmarks` in a checkout",
-            file=sys.stderr,
-        )
-        return FAILURE
-    return benchmarks.main(arguments, program="grpo-fast bench")
-
-
-def run_command(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from grpo_fast.cli import commands
-
-    return getattr(commands, args.handler)(args, overrides)
 
 
 def report_error(error: Exception) -> int:
@@ -143,24 +117,6 @@ def report_error(error: Exception) -> int:
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The whole command line, and each command's own parser by name."""
-    parser = Parser(
-        prog="grpo-fast",
-        description="Group-relative policy optimisation of language models.",
-        epilog=FIRST_STEPS,
-    )
-    parser.add_argument("--version", action=Version, nargs=0, help="print the version")
-    parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for add in (
-        *(add_train, add_eval, add_generate, add_groups, add_plan),
-        *(add_export, add_report, add_convert, add_doctor, add_bench),
-    ):
-        add(subparsers)
-    return parser, dict(subparsers.choices)
-
-
 class Version(argparse.Action):
     """Prints the version, read from the package's metadata only when asked."""
 
@@ -168,121 +124,79 @@ class Version(argparse.Action):
         from importlib.metadata import version
 
         print(f"grpo-fast {version('grpo-fast')}")
-        parser.exit(OK)
+        parser.exit()
 
 
-def add_train(subparsers: Any) -> None:
-    command = subparsers.add_parser("train", help="train a model", epilog=OVERRIDES_HELP)
-    command.set_defaults(handler="train", takes_overrides=True)
-    command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    command.add_argument(
-        "--print-config", action="store_true", help="print the whole configuration and leave"
+def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
+    """The whole command line, and each command's own parser by name."""
+    description = "Group-relative policy optimisation of language models."
+    parser = Parser(prog="grpo-fast", description=description, epilog=FIRST_STEPS)
+    parser.add_argument("--version", action=Version, nargs=0, help="print the version")
+    parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(name: str, run: Callable[..., int], text: str, overrides: bool = False, **more: Any) -> Parser:
+        command = parsers.add_parser(name, help=text, epilog=OVERRIDES_HELP if overrides else None, **more)
+        command.set_defaults(command=run, takes_overrides=overrides)
+        return command
+
+    train = add("train", commands.train, "train a model", overrides=True)
+    train.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    train.add_argument("--print-config", action="store_true", help="print the whole configuration and leave")
+    resume = "continue from the newest intact checkpoint in output_dir, or from this one"
+    train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
+    train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
+
+    evaluate = add("eval", commands.evaluate, "pass@1, pass@k and mean@k on a dataset", overrides=True)
+    evaluate.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
+    evaluate.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
+    evaluate.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
+    evaluate.add_argument("--reward", metavar="NAME", help="the reward that decides")
+    evaluate.add_argument("--k", type=int, nargs="+", default=[1], help="the k of pass@k")
+    evaluate.add_argument("--num-samples", type=int, metavar="N", help="answers a question; the largest k")
+    evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
+
+    look = "look at prompts, completions and rewards before training"
+    generate = add("generate", commands.generate, look, overrides=True, aliases=["preview"])
+    generate.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    generate.add_argument("--num-prompts", type=int, default=2, metavar="N", help="prompts to show (2)")
+
+    look = "look at how the prompts would be grouped: sizes, likeness, examples"
+    groups = add("groups", commands.groups, look, overrides=True)
+    groups.add_argument("action", choices=["describe"], help="what to do")
+    groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    groups.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
+
+    fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
+    plan = add("plan", commands.plan, fits, overrides=True)
+    plan.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
+    model = "a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B"
+    plan.add_argument("--model", metavar="MODEL", help=model)
+    gpu = "H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
+    plan.add_argument("--gpu", metavar="GPU", help=gpu)
+    plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens of the longest prompt")
+    calibrate = "first measure a micro-batch of a few layers on this device"
+    plan.add_argument("--calibrate", action="store_true", help=calibrate)
+    plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+
+    export = add("export", commands.export, "write a trained model for transformers and vLLM")
+    export.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it")
+    export.add_argument("out", metavar="OUT", help="the folder to write")
+
+    report = add("report", commands.report, "write a run's HTML report")
+    report.add_argument("run", metavar="RUN_DIR")
+
+    convert = add(
+        "convert",
+        commands.convert,
+        "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key",
     )
-    command.add_argument(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="CHECKPOINT",
-        help="continue from the newest intact checkpoint in output_dir, or from this one",
-    )
-    command.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
+    convert.add_argument("file", metavar="FILE", help="YAML or JSON")
+    convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
+    sources = ("axolotl", "trl", "nemo_rl")
+    convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
-
-def add_eval(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "eval", help="pass@1, pass@k and mean@k on a dataset", epilog=OVERRIDES_HELP
-    )
-    command.set_defaults(handler="evaluate", takes_overrides=True)
-    command.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
-    command.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
-    command.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
-    command.add_argument("--reward", metavar="NAME", help="the reward that decides")
-    command.add_argument("--k", type=int, nargs="+", default=[1], help="the k of pass@k")
-    command.add_argument("--num-samples", type=int, metavar="N", help="answers a question; the largest k")
-    command.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
-
-
-def add_generate(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "generate",
-        aliases=["preview"],
-        help="look at prompts, completions and rewards before training",
-        epilog=OVERRIDES_HELP,
-    )
-    command.set_defaults(handler="generate", takes_overrides=True)
-    command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    command.add_argument("--num-prompts", type=int, default=2, metavar="N", help="prompts to show (2)")
-
-
-def add_groups(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "groups",
-        help="look at how the prompts would be grouped: sizes, likeness, examples",
-        epilog=OVERRIDES_HELP,
-    )
-    command.set_defaults(handler="groups", takes_overrides=True)
-    command.add_argument("action", choices=["describe"], help="what to do")
-    command.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    command.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
-
-
-def add_plan(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "plan",
-        help="what fits: bytes by part, the largest group and micro-batch, and what makes room",
-        epilog=OVERRIDES_HELP,
-    )
-    command.set_defaults(handler="plan", takes_overrides=True)
-    command.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
-    command.add_argument(
-        "--model", metavar="MODEL", help="a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B"
-    )
-    command.add_argument(
-        "--gpu", metavar="GPU", help="H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
-    )
-    command.add_argument("--prompt-length", type=int, metavar="P", help="tokens of the longest prompt")
-    command.add_argument(
-        "--calibrate", action="store_true", help="first measure a micro-batch of a few layers on this device"
-    )
-    command.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-
-
-def add_export(subparsers: Any) -> None:
-    command = subparsers.add_parser("export", help="write a trained model for transformers and vLLM")
-    command.set_defaults(handler="export")
-    command.add_argument(
-        "run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it"
-    )
-    command.add_argument("out", metavar="OUT", help="the folder to write")
-
-
-def add_report(subparsers: Any) -> None:
-    command = subparsers.add_parser("report", help="write a run's HTML report")
-    command.set_defaults(handler="report")
-    command.add_argument("run", metavar="RUN_DIR")
-
-
-def add_convert(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "convert", help="turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
-    )
-    command.set_defaults(handler="convert")
-    command.add_argument("file", metavar="FILE", help="YAML or JSON")
-    command.add_argument(
-        "-o", "--output", metavar="OUT", help="the YAML file to write; default: standard output"
-    )
-    command.add_argument(
-        "--source", choices=("axolotl", "trl", "nemo_rl"), help="default: recognised by its keys"
-    )
-
-
-def add_doctor(subparsers: Any) -> None:
-    command = subparsers.add_parser(
-        "doctor", help="what is installed, which device, which kernels and engines"
-    )
-    command.set_defaults(handler="doctor")
-    command.add_argument("--json", action="store_true", help="as JSON")
-
-
-def add_bench(subparsers: Any) -> None:
-    subparsers.add_parser("bench", help="speed, memory and accuracy, ours and the peers'", add_help=False)
+    doctor = add("doctor", commands.doctor, "what is installed, which device, which kernels and engines")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    add("bench", commands.bench, "speed, memory and accuracy, ours and the peers'", add_help=False)
+    return parser, parsers.choices

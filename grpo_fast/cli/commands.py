@@ -1,4 +1,4 @@
-"""What each command of `grpo-fast` does. Heavy libraries are imported inside."""
+"""What each command of `grpo-fast` does; it returns the exit code. Heavy libraries are imported inside."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
-
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
-    from grpo_fast.evaluate import Evaluation
-    from grpo_fast.rollout import Sampling
+    from grpo_fast.data import Prompt
+    from grpo_fast.policy import Policy
+    from grpo_fast.rollout import Engine, Sampling
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast train`"""
+    from grpo_fast.config_io import dump_config, load_config
+
     config = load_config(args.config, overrides)
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    from grpo_fast.run import train as train_run
+    from grpo_fast import run
 
     if args.plain:
         os.environ["TTY_COMPATIBLE"] = "0"  # rich's own switch: plain lines also on a terminal
-    train_run(config, resume=args.resume)
+    run.train(config, resume=args.resume)
     return 0
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast eval`"""
+    from grpo_fast.config_io import ConfigError, Problem
+
     config = evaluation_config(args, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if min(args.k) < 1:
@@ -44,18 +48,18 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
 
     from grpo_fast.cli.export import load_policy_of
+    from grpo_fast.cli.show import evaluation_record, evaluation_table
     from grpo_fast.data import load_prompts
     from grpo_fast.evaluate import evaluate as score
     from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import make_engine, require_engine
+    from grpo_fast.rollout import require_engine
 
     require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(None if args.model else args.config, config)
     questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
     sampling = evaluation_sampling(config, num_samples)
-    longest = max(len(question.token_ids) for question in questions) + sampling.max_completion_length
-    with make_engine(config.rollout, policy, max_length=longest) as engine:
+    with engine_for(config, policy, questions, sampling) as engine:
         result = score(
             engine,
             questions,
@@ -67,22 +71,24 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     print(evaluation_table(result, args.k, sampling.temperature))
     if args.output:
-        text = json.dumps(evaluation_record(result, args.k, config), indent=1, allow_nan=False)
+        text = json.dumps(evaluation_record(result, args.k, config.model.path), indent=1, allow_nan=False)
         Path(args.output).write_text(text, encoding="utf-8")
     return 0
 
 
 def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast generate`"""
+    from grpo_fast.config_io import load_config
+
     config = load_config(args.config, overrides)
 
     from grpo_fast.cli.export import load_policy_of
-    from grpo_fast.cli.preview import show_group
+    from grpo_fast.cli.show import group_text
     from grpo_fast.data import load_prompts
     from grpo_fast.experience import compare, score
     from grpo_fast.plan import resolve_auto
     from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import make_engine, require_engine, sampling_of
+    from grpo_fast.rollout import require_engine, sampling_of
 
     require_engine(config.rollout)
     config = resolve_auto(config)
@@ -90,19 +96,20 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     policy = load_policy_of(args.config, config)
     prompts = load_prompts(config.dataset, policy.tokenizer)[: args.num_prompts]
     sampling = sampling_of(config.rollout, config.seed)
-    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_completion_length
-    with make_engine(config.rollout, policy, max_length=longest) as engine:
-        completions = engine.generate(
-            [prompt.token_ids for prompt in prompts], config.rollout.num_generations, sampling
-        )
+    token_ids = [prompt.token_ids for prompt in prompts]
+    with engine_for(config, policy, prompts, sampling) as engine:
+        completions = engine.generate(token_ids, int(config.rollout.num_generations), sampling)
     groups = score(prompts, completions, rewards)
     for group in compare(groups, config.advantage, rewards.weights):
-        print(show_group(group, rewards.names, policy.tokenizer.decode(group.prompt.token_ids)))
+        rendered = str(policy.tokenizer.decode(list(group.prompt.token_ids)))
+        print(group_text(group, rewards.names, rendered))
     return 0
 
 
 def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
+    from grpo_fast.config_io import load_config
+
     config = load_config(args.config, overrides)
 
     from grpo_fast.data import load_prompts
@@ -121,22 +128,22 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
-        dataset = load_prompts(stage.config.dataset, tokenizer)
-        print(
-            describe_groups(
-                dataset,
-                stage.config.groups,
-                num_generations=stage.config.rollout.num_generations,
-                prompts_per_step=stage.config.prompts_per_step,
-                seed=stage.config.seed,
-                examples=args.examples,
-            )
+        description = describe_groups(
+            load_prompts(stage.config.dataset, tokenizer),
+            stage.config.groups,
+            num_generations=int(stage.config.rollout.num_generations),
+            prompts_per_step=stage.config.prompts_per_step,
+            seed=stage.config.seed,
+            examples=args.examples,
         )
+        print(description)
     return 0
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
+    from grpo_fast.config_io import ConfigError, Problem
+
     config = plan_config(args, overrides)
 
     from rich.console import Console
@@ -182,6 +189,8 @@ def report(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr."""
+    from grpo_fast.config_io import convert_file
+
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
@@ -200,8 +209,26 @@ def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
     return 0 if diagnosis.healthy else 1
 
 
+def bench(arguments: Sequence[str]) -> int:
+    """`grpo-fast bench`: the benchmarks parse their own arguments and print their own errors."""
+    try:
+        from grpo_fast.benchmarks.__main__ import main
+    except ModuleNotFoundError as error:
+        if error.name != "grpo_fast.benchmarks":
+            raise
+        print(
+            "grpo-fast: this installation has no benchmarks; install grpo-fast again, or run "
+            "`python -m benchmarks` in a checkout",
+            file=sys.stderr,
+        )
+        return 1
+    return main(arguments, program="grpo-fast bench")
+
+
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `eval`: a file's, or one made of --model, --dataset and --reward."""
+    from grpo_fast.config_io import ConfigError, Problem, load_config
+
     given = list(overrides)
     given += [f"model.path={json.dumps(args.model)}"] if args.model else []
     if args.config is not None:
@@ -209,17 +236,16 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Tra
         given += [f"evaluation.reward={json.dumps(args.reward)}"] if args.reward else []
         return load_config(args.config, given)
     if not (args.model and args.dataset and args.reward):
-        message = "or all of --model, --dataset and --reward"
-        raise ConfigError("eval", [Problem("CONFIG", f"is required, {message}")])
-    given += [
-        f"dataset.source={json.dumps(args.dataset)}",
-        f"rewards=[{{reward: {json.dumps(args.reward)}}}]",
-    ]
-    return load_config(None, given)
+        message = "is required, or all of --model, --dataset and --reward"
+        raise ConfigError("eval", [Problem("CONFIG", message)])
+    rewards = f"rewards=[{{reward: {json.dumps(args.reward)}}}]"
+    return load_config(None, [*given, f"dataset.source={json.dumps(args.dataset)}", rewards])
 
 
 def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `plan`: a file's, or defaults for --model, whatever they would be trained on."""
+    from grpo_fast.config_io import ConfigError, Problem, load_config
+
     given = [f"model.path={json.dumps(args.model)}"] if args.model else []
     if args.config is not None:
         return load_config(args.config, [*overrides, *given])
@@ -239,45 +265,11 @@ def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
     return replace(sampling_of(config.rollout, config.seed), temperature=temperature)
 
 
-def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:
-    """The figures for a person."""
-    from grpo_fast.run_record.summary import score_text
+def engine_for(
+    config: TrainConfig, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling
+) -> AbstractContextManager[Engine]:
+    """An engine with room for the longest prompt and its completion."""
+    from grpo_fast.rollout import make_engine
 
-    rows = [(f"pass@{k}", score_text(result.pass_at(k), result.interval_at(k))) for k in sorted(set(ks))]
-    if result.num_samples > 1:
-        rows.append((f"mean@{result.num_samples}", score_text(result.score, result.interval)))
-    rows += [("mean reward", f"{result.mean_reward:.4f}"), ("truncated", f"{100 * result.truncated:.1f} %")]
-    skipped = f", {result.skipped} more without a score" if result.skipped else ""
-    answers = "1 answer" if result.num_samples == 1 else f"{result.num_samples} answers"
-    head = (
-        f"{result.n} questions{skipped}, {answers} each at temperature {temperature:g}; "
-        f"right: {result.reward_name} >= {result.threshold:g}; 95 % intervals over questions"
-    )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows)])
-
-
-def evaluation_record(result: Evaluation, ks: Sequence[int], config: TrainConfig) -> dict[str, object]:
-    """The figures for a program, with every answer; null stands for a score that does not apply."""
-    return {
-        "model": config.model.path,
-        "n": result.n,
-        "skipped": result.skipped,
-        "num_samples": result.num_samples,
-        "reward": result.reward_name,
-        "threshold": result.threshold,
-        "pass_at": {str(k): result.pass_at(k) for k in ks},
-        "intervals": {str(k): result.interval_at(k) for k in ks},
-        "mean_at_n": result.score,
-        "mean_reward": result.mean_reward,
-        "truncated": result.truncated,
-        "questions": [
-            {
-                "index": prompt.index,
-                "prompt": prompt.prompt,
-                "scores": [None if score != score else score for score in scores],
-                "completions": [completion.text for completion in group],
-            }
-            for prompt, scores, group in zip(result.prompts, result.scores, result.completions, strict=True)
-        ],
-    }
+    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_completion_length
+    return make_engine(config.rollout, policy, max_length=longest)

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from packaging.requirements import Requirement
 
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
-if TYPE_CHECKING:
-    from grpo_fast.head.plan import HeadPlan
-
 State = Literal["ok", "missing", "broken"]
 
-# Package, why it is wanted, and whether training works without it.
-LIBRARIES = (
-    ("torch", "everything", True),
-    ("transformers", "models and tokenizers", True),
-    ("datasets", "datasets", True),
-    ("peft", "LoRA", True),
-    ("pydantic", "configuration", True),
-    ("safetensors", "checkpoints", True),
-    ("accelerate", "loading large models", True),
-    ("math-verify", "the math reward", True),
-    ("tensorboard", "curves", True),
-    ("triton", "the head's kernels", False),
-    ("vllm", "fast generation", False),
-    ("flash-attn", "packed attention on a GPU", False),
-    ("liger-kernel", "fused layers on a GPU", False),
-    ("gguf", "models shipped as GGUF, such as the quickstart's", False),
-    ("reasoning-gym", "generated tasks, such as the quickstart's", False),
-    ("wandb", "Weights & Biases", False),
-    ("trackio", "trackio", False),
-)
+GPU_ONLY = ("vllm", "flash-attn", "liger-kernel")
+# What the package's metadata does not name, or does not name as it is installed.
 INSTALL = {
-    "triton": "pip install 'grpo-fast[triton]'",
-    "liger-kernel": "pip install 'grpo-fast[liger]'",
-    "gguf": "pip install 'grpo-fast[gguf]'",
-    "reasoning-gym": "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
-    "wandb": "pip install 'grpo-fast[wandb]'",
-    "trackio": "pip install 'grpo-fast[trackio]'",
+    "vllm": "pip install vllm  (in an environment whose torch it pins; see docs.vllm.ai)",
     "flash-attn": "pip install flash-attn --no-build-isolation",
 }
-GPU_ONLY = ("vllm", "flash-attn", "liger-kernel")
-# Minimum versions, as the package's own metadata states them.
-MINIMUM = {"torch": (2, 9), "triton": (3, 5), "transformers": (5, 10, 4)}
+UNDECLARED = ("flash-attn; extra == 'attention'",)
+NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
 
 
 @dataclass(frozen=True)
@@ -64,12 +41,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was looked at."""
+    """Everything that was looked at, by section."""
 
-    libraries: tuple[Finding, ...]
-    devices: tuple[Finding, ...]
-    abilities: tuple[Finding, ...]
-    layout: tuple[Finding, ...]
+    sections: Mapping[str, Sequence[Finding]]
 
     @property
     def healthy(self) -> bool:
@@ -78,13 +52,13 @@ class Diagnosis:
 
     def record(self) -> dict[str, Any]:
         """For a program."""
-        return {"healthy": self.healthy, **asdict(self)}
+        sections = {title: [asdict(f) for f in findings] for title, findings in self.sections.items()}
+        return {"healthy": self.healthy, **sections}
 
     def text(self) -> str:
         """For a person: sections of findings, then what to do, one line each."""
         lines = []
-        for title in ("libraries", "devices", "abilities", "layout"):
-            findings: tuple[Finding, ...] = getattr(self, title)
+        for title, findings in self.sections.items():
             width = max(len(finding.name) for finding in findings)
             lines.append(title)
             lines += [f"  {f.name:<{width}}  {f.state:<7}  {f.detail}".rstrip() for f in findings]
@@ -93,53 +67,51 @@ class Diagnosis:
         lines.append("all that training needs is there" if self.healthy else "training cannot work like this")
         return "\n".join(lines)
 
-    def _all(self) -> tuple[Finding, ...]:
-        return self.libraries + self.devices + self.abilities + self.layout
+    def _all(self) -> list[Finding]:
+        return [finding for findings in self.sections.values() for finding in findings]
 
 
-def examine() -> Diagnosis:
-    """Look at this machine. Nothing is changed, and nothing raises: what fails to import is a finding."""
-    libraries = (_python(), *(_library(*row) for row in LIBRARIES))
+def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
+    """Look at this machine. Nothing is changed, and nothing raises: what fails to import is a finding.
+
+    Args:
+        requirements: libraries to look for, as in a package's metadata; none: grpo-fast's own.
+    """
+    if requirements is None:
+        requirements = [*(importlib.metadata.requires("grpo-fast") or ()), *UNDECLARED]
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    libraries = [Finding("python", "ok", python, essential=True)]
+    libraries += [finding for line in requirements if (finding := _library(Requirement(line)))]
     installed = {finding.name for finding in libraries if finding.state == "ok"}
-    return Diagnosis(libraries, _devices(), _abilities(installed), (_kernels_name(), _own_kernels()))
+    return Diagnosis(
+        {
+            "libraries": libraries,
+            "devices": _devices(),
+            "abilities": _abilities(installed),
+            "layout": [_kernels_name(), _own_kernels()],
+        }
+    )
 
 
-def _python() -> Finding:
-    version = platform.python_version()
-    return Finding("python", "ok", f"{version} on {platform.system()} {platform.machine()}", essential=True)
-
-
-def _library(name: str, purpose: str, essential: bool) -> Finding:
-    if name == "vllm" and (found := installed_version()) is not None:
-        return Finding(name, "ok", found, essential)
+def _library(wanted: Requirement) -> Finding | None:
+    """A library with its version; those of an extra are not essential."""
+    extra = str(wanted.marker or "").partition("extra == ")[2].strip("\"'")
+    if extra in NOT_OURS:
+        return None
+    name, essential = wanted.name, not extra
+    package = f"'grpo-fast[{extra}]'" if extra else f"'{name}{wanted.specifier}'"
+    install = INSTALL.get(name, f"pip install {package}")
     try:
-        version = importlib.metadata.version(name)
+        version = (installed_version() if name == "vllm" else None) or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         useless = name in GPU_ONLY and not _has_cuda()
-        return Finding(name, "missing", f"for {purpose}", essential, "" if useless else _install(name))
-    minimum = MINIMUM.get(name)
-    if minimum and _numbers(version) < minimum:
-        wanted = ".".join(map(str, minimum))
-        return Finding(
-            name, "broken", f"{version}, too old", True, f"pip install --upgrade '{name}>={wanted}'"
-        )
-    if essential:
-        problem = _import_problem(name.replace("-", "_"))
-        if problem:
-            return Finding(name, "broken", f"{version}: {problem}", True, _install(name))
+        return Finding(name, "missing", f"for {wanted}", essential, "" if useless else install)
+    if name != "vllm" and not wanted.specifier.contains(version, prereleases=True):
+        remedy = f"pip install --upgrade '{name}{wanted.specifier}'"
+        return Finding(name, "broken", f"{version} is not {wanted.specifier}", essential, remedy)
+    if essential and (problem := _import_problem(name.replace("-", "_").replace("pyyaml", "yaml"))):
+        return Finding(name, "broken", f"{version}: {problem}", True, install)
     return Finding(name, "ok", version, essential)
-
-
-def _install(name: str) -> str:
-    if name == "vllm":
-        return "pip install vllm  (in an environment whose torch it pins; see docs.vllm.ai)"
-    return INSTALL.get(name, f"pip install {name}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    from packaging.version import Version
-
-    return Version(version).release
 
 
 def _import_problem(module: str) -> str:
@@ -150,12 +122,20 @@ def _import_problem(module: str) -> str:
     return ""
 
 
-def _devices() -> tuple[Finding, ...]:
+def _has_cuda() -> bool:
     if _import_problem("torch"):
-        return (Finding("torch", "broken", "no device can be looked at", essential=True),)
+        return False
     import torch
 
-    findings = [_cpu()]
+    return torch.cuda.is_available()
+
+
+def _devices() -> list[Finding]:
+    if _import_problem("torch"):
+        return [Finding("torch", "broken", "no device can be looked at", essential=True)]
+    import torch
+
+    findings = [_cpu(torch.get_num_threads())]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -167,49 +147,31 @@ def _devices() -> tuple[Finding, ...]:
     if not torch.cuda.device_count():
         reason = "torch is built without CUDA" if torch.version.cuda is None else "no GPU is visible"
         findings.append(Finding("cuda", "missing", f"{reason}; training runs on the CPU"))
-    return tuple(findings)
+    return findings
 
 
-def _cpu() -> Finding:
-    import torch
+def _cpu(threads: int) -> Finding:
+    import psutil
 
-    flags = _cpu_flags()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
     features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     slow = "" if {"avx512_bf16", "amx_bf16"} & flags else "; bfloat16 is emulated, float32 may be faster"
-    detail = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads, {_memory_text()}"
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    detail = f"{os.cpu_count()} cores, torch uses {threads} threads, {memory}"
     return Finding("cpu", "ok", f"{detail}, {' '.join(features) or 'no vector features known'}{slow}")
 
 
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(flags.partition(":")[2].split())
-
-
-def _memory_text() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB of memory"
-    except (ValueError, OSError, AttributeError):
-        return "memory unknown"
-
-
-def _abilities(installed: set[str]) -> tuple[Finding, ...]:
+def _abilities(installed: set[str]) -> list[Finding]:
     cuda = _has_cuda()
     found = [_head_path(), Finding("rollout: transformers", "ok", "everywhere", essential=True), _vllm(cuda)]
-    for name, ability in (
-        ("flash-attn", "attention: flash-attn"),
-        ("liger-kernel", "layers: liger"),
-    ):
-        if not cuda:
-            found.append(Finding(ability, "missing", "needs a GPU"))
-        elif name in installed:
-            found.append(Finding(ability, "ok", "available"))
-        else:
-            found.append(Finding(ability, "missing", f"{name} is not installed"))
-    return tuple(found)
+    for name, ability in (("flash-attn", "attention: flash-attn"), ("liger-kernel", "layers: liger")):
+        problem = "needs a GPU" if not cuda else "" if name in installed else f"{name} is not installed"
+        found.append(Finding(ability, "missing" if problem else "ok", problem or "available"))
+    return found
 
 
 def _vllm(cuda: bool) -> Finding:
@@ -220,71 +182,43 @@ def _vllm(cuda: bool) -> Finding:
     return Finding("rollout: vllm", "ok", f"{version}, {used}")
 
 
-def _has_cuda() -> bool:
-    if _import_problem("torch"):
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _head_path() -> Finding:
     """Which path the head takes for bfloat16 weights on the default device, and whether it runs there."""
     try:
-        plan, kind = _head_plan()
-        _try_head(kind)
+        detail = _try_head()
     except Exception as error:
         problem = str(error).strip().splitlines() or ["no message"]
         return Finding("head", "broken", f"{type(error).__name__}: {problem[0]}", essential=True)
-    return Finding("head", "ok", f"{plan.path} path on {kind}, {plan.backward} backward", essential=True)
+    return Finding("head", "ok", detail, essential=True)
 
 
-def _head_plan() -> tuple[HeadPlan, str]:
-    import torch
-
-    from grpo_fast.head.plan import Device, Workload, plan_head
-
-    work = Workload(rows=4096, vocabulary=151_936, dtype=torch.bfloat16)
-    if not torch.cuda.is_available():
-        return plan_head(Device("cpu"), work), "cpu"
-    facts = torch.cuda.get_device_properties(0)
-    device = Device(
-        "cuda",
-        capability=(facts.major, facts.minor),
-        shared_memory=facts.shared_memory_per_block_optin,
-        has_triton=importlib.util.find_spec("triton") is not None,
-    )
-    return plan_head(device, work), "cuda"
-
-
-def _try_head(kind: str) -> None:
-    """A forward and a backward on a few numbers."""
+def _try_head() -> str:
+    """The head's plan of a usual workload, after a forward and a backward on a few numbers."""
     import torch
 
     from grpo_fast.head import linear_logprob
+    from grpo_fast.head.operator import device_facts
+    from grpo_fast.head.plan import Workload, plan_head
 
-    hidden = torch.ones(4, 64, dtype=torch.bfloat16, device=kind, requires_grad=True)
-    weight = torch.ones(256, 64, dtype=torch.bfloat16, device=kind, requires_grad=True)
-    linear_logprob(hidden, weight, torch.arange(4, device=kind)).logprob.sum().backward()
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = plan_head(device_facts(where, None), Workload(rows=4096, vocabulary=151_936, dtype=torch.bfloat16))
+    hidden = torch.ones(4, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
+    weight = torch.ones(256, 64, dtype=torch.bfloat16, device=where, requires_grad=True)
+    linear_logprob(hidden, weight, torch.arange(4, device=where)).logprob.sum().backward()
+    return f"{plan.path} path on {where}, {plan.backward} backward"
 
 
 def _kernels_name() -> Finding:
     """An importable top-level `kernels` that is not the hub's package breaks transformers."""
-    spec = importlib.util.find_spec("kernels")
+    spec, name = importlib.util.find_spec("kernels"), "top-level `kernels`"
     if spec is None or spec.origin is None:
-        return Finding("top-level `kernels`", "ok", "not a package, as it must be", essential=True)
+        return Finding(name, "ok", "not a package, as it must be", essential=True)
     try:
-        return Finding(
-            "top-level `kernels`", "ok", f"the hub's, {importlib.metadata.version('kernels')}", essential=True
-        )
+        return Finding(name, "ok", f"the hub's, {importlib.metadata.version('kernels')}", essential=True)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "top-level `kernels`",
-            "broken",
-            f"{spec.origin} is taken by transformers for the hub's package",
-            essential=True,
-            remedy="rename it, or remove its folder from sys.path",
-        )
+        detail = f"{spec.origin} is taken by transformers for the hub's package"
+        remedy = "rename it, or remove its folder from sys.path"
+        return Finding(name, "broken", detail, essential=True, remedy=remedy)
 
 
 def _own_kernels() -> Finding:

@@ -15,6 +15,7 @@ import yaml
 
 from grpo_fast import cli
 from grpo_fast.cli import commands
+from grpo_fast.config_io import load_config
 
 MINIMAL = "model: {path: some/model}\ndataset: {source: rows.jsonl}\nrewards: [{reward: exact_match}]\n"
 
@@ -199,7 +200,7 @@ def test_eval_without_a_configuration_takes_model_dataset_and_reward():
 
 
 def test_several_answers_take_the_rollouts_temperature_where_evaluation_is_greedy(config):
-    loaded = commands.load_config(config, ["temperature=0.8"])
+    loaded = load_config(config, ["temperature=0.8"])
     assert commands.evaluation_sampling(loaded, 1).temperature == 0
     assert commands.evaluation_sampling(loaded, 4).temperature == 0.8
 

@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from grpo_fast.cli import doctor
-from grpo_fast.cli.doctor import Diagnosis, Finding, examine
+from grpo_fast.cli.doctor import examine
 
 
 def run(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
@@ -46,42 +45,30 @@ def test_a_foreign_package_named_kernels_is_found_out(tmp_path):
     assert "remove its folder from sys.path" in done.stdout
 
 
-def test_a_missing_essential_library_is_unhealthy_and_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(doctor, "LIBRARIES", (("no-such-library", "everything", True),))
+@pytest.mark.parametrize(
+    ("requirement", "state", "healthy", "remedy"),
+    [
+        ("no-such-library>=2", "missing", False, "pip install 'no-such-library>=2'"),
+        ("no-such-library; extra == 'tasks'", "missing", True, "pip install 'grpo-fast[tasks]'"),
+        ("torch>=999", "broken", False, "pip install --upgrade 'torch>=999'"),
+        ("torch>=2.9", "ok", True, ""),
+    ],
+)
+def test_only_essential_libraries_decide_on_health_and_all_say_how_to_get_them(
+    requirement, state, healthy, remedy
+):
+    diagnosis = examine([requirement])
 
-    diagnosis = examine()
-
-    assert not diagnosis.healthy
-    assert "no-such-library: pip install no-such-library" in diagnosis.text()
-
-
-def test_a_missing_optional_library_is_healthy_and_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(doctor, "LIBRARIES", (("no-such-library", "speed", False),))
-
-    diagnosis = examine()
-
-    assert diagnosis.healthy
-    assert "no-such-library: pip install no-such-library" in diagnosis.text()
-
-
-def test_a_library_that_is_too_old_is_broken(monkeypatch):
-    monkeypatch.setattr(doctor, "MINIMUM", {"torch": (999,)})
-    found = {finding.name: finding for finding in examine().libraries}
-    assert found["torch"].state == "broken"
-    assert found["torch"].remedy == "pip install --upgrade 'torch>=999'"
+    library = diagnosis.sections["libraries"][1]
+    assert (library.state, diagnosis.healthy, library.remedy) == (state, healthy, remedy)
+    assert remedy in diagnosis.text()
 
 
 def test_a_library_that_does_not_import_is_broken(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    found = {finding.name: finding for finding in examine().libraries}
-    assert found["datasets"].state == "broken"
-    assert "does not import" in found["datasets"].detail
+    library = examine(["datasets"]).sections["libraries"][1]
+    assert (library.state, library.essential) == ("broken", True)
 
 
-def test_only_what_is_essential_decides_on_health():
-    fine = (Finding("a", "ok", ""),)
-    optional = (Finding("b", "broken", "", essential=False, remedy="fix b"),)
-    essential = (Finding("c", "broken", "", essential=True),)
-
-    assert Diagnosis(fine, fine, optional, fine).healthy
-    assert not Diagnosis(fine, fine, fine, essential).healthy
+def test_what_only_developers_need_is_not_looked_for():
+    assert len(examine(["pytest; extra == 'test'"]).sections["libraries"]) == 1
