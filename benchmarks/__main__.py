@@ -19,12 +19,12 @@ COMMANDS = {
     "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
-    "tiles": ("tile_histogram", "the histogram of saved rows, with the head of a GGUF file"),
+    "tiles": ("live_tiles", "the histogram of saved rows, with the head of a GGUF file"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),
     "report": ("report", "records as one HTML page with plots"),
     "readme": ("readme", "write README.md's tables from the checked-in records"),
 }
-DELEGATED = {"aot": "registers, spills and shared memory of the shipped kernels, compiled ahead of time"}
+AOT = "registers, spills and shared memory of the shipped kernels, compiled ahead of time"
 FAILURE, INTERRUPTED = 2, 130
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["aot"]:
         return importlib.import_module(".aot", __package__).main(arguments[1:])
-    options = _parser(program).parse_args(arguments)
+    options = _parser(program, arguments[:1]).parse_args(arguments)
     try:
         return options.handler(options)
     except KeyboardInterrupt:
@@ -44,16 +44,18 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "python -m be
         return FAILURE
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
+    """With the options of the chosen command alone: the others are not imported."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
-        found = importlib.import_module(f".{module}", __package__)
-        command = commands.add_parser(name, help=summary, description=found.__doc__)
-        found.add_arguments(command)
-        command.set_defaults(handler=found.main)
-    for name, summary in DELEGATED.items():
-        commands.add_parser(name, help=summary, add_help=False)
+        command = commands.add_parser(name, help=summary)
+        if name in chosen:
+            found = importlib.import_module(f".{module}", __package__)
+            command.description = found.__doc__
+            found.add_arguments(command)
+            command.set_defaults(handler=found.main)
+    commands.add_parser("aot", help=AOT, add_help=False)
     return parser
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .measurement_table import title_of
+from .measure import Spread
 from .record import OK, SKIPPED, Measurement, Record, read
-from .tables import console
-from .timing import Spread
+from .tables import console, label
 
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles
 ALLOCATOR_NOISE = 0.05, 1 << 20  # share and bytes; torch counts the same every time
@@ -84,7 +83,7 @@ def changes(before: Sequence[Measurement], after: Sequence[Measurement]) -> list
         differences = [*_state(old, new), *_size(old, new), *_errors(old, new)]
         if SIZE not in new.metrics:  # another size would have another time
             differences += [*_time(old, new), *_memory(old, new)]
-        found += [Change(title_of(new), new.implementation, what, worse) for what, worse in differences]
+        found += [Change(label(new.shape), new.implementation, what, worse) for what, worse in differences]
     return found
 
 

@@ -1,22 +1,59 @@
-"""Implementations of one thing at one shape, in turn (A B C A B C), with the ceilings among them."""
+"""The measuring engine: implementations of one thing at one shape, in turn (A B C A B C)."""
 
 from __future__ import annotations
 
-import gc
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .cell import FEWEST, SECONDS_PER_PEER, Limits
-from .failures import LATE, OK, DeviceLost, failure_of
-from .record import STATUS, Measurement
-from .stopwatch import Stopwatch
-from .timing import Memory, memory_of, summarise, synchronize
+from .measure import (
+    NO_TIME,
+    OK,
+    SKIPPED,
+    DeviceLost,
+    Memory,
+    Stopwatch,
+    at_most,
+    failure_of,
+    give_back_memory,
+    memory_of,
+    summarise,
+    synchronize,
+)
+from .record import Measurement
 
 FLOPS, BYTES, TOKENS = "flops_per_second", "bytes_per_second", "tokens_per_second"
+ROUNDS = 25
+SECONDS_EACH = 1.5
+"""Of repetitions: a slow implementation gets fewer samples than a fast one, but at least `FEWEST`."""
+FEWEST = 3
+FIRST_CALLS = 120.0
+"""Seconds for imports, compilation, autotuning and the first calls of an implementation."""
+GRACE = 15.0
+"""Seconds beyond a run's deadline to end what has begun."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the whole command."""
+
+    deadline: float  # on the monotonic clock
+    rounds: int = ROUNDS
+    seed: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    @property
+    def patience(self) -> float:
+        """Seconds for the first calls of one implementation."""
+        return min(FIRST_CALLS, max(0.0, self.deadline - time.monotonic()) + GRACE)
 
 
 @dataclass(frozen=True)
@@ -33,24 +70,20 @@ class Work:
 
     def share(self, seconds: float, ceilings: dict[str, float]) -> float | None:
         """Of the time that the ceilings allow for (the roofline), what part was needed; one is the best."""
-        bounds = [
-            amount / ceilings[name]
-            for name, amount in ((FLOPS, self.flops), (BYTES, self.bytes))
-            if amount and name in ceilings
-        ]
+        parts = ((FLOPS, self.flops), (BYTES, self.bytes))
+        bounds = [amount / ceilings[name] for name, amount in parts if amount and name in ceilings]
         return max(bounds) / seconds if bounds else None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An entrant that is ready to run."""
+    """An implementation that is ready to run."""
 
     run: Callable[[Stopwatch], object]  # one repetition; it may mark phases
     work: Work = field(default_factory=Work)
-    metrics: Callable[[float], dict[str, float]] = (
-        lambda _: {}
-    )  # of the median's seconds, asked for at the end
+    metrics: Callable[[float], dict[str, float]] = lambda _: {}  # of the median's seconds, asked at the end
     accuracy: dict[str, float] = field(default_factory=dict)
+    reset: Callable[[], object] = lambda: None  # after each repetition, untimed
     close: Callable[[], object] = lambda: None
 
 
@@ -61,7 +94,7 @@ class Entrant:
 
     name: str
     prepare: Callable[[], Prepared]
-    ceiling: bool = False  # its rates bound the others'
+    ceiling: bool = False  # its rates and metrics bound the others'
 
 
 @dataclass
@@ -73,18 +106,42 @@ class _Progress:
     seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     memory: Memory | None = None
-    failure: tuple[str, str] | None = None  # state, reason
+    accuracy: dict[str, float] = field(default_factory=dict)
+    failure: tuple[str, str] | None = None  # status, reason
 
     @property
     def wants_more(self) -> bool:
-        enough = len(self.seconds) >= FEWEST and sum(self.seconds) >= SECONDS_PER_PEER
+        enough = len(self.seconds) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
         return self.failure is None and self.prepared is not None and not enough
 
-    def rates(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """At the median."""
         if not self.seconds or self.prepared is None:
             return {}
-        return self.prepared.work.rates(statistics.median(self.seconds))
+        median = statistics.median(self.seconds)
+        return self.prepared.work.rates(median) | self.prepared.metrics(median)
+
+    def measurement(self, shape: dict[str, Any], ceilings: dict[str, float]) -> Measurement:
+        late = (SKIPPED, NO_TIME)
+        status, reason = self.failure or ((OK, "") if self.seconds else late)
+        timed = self.seconds if status == OK else []
+        metrics = self.metrics() if timed else {}
+        if timed and self.prepared is not None and not self.entrant.ceiling:
+            share = self.prepared.work.share(statistics.median(timed), ceilings)
+            metrics |= {} if share is None else {"share_of_ceiling": share}
+        return Measurement(
+            implementation=self.entrant.name,
+            shape=shape,
+            status=status,
+            reason=reason,
+            seconds=list(timed),
+            time=summarise(timed) if timed else None,
+            memory=self.memory,
+            accuracy=self.accuracy,
+            phases=medians(self.phases) if timed else {},
+            metrics=metrics,
+            ceilings={} if self.entrant.ceiling else ceilings,
+        )
 
 
 class Contest:
@@ -92,8 +149,10 @@ class Contest:
 
     Args:
         shape: what was asked, for the record.
+        share: makes what all entrants need; where it fails, they all do.
         wall: the repetitions work in other streams or processes.
         memory: whether to run each entrant once more for its peak memory.
+        hurry: whether who takes too long for its first calls is left out.
     """
 
     def __init__(
@@ -102,13 +161,17 @@ class Contest:
         entrants: Sequence[Entrant],
         device: torch.device,
         *,
+        share: Callable[[], object] = lambda: None,
         wall: bool = False,
         memory: bool = True,
+        hurry: bool = False,
     ) -> None:
         self.shape = shape
         self.device = device
+        self._share = share
         self._watch = Stopwatch(device, wall)
         self._memory = memory
+        self._hurry = hurry
         self._progress = [_Progress(entrant) for entrant in entrants]
 
     def measure(self, limits: Limits) -> None:
@@ -120,16 +183,19 @@ class Contest:
             DeviceLost: the device takes no more work.
         """
         try:
+            if not self._guard(self._share, *self._progress):
+                return
             for progress in self._progress:
                 if limits.passed:
-                    progress.failure = LATE, ""
-                else:
-                    self._guard(progress, self._enter)
+                    progress.failure = SKIPPED, NO_TIME
+                    continue
+                patience = at_most(limits.patience) if self._hurry else nullcontext()
+                self._guard(lambda p=progress, patience=patience: self._enter(p, patience), progress)
             for _ in range(limits.rounds):
                 for progress in self._progress:
                     late = limits.passed and len(progress.seconds) >= FEWEST
                     if progress.wants_more and not late:
-                        self._guard(progress, self._time)
+                        self._guard(lambda p=progress: self._time(p), progress)
         finally:
             for progress in self._progress:
                 if progress.prepared is not None:
@@ -137,80 +203,58 @@ class Contest:
 
     def results(self) -> list[Measurement]:
         """The ceilings first, then the others as they were given."""
-        ceilings: dict[str, float] = {}
-        for progress in self._progress:
-            if progress.entrant.ceiling:
-                ceilings |= progress.rates()
         ordered = sorted(self._progress, key=lambda progress: not progress.entrant.ceiling)
-        return [self._result(progress, ceilings) for progress in ordered]
+        ceilings: dict[str, float] = {}
+        for progress in ordered:
+            if progress.entrant.ceiling:
+                ceilings |= progress.metrics()
+        return [progress.measurement(self.shape, ceilings) for progress in ordered]
 
-    def _result(self, progress: _Progress, ceilings: dict[str, float]) -> Measurement:
-        state, reason = progress.failure or ((OK, "") if progress.seconds else (LATE, ""))
-        timed = progress.seconds if state == OK else []
-        return Measurement(
-            implementation=progress.entrant.name,
-            shape=self.shape,
-            status=STATUS[state],
-            reason=reason or (state if state == LATE else ""),
-            seconds=list(timed),
-            time=summarise(timed) if timed else None,
-            memory=progress.memory,
-            accuracy={} if progress.prepared is None else progress.prepared.accuracy,
-            phases=_medians(progress.phases) if timed else {},
-            metrics=_metrics(progress, ceilings) if timed else {},
-            ceilings={} if progress.entrant.ceiling else ceilings,
-        )
+    def _enter(self, progress: _Progress, patience: Any) -> None:
+        with patience:
+            prepared = progress.prepared = progress.entrant.prepare()
+            progress.accuracy = prepared.accuracy
+            self._once(prepared)
+            if self._memory and not progress.entrant.ceiling:
+                progress.memory = memory_of(lambda: self._once(prepared), self.device)
 
-    def _enter(self, progress: _Progress) -> None:
-        progress.prepared = progress.entrant.prepare()
-
-        def once() -> object:
-            return self._watch.time(lambda: progress.prepared.run(self._watch))
-
-        once()
-        if self._memory and not progress.entrant.ceiling:
-            progress.memory = memory_of(once, self.device)
+    def _once(self, prepared: Prepared) -> tuple[float, dict[str, float]]:
+        taken = self._watch.time(lambda: prepared.run(self._watch))
+        prepared.reset()
+        return taken
 
     def _time(self, progress: _Progress) -> None:
-        seconds, phases = self._watch.time(lambda: progress.prepared.run(self._watch))
+        seconds, phases = self._once(progress.prepared)
         progress.seconds.append(seconds)
         progress.phases.append(phases)
 
-    def _guard(self, progress: _Progress, action: Callable[[_Progress], None]) -> None:
-        """What goes wrong becomes the entrant's failure; its memory is given back.
+    def _guard(self, action: Callable[[], object], *concerned: _Progress) -> bool:
+        """Whether it went well. What goes wrong becomes the entrants' failure; their memory is given back.
 
         Raises:
             DeviceLost: the device takes no more work, as after an illegal memory access.
         """
         try:
-            action(progress)
+            action()
             synchronize(self.device)
-            return
+            return True
         except Exception as error:
-            progress.failure = failure_of(error)
+            failure = failure_of(error)
         try:
-            prepared, progress.prepared = progress.prepared, None
-            if prepared is not None:
-                prepared.close()
-            del prepared
-            gc.collect()
-            synchronize(self.device)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            for progress in concerned:
+                progress.failure = failure
+                prepared, progress.prepared = progress.prepared, None
+                if prepared is not None:
+                    prepared.reset()
+                    prepared.close()
+                del prepared
+            give_back_memory(self.device)
         except RuntimeError as lost:
-            raise DeviceLost(progress.entrant.name, progress.failure[1]) from lost
+            raise DeviceLost(concerned[0].entrant.name, failure[1]) from lost
+        return False
 
 
-def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each phase; where a repetition did without one, it took no time."""
     names = {name: None for sample in samples for name in sample}
     return {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in names}
-
-
-def _metrics(progress: _Progress, ceilings: dict[str, float]) -> dict[str, float]:
-    median = statistics.median(progress.seconds)
-    metrics = progress.rates() | progress.prepared.metrics(median)
-    if not progress.entrant.ceiling:
-        share = progress.prepared.work.share(median, ceilings)
-        if share is not None:
-            metrics["share_of_ceiling"] = share
-    return metrics

@@ -13,51 +13,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from .cell import CellRun, Limits
-from .goals import EXACT, OURS
+from .goals import EXACT
+from .head_contest import HeadContests
 from .live_tiles import HISTOGRAM, Histogram, load_histogram
-from .peers import Peer, all_peers
+from .peers import all_peers, choose_names
 from .problem import FORWARD_BACKWARD, Setting
-from .record import OK, Measurement, measurements
-from .row_sources import Sources
-from .session import add_common_arguments, check_common, choose_names, positive, run_session
+from .record import Measurement
+from .rows import Sources
+from .session import add_common_arguments, check_common, positive, run_session
+from .tables import OURS
 
 KIND = "crossover"
-KEPT = "ours, tolerance 0, kept"
-_NAMES = (OURS, EXACT, KEPT)
+_NAMES = (OURS, EXACT, "ours, tolerance 0, kept")
 _FACTORS = (1.0, 4.0, 0.3, 8.0, 2.0, 16.0)  # of the live tiles; what brackets the answer comes first
 _SIZES = {"cuda": (16_384, 2048, 151_936), "cpu": (64, 64, 8192)}
-
-
-class DensityBout:
-    """The head's ways through the same rows, at one density."""
-
-    def __init__(
-        self,
-        setting: Setting,
-        factor: float,
-        histogram: Histogram,
-        peers: Sequence[Peer],
-        device: torch.device,
-    ) -> None:
-        self.shape: dict[str, Any] = {"factor": factor, **vars(setting)}
-        self._cell = (setting, Sources(histogram=multiplied(histogram, factor)), device)
-        self._peers = peers
-        self._found: list[Measurement] = []
-
-    def measure(self, limits: Limits) -> None:
-        run = CellRun(*self._cell, limits, self._peers)
-        try:
-            run.measure()
-        finally:
-            self._found = [replace(one, shape=self.shape) for one in measurements(run.result())]
-
-    def results(self) -> list[Measurement]:
-        return self._found
 
 
 def multiplied(histogram: Histogram, factor: float) -> Histogram:
@@ -70,22 +40,20 @@ def multiplied(histogram: Histogram, factor: float) -> Histogram:
 
 def crossover(found: Sequence[Measurement]) -> list[Measurement]:
     """The density at which both take the same time, between measured ones; nothing where they never do."""
-    times: dict[float, dict[str, Measurement]] = {}
+    by_factor: dict[float, dict[str, Measurement]] = {}
     for one in found:
-        if one.status == OK and one.time is not None:
-            times.setdefault(one.shape["factor"], {})[one.implementation] = one
-    both = [by_name for by_name in times.values() if {OURS, EXACT} <= by_name.keys()]
-    curve = sorted((of[OURS].metrics["density"], _advantage(of)) for of in both)
+        if one.time is not None:
+            by_factor.setdefault(one.shape["factor"], {})[one.implementation] = one
+    curve = sorted(
+        (of[OURS].metrics["density"], of[EXACT].time.median - of[OURS].time.median)
+        for of in by_factor.values()
+        if {OURS, EXACT} <= of.keys()
+    )  # density, and the milliseconds by which leaving out is faster
     for (low, before), (high, after) in pairwise(curve):
         if before >= 0 > after:
             density = low + (high - low) * before / (before - after)
             return [Measurement(OURS, {"fit": "density"}, metrics={"crossover_density": density})]
     return []
-
-
-def _advantage(of: dict[str, Measurement]) -> float:
-    """Milliseconds by which leaving out is faster."""
-    return of[EXACT].time.median - of[OURS].time.median
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,12 +76,12 @@ def main(options: argparse.Namespace) -> int:
     histogram = load_histogram(options.histogram or HISTOGRAM)
     names = choose_names(_NAMES, options.impl)
     peers = [peer for peer in all_peers() if peer.name in names]
-    sizes = (options.tokens, options.hidden, options.vocab)
-    tokens, hidden, vocabulary = (
-        given or usual for given, usual in zip(sizes, _SIZES[device.type], strict=True)
-    )
-    setting = Setting(
-        "histogram", tokens, hidden, vocabulary, FORWARD_BACKWARD, not options.frozen, options.dtype
-    )
-    bouts = [DensityBout(setting, factor, histogram, peers, device) for factor in options.factors]
+    asked = (options.tokens, options.hidden, options.vocab)
+    sizes = [given or usual for given, usual in zip(asked, _SIZES[device.type], strict=True)]
+    setting = Setting("histogram", *sizes, FORWARD_BACKWARD, not options.frozen, options.dtype)
+    bouts = []
+    for factor in options.factors:
+        sources = Sources(histogram=multiplied(histogram, factor))
+        contests = HeadContests(peers, sources, device, options.seed)
+        bouts.append(contests.contest(setting, factor=factor))
     return run_session(KIND, options, device, bouts, conclude=crossover)

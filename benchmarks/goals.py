@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .cell import Cell, Result
-from .failures import OK
-from .losses import LOGPROB
-from .problem import FORWARD, FORWARD_BACKWARD, Setting
+from .problem import FORWARD, FORWARD_BACKWARD, LOGPROB
+from .record import OK, Measurement
+from .tables import OURS, TIMES
 
 TOKENS = 16_384
-TIMES = "\N{MULTIPLICATION SIGN}"
-OURS, EXACT = "ours", "ours, tolerance 0"
+EXACT = "ours, tolerance 0"
 VOCABULARY = {896: 151_936, 2048: 151_936, 4096: 128_256}  # by H
 CERTIFIED = {896: 1.4, 2048: 1.2, 4096: 1.12}  # in products X Wᵀ, trainable head
 WITHOUT_LOSS = {896: 3.6, 2048: 3.3, 4096: 3.2}
@@ -42,59 +41,60 @@ class Verdict:
         return f"{goal}, found {self.found:.4g}{self.unit}: {verdict}"
 
 
-def is_goal(setting: Setting) -> bool:
+def is_goal(shape: dict[str, Any]) -> bool:
     """Whether a goal is stated for this setting."""
-    of_model = setting.rows in ("real", "histogram") and setting.loss == LOGPROB
-    if not of_model or setting.tokens != TOKENS or VOCABULARY.get(setting.hidden) != setting.vocabulary:
+    of_model = shape["rows"] in ("real", "histogram") and shape["loss"] == LOGPROB
+    if not of_model or shape["tokens"] != TOKENS or VOCABULARY.get(shape["hidden"]) != shape["vocabulary"]:
         return False
-    return setting.mode == FORWARD or setting.trainable or setting.hidden in FROZEN
+    return shape["mode"] == FORWARD or shape["trainable"] or shape["hidden"] in FROZEN
 
 
-def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
-    """Every goal, in the order of the hidden sizes; of several cells for one goal, the first."""
-    found: list[Verdict] = []
+def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
+    """Every goal, in the order of the hidden sizes; of several measurements for one goal, the first."""
+
+    def value(of: Callable[[Measurement], float | None], name: str, hidden: int, mode: str, trainable: bool
+              ) -> float | None:  # fmt: skip
+        wanted = {"hidden": hidden, "mode": mode, "trainable": trainable}
+        for cell in cells:
+            is_it = (cell.implementation, cell.status) == (name, OK) and is_goal(cell.shape)
+            if is_it and wanted.items() <= cell.shape.items():
+                return of(cell)
+        return None
+
+    found = []
     for hidden in VOCABULARY:
-        trained = _cell(cells, hidden, FORWARD_BACKWARD, True)
-        at = f"H = {hidden}"
-        found.append(Verdict(f"{at}, certified", CERTIFIED[hidden], _multiple(trained, OURS), TIMES))
-        found.append(Verdict(f"{at}, exact", WITHOUT_LOSS[hidden], _multiple(trained, EXACT), TIMES))
-        found += _quality(at, trained)
-        forward = _cell(cells, hidden, FORWARD, True)
-        found.append(Verdict(f"{at}, forward alone", FORWARD_ALONE, _multiple(forward, OURS), TIMES))
+        trained = hidden, FORWARD_BACKWARD, True
+        goals = [
+            ("certified", CERTIFIED[hidden], value(_multiple, OURS, *trained), TIMES),
+            ("exact", WITHOUT_LOSS[hidden], value(_multiple, EXACT, *trained), TIMES),
+            (
+                "memory beyond the results",
+                EXTRA_BYTES / 2**20,
+                value(_mebibytes_beyond, OURS, *trained),
+                " MiB",
+            ),
+            ("worst |Δlogp|", LOGPROB_ERROR, value(_error("logprob"), OURS, *trained), " nat"),
+            ("relative dX", GRADIENT_ERROR, value(_error("hidden_gradient"), OURS, *trained), ""),
+            ("relative dW", GRADIENT_ERROR, value(_error("weight_gradient"), OURS, *trained), ""),
+            ("forward alone", FORWARD_ALONE, value(_multiple, OURS, hidden, FORWARD, True), TIMES),
+        ]
         if hidden in FROZEN:
-            frozen = _cell(cells, hidden, FORWARD_BACKWARD, False)
-            found.append(Verdict(f"{at}, frozen head", FROZEN[hidden], _multiple(frozen, OURS), TIMES))
+            frozen = value(_multiple, OURS, hidden, FORWARD_BACKWARD, False)
+            goals.append(("frozen head", FROZEN[hidden], frozen, TIMES))
+        found += [Verdict(f"H = {hidden}, {what}", *rest) for what, *rest in goals]
     return found
 
 
-def _quality(at: str, cell: Cell | None) -> list[Verdict]:
-    result = _result(cell, OURS)
-    beyond = None
-    if result is not None and result.memory is not None and result.memory.allocator is not None:
-        beyond = max(0, result.memory.allocator - cell.output_bytes) / 2**20
-    accuracy = None if result is None else result.accuracy
-    return [
-        Verdict(f"{at}, memory beyond the results", EXTRA_BYTES / 2**20, beyond, " MiB"),
-        Verdict(f"{at}, worst |Δlogp|", LOGPROB_ERROR, accuracy and accuracy.logprob, " nat"),
-        Verdict(f"{at}, relative dX", GRADIENT_ERROR, accuracy and accuracy.hidden_gradient),
-        Verdict(f"{at}, relative dW", GRADIENT_ERROR, accuracy and accuracy.weight_gradient),
-    ]
+def _multiple(cell: Measurement) -> float | None:
+    seconds = cell.ceilings.get("product_seconds")
+    return None if cell.time is None or not seconds else cell.time.median / 1e3 / seconds
 
 
-def _cell(cells: Sequence[Cell], hidden: int, mode: str, trainable: bool) -> Cell | None:
-    def fits(s: Setting) -> bool:
-        return is_goal(s) and s.hidden == hidden and s.mode == mode and s.trainable == trainable
-
-    return next((cell for cell in cells if fits(cell.setting)), None)
-
-
-def _result(cell: Cell | None, name: str) -> Result | None:
-    results = [] if cell is None else cell.results
-    return next((r for r in results if r.name == name and r.state == OK), None)
-
-
-def _multiple(cell: Cell | None, name: str) -> float | None:
-    result = _result(cell, name)
-    if result is None or result.time is None or cell.product is None:
+def _mebibytes_beyond(cell: Measurement) -> float | None:
+    if cell.memory is None or cell.memory.allocator is None:
         return None
-    return result.time.median / cell.product.median
+    return max(0.0, cell.memory.allocator - cell.metrics["output_bytes"]) / 2**20
+
+
+def _error(name: str) -> Callable[[Measurement], float | None]:
+    return lambda cell: cell.accuracy.get(name)

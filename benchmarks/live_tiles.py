@@ -1,7 +1,12 @@
-"""How many vocabulary tiles of a row matter: counting them, and histograms of the counts."""
+"""How many vocabulary tiles of a row matter: counting them, and histograms of the counts.
+
+`python -m benchmarks tiles` counts those of saved rows, with the head of a GGUF file. It is dequantised part
+by part: a head of 151,936 x 1,536 takes 100 MB, where loading the model takes gigabytes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections import Counter
@@ -18,6 +23,7 @@ HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.j
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
 PART_ROWS = 64 * TILE
 _CHUNK_BYTES = 256 << 20
+_GGUF_HEADS = ("output.weight", "token_embd.weight")  # a tied head has the second name alone
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,13 @@ def load_histogram(path: Path) -> Histogram:
     return histogram
 
 
+def given_histogram(path: Path | None, device: torch.device) -> Histogram | None:
+    """The one asked for; on a GPU the checked-in one, where there is a checkout."""
+    if path is None and device.type == "cuda" and HISTOGRAM.is_file():
+        path = HISTOGRAM
+    return None if path is None else load_histogram(path)
+
+
 def _of_json(path: Path) -> Histogram:
     found = json.loads(path.read_text())
     found["rows_by_live_tiles"] = {int(k): int(n) for k, n in found["rows_by_live_tiles"].items()}
@@ -81,15 +94,20 @@ def _of_json(path: Path) -> Histogram:
 
 
 def _of_rows(path: Path) -> Histogram:
+    counts, about = _tensor(path, "live_tiles")
+    found = histogram_of(counts, about["source"], int(about["vocabulary"]))
+    return replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
+
+
+def _tensor(path: Path, name: str) -> tuple[Tensor, dict[str, str]]:
+    """One tensor of a safetensors file, and what the file says about itself."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            about, counts = file.metadata() or {}, file.get_tensor("live_tiles")
-    except SafetensorError as error:
-        raise ValueError(error) from error
-    found = histogram_of(counts, about["source"], int(about["vocabulary"]))
-    return replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
+            return file.get_tensor(name), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
@@ -131,3 +149,49 @@ def row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Rows whose float32 logits fit a fixed memory."""
     size = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
     return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=Path, required=True, metavar="FILE", help="safetensors with `hidden`")
+    parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the model the rows are of")
+    parser.add_argument("--source", required=True, help="the model and how its rows were made, in words")
+    parser.add_argument("--limit", type=int, help="the first rows alone")
+    parser.add_argument("--histogram", type=Path, required=True, metavar="OUT", help="JSON to write")
+
+
+def main(options: argparse.Namespace) -> int:
+    """
+    Raises:
+        ValueError: a file without what is needed, or rows that do not fit the head.
+    """
+    hidden = _tensor(options.rows, "hidden")[0][: options.limit]
+    vocabulary, width, parts = open_head(options.gguf)
+    if hidden.shape[1] != width:
+        raise ValueError(f"{options.rows} has rows of {hidden.shape[1]}, the head of {options.gguf} {width}")
+    found = histogram_of(live_tiles(hidden, parts), options.source, vocabulary)
+    found.save(options.histogram)
+    print(f"{len(hidden)} rows: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
+    return 0
+
+
+def open_head(path: Path) -> tuple[int, int, Iterator[Tensor]]:
+    """V, H, and the head's rows in order, PART_ROWS at a time, dequantised to float32.
+
+    Raises:
+        ImportError: the gguf package is missing.
+        ValueError: the file has no head.
+    """
+    from gguf import GGUFReader, dequantize
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    head = next((tensors[name] for name in _GGUF_HEADS if name in tensors), None)
+    if head is None:
+        raise ValueError(f"{path} has neither {' nor '.join(_GGUF_HEADS)}")
+    width, vocabulary = (int(size) for size in head.shape)  # GGUF counts from the innermost
+
+    def parts() -> Iterator[Tensor]:
+        for start in range(0, vocabulary, PART_ROWS):
+            rows = head.data[start : start + PART_ROWS]
+            yield torch.from_numpy(dequantize(rows, head.tensor_type).reshape(-1, width))
+
+    return vocabulary, width, parts()

@@ -1,34 +1,156 @@
-"""`python -m benchmarks.machine`: what a measurement is made on: versions, tools, clocks, and ceilings."""
+"""Where a measurement is made: versions, tools, clocks, revision, command, and what the device does at best.
+
+`python -m benchmarks.machine` prints all of it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .environment import environment, gpu_state
-from .timing import seconds_of, summarise
+from grpo_fast.run_record.logs import provenance
 
+from .contest import BYTES, FLOPS, Entrant, Prepared, Work
+from .measure import seconds_of
+from .problem import DTYPES
+
+PEER_PACKAGES = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo")
 TOOLS = ("nvcc", "g++", "ncu", "compute-sanitizer", "cuobjdump")
-_SIDE = {"cuda": 8192, "cpu": 512}
+VENDORS_PRODUCT, COPY = "matrix product of the vendor's library", "copy"
+_GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+_COPY_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+_SIDE = {"cuda": 8192, "cpu": 1024}  # of a square product large enough for the full rate
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Everything needed to judge or repeat a run; measures the copy bandwidth, a fraction of a second."""
+    found = provenance() | {"command": _command(sys.argv)}
+    installed = {package.metadata["Name"]: package.version for package in metadata.distributions()}
+    found["versions"] |= {name: installed[name] for name in PEER_PACKAGES if name in installed}
+    found["cuda"] = torch.version.cuda
+    found["git"] = _git()
+    found["benchmark_device"] = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else found["device"]
+    )
+    found["copy_gigabytes_per_second"] = _rates(copy(device), device)[BYTES] / 1e9
+    return found
+
+
+def gpu_state(device: torch.device) -> dict[str, str] | None:
+    """Clocks, temperature and power now; None without an NVIDIA driver's tool."""
+    tool = shutil.which("nvidia-smi")
+    if device.type != "cuda" or tool is None:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    line = _output(tool, f"--id={uuid}", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader")
+    values = line.splitlines()[0].split(", ") if line else []
+    return dict(zip(_GPU_STATE, values, strict=True)) if len(values) == len(_GPU_STATE) else None
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """As one would type it: no path of this machine, and not where the results went."""
+    program, *options = arguments
+    kept = [word for before, word in pairwise(["", *options]) if "--json" not in (before, word)]
+    path = Path(program)
+    if path.parent != Path(__file__).parent:
+        return [path.name, *kept]
+    module = "benchmarks" if path.stem == "__main__" else f"benchmarks.{path.stem}"
+    return ["python", "-m", module, *kept]
+
+
+def _git() -> dict[str, Any] | None:
+    here = str(Path(__file__).parent)
+    revision = _output("git", "-C", here, "rev-parse", "HEAD")
+    if not revision:
+        return None
+    return {"revision": revision, "changed": bool(_output("git", "-C", here, "status", "--porcelain"))}
+
+
+def _output(*command: str) -> str:
+    """What a command prints, stripped; nothing where it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def product(rows: int, depth: int, columns: int, dtype: str, device: torch.device, seed: int = 0) -> Entrant:
+    """X (rows, depth) times Wᵀ, W (columns, depth), of normal numbers; the result is written to memory."""
+    return Entrant(
+        VENDORS_PRODUCT, partial(_product, rows, depth, columns, dtype, device, seed), ceiling=True
+    )
+
+
+def square_product(dtype: str, device: torch.device) -> Entrant:
+    """A product large enough for the full rate: what a whole model's arithmetic is compared with."""
+    side = _SIDE[device.type]
+    return product(side, side, side, dtype, device)
+
+
+def copy(device: torch.device) -> Entrant:
+    """From memory to memory, far larger than any cache."""
+    return Entrant(COPY, partial(_copy, device), ceiling=True)
+
+
+def _product(rows: int, depth: int, columns: int, dtype: str, device: torch.device, seed: int) -> Prepared:
+    generator = torch.Generator(device).manual_seed(seed)
+    x, w = (
+        torch.randn(count, depth, dtype=DTYPES[dtype], device=device, generator=generator)
+        for count in (rows, columns)
+    )
+    return Prepared(multiplication([(x, w)]), Work(flops=2.0 * rows * depth * columns))
+
+
+def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[object], None]:
+    """One X Wᵀ a call, of each (N, H) and (V, H) in turn, in parts where the result is huge."""
+    (x, w), *_ = operands
+    room = torch.cuda.mem_get_info(x.device)[0] // 8 if x.is_cuda else 1 << 28  # bytes
+    rows = max(1, min(len(x), room // (len(w) * x.element_size())))
+    out = x.new_empty(rows, len(w))
+    turns = itertools.cycle(operands)
+
+    def run(_: object) -> None:
+        x, w = next(turns)
+        for part in x.split(rows):
+            torch.mm(part, w.T, out=out[: len(part)])
+
+    return run
+
+
+def _copy(device: torch.device) -> Prepared:
+    size = _COPY_BYTES[device.type]
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Prepared(lambda _: target.copy_(source), Work(bytes=2.0 * size))
+
+
+def _rates(ceiling: Entrant, device: torch.device) -> dict[str, float]:
+    """At the median of a few repetitions."""
+    prepared = ceiling.prepare()
+    seconds_of(lambda: prepared.run(None), device)
+    return prepared.work.rates(seconds_of(lambda: prepared.run(None), device, 9).median / 1e3)
 
 
 def machine() -> dict[str, Any]:
     """Everything about the device and its software; takes a few seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    side = _SIDE[device.type]
-    x, w = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    x @ w.T
-    product = summarise([seconds_of(lambda: x @ w.T, device) for _ in range(15)])
     return environment(device) | {
         "gpu_state": gpu_state(device),
-        "bf16_product_tflops": 2 * side**3 / product.median * 1e-9,
+        "bf16_product_tflops": _rates(square_product("bfloat16", device), device)[FLOPS] / 1e12,
         "tools": {tool: shutil.which(tool) for tool in TOOLS},
         "packages": {found.metadata["Name"]: found.version for found in metadata.distributions()},
     }

@@ -28,9 +28,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.environment import environment
+from benchmarks.machine import environment
 from benchmarks.peer_projects import SUITES, Suite
-from benchmarks.session import write_json
+from benchmarks.record import write_json
 
 if TYPE_CHECKING:
     import pytest

@@ -1,4 +1,8 @@
-"""What is measured: one setting, and the tensors of one batch in it."""
+"""What the head is measured on: one setting, the tensors of one batch in it, and the losses it can end in.
+
+The losses are defined once, for the peers and the oracle, in plain torch, so that no peer pays for the
+metrics of our own. A batch is S equally long sequences.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,25 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from .losses import LOGPROB, NAMES, loss_of
+from torch.nn.functional import logsigmoid
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 MODES = (FORWARD_BACKWARD, FORWARD)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LOGPROB, GRPO, CROSS_ENTROPY, DPO = LOSSES = ("logprob", "grpo", "cross_entropy", "dpo")
+NAMES = {LOGPROB: "log-probabilities", GRPO: "GRPO", CROSS_ENTROPY: "cross-entropy", DPO: "DPO"}
+CLIP, KL_BETA, DPO_BETA = 0.2, 0.04, 0.1
+PRODUCT = "one product X Wᵀ"
+
+_NEAR, _FAR, _FAR_SHARE = 0.1, 0.4, 0.1
+"""Log-ratios of the policy to the old one: at most `_NEAR`, or `_FAR` either way for a share of the tokens.
+In between lies the clip; rounding must not decide on which side of it a token is."""
+_REFERENCE_SPREAD = 0.1  # standard deviation of the log-ratio to the reference
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One cell of the benchmark: all implementations are measured in it together."""
+    """One shape of the head, in which all implementations are measured together."""
 
     rows: str  # "flat", "peaked", "real" (a model's own), "histogram" (made to match a model's live tiles)
     tokens: int  # N
@@ -29,18 +41,26 @@ class Setting:
     loss: str = LOGPROB  # one of LOSSES
 
     @property
-    def title(self) -> str:
-        head = "" if self.mode == FORWARD else ", trainable head" if self.trainable else ", frozen head"
-        return (
-            f"{NAMES[self.loss]}, {self.mode.replace('_', ' + ')}{head}, {self.rows} rows, "
-            f"N {self.tokens:,}, H {self.hidden:,}, V {self.vocabulary:,}, {self.dtype}"
-        )
+    def product_flops(self) -> float:
+        """Of one X Wᵀ."""
+        return 2.0 * self.tokens * self.hidden * self.vocabulary
 
     @property
     def flops(self) -> float:
         """Of a dense computation that keeps its logits: one product forward, one per gradient."""
-        products = 1 if self.mode == FORWARD else 2 + self.trainable
-        return 2.0 * products * self.tokens * self.hidden * self.vocabulary
+        return (1 if self.mode == FORWARD else 2 + self.trainable) * self.product_flops
+
+    @property
+    def least_bytes(self) -> float:
+        """Inputs read once and results written once: what no implementation of the head avoids."""
+        size = DTYPES[self.dtype].itemsize
+        hidden, weight = self.tokens * self.hidden * size, self.vocabulary * self.hidden * size
+        gradients = 0 if self.mode == FORWARD else hidden + self.trainable * weight
+        return hidden + weight + gradients + (8 + 4) * self.tokens  # targets in, log-probabilities out
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Of an implementation that takes so long, were it dense: leaving work out raises them."""
+        return {"flops_per_second": self.flops / seconds, "bytes_per_second": self.least_bytes / seconds}
 
 
 @dataclass(frozen=True)
@@ -73,13 +93,13 @@ class Problem:
 
     @property
     def input_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.hidden, self.weight, self.targets))
+        return sum(t.nbytes for t in (self.hidden, self.weight, self.targets))
 
     @property
     def output_bytes(self) -> int:
         """Log-probabilities and the gradients asked for: what no implementation can avoid."""
         gradients = [t for t in (self.hidden, self.weight) if t.requires_grad]
-        return 4 * self.targets.numel() + sum(t.numel() * t.element_size() for t in gradients)
+        return 4 * self.targets.numel() + sum(t.nbytes for t in gradients)
 
 
 @dataclass(frozen=True)
@@ -92,3 +112,47 @@ class Outcome:
 
 
 Run = Callable[[], Outcome]
+
+
+def loss_of(problem: Problem, logprobs: Tensor) -> Tensor:
+    """The problem's loss () of the targets' log-probabilities (N,)."""
+    return _DEFINITIONS[problem.loss](problem, logprobs)
+
+
+def old_and_reference(logprobs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of log-probabilities (N,): (N,) those of a slightly older policy, and (N,) of a reference model."""
+    kind = {"device": logprobs.device, "generator": generator}
+    steps = 2 * torch.rand(logprobs.shape, **kind) - 1
+    far = torch.rand(logprobs.shape, **kind) < _FAR_SHARE
+    old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
+    return old, logprobs - _REFERENCE_SPREAD * torch.randn(logprobs.shape, **kind)
+
+
+def _policy_gradient(problem: Problem, logprobs: Tensor) -> Tensor:
+    """REINFORCE, and the gradient of GRPO exactly on-policy."""
+    return -(problem.advantages * logprobs).mean()
+
+
+def _grpo(problem: Problem, logprobs: Tensor) -> Tensor:
+    """DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; sequences of one length make its means one over tokens."""
+    ratio = (logprobs - problem.old_logprobs).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    surrogate = torch.minimum(ratio * problem.advantages, clipped * problem.advantages)
+    away = problem.ref_logprobs - logprobs
+    return (KL_BETA * (torch.expm1(away) - away) - surrogate).mean()
+
+
+def _cross_entropy(problem: Problem, logprobs: Tensor) -> Tensor:
+    return -logprobs.mean()
+
+
+def _dpo(problem: Problem, logprobs: Tensor) -> Tensor:
+    """DPO, arXiv 2305.18290, eq. 7. Pair i is sequence i, chosen, and i + S/2, rejected.
+
+    The reference's sums are the same for both of a pair, so that they cancel: Liger's fused loss takes none.
+    """
+    chosen, rejected = logprobs.view(2, problem.sequences // 2, -1).sum(2)
+    return -logsigmoid(DPO_BETA * (chosen - rejected)).mean()
+
+
+_DEFINITIONS = {LOGPROB: _policy_gradient, GRPO: _grpo, CROSS_ENTROPY: _cross_entropy, DPO: _dpo}

@@ -12,13 +12,16 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .live_tiles import HISTOGRAM, load_histogram
+from .machine import multiplication
+from .measure import seconds_of
 from .problem import FORWARD_BACKWARD, Problem, Setting
-from .row_sources import Sources, make_problem
-from .timing import seconds_of, summarise
+from .rows import Sources, make_problem
+from .tables import label
 
 REPEATS, SAMPLES = 5, 9
 TOKENS = 16_384
@@ -31,7 +34,7 @@ SHAPES = (  # H, V, trainable, tolerance
 )
 
 
-def step(problem: Problem, tolerance: float | None) -> Callable[[], None]:
+def step(problem: Problem, tolerance: float | None) -> Callable[[], object]:
     """One forward and backward; gradients are dropped."""
     from grpo_fast import linear_logprob
 
@@ -43,7 +46,7 @@ def step(problem: Problem, tolerance: float | None) -> Callable[[], None]:
     return run
 
 
-def profiled(run: Callable[[], None], device: torch.device) -> list[dict[str, float | str]]:
+def profiled(run: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
     """Kernels by time, milliseconds and launches a step."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -60,29 +63,28 @@ def profiled(run: Callable[[], None], device: torch.device) -> list[dict[str, fl
     return sorted(kernels, key=lambda kernel: -kernel["ms"])
 
 
-def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | None) -> dict:
+def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | None) -> dict[str, Any]:
     """One shape's profile, its wall time, and the product's."""
     device = torch.device("cuda")
     setting = Setting("histogram", TOKENS, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
     problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed=0)
     run = step(problem, tolerance)
     kernels = profiled(run, device)
-    wall = summarise([seconds_of(run, device) for _ in range(SAMPLES)]).median
-    x, w = problem.hidden.detach(), problem.weight.detach()
-    product = summarise([seconds_of(lambda: x @ w.T, device) for _ in range(SAMPLES)]).median
-    busy = sum(kernel["ms"] for kernel in kernels)
+    wall = seconds_of(run, device, SAMPLES).median
+    multiply = multiplication([(problem.hidden.detach(), problem.weight.detach())])
+    product = seconds_of(lambda: multiply(None), device, SAMPLES).median
     return {
-        "setting": setting.title,
+        "setting": label(vars(setting)),
         "tolerance": tolerance,
         "step_ms": wall,
         "product_ms": product,
         "multiple": wall / product,
-        "idle_ms": wall - busy,
+        "idle_ms": wall - sum(kernel["ms"] for kernel in kernels),
         "kernels": kernels,
     }
 
 
-def show(found: dict) -> None:
+def show(found: dict[str, Any]) -> None:
     product = found["product_ms"]
     print(f"{found['setting']}, tolerance {found['tolerance']}")
     print(f"  {found['step_ms']:.2f} ms = {found['multiple']:.3f} products of {product:.2f} ms")

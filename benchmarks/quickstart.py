@@ -21,7 +21,7 @@ from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
 from grpo_fast.run_record.summary import duration_text, score_text
 
-from .session import write_json
+from .record import write_json
 
 
 def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The JSON of a run: written after every cell, read back by `compare` and the reports.
+"""The JSON of a run: written after every shape, read back by `compare` and the reports.
 
 Every subcommand writes one document: `schema`, `kind` (its name), `environment` (device, versions, git
-revision, command), `options`, `gpu_states`, `not_measured`, `stopped` and `cells`. A cell is a `Measurement`:
-one implementation at one shape. `head` alone writes a cell for a setting, with every implementation in it;
-`read` gives its results as measurements too, so a reader needs one form.
+revision, command), `options`, `gpu_states`, `notes`, `not_measured`, `stopped`, `culprit` and `cells`. A cell
+is a `Measurement`: one implementation at one shape. Earlier records of `head` have a cell for each setting,
+with every implementation in it; `read` gives measurements for these too.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .accuracy import Accuracy
-from .cell import Cell, Result
-from .failures import ERROR, LATE
-from .failures import OOM as OUT_OF_MEMORY
-from .problem import Setting
-from .timing import Memory, Spread
+from .measure import FAILED, NO_TIME, OK, OOM, SKIPPED, Memory, Spread
+from .problem import PRODUCT, Setting
 
 SCHEMA = 1
 HEAD = "head"
-OK, SKIPPED, OOM, FAILED = "ok", "skipped", "oom", "failed"
-STATUS = {OK: OK, SKIPPED: SKIPPED, OUT_OF_MEMORY: OOM, ERROR: FAILED, LATE: SKIPPED}  # of `failures`' states
+_OLD_STATES = {"out of memory": OOM, "error": FAILED, NO_TIME: SKIPPED}  # of `head`'s earlier records
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,10 @@ class Measurement:
     metrics: dict[str, float] = field(default_factory=dict)  # anything derived: tokens_per_second, mfu, ...
     ceilings: dict[str, float] = field(default_factory=dict)  # measured beside it, in the same run
 
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.memory is None else self.memory.best
+
 
 @dataclass(frozen=True)
 class Record:
@@ -55,119 +53,81 @@ class Record:
     environment: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     gpu_states: list[dict[str, str] | None] = field(default_factory=list)  # clocks, temperature, power
+    notes: list[str] = field(default_factory=list)  # what shapes do not say, such as where rows come from
     not_measured: list[dict[str, Any]] = field(default_factory=list)  # shapes that the time did not reach
     stopped: str | None = None  # why the run ended early
+    culprit: str | None = None  # the implementation that broke the device
 
 
-def save(path: Path, cells: Sequence[Cell | Measurement], *, kind: str = HEAD, **about: Any) -> None:
+def save(path: Path, record: Record) -> None:
+    write_json(path, {"schema": SCHEMA, **asdict(record)})
+
+
+def write_json(path: Path, document: Any) -> None:
     """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
-    document = {"schema": SCHEMA, "kind": kind, **about, "cells": [asdict(cell) for cell in cells]}
     temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(_finite(document), indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(_finite(document), indent=1, ensure_ascii=False)
+    temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def load(path: Path) -> tuple[list[Cell], dict[str, Any]]:
-    """The cells of `head`, and everything else in the file.
-
-    Raises:
-        ValueError: not a file that `python -m benchmarks head --json` wrote.
-    """
-    try:
-        document = _document(path)
-        if document["kind"] != HEAD:
-            raise ValueError(f"it is of the kind {document['kind']!r}, not {HEAD!r}")
-        return [_cell(cell) for cell in document.pop("cells")], document
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no benchmark record: {error}") from error
-
-
 def read(path: Path) -> Record:
-    """A record of any kind, with the results of `head` as measurements.
-
+    """
     Raises:
         ValueError: not a file that `python -m benchmarks COMMAND --json` wrote.
     """
     try:
-        document = _document(path)
-        if document["kind"] == HEAD:
-            cells = [row for cell in document["cells"] for row in measurements(_cell(cell))]
-        else:
-            cells = [_measurement(cell) for cell in document["cells"]]
-        known = ("options", "gpu_states", "not_measured", "stopped")
-        about = {name: document[name] for name in known if name in document}
-        return Record(document["kind"], cells, document["environment"], **about)
+        document = json.loads(path.read_text())
+        if document.pop("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        cells = document.pop("cells")
+        found = [one for cell in cells for one in (_of_setting(cell) if "setting" in cell else [cell])]
+        return Record(**{"kind": HEAD} | document | {"cells": [_measurement(one) for one in found]})
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no benchmark record: {error}") from error
 
 
-def measurements(cell: Cell) -> list[Measurement]:
-    """One cell of `head`, an implementation at a time."""
-    ceilings = {} if cell.product is None else {"product_seconds": cell.product.median / 1e3}
-    shape = asdict(cell.setting)
-    return [
-        Measurement(
-            implementation=result.name,
-            shape=shape,
-            status=STATUS[result.state],
-            reason=result.reason or (result.state if result.state == LATE else ""),
-            seconds=list(result.seconds),
-            time=result.time,
-            memory=result.memory,
-            accuracy=_present(result.accuracy),
-            metrics=dict(result.certificate or {}),
-            ceilings=ceilings,
+def _of_setting(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measurements of one setting of an earlier record of `head`: the product, then the others."""
+    setting = Setting(**cell["setting"])
+    product, ceilings = cell["product"], {}
+    found = []
+    if product is not None:
+        seconds = product["median"] / 1e3
+        ceilings = {"flops_per_second": setting.product_flops / seconds, "product_seconds": seconds}
+        found = [{"implementation": PRODUCT, "shape": asdict(setting), "time": product, "metrics": ceilings}]
+    for result in cell["results"]:
+        metrics = dict(result["certificate"] or {}) | {"output_bytes": cell["output_bytes"]}
+        if result["time"] is not None:
+            metrics |= setting.rates(result["time"]["median"] / 1e3)
+        state = result["state"]
+        found.append(
+            {
+                "implementation": result["name"],
+                "shape": asdict(setting),
+                "status": _OLD_STATES.get(state, state),
+                "reason": result["reason"] or (NO_TIME if state == NO_TIME else ""),
+                "seconds": result.get("seconds", []),
+                "time": result["time"],
+                "memory": result["memory"],
+                "accuracy": {k: v for k, v in (result["accuracy"] or {}).items() if v is not None},
+                "metrics": metrics,
+                "ceilings": ceilings,
+            }
         )
-        for result in cell.results
-    ]
-
-
-def _document(path: Path) -> dict[str, Any]:
-    document = json.loads(path.read_text())
-    if document["schema"] != SCHEMA:
-        raise ValueError(f"schema {document['schema']}, this reads {SCHEMA}")
-    return {"kind": HEAD} | document
-
-
-def _cell(found: dict[str, Any]) -> Cell:
-    return Cell(
-        **found
-        | {
-            "setting": Setting(**found["setting"]),
-            "product": _maybe(Spread, found["product"]),
-            "results": [_result(result) for result in found["results"]],
-        }
-    )
-
-
-def _result(found: dict[str, Any]) -> Result:
-    return Result(
-        **found
-        | {
-            "time": _maybe(Spread, found["time"]),
-            "memory": _maybe(Memory, found["memory"]),
-            "accuracy": _maybe(Accuracy, _numbers(found["accuracy"])),
-            "seconds": tuple(found.get("seconds", ())),
-        }
-    )
+    return found
 
 
 def _measurement(found: dict[str, Any]) -> Measurement:
+    """Of JSON, in which numbers that are not finite are strings."""
     numbers = {
-        name: _numbers(found[name]) for name in ("accuracy", "phases", "metrics", "ceilings") if name in found
+        name: {key: float(value) if isinstance(value, str) else value for key, value in found[name].items()}
+        for name in ("accuracy", "phases", "metrics", "ceilings")
+        if name in found
     }
-    parts = {"time": _maybe(Spread, found.get("time")), "memory": _maybe(Memory, found.get("memory"))}
+    kinds = {"time": Spread, "memory": Memory}
+    parts = {name: kind(**found[name]) for name, kind in kinds.items() if found.get(name) is not None}
     return Measurement(**found | numbers | parts)
-
-
-def _present(accuracy: Accuracy | None) -> dict[str, float]:
-    if accuracy is None:
-        return {}
-    return {name: value for name, value in asdict(accuracy).items() if value is not None}
-
-
-def _maybe(kind: type, found: dict[str, Any] | None) -> Any:
-    return None if found is None else kind(**found)
 
 
 def _finite(value: Any) -> Any:
@@ -177,9 +137,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {name: float(value) if isinstance(value, str) else value for name, value in found.items()}

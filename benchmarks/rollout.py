@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,19 @@ import torch
 from grpo_fast.rollout import make_engine, sampling_of
 from grpo_fast.rollout.config import RolloutConfig
 
-from .architectures import ARCHITECTURES, Architecture, architecture_of, make_policy, make_tokenizer
 from .contest import TOKENS, Contest, Entrant, Prepared
-from .session import add_common_arguments, check_common, choose_names, positive, run_session
-from .stopwatch import Stopwatch
-from .workload import LENGTHS, load_lengths
+from .measure import Stopwatch
+from .models import (
+    LENGTHS,
+    Architecture,
+    add_model_arguments,
+    chosen_models,
+    load_lengths,
+    make_policy,
+    make_tokenizer,
+)
+from .peers import choose_names
+from .session import add_common_arguments, check_common, positive, run_session
 
 KIND = "rollout"
 ENGINES = ("transformers", "vllm")
@@ -83,10 +92,7 @@ class Rollout:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    parser.add_argument(
-        "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
-    )
-    parser.add_argument("--layers", type=positive, help="only so many of its layers (on a CPU 4)")
+    add_model_arguments(parser, layers_on_cpu=4)
     parser.add_argument("--prompts", type=positive, help="of one call (32; on a CPU 2)")
     parser.add_argument("--group", type=positive, help="completions a prompt (16; on a CPU 8)")
     parser.add_argument("--completion", type=positive, help="tokens of a completion (512; on a CPU 24)")
@@ -101,15 +107,14 @@ def main(options: argparse.Namespace) -> int:
         ValueError: a value that cannot be used; the message says which and why.
     """
     device = check_common(options)
-    names = choose_names(ENGINES, options.impl) if options.impl else _USUAL[device.type]
-    prompts, group, completion, layers = _SIZES[device.type]
-    prompts, group = options.prompts or prompts, options.group or group
-    completion = options.completion or completion
+    names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[device.type]
+    asked = (options.prompts, options.group, options.completion)
+    *usual, layers = _SIZES[device.type]
+    prompts, group, completion = (given or size for given, size in zip(asked, usual, strict=True))
     lengths = load_lengths(options.lengths or LENGTHS).draw(prompts, 1, options.seed)
     generator = random.Random(options.seed)
     bouts = []
-    for model in options.model or _MODELS[device.type]:
-        architecture = architecture_of(model, options.layers or (None if options.model else layers))
+    for architecture in chosen_models(options, _MODELS[device.type], layers):
         words = range(architecture.vocabulary - 2)
         rollout = Rollout(
             architecture,
@@ -121,7 +126,7 @@ def main(options: argparse.Namespace) -> int:
             options.seed,
         )
         shape = {
-            "model": model,
+            "model": architecture.name,
             "layers": architecture.layers,
             "prompts": prompts,
             "prompt_tokens": sum(length for length, _ in lengths),
@@ -129,6 +134,6 @@ def main(options: argparse.Namespace) -> int:
             "completion": completion,
             "dtype": options.dtype,
         }
-        entrants = [Entrant(name, lambda name=name, rollout=rollout: rollout.prepare(name)) for name in names]
+        entrants = [Entrant(name, partial(rollout.prepare, name)) for name in names]
         bouts.append(Contest(shape, entrants, device, wall=True))
     return run_session(KIND, options, device, bouts)

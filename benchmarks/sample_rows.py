@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ def main(options: argparse.Namespace) -> int:
     """
     if options.out is None and options.histogram is None:
         raise ValueError("give --out FILE, --histogram FILE or both")
-    prompts = _prompts(options)
-    name, model, tokenizer = _load(options)
+    prompts = read_prompts(options)
+    name, model, tokenizer = load_model(options)
     weight = _plain_head(model)
     parts = list(_sampled_rows(model, tokenizer, prompts, options))
     hidden, targets = torch.cat([h for h, _ in parts]), torch.cat([t for _, t in parts])
@@ -58,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(options: argparse.Namespace) -> list[str]:
+def read_prompts(options: argparse.Namespace) -> list[str]:
     if options.task is not None:
         from grpo_fast.data.tasks import import_reasoning_gym
 
@@ -79,7 +80,7 @@ def _question(row: dict, path: Path, number: int) -> str:
     )
 
 
-def _load(options: argparse.Namespace):
+def load_model(options: argparse.Namespace) -> tuple[str, Any, Any]:
     """Its name, the model, the tokenizer. The name of a GGUF file says how its weights were rounded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -91,7 +92,7 @@ def _load(options: argparse.Namespace):
     return Path(source).name, model.eval().to(device), AutoTokenizer.from_pretrained(source)
 
 
-def _plain_head(model: torch.nn.Module) -> Tensor:
+def _plain_head(model: Any) -> Tensor:
     from grpo_fast.policy.architecture import head_parameters
 
     head = head_parameters(model)
@@ -102,30 +103,38 @@ def _plain_head(model: torch.nn.Module) -> Tensor:
 
 @torch.no_grad()
 def _sampled_rows(
-    model: torch.nn.Module, tokenizer, prompts: Sequence[str], options: argparse.Namespace
+    model: Any, tokenizer: Any, prompts: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each prompt, (T, H) hidden states and (T,) the tokens sampled from them."""
+    for ids, start in sampled(model, tokenizer, prompts, 1, max_tokens=options.max_tokens, seed=options.seed):
+        yield model.base_model(input_ids=ids[None]).last_hidden_state[0, start - 1 : -1], ids[start:]
+
+
+def sampled(
+    model: Any, tokenizer: Any, prompts: Sequence[str], each: int, *, max_tokens: int, seed: int
+) -> list[tuple[Tensor, int]]:
+    """Of each prompt so many sequences, sampled at temperature 1: tokens, (L,), and the prompt's length."""
     from grpo_fast.rollout.transformers import TransformersEngine
     from grpo_fast.rollout.types import Sampling
 
     tokens = [_tokenised(tokenizer, prompt) for prompt in prompts]
-    sampling = Sampling(options.max_tokens, temperature=1.0, seed=options.seed)
     with TransformersEngine(model, tokenizer, eos_ids=_end_tokens(model, tokenizer)) as engine:
-        groups = engine.generate(tokens, 1, sampling)
-    for prompt, (completion,) in zip(tokens, groups, strict=True):
-        ids = torch.tensor([[*prompt, *completion.token_ids]], device=model.device)
-        hidden = model.base_model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
-        yield hidden, ids[0, len(prompt) :]
+        groups = engine.generate(tokens, each, Sampling(max_tokens, temperature=1.0, seed=seed))
+    return [
+        (torch.tensor([*prompt, *completion.token_ids], device=model.device), len(prompt))
+        for prompt, completions in zip(tokens, groups, strict=True)
+        for completion in completions
+    ]
 
 
-def _tokenised(tokenizer, prompt: str) -> list[int]:
+def _tokenised(tokenizer: Any, prompt: str) -> list[int]:
     if tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
     turns = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def _end_tokens(model: torch.nn.Module, tokenizer) -> set[int]:
+def _end_tokens(model: Any, tokenizer: Any) -> set[int]:
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return {token for token in (*ids, tokenizer.eos_token_id) if token is not None}

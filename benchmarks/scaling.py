@@ -8,59 +8,59 @@ least that reading every row and every vocabulary entry allows.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .cell import CellRun, Limits
-from .failures import OK as WENT_WELL
-from .failures import failure_of
-from .fit import fit_power_law
-from .peers import Peer, all_peers, choose
-from .problem import DTYPES, FORWARD_BACKWARD, Setting
-from .record import OK, STATUS, Measurement, measurements
-from .row_sources import Sources, make_problem
+from .contest import Contest, Limits
+from .head_contest import HeadContests
+from .measure import failure_of, synchronize
+from .peers import all_peers, choose
+from .problem import DTYPES, FORWARD_BACKWARD, PRODUCT, Setting
+from .record import OK, Measurement
+from .rows import Sources, make_problem
 from .session import add_common_arguments, check_common, positive, run_session
-from .timing import synchronize
+from .tables import OURS
 
 KIND = "scaling"
 MODEL_CHECK = "memory model of ours"
-_USUAL = ("ours", "torch full logits")
-_CUDA = (
-    (1024, 4096, 16_384, 65_536, 262_144),
-    (16_384, 32_768, 65_536, 131_072, 262_144),
-    16_384,
-    65_536,
-    2048,
-)
-_CPU = ((64, 128, 256, 512), (1024, 2048, 4096, 8192), 128, 4096, 128)
-_AXES = ("tokens", "vocabulary")
+_USUAL = (OURS, "torch full logits")
+_SIZES = {  # N along its axis, V along its axis, and N, V and H while the others move
+    "cuda": (
+        (1024, 4096, 16_384, 65_536, 262_144),
+        (16_384, 32_768, 65_536, 131_072, 262_144),
+        (16_384, 65_536, 2048),
+    ),
+    "cpu": ((64, 128, 256, 512), (1024, 2048, 4096, 8192), (128, 4096, 128)),
+}
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t, two-sided 95 %, for 1 to 10 degrees of freedom."""
+_T_95_BEYOND = 2.2
 
 
+@dataclass
 class ScalingBout:
     """One size: the implementations in turn, as `head` measures them, and the memory model of ours."""
 
-    def __init__(self, setting: Setting, axis: str, peers: Sequence[Peer], device: torch.device) -> None:
-        self.setting = setting
-        self.axis = axis
-        self.shape: dict[str, Any] = {"axis": axis, **vars(setting)}
-        self._peers = peers
-        self._device = device
-        self._found: list[Measurement] = []
+    contest: Contest
+    setting: Setting
+    check: bool
+    checked: tuple[Measurement, ...] = ()
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return self.contest.shape
 
     def measure(self, limits: Limits) -> None:
-        run = CellRun(self.setting, Sources(), self._device, limits, self._peers)
-        try:
-            run.measure()
-        finally:
-            self._found = [replace(one, shape=self.shape) for one in measurements(run.result())]
-        if not limits.passed and any(peer.name.startswith("ours") for peer in self._peers):
-            self._found.append(check_memory_model(self.setting, self.shape, self._device, limits.seed))
+        self.contest.measure(limits)
+        if self.check and not limits.passed:
+            self.checked = (check_memory_model(self.setting, self.shape, self.contest.device, limits.seed),)
 
     def results(self) -> list[Measurement]:
-        return self._found
+        return [*self.contest.results(), *self.checked]
 
 
 def check_memory_model(
@@ -71,11 +71,10 @@ def check_memory_model(
         counted = _counted_bytes(setting, device, seed)
         predicted = _predicted_bytes(setting, device)
     except Exception as error:
-        state, reason = failure_of(error)
-        return Measurement(MODEL_CHECK, shape, STATUS[state], reason)
+        return Measurement(MODEL_CHECK, shape, *failure_of(error))
     ratio = {"predicted_over_counted": predicted / counted} if counted else {}
     metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)} | ratio
-    return Measurement(MODEL_CHECK, shape, STATUS[WENT_WELL], metrics=metrics)
+    return Measurement(MODEL_CHECK, shape, metrics=metrics)
 
 
 def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
@@ -118,41 +117,46 @@ def _predicted_bytes(setting: Setting, device: torch.device) -> int:
 def exponents(found: Sequence[Measurement]) -> list[Measurement]:
     """The fits of every implementation along every axis, as measurements of the axis."""
     fits = []
-    for axis in _AXES:
+    for axis in ("tokens", "vocabulary"):
         along = [one for one in found if one.status == OK and one.shape.get("axis") == axis]
-        for name in {one.implementation: None for one in along}:
+        for name in {one.implementation: None for one in along if one.implementation != PRODUCT}:
             members = [one for one in along if one.implementation == name]
-            metrics = _exponents_of(members, axis)
+            sizes = [one.shape[axis] for one in members]
+            times = [one.time and one.time.median for one in members]
+            peaks = [one.metrics.get("counted_bytes", one.peak_bytes) for one in members]
+            metrics = _exponent("time", sizes, times) | _exponent("memory", sizes, peaks)
             if metrics:
-                sizes = [one.shape[axis] for one in members]
                 shape = {"fit": axis, "from": min(sizes), "to": max(sizes)}
                 fits.append(Measurement(name, shape, metrics=metrics))
     return fits
 
 
-def _exponents_of(members: Sequence[Measurement], axis: str) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for what, values in (
-        ("time", [one.time and one.time.median for one in members]),
-        ("memory", [_peak(one) for one in members]),
-    ):
-        pairs = [(one.shape[axis], value) for one, value in zip(members, values, strict=True) if value]
-        law = fit_power_law(*zip(*pairs, strict=True)) if pairs else None
-        if law is not None:
-            metrics |= {
-                f"{what}_exponent": law.exponent,
-                f"{what}_exponent_lower": law.lower,
-                f"{what}_exponent_upper": law.upper,
-            }
-    return metrics
+def _exponent(what: str, sizes: Sequence[int], values: Sequence[float | None]) -> dict[str, float]:
+    pairs = [(size, value) for size, value in zip(sizes, values, strict=True) if value]
+    law = fit_power_law(*zip(*pairs, strict=True)) if pairs else None
+    if law is None:
+        return {}
+    exponent, half = law
+    name = f"{what}_exponent"
+    return {name: exponent, f"{name}_lower": exponent - half, f"{name}_upper": exponent + half}
 
 
-def _peak(one: Measurement) -> float | None:
-    if one.implementation == MODEL_CHECK:
-        return one.metrics.get("counted_bytes")
-    if one.memory is None:
+def fit_power_law(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
+    """The exponent of y ≈ factor · x^exponent by least squares on logarithms, and half its 95 % interval.
+
+    None where there are fewer than three different sizes, or a value that has no logarithm. The interval
+    supposes that the logarithms scatter normally about one line; a curve bends it, and shows as a wide one.
+    """
+    if len(set(xs)) < 3 or min(*xs, *ys) <= 0:
         return None
-    return one.memory.allocator or one.memory.driver
+    u, v = [math.log(x) for x in xs], [math.log(y) for y in ys]
+    freedom = len(u) - 2
+    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
+    spread = sum((a - mean_u) ** 2 for a in u)
+    exponent = sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True)) / spread
+    residual = sum((b - mean_v - exponent * (a - mean_u)) ** 2 for a, b in zip(u, v, strict=True))
+    t = _T_95[freedom - 1] if freedom <= len(_T_95) else _T_95_BEYOND
+    return exponent, t * math.sqrt(residual / freedom / spread)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,14 +182,16 @@ def main(options: argparse.Namespace) -> int:
     peers = choose(all_peers(), options.impl)
     if options.impl is None:
         peers = [peer for peer in peers if peer.name in _USUAL]
-    tokens, vocabularies, at_tokens, at_vocabulary, hidden = _CUDA if device.type == "cuda" else _CPU
-    at_tokens, at_vocabulary = options.at_tokens or at_tokens, options.at_vocab or at_vocabulary
-    hidden = options.hidden or hidden
+    of_ours = any(peer.name.startswith(OURS) for peer in peers)
+    contests = HeadContests(peers, Sources(), device, options.seed, options.oracle)
+    tokens, vocabularies, fixed = _SIZES[device.type]
+    asked = (options.at_tokens, options.at_vocab, options.hidden)
+    at_tokens, at_vocab, hidden = (given or usual for given, usual in zip(asked, fixed, strict=True))
 
     def bout(axis: str, n: int, v: int) -> ScalingBout:
         setting = Setting(options.rows, n, hidden, v, FORWARD_BACKWARD, not options.frozen, options.dtype)
-        return ScalingBout(setting, axis, peers, device)
+        return ScalingBout(contests.contest(setting, axis=axis), setting, of_ours)
 
-    bouts = [bout("tokens", n, at_vocabulary) for n in options.tokens or tokens]
+    bouts = [bout("tokens", n, at_vocab) for n in options.tokens or tokens]
     bouts += [bout("vocabulary", at_tokens, v) for v in options.vocab or vocabularies]
     return run_session(KIND, options, device, bouts, conclude=exponents)

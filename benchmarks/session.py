@@ -1,24 +1,23 @@
-"""One run of a subcommand other than `head`: its bouts one after another, on the screen and in the file."""
+"""One run of a subcommand: its bouts one after another, on the screen and in the file."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 
-from .cell import ROUNDS, Limits
-from .environment import environment, gpu_state
-from .failures import DeviceLost
-from .measurement_table import print_measurements
+from .contest import ROUNDS, Limits
+from .machine import environment, gpu_state
+from .measure import DeviceLost
 from .problem import DTYPES
-from .record import Measurement, save
-from .tables import console
+from .record import Measurement, Record, save
+from .tables import EXPLANATION, console, label, print_measurements, skipped
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 INTERRUPTION = "interrupted"
@@ -73,7 +72,9 @@ def run_session(
     device: torch.device,
     bouts: Sequence[Bout],
     *,
-    conclude: Callable[[list[Measurement]], list[Measurement]] | None = None,
+    conclude: Callable[[list[Measurement]], list[Measurement]] = lambda _: [],
+    close: Callable[[Console, list[Measurement]], None] = lambda *_: None,
+    notes: Sequence[str] = (),
 ) -> int:
     """Measures until the bouts or the time are spent; the exit code.
 
@@ -81,98 +82,69 @@ def run_session(
 
     Args:
         conclude: what follows from all measurements together, appended to them at the end.
+        close: prints what else there is to say at the end.
+        notes: what the shapes do not say, for the screen and the record.
     """
-    deadline = time.monotonic() + 60 * options.minutes
-    limits = Limits(deadline, options.repeats, getattr(options, "oracle", True), options.seed)
-    return _Session(kind, options, device, limits).run(bouts, conclude)
+    limits = Limits(time.monotonic() + 60 * options.minutes, options.repeats, options.seed)
+    screen = console()
+    record = Record(
+        kind,
+        cells=[],
+        environment=environment(device),
+        options={name: _plain(value) for name, value in vars(options).items() if name != "handler"},
+        notes=list(notes),
+    )
+
+    def keep() -> None:
+        if options.json is not None:
+            save(options.json, record)
+
+    found = record.environment
+    screen.print(
+        f"{found['benchmark_device']}, torch {torch.__version__}, copy "
+        f"{found['copy_gigabytes_per_second']:,.0f} GB/s; {kind}: {len(bouts)} shapes"
+    )
+    screen.print(*notes, "", sep="\n", markup=False)
+    waiting = list(bouts)
+    while waiting and not limits.passed and record.stopped is None:
+        bout = waiting.pop(0)
+        stopped, culprit = _measure(bout, limits)
+        measured = bout.results()
+        print_measurements(screen, measured)
+        states = [*record.gpu_states, gpu_state(device)]
+        record = replace(
+            record, cells=record.cells + measured, gpu_states=states, stopped=stopped, culprit=culprit,
+            not_measured=[bout.shape for bout in waiting],
+        )  # fmt: skip
+        keep()
+    concluded = conclude(record.cells)
+    print_measurements(screen, concluded)
+    not_measured = [bout.shape for bout in waiting]
+    record = replace(record, cells=record.cells + concluded, not_measured=not_measured)
+    keep()
+    for name, reason in skipped(record.cells):
+        screen.print(f"skipped {name}: {reason}", markup=False)
+    if record.cells:
+        screen.print(EXPLANATION, style="dim")
+    if waiting:
+        why = record.stopped or "the time budget is spent"
+        first = label(waiting[0].shape)
+        screen.print(f"{why}: {len(waiting)} shapes not measured, the first: {first}", markup=False)
+    close(screen, record.cells)
+    if options.json is not None:
+        screen.print(f"written to {options.json}", markup=False)
+    return {None: DONE, INTERRUPTION: INTERRUPTED}.get(record.stopped, FAILED)
 
 
-class _Session:
-    def __init__(self, kind: str, options: argparse.Namespace, device: torch.device, limits: Limits) -> None:
-        self.kind = kind
-        self.path: Path | None = options.json
-        self.options = {name: _plain(value) for name, value in vars(options).items() if name != "handler"}
-        self.device = device
-        self.limits = limits
-        self.screen = console()
-        self.environment = environment(device)
-        self.done: list[Measurement] = []
-        self.gpu_states: list[dict[str, str] | None] = []
-
-    def run(
-        self, bouts: Sequence[Bout], conclude: Callable[[list[Measurement]], list[Measurement]] | None
-    ) -> int:
-        found = self.environment
-        self.screen.print(
-            f"{found['benchmark_device']}, torch {torch.__version__}, copy "
-            f"{found['copy_gigabytes_per_second']:,.0f} GB/s; {self.kind}: {len(bouts)} shapes\n"
-        )
-        waiting = list(bouts)
-        stopped = None
-        while waiting and not self.limits.passed and stopped is None:
-            stopped = self._measure(waiting.pop(0))
-            self._save(waiting, stopped)
-        if conclude is not None:
-            conclusions = conclude(self.done)
-            self.done += conclusions
-            print_measurements(self.screen, conclusions)
-        self._save(waiting, stopped)
-        if waiting:
-            why = stopped or "the time budget is spent"
-            self.screen.print(
-                f"{why}: {len(waiting)} shapes not measured, the first: {waiting[0].shape}", markup=False
-            )
-        if self.path is not None:
-            self.screen.print(f"written to {self.path}", markup=False)
-        return {None: DONE, INTERRUPTION: INTERRUPTED}.get(stopped, FAILED)
-
-    def _measure(self, bout: Bout) -> str | None:
-        """Why nothing more can be measured, if so; what it had measured is kept."""
-        stopped = None
-        try:
-            bout.measure(self.limits)
-        except KeyboardInterrupt:
-            stopped = INTERRUPTION
-        except DeviceLost as lost:
-            stopped = str(lost)
-        found = bout.results()
-        self.done += found
-        self.gpu_states.append(gpu_state(self.device))
-        print_measurements(self.screen, found)
-        return stopped
-
-    def _save(self, waiting: Sequence[Bout], stopped: str | None) -> None:
-        if self.path is not None:
-            save(
-                self.path,
-                self.done,
-                kind=self.kind,
-                environment=self.environment,
-                options=self.options,
-                gpu_states=self.gpu_states,
-                not_measured=[bout.shape for bout in waiting],
-                stopped=stopped,
-            )
-
-
-def choose_names(names: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """Those that contain one of the wanted words, in any case; all where none is given.
-
-    Raises:
-        ValueError: a word that fits no name.
-    """
-    for word in wanted or ():
-        if not any(word.lower() in name.lower() for name in names):
-            known = ", ".join(map(repr, names))
-            raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {known}")
-    return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+def _measure(bout: Bout, limits: Limits) -> tuple[str | None, str | None]:
+    """Why nothing more can be measured, if so, and who is to blame."""
+    try:
+        bout.measure(limits)
+    except KeyboardInterrupt:
+        return INTERRUPTION, None
+    except DeviceLost as lost:
+        return str(lost), lost.culprit
+    return None, None
 
 
 def positive(text: str) -> int:

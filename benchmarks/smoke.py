@@ -16,18 +16,16 @@ from typing import Any
 import torch
 
 from .accuracy import Accuracy, consult
-from .cell import Limits
-from .failures import LATE, OK, SKIPPED, DeviceLost, failure_of
+from .contest import Limits
 from .live_tiles import HISTOGRAM, load_histogram
-from .losses import CROSS_ENTROPY, GRPO, LOGPROB
-from .patience import at_most
-from .peers import Peer
+from .measure import FAILED, NO_TIME, OK, SKIPPED, DeviceLost, at_most, failure_of, synchronize
+from .peers import Peer, choose_names
 from .peers.ours import PEERS
-from .problem import FORWARD_BACKWARD, Outcome, Problem, Setting
-from .record import FAILED, STATUS, Measurement
-from .row_sources import Sources, make_problem
-from .session import add_common_arguments, check_common, choose_names, run_session
-from .timing import synchronize
+from .problem import CROSS_ENTROPY, FORWARD_BACKWARD, GRPO, LOGPROB, Outcome, Problem, Setting
+from .record import Measurement
+from .rows import Sources, make_problem
+from .session import add_common_arguments, check_common, run_session
+from .tables import label
 
 KIND = "smoke"
 _SIZES = {  # rows, N, H, V; the last has rows that no tensor descriptor addresses, and a ragged vocabulary
@@ -68,7 +66,7 @@ class SmokeBout:
             return
         for peer in self._peers:
             start = time.perf_counter()
-            accuracy, metrics, failure = None, {}, (LATE, "")
+            accuracy, metrics, failure = None, {}, (SKIPPED, NO_TIME)
             try:
                 if not limits.passed:
                     with at_most(limits.patience):
@@ -100,11 +98,8 @@ class SmokeBout:
     def _measurement(
         self, peer: Peer, failure: tuple[str, str], accuracy: Accuracy | None, metrics: dict[str, float]
     ) -> Measurement:
-        state, reason = failure
-        errors = {} if accuracy is None else {k: v for k, v in vars(accuracy).items() if v is not None}
-        status = STATUS.get(state, state)
-        return Measurement(peer.name, self.shape, status, reason or state * (state == LATE), accuracy=errors,
-                           metrics=metrics)  # fmt: skip
+        errors = {} if accuracy is None else accuracy.errors
+        return Measurement(peer.name, self.shape, *failure, accuracy=errors, metrics=metrics)
 
     def _clear(self, problem: Problem, peer: Peer, failure: tuple[str, str]) -> None:
         problem.clear()
@@ -148,7 +143,7 @@ def main(options: argparse.Namespace) -> int:
     right = [one for one in found if one.status == OK]
     failed = [one for one in found if one.status not in (OK, SKIPPED)]
     for one in failed:
-        print(f"{one.implementation} at {Setting(**one.shape).title}: {one.reason or one.status}")
+        print(f"{one.implementation} at {label(one.shape)}: {one.reason or one.status}")
     verdict = "WRONG, do not believe any time" if failed else "right" if right else "nothing was tried"
     print(f"smoke: {verdict}; {len(right)} of {len(bouts) * len(peers)} trials right", flush=True)
     return code or int(bool(failed) or not right)

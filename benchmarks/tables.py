@@ -1,20 +1,204 @@
-"""What a person reads: one table a cell, what was skipped, and the goals."""
+"""Measurements as a person reads them: how shapes and numbers are said, and one table a shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cell import PRODUCT, Cell, Result
-from .failures import ERROR, OK, SKIPPED
-from .goals import TIMES, verdicts
-from .timing import Spread
+from .accuracy import is_wrong
+from .contest import BYTES, FLOPS, TOKENS
+from .problem import NAMES
+from .record import OK, SKIPPED, Measurement
 
-MEBIBYTE = 2**20
-NONE = DASH = "\N{EN DASH}"
+Shape = dict[str, Any]
+DASH = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+OURS = "ours"
+ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
+_RATES = {
+    FLOPS: ("TFLOP/s", 1e12),
+    BYTES: ("GB/s", 1e9),
+    TOKENS: ("tokens/s", 1.0),
+    "share_of_ceiling": ("of ceiling", 1.0),
+}
+_IN_THE_RECORD_ALONE = (
+    *("output_bytes", "product_seconds", "first_call_seconds"),
+    *("left_out_mean", "left_out_max"),
+)
+_LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}
+_FLAGS = {"trainable": ("trainable head", "frozen head")}
+EXPLANATION = (
+    "Times are medians of repetitions that took turns (A B C A B C), in milliseconds. TFLOP/s and GB/s of a "
+    "head are of a dense computation: leaving work out raises them. |Δlogp|: largest error in nats; |Δloss|: "
+    "absolute; dX and dW: relative errors, against an oracle in float64 (float32 on GPUs without). Memory: "
+    "peak beyond the inputs, results included."
+)
+
+
+def shapes_of(cells: Sequence[Measurement]) -> list[Shape]:
+    """Each once, in the order of the measurements."""
+    found: list[Shape] = []
+    for cell in cells:
+        if cell.shape not in found:
+            found.append(cell.shape)
+    return found
+
+
+def conclusions(cells: Sequence[Measurement]) -> list[Measurement]:
+    """What follows from the others, like fitted exponents: it stands where nothing was timed."""
+    timed = shapes_of([cell for cell in cells if cell.time is not None])
+    return [cell for cell in cells if cell.status == OK and cell.metrics and cell.shape not in timed]
+
+
+def split_axes(cells: Sequence[Measurement]) -> tuple[Shape, list[str]]:
+    """What all shapes agree on, and the names of the rest."""
+    shapes = shapes_of(cells)
+    names = list(dict.fromkeys(name for shape in shapes for name in shape))
+    varying = [name for name in names if any(s.get(name) != shapes[0].get(name) for s in shapes)]
+    return {name: shapes[0].get(name) for name in names if name not in varying}, varying
+
+
+def label(shape: Shape, names: Sequence[str] | None = None) -> str:
+    """`forward + backward, peaked rows, N 16,384, H 2,048`: of these names, or of all."""
+    values = {name: shape[name] for name in (names if names is not None else shape) if name in shape}
+    if values.get("mode") == "forward":
+        values.pop("trainable", None)
+    return ", ".join(filter(None, (_words(name, value) for name, value in values.items())))
+
+
+def _words(name: str, value: object) -> str:
+    """Nothing for what is not there."""
+    if name in _FLAGS:
+        return _FLAGS[name][0 if value else 1]
+    if value is None or isinstance(value, bool):
+        return name.replace("_", " ") if value else ""
+    if name in ("mode", "dtype", "model"):
+        return str(value).replace("_", " + ")
+    if name == "rows":
+        return f"{value} rows"
+    if name == "loss":
+        return NAMES.get(str(value), str(value))
+    return f"{_LETTERS.get(name, name.replace('_', ' '))} {number(value)}"
+
+
+def number(value: object) -> str:
+    """Three digits of a float, all of a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement in the columns of its table."""
+
+    name: str
+    values: list[str]
+    remark: str
+    status: str  # "" where all went well
+    wrong: bool
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith(OURS)
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """Every measurement at one shape but those that were skipped, in the columns that anything stands in."""
+
+    title: str
+    heads: list[str]
+    rows: list[Row]
+    timed: bool
+
+
+def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = None) -> list[ShapeTable]:
+    """In the order of the shapes; the fastest first.
+
+    Args:
+        names: the parts of a shape that tell it apart.
+    """
+    found = []
+    for shape in shapes_of(cells):
+        here = [cell for cell in cells if cell.shape == shape and cell.status != SKIPPED]
+        here.sort(key=lambda cell: (cell.time is None, 0.0 if cell.time is None else cell.time.median))
+        heads = [head for head, text in _COLUMNS.items() if any(text(cell) for cell in here)]
+        rows = [
+            Row(
+                cell.implementation,
+                [_COLUMNS[head](cell) for head in heads],
+                _remark(cell),
+                "" if cell.status == OK else STATES[cell.status],
+                is_wrong(cell.accuracy),
+            )
+            for cell in here
+        ]
+        if rows:
+            title = label(shape, names) or label(shape)
+            found.append(ShapeTable(title, heads, rows, any(cell.time for cell in here)))
+    return found
+
+
+def _quartiles(cell: Measurement) -> str:
+    return "" if cell.time is None else f"{number(cell.time.lower)}{DASH}{number(cell.time.upper)}"
+
+
+def _multiple(cell: Measurement) -> str:
+    seconds = cell.ceilings.get("product_seconds")
+    return "" if cell.time is None or not seconds else f"{cell.time.median / seconds / 1e3:.2f}"
+
+
+def _rate(name: str, cell: Measurement) -> str:
+    return number(cell.metrics[name] / _RATES[name][1]) if name in cell.metrics else ""
+
+
+def _mebibytes(part: str, cell: Measurement) -> str:
+    count = None if cell.memory is None else getattr(cell.memory, part)
+    return "" if count is None else f"{count / 2**20:,.0f}"
+
+
+def _error(name: str, cell: Measurement) -> str:
+    return f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
+
+
+_COLUMNS: dict[str, Callable[[Measurement], str]] = {
+    "ms": lambda cell: "" if cell.time is None else number(cell.time.median),
+    "quartiles": _quartiles,
+    f"{TIMES} X Wᵀ": _multiple,
+    **{unit: partial(_rate, name) for name, (unit, _) in _RATES.items()},
+    **{f"{part} MiB": partial(_mebibytes, part) for part in ("allocator", "driver")},
+    **{symbol: partial(_error, name) for name, symbol in ERRORS.items()},
+}
+STATES = {"oom": "out of memory", "failed": "failed"}
+
+
+def _remark(cell: Measurement) -> str:
+    """What has no column of its own."""
+    parts = [cell.reason]
+    parts += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
+    shown = [name for name in cell.metrics if name not in (*_RATES, *_IN_THE_RECORD_ALONE)]
+    parts += [_metric(name, cell.metrics).replace("_", " ") for name in shown]
+    parts += [f"error of {name} {value:.1e}" for name, value in cell.accuracy.items() if name not in ERRORS]
+    return "; ".join(filter(None, parts))
+
+
+def _metric(name: str, metrics: dict[str, float]) -> str:
+    """A value; of an exponent with its interval, whose bounds are no metrics of their own to a reader."""
+    if name.endswith(("_exponent_lower", "_exponent_upper")):
+        return ""
+    interval = ""
+    if f"{name}_lower" in metrics:
+        interval = f" ({metrics[f'{name}_lower']:.2f} to {metrics[f'{name}_upper']:.2f})"
+    return f"{name} {number(metrics[name])}{interval}"
 
 
 def console() -> Console:
@@ -23,109 +207,22 @@ def console() -> Console:
     return screen if screen.is_terminal else Console(highlight=False, width=170)
 
 
-def cell_table(cell: Cell) -> Table:
-    """Fastest first; what could not be measured last. Skipped implementations are listed once, elsewhere."""
-    table = Table(title=cell.setting.title, caption=f"{cell.rows}; {cell.input_sets} sets of inputs in turn")
-    table.add_column("implementation", overflow="fold")
-    for name in (
-        "ms",
-        "quartiles",
-        f"{TIMES} X Wᵀ",
-        "TFLOP/s¹",
-        "extra MiB",
-        "driver MiB",
-        "|Δlogp|",
-        "|Δloss|",
-        "dX",
-        "dW",
-    ):
-        table.add_column(name, justify="right")
-    table.add_column("remark", overflow="fold")
-    if cell.product is not None:
-        flops = 2.0 * cell.setting.tokens * cell.setting.hidden * cell.setting.vocabulary
-        table.add_row(PRODUCT, *_time(cell, cell.product, flops), *[NONE] * 6, "the ceiling", style="dim")
-    for result in sorted(cell.results, key=_order):
-        if result.state != SKIPPED:
-            table.add_row(*_row(cell, result), style="bold" if result.name.startswith("ours") else "")
-    return table
+def print_measurements(screen: Console, found: Sequence[Measurement]) -> None:
+    """Nothing for no measurements."""
+    for shape in shape_tables(found):
+        table = Table(title=shape.title)
+        table.add_column("implementation", overflow="fold")
+        for head in shape.heads:
+            table.add_column(head, justify="right")
+        table.add_column("remark", overflow="fold")
+        for row in shape.rows:
+            remark = " ".join(filter(None, (row.status, "INACCURATE" * row.wrong, row.remark)))
+            values = [value or DASH for value in row.values]
+            table.add_row(row.name, *values, Text(remark), style="bold" if row.ours else "")
+        screen.print(table)
+        screen.print()
 
 
-def print_cell(screen: Console, cell: Cell) -> None:
-    screen.print(cell_table(cell))
-    screen.print()
-
-
-def print_skipped(screen: Console, cells: Iterable[Cell]) -> None:
-    """Each implementation that was skipped anywhere, with its reason, once."""
-    reasons = {(r.name, r.reason): None for cell in cells for r in cell.results if r.state == SKIPPED}
-    for name, reason in reasons:
-        screen.print(Text(f"skipped {name}: {reason}"))
-
-
-def print_notes(screen: Console) -> None:
-    screen.print(
-        "¹ of a dense computation (a product forward, one more per gradient): leaving work out raises it. "
-        "|Δlogp|: largest error in nats; |Δloss|: absolute; dX, dW: relative errors, all against float64 "
-        "(float32 on GPUs without). Extra: peak beyond the inputs, results included.",
-        style="dim",
-    )
-
-
-def print_goals(screen: Console, cells: Sequence[Cell]) -> None:
-    screen.print("Goals of the design (N = 16,384, a model's rows or made to match its live tiles):")
-    for verdict in verdicts(cells):
-        style = "green" if verdict.met else "dim" if verdict.found is None else "red"
-        screen.print(Text(f"  {verdict}", style=style))
-
-
-def _order(result: Result) -> tuple[bool, float]:
-    return result.time is None, 0.0 if result.time is None else result.time.median
-
-
-def _row(cell: Cell, result: Result) -> list[str]:
-    times = [NONE] * 4 if result.time is None else _time(cell, result.time, cell.setting.flops)
-    memory, accuracy = result.memory, result.accuracy
-    return [
-        result.name,
-        *times,
-        _mebibytes(memory and memory.allocator),
-        _mebibytes(memory and memory.driver),
-        *(
-            _error(accuracy and getattr(accuracy, name))
-            for name in ("logprob", "loss", "hidden_gradient", "weight_gradient")
-        ),
-        _remark(result),
-    ]
-
-
-def _time(cell: Cell, time: Spread, flops: float) -> list[str]:
-    multiple = NONE if cell.product is None else f"{time.median / cell.product.median:.2f}"
-    rate = flops / time.median / 1e9
-    quartiles = f"{_digits(time.lower)}{DASH}{_digits(time.upper)}"
-    return [_digits(time.median), quartiles, multiple, f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"]
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:,.0f}"
-
-
-def _mebibytes(count: int | None) -> str:
-    return NONE if count is None else f"{count / MEBIBYTE:,.0f}"
-
-
-def _error(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1e}"
-
-
-def _remark(result: Result) -> str:
-    parts = []
-    if result.state != OK:
-        parts.append(f"{result.state} {result.reason}".strip())
-    if result.accuracy is not None and not result.accuracy.acceptable:
-        parts.append("INACCURATE")
-    elif result.accuracy is not None and result.accuracy.logprob is None and result.state != ERROR:
-        parts.append("returns no log-probabilities")
-    if result.certificate is not None:
-        density, bound = result.certificate["density"], result.certificate["error_bound"]
-        parts.append(f"density {density:.2%}, certified error {bound:.2f}")
-    return "; ".join(parts)
+def skipped(cells: Iterable[Measurement]) -> dict[tuple[str, str], None]:
+    """Implementation and reason of what was skipped anywhere, each once."""
+    return {(cell.implementation, cell.reason): None for cell in cells if cell.status == SKIPPED}

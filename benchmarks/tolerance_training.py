@@ -24,7 +24,7 @@ from grpo_fast import linear_logprob
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 from grpo_fast.run_record.logs import provenance
 
-from .session import write_json
+from .record import write_json
 
 VOCABULARY, STRIDE = 2048, 128  # 16 tiles; each of the task's symbols lies in one of its own
 DIGITS, LENGTH = 10, 5
@@ -192,21 +192,12 @@ def real_model(path: str, count: int, group: int, seed: int) -> dict[str, Any]:
 
     All of the model's weights take part, its tied head too.
     """
-    from grpo_fast.rollout.transformers import TransformersEngine
-    from grpo_fast.rollout.types import Sampling
-
-    from .sample_rows import _end_tokens, _load, _prompts, _tokenised
+    from .sample_rows import load_model, read_prompts, sampled
 
     options = argparse.Namespace(model=path, dtype="float32", task="chain_sum", count=count, seed=seed)
-    name, model, tokenizer = _load(options)
-    prompts = [_tokenised(tokenizer, prompt) for prompt in _prompts(options)]
-    with TransformersEngine(model, tokenizer, eos_ids=_end_tokens(model, tokenizer)) as engine:
-        groups = engine.generate(prompts, group, Sampling(24, temperature=1.0, seed=seed))
-    sequences = [
-        (torch.tensor([*prompt, *completion.token_ids], device=model.device), len(prompt))
-        for prompt, completions in zip(prompts, groups, strict=True)
-        for completion in completions
-    ]
+    name, model, tokenizer = load_model(options)
+    prompts = read_prompts(options)
+    sequences = sampled(model, tokenizer, prompts, group, max_tokens=24, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     advantages = torch.cat(
         [torch.randn(1, generator=rng).expand(len(ids) - start) for ids, start in sequences]

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from .architectures import ARCHITECTURES, Architecture, architecture_of
-from .cell import Limits
-from .contest import TOKENS
-from .failures import LATE, OK, failure_of
-from .record import STATUS, Measurement
+from .contest import TOKENS, Limits
+from .measure import NO_TIME, OK, SKIPPED, Memory, failure_of, memory_of, summarise
+from .models import ARCHITECTURES, Architecture, architecture_of
+from .peers import choose_names
+from .record import Measurement
 from .rollout import ENGINES
-from .session import add_common_arguments, check_common, choose_names, positive, run_session
-from .timing import Memory, memory_of, summarise
+from .session import add_common_arguments, check_common, positive, run_session
 from .train_runs import STEPS, StepSizes, StepTime
 from .train_tasks import Task, random_task
 
@@ -95,9 +94,9 @@ class TrainBout:
             gc.collect()  # a trainer holds itself in cycles, and the next one needs its memory
 
     def _result(self, name: str, steps: list[StepTime]) -> Measurement:
-        state, reason = self._failures.get(name, (OK, "") if steps else (LATE, LATE))
+        state, reason = self._failures.get(name, (OK, "") if steps else (SKIPPED, NO_TIME))
         if state != OK:
-            return Measurement(name, self.shape, STATUS[state], reason)
+            return Measurement(name, self.shape, state, reason)
         seconds = [step.seconds for step in steps]
         names = {phase: None for step in steps for phase in step.phases}
         tokens = statistics.median(step.tokens for step in steps)
@@ -142,7 +141,7 @@ def main(options: argparse.Namespace) -> int:
 
     disable_progress_bar()
     device = check_common(options)
-    names = choose_names(tuple(STEPS), options.impl)
+    names = choose_names(list(STEPS), options.impl)
     given = options.prompts, options.group, options.prompt, options.completion, options.micro_batch_tokens
     chosen = [value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)]
     sizes = StepSizes(*chosen, options.engine, options.dtype, options.seed)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .stopwatch import Stopwatch
-from .timing import memory_of, synchronize
+from .measure import Stopwatch, memory_of, synchronize
 from .train_tasks import Task
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def ours_steps(task: Task, sizes: StepSizes, steps: int, device: torch.device) -
                     for name, spent in result.timings.items()
                     if name.startswith("time/") and name != "time/step"
                 }
-                tokens = sum(len(c.token_ids) for group in result.groups for c in group.completions)
+                tokens = round(result.metrics["completion/length_mean"] * sizes.prompts * sizes.group)
                 yield StepTime(seconds, phases, tokens)
 
 

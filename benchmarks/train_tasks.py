@@ -12,7 +12,7 @@ import torch
 
 from grpo_fast.policy.load import resolve_source
 
-from .architectures import Architecture, make_policy, make_tokenizer
+from .models import Architecture, make_policy, make_tokenizer
 
 WORDS = Architecture(
     "words",

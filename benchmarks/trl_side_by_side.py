@@ -33,8 +33,8 @@ from trl import GRPOTrainer
 from grpo_fast.integrations.host_loss import LOSS_TYPES
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
-from .environment import environment
-from .session import write_json
+from .machine import environment
+from .record import write_json
 from .train_runs import TRL, Run, Setting, train
 from .train_tasks import Task, save_model, sums_task, words_task
 

@@ -179,19 +179,19 @@ class Bench:
     """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
-        from .kernel_cases import Batch
+        from .kernels import Batch
         from .live_tiles import HISTOGRAM, load_histogram
         from .problem import FORWARD_BACKWARD, Setting
-        from .row_sources import Sources, make_problem
+        from .rows import Sources, make_problem
 
         setting = Setting(
             "histogram", TOKENS, shape.hidden, shape.vocabulary, FORWARD_BACKWARD, shape.trainable, "bfloat16"
         )
         self.problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed)
         self.setting, self.shape = setting, shape
-        self.make = partial(Batch, self.problem, setting)
+        self.make = partial(Batch, self.problem)
         self.base = self.make()
-        exact = self.base.dense(True, shape.trainable)
+        exact = self.base.dense(hidden=True, weight=shape.trainable)
         self.exact = [g for g in (exact.hidden, exact.weight) if g is not None]
 
     def runner(self, stage: str, sizes: Sizes) -> Callable[[], Any]:
@@ -220,7 +220,7 @@ class Bench:
 
     def compare(self, stage: str, incumbent: Sizes, candidate: Sizes) -> tuple[float, float, str | None]:
         """Medians in milliseconds, taken in turns, and what is wrong with the candidate."""
-        from .timing import seconds_of, summarise
+        from .measure import seconds_of, summarise
 
         device, runs = self.problem.hidden.device, (self.runner(stage, s) for s in (incumbent, candidate))
         old, new = runs
@@ -228,8 +228,8 @@ class Bench:
         fault = self.wrong(stage, new())
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(ROUNDS if fault is None else 0):
-            times[0].append(seconds_of(old, device))
-            times[1].append(seconds_of(new, device))
+            times[0].append(seconds_of(old, device).median / 1e3)
+            times[1].append(seconds_of(new, device).median / 1e3)
         before, after = (summarise(taken).median if taken else float("inf") for taken in times)
         return before, after, fault
 
@@ -285,7 +285,7 @@ def write_table(path: Path, table: Table) -> None:
 
 
 def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int, seed: int) -> int:
-    from .environment import environment
+    from .machine import environment
 
     device = torch.device("cuda")
     architecture = _architecture(device)

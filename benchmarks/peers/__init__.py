@@ -7,10 +7,12 @@ anything else with a `name` and a `prepare`, or a sequence of them.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from ..problem import Problem, Run
-from .protocol import Peer, Unsupported, require_cuda, require_loss
+from ..measure import Unsupported
+from ..problem import NAMES, Problem, Run
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
 MODULES = (
@@ -19,10 +21,7 @@ MODULES = (
     "trl_fused",
     "cut_cross_entropy_apple",
     "unsloth_fused",
-    "liger_chunked",
-    "liger_ce",
-    "liger_per_token",
-    "liger_logits",
+    "liger",
     "verl_triton",
     "torch_linear_ce",
     "quack_ce",
@@ -30,6 +29,29 @@ MODULES = (
 )
 
 __all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda", "require_loss"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation of the head.
+
+    `prepare(problem)` imports what it needs and returns a callable that computes `problem`'s loss, and its
+    gradients into `hidden.grad` and `weight.grad` where `problem.backward`. It raises ImportError where its
+    library is missing and `Unsupported` where it cannot do this. Nothing heavy may be imported before.
+    """
+
+    name: str
+    prepare: Callable[[Problem], Run]
+
+
+def require_cuda(problem: Problem) -> None:
+    if not problem.hidden.is_cuda:
+        raise Unsupported("needs a CUDA device")
+
+
+def require_loss(problem: Problem, *losses: str) -> None:
+    if problem.loss not in losses:
+        raise Unsupported(f"is for {' and '.join(NAMES[loss] for loss in losses)} only")
 
 
 def all_peers() -> list[Peer]:
@@ -46,13 +68,17 @@ def choose(peers: list[Peer], wanted: list[str] | None) -> list[Peer]:
     Raises:
         ValueError: a word that fits no name.
     """
-    if not wanted:
-        return peers
-    names = ", ".join(repr(peer.name) for peer in peers)
-    for word in wanted:
-        if not any(word.lower() in peer.name.lower() for peer in peers):
-            raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {names}")
-    return [peer for peer in peers if any(word.lower() in peer.name.lower() for word in wanted)]
+    names = choose_names([peer.name for peer in peers], wanted)
+    return [peer for peer in peers if peer.name in names]
+
+
+def choose_names(names: list[str], wanted: list[str] | None) -> list[str]:
+    """As `choose`, of names alone."""
+    for word in wanted or ():
+        if not any(word.lower() in name.lower() for name in names):
+            known = ", ".join(map(repr, names))
+            raise ValueError(f"--impl {word!r} is part of no implementation's name; there are {known}")
+    return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
 
 
 def _load(entry: EntryPoint) -> list[Peer]:

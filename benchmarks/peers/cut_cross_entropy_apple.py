@@ -9,9 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..losses import CROSS_ENTROPY
-from ..problem import Outcome, Problem, Run
-from .protocol import Peer, Unsupported, require_cuda
+from ..problem import CROSS_ENTROPY, Outcome, Problem, Run
+from . import Peer, Unsupported, require_cuda
 
 FILTERED, EXACT, KAHAN = "cce", "cce_exact", "cce_kahan_full_c"
 

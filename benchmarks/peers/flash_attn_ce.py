@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..problem import Outcome, Problem, Run
-from .protocol import Peer, require_cuda
+from . import Peer, require_cuda
 
 
 def prepare(problem: Problem) -> Run:

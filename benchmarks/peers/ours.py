@@ -1,4 +1,4 @@
-"""grpo_fast: with the default tolerance, exact, and the plain torch reference.
+"""grpo_fast: with the default tolerance, exact, and in plain torch.
 
 GRPO and cross-entropy by their fused functions, the others from log-probabilities.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
-from torch import Tensor
 
-from ..losses import CLIP, CROSS_ENTROPY, GRPO, KL_BETA
-from ..problem import Outcome, Problem, Run
-from .protocol import Peer, Unsupported, require_cuda
+from ..problem import CLIP, CROSS_ENTROPY, GRPO, KL_BETA, Outcome, Problem, Run
+from . import Peer, Unsupported, require_cuda
 
 if TYPE_CHECKING:
     from grpo_fast.head.outputs import Certificate
@@ -42,10 +41,10 @@ def _from_logprobs(problem: Problem, options: dict[str, Any]) -> Run:
 def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
     from grpo_fast import GRPOLossConfig, linear_grpo_loss
 
-    config = GRPOLossConfig(loss_type="dapo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA)
-    length = problem.targets.numel() // problem.sequences
     sequences = torch.arange(problem.sequences, device=problem.targets.device)
-    inputs = {
+    length = problem.targets.numel() // problem.sequences
+    options |= {
+        "config": GRPOLossConfig(loss_type="dapo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA),
         "sequence_ids": sequences.repeat_interleave(length),
         "num_sequences": problem.sequences,
         "old_logprobs": problem.old_logprobs,
@@ -53,15 +52,8 @@ def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
     }
 
     def run() -> Outcome:
-        out = linear_grpo_loss(
-            problem.hidden,
-            problem.weight,
-            problem.targets,
-            problem.advantages,
-            config=config,
-            **inputs,
-            **options,
-        )
+        batch = problem.hidden, problem.weight, problem.targets, problem.advantages
+        out = linear_grpo_loss(*batch, **options)
         return _certified(problem.finish_loss(out.loss, out.logprobs), problem, out.certificate)
 
     return run
@@ -83,47 +75,20 @@ def _certified(outcome: Outcome, problem: Problem, certificate: Certificate) -> 
 
 
 def prepare_reference(problem: Problem) -> Run:
+    """The path in plain torch: what runs where no kernel does, on any device."""
     rows, (vocabulary, depth) = problem.targets.numel(), problem.weight.shape
     if problem.hidden.is_cuda and 2 * rows * vocabulary * depth > _REFERENCE_FLOPS:
         raise Unsupported("multiplies in float32: at this size it would take the others' time")
-    return lambda: problem.finish(_Reference.apply(problem.hidden, problem.weight, problem.targets))
+    from grpo_fast.head import operator
+    from grpo_fast.head.plan import Device
 
+    exact = prepare(problem, tolerance=0.0)
 
-class _Reference(torch.autograd.Function):
-    """The path that runs where no kernel does, on any device."""
+    def run() -> Outcome:
+        with mock.patch.object(operator, "device_facts", lambda kind, index: Device(kind)):  # without Triton
+            return replace(exact(), certificate=None)
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        from grpo_fast.head import reference
-        from grpo_fast.head.plan import Device, Workload, plan_head
-        from grpo_fast.head.problem import HeadProblem, Request
-
-        problem = HeadProblem(hidden, weight, targets)
-        work = Workload(hidden.shape[0], weight.shape[0], hidden.dtype)
-        chunks = plan_head(Device(hidden.device.type), work).chunks
-        frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
-        statistics, jacobian = reference.forward(problem, Request(), chunks, jacobian=frozen)
-        ctx.saved = problem, statistics, jacobian, chunks
-        return statistics.logprob
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        from grpo_fast.head import reference
-        from grpo_fast.head.problem import RowGradients
-
-        problem, statistics, jacobian, chunks = ctx.saved
-        need_hidden, need_weight, _ = ctx.needs_input_grad
-        gradients = reference.backward(
-            problem,
-            statistics,
-            RowGradients(upstream, None, None, None),
-            chunks,
-            jacobian=jacobian,
-            need_hidden=need_hidden,
-            need_weight=need_weight,
-            need_bias=False,
-        )
-        return gradients.hidden, gradients.weight, None
+    return run
 
 
 PEERS = (

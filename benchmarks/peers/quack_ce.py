@@ -5,9 +5,8 @@ The chunked form reduces to one number and takes no upstream gradient per token:
 
 from __future__ import annotations
 
-from ..losses import CROSS_ENTROPY
-from ..problem import Outcome, Problem, Run
-from .protocol import Peer, require_cuda, require_loss
+from ..problem import CROSS_ENTROPY, Outcome, Problem, Run
+from . import Peer, require_cuda, require_loss
 
 
 def prepare(problem: Problem) -> Run:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..losses import CROSS_ENTROPY
-from ..problem import Problem, Run
-from .protocol import Peer, require_cuda
+from ..problem import CROSS_ENTROPY, Problem, Run
+from . import Peer, require_cuda
 
 
 def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..losses import CROSS_ENTROPY
-from ..problem import Outcome, Problem, Run
-from .protocol import Peer, Unsupported
+from ..problem import CROSS_ENTROPY, Outcome, Problem, Run
+from . import Peer, Unsupported
 
 
 def prepare(problem: Problem) -> Run:

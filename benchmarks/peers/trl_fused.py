@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..problem import Problem, Run
-from .protocol import Peer
+from . import Peer
 
 CHUNK = 32_768
 

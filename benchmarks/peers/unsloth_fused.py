@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Outcome, Problem, Run
-from .protocol import Peer
+from . import Peer
 
 PACKAGE, FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
 

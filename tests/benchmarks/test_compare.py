@@ -9,14 +9,10 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.accuracy import Accuracy
-from benchmarks.cell import Cell, Result
 from benchmarks.compare import changes, noise
-from benchmarks.problem import Setting
-from benchmarks.record import Measurement, load, save
-from benchmarks.timing import Memory, Spread, summarise
+from benchmarks.measure import Memory, Spread, summarise
+from benchmarks.record import Measurement, Record, save
 
-SETTING = Setting("peaked", 48, 32, 300, "forward_backward", True, "float32")
 HERE = {"benchmark_device": "here", "versions": {"torch": "2.13.0"}}
 BEFORE = Measurement(
     "ours",
@@ -28,7 +24,7 @@ BEFORE = Measurement(
 
 
 def write(path: Path, *cells: Measurement, kind: str = "kernels", environment: dict | None = None) -> str:
-    save(path, cells, kind=kind, environment=environment or HERE)
+    save(path, Record(kind, list(cells), environment or HERE))
     return str(path)
 
 
@@ -102,22 +98,6 @@ def test_the_command_fails_on_a_regression_alone(tmp_path, capsys):
     assert "1 measurements in both; 0 regressions" in capsys.readouterr().out
 
 
-def test_records_of_head_are_compared_by_setting(tmp_path, capsys):
-    def record(name: str, time: Spread) -> str:
-        result = Result("ours", "ok", time=time, accuracy=Accuracy(1e-6, 2e-3, 2e-3))
-        cell = Cell(SETTING, "random rows", 1, 4096, Spread(5.0, 4.9, 5.1, 20), [result])
-        save(tmp_path / name, [cell], environment=HERE)
-        return str(tmp_path / name)
-
-    before, after = (
-        record("a.json", Spread(10.0, 9.8, 10.2, 20)),
-        record("b.json", Spread(14.0, 13.8, 14.2, 20)),
-    )
-
-    assert main(["compare", before, after]) == 1
-    assert "rows peaked, tokens 48, hidden 32" in capsys.readouterr().out
-
-
 def test_another_machine_and_other_versions_are_said(tmp_path, capsys):
     there = {"benchmark_device": "there", "versions": {"torch": "2.14.0", "trl": "1.16.0"}}
     before = write(tmp_path / "before.json", BEFORE)
@@ -151,17 +131,6 @@ def test_records_of_two_subcommands_are_refused(tmp_path, capsys):
 
     assert main(["compare", kernels, step]) == 2
     assert "of `step`" in capsys.readouterr().err
-
-
-def test_a_record_survives_the_file_with_its_nan(tmp_path):
-    wrong = Result("ours", "ok", accuracy=Accuracy(float("nan"), None, float("inf")))
-    cell = Cell(SETTING, "random rows", 1, 4096, None, [wrong])
-    save(tmp_path / "record.json", [cell], environment={})
-
-    ((found,), about) = load(tmp_path / "record.json")
-
-    assert repr(found) == repr(cell)
-    assert about["environment"] == {}
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path, capsys):

@@ -7,10 +7,8 @@ import torch
 
 from benchmarks import group
 from benchmarks.__main__ import main
-from benchmarks.failures import ERROR, OK, OOM
-from benchmarks.group import Search
-from benchmarks.group_prediction import predict_group
-from benchmarks.group_probe import Outcome, Probe, preload, run_probe
+from benchmarks.group import Outcome, Probe, Search, predict_group, preload, run_probe
+from benchmarks.measure import FAILED, OK, OOM, Memory
 from benchmarks.record import read
 
 PROBE = Probe("ours", "toy", None, 0, 4, 4, "float32", "cpu", None, {})
@@ -23,7 +21,7 @@ def search(limit: int, *, largest: int = 1024) -> tuple[Search, list[int]]:
 
     def attempt(probe: Probe) -> Outcome:
         tried.append(probe.size)
-        return Outcome(OK if probe.size <= limit else OOM, seconds=1.0, driver=probe.size)
+        return Outcome(OK if probe.size <= limit else OOM, seconds=1.0, memory=Memory(None, probe.size))
 
     return Search(PROBE, largest, attempt), tried
 
@@ -65,7 +63,7 @@ def test_no_group_at_all_is_out_of_memory():
 
 
 def test_an_update_that_breaks_ends_the_search_with_its_reason():
-    found = Search(PROBE, 64, lambda _: Outcome(ERROR, "RuntimeError: no"))
+    found = Search(PROBE, 64, lambda _: Outcome(FAILED, "RuntimeError: no"))
     found.run(never)
 
     assert (found.result({}).status, found.result({}).reason) == ("failed", "RuntimeError: no")
@@ -108,9 +106,9 @@ def test_a_probe_runs_in_a_process_of_its_own_and_exceeding_the_budget_is_out_of
     fits = run_probe(probe, timeout=600)
     too_much = run_probe(Probe(**vars(probe) | {"budget": 1 << 20}), timeout=600)
 
-    assert (fits.state, fits.reason) == (OK, "")
+    assert (fits.status, fits.reason) == (OK, "")
     assert fits.seconds > 0
-    assert too_much.state == OOM
+    assert too_much.status == OOM
 
 
 def test_a_probe_that_fails_says_why():
@@ -118,7 +116,7 @@ def test_a_probe_that_fails_says_why():
 
     outcome = run_probe(probe, timeout=600)
 
-    assert outcome.state == ERROR
+    assert outcome.status == FAILED
     assert "no_such_option" in outcome.reason
 
 

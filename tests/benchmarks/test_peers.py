@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import head
+from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult
-from benchmarks.losses import LOSSES
-from benchmarks.peers import (
-    Peer,
-    Unsupported,
-    all_peers,
-    choose,
-    cut_cross_entropy_apple,
-    liger_ce,
-    liger_logits,
-)
-from benchmarks.problem import MODES, Problem, Run, Setting
-from benchmarks.row_sources import Sources, make_problem
+from benchmarks.peers import Unsupported, all_peers, choose, cut_cross_entropy_apple, liger
+from benchmarks.problem import LOSSES, MODES, Setting
+from benchmarks.record import Measurement, read
+from benchmarks.rows import Sources, make_problem
 
 LIBRARIES = (
     "cut_cross_entropy",
@@ -71,15 +63,13 @@ py-modules = ["a_plugin_of_grpo_fast"]
 """
 
 
-def run_head(folder: Path, *arguments: str) -> dict[str, dict]:
-    """The results of one small cell by name."""
+def run_head(folder: Path, *arguments: str) -> dict[str, Measurement]:
+    """The results of one small setting by name."""
     out = folder / "record.json"
     shape = ["--device=cpu", "--hidden=24", "--vocab=100", "--tokens=32", "--rows=peaked", "--trainable"]
     mode = ["--mode=forward_backward", "--repeats=3", "--loss=logprob"]
-    code = main(["head", *shape, *mode, f"--json={out}", *arguments])
-    assert code == 0
-    (cell,) = json.loads(out.read_text())["cells"]
-    return {result["name"]: result for result in cell["results"]}
+    assert main(["head", *shape, *mode, f"--json={out}", *arguments]) == 0
+    return {found.implementation: found for found in read(out).cells}
 
 
 def test_listing_the_peers_imports_none_of_their_libraries():
@@ -105,9 +95,9 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_
 
     found = run_head(tmp_path)
 
-    assert found["ours"]["state"] == "ok"
-    assert found["TRL fused head"]["state"] == "skipped"
-    assert found["Liger per-token"]["reason"].startswith("not installed")
+    assert found["ours"].status == "ok"
+    assert found["TRL fused head"].status == "skipped"
+    assert found["Liger per-token"].reason.startswith("not installed")
     assert "skipped TRL fused head: not installed" in capsys.readouterr().out
 
 
@@ -122,27 +112,30 @@ def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, mo
 
     found = run_head(tmp_path, "--impl", "plugged in", "broken", "torch full")
 
-    assert found["plugged in"]["state"] == "ok"
-    assert found["plugged in"]["accuracy"]["logprob"] < 1e-4
-    assert found["plugged in, a class"]["state"] == "ok"
-    assert "no `prepare(problem)`" in found["broken too"]["reason"]
-    assert found["plugged in, wrong"]["accuracy"]["logprob"] > 0.1
-    assert found["broken"]["state"] == "error"
-    assert "NOT_THERE" in found["broken"]["reason"]
+    assert found["plugged in"].status == "ok"
+    assert found["plugged in"].accuracy["logprob"] < 1e-4
+    assert found["plugged in, a class"].status == "ok"
+    assert "no `prepare(problem)`" in found["broken too"].reason
+    assert found["plugged in, wrong"].accuracy["logprob"] > 0.1
+    assert found["broken"].status == "failed"
+    assert "NOT_THERE" in found["broken"].reason
     assert capsys.readouterr().out.count("INACCURATE") == 1
 
 
-def test_a_peer_that_wants_more_memory_than_there_is_says_so_and_the_others_go_on(tmp_path, monkeypatch):
-    def greedy(problem: Problem) -> Run:
-        return lambda: problem.finish(torch.empty(1 << 55))
+def test_an_entry_point_names_a_peer_or_several_and_a_broken_one_raises_when_asked(monkeypatch):
+    def of_group(group: str) -> list[EntryPoint]:
+        assert group == "grpo_fast.benchmark_peers"
+        return [
+            EntryPoint("good", "benchmarks.peers.torch_full:PEERS", group),
+            EntryPoint("broken", "a_module_that_is_not_there:PEERS", group),
+        ]
 
-    found = [Peer("greedy", greedy), *choose(all_peers(), ["torch full"])]
-    monkeypatch.setattr(head, "all_peers", lambda: found)
+    monkeypatch.setattr(peers, "entry_points", of_group)
+    found = all_peers()
 
-    results = run_head(tmp_path)
-
-    assert results["greedy"]["state"] == "out of memory"
-    assert results["torch full logits"]["state"] == "ok"
+    assert [peer.name for peer in found[-3:]] == ["torch full logits", "torch.compile", "broken"]
+    with pytest.raises(ModuleNotFoundError):
+        found[-1].prepare(None)
 
 
 def test_names_are_unique_so_that_records_can_be_compared():
@@ -209,20 +202,24 @@ def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer, loss):
 
 
 @pytest.mark.parametrize(
-    ("peer", "loss"),
-    [(liger_logits, "logprob"), (liger_logits, "grpo"), (liger_ce, "cross_entropy")],
+    ("name", "loss"),
+    [
+        ("prepare_grpo_on_logits", "logprob"),
+        ("prepare_grpo_on_logits", "grpo"),
+        ("prepare_cross_entropy", "cross_entropy"),
+    ],
 )
-def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, peer, loss):
+def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, name, loss):
     """By Triton's interpreter."""
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("a GPU runs the kernel itself, above")
-    monkeypatch.setattr(peer, "require_cuda", lambda problem: None)
+    monkeypatch.setattr(liger, "require_cuda", lambda problem: None)
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     problem = make_problem(replace(SETTING, loss=loss), Sources(), torch.device("cpu"), seed)
 
-    outcome = peer.prepare(problem)()
+    outcome = getattr(liger, name)(problem)()
 
     accuracy = consult(problem).judge(problem, outcome)
     assert outcome.logprobs is None

@@ -11,13 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.charts import MEMORY, TIME, bars, lines, pareto, phases, roofline, slices, styles_of
+from benchmarks.measure import Memory, Spread
 from benchmarks.problem import Setting
-from benchmarks.record import Measurement, Record, read
+from benchmarks.record import Measurement, Record
 from benchmarks.report import render
-from benchmarks.report_charts import MEMORY, TIME, bars, lines, pareto, phases, styles_of
-from benchmarks.roofline import least_bytes, points, roof_of
-from benchmarks.shapes import slices
-from benchmarks.timing import Memory, Spread
 
 ENVIRONMENT = {
     "benchmark_device": "a <machine>",
@@ -45,14 +43,13 @@ def at(name: str, milliseconds: float, error: float = 1e-6, **shape: object) -> 
         time=Spread(milliseconds, 0.9 * milliseconds, 1.1 * milliseconds, 9),
         memory=Memory(5 << 20, 6 << 20),
         accuracy={"logprob": error, "hidden_gradient": error},
-        ceilings={"product_seconds": 1e-3},
+        metrics=Setting(**(SETTING | shape)).rates(milliseconds / 1e3),
+        ceilings={"product_seconds": 1e-3, "flops_per_second": 1e12},
     )
 
 
 FAST = at("fast", 1.5, error=0.3)
-FULL = replace(
-    at("TRL", 1.0), status="oom", time=None, memory=None, accuracy={}, shape=SETTING | {"tokens": 256}
-)
+FULL = replace(at("TRL", 1.0, tokens=256), status="oom", time=None, memory=None, accuracy={}, metrics={})
 BROKEN = replace(FULL, implementation="broken", status="failed", reason="RuntimeError: <boom>")
 ABSENT = Measurement("absent", SETTING, status="skipped", reason="not installed: no module")
 CELLS = [at("ours", 2.0), at("TRL", 8.0), FAST, at("ours", 7.0, tokens=256), FULL, BROKEN, ABSENT]
@@ -151,6 +148,18 @@ def test_bars_put_the_fastest_on_top_and_name_what_failed():
     assert bars([FULL], MEMORY, "nothing to show") is None
 
 
+def test_slices_vary_along_one_axis_alone_and_the_longest_comes_first():
+    shapes = ((64, 32), (128, 32), (64, 16), (64, 8), (256, 32))
+    cells = [Measurement("ours", {"tokens": n, "hidden": h}) for n, h in shapes]
+
+    by_tokens, by_hidden = slices(cells, "tokens"), slices(cells, "hidden")
+
+    assert [part.fixed for part in by_tokens] == [{"hidden": 32}]
+    assert len(by_tokens[0].cells) == 3
+    assert [part.fixed for part in by_hidden] == [{"tokens": 64}]
+    assert slices([Measurement("ours", {"mode": mode}) for mode in "ab"], "mode") == []
+
+
 def test_lines_join_the_sizes_of_one_implementation():
     styles = styles_of(["ours", "TRL", "fast"])
     (part,) = slices([cell for cell in CELLS if cell.implementation in styles], "tokens")
@@ -164,27 +173,26 @@ def test_lines_join_the_sizes_of_one_implementation():
 
 def test_the_front_needs_two_results_and_marks_the_limit_of_rounding():
     styles = styles_of(["ours", "TRL", "fast"])
+    unknown = replace(FAST, accuracy={"hidden_gradient": float("nan")})
 
     drawn = pareto([at("ours", 2.0), FAST], "hidden_gradient", "Error", styles, "a shape")
 
     assert "wrong above" in drawn.svg
-    assert (
-        pareto(
-            [FAST, replace(FAST, accuracy={"hidden_gradient": float("nan")})],
-            "hidden_gradient",
-            "",
-            styles,
-            "",
-        )
-        is None
-    )
+    assert pareto([FAST, unknown], "hidden_gradient", "", styles, "") is None
 
 
 def test_phases_come_with_their_names():
     split = replace(FAST, phases={"forward": 0.001, "backward": 0.002})
 
-    assert phases([split], "a shape")[1] == ("forward", "backward")
+    assert phases([split], "a shape").legend == ("forward", "backward")
     assert phases([FAST], "a shape") is None
+
+
+def test_the_roof_is_the_fastest_product_and_copy_of_the_run():
+    drawn = roofline(CELLS, 40e9, styles_of(["ours", "TRL", "fast"]))
+
+    assert "1.00 TFLOP/s, 40.0 GB/s" in drawn.detail
+    assert roofline([Measurement("ours", {})], 40e9, {}) is None
 
 
 def test_every_implementation_looks_different():
@@ -192,39 +200,3 @@ def test_every_implementation_looks_different():
 
     looks = {(style.colour, str(style.dash), style.marker) for style in styles_of(names).values()}
     assert len(looks) == len(names)
-
-
-def test_the_roof_is_what_the_run_measured():
-    roof = roof_of(record(*CELLS))
-
-    assert roof.flops == pytest.approx(2 * 256 * 32 * 300 / 1e-3)
-    assert roof.bytes == pytest.approx(40e9)
-    assert roof_of(record(Measurement("ours", {}))) is None
-
-
-def test_the_intensity_of_a_head_counts_each_input_and_result_once():
-    setting = Setting(**SETTING)
-    moved = 4 * (2 * 64 * 32 + 2 * 300 * 32) + 12 * 64
-
-    (point,) = points([at("ours", 2.0)])
-
-    assert least_bytes(setting) == moved
-    assert point.intensity == pytest.approx(3 * 2 * 64 * 32 * 300 / moved)
-    assert point.flops == pytest.approx(3 * 2 * 64 * 32 * 300 / 2e-3)
-
-
-def test_the_rates_of_a_kernel_are_its_own():
-    kernel = Measurement("forward", {}, metrics={"flops_per_second": 6e12, "bytes_per_second": 2e9})
-
-    assert [(point.intensity, point.flops) for point in points([kernel])] == [(3000.0, 6e12)]
-
-
-def test_a_record_of_the_suite_itself_can_be_reported(tmp_path):
-    shape = ["--device=cpu", "--hidden=24", "--vocab=100", "--tokens", "32", "64", "--rows=peaked"]
-    mode = ["--mode=forward_backward", "--trainable", "--repeats=3", "--impl", "reference"]
-    main(["head", *shape, *mode, f"--json={tmp_path / 'a.json'}"])
-
-    page = page_of(read(tmp_path / "a.json"))
-
-    assert "Time, ms, against tokens N" in page
-    assert "ours, reference" in page

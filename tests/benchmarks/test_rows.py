@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import tile_histogram
+from benchmarks import live_tiles as tiles_of
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult
 from benchmarks.live_tiles import (
@@ -20,9 +20,8 @@ from benchmarks.live_tiles import (
     load_histogram,
     weight_parts,
 )
-from benchmarks.losses import LOSSES, loss_of
-from benchmarks.problem import Setting
-from benchmarks.row_sources import Sources, load_real_rows, make_problem
+from benchmarks.problem import LOSSES, Setting, loss_of
+from benchmarks.rows import Sources, load_real_rows, make_problem
 
 CPU = torch.device("cpu")
 
@@ -158,7 +157,7 @@ def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch):
     writer.write_tensors_to_file()
     writer.close()
     save_file({"hidden": 4 * hidden}, tmp_path / "rows.safetensors")
-    monkeypatch.setattr(tile_histogram, "PART_ROWS", 256)
+    monkeypatch.setattr(tiles_of, "PART_ROWS", 256)
 
     names = {"rows": "rows.safetensors", "gguf": "model.gguf", "histogram": "tiles.json"}
     files = [f"--{option}={tmp_path / name}" for option, name in names.items()]

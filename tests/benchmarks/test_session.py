@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.failures import DeviceLost
+from benchmarks.measure import DeviceLost
+from benchmarks.peers import choose_names
 from benchmarks.record import Measurement, read
-from benchmarks.session import add_common_arguments, check_common, choose_names, run_session
+from benchmarks.session import add_common_arguments, check_common, run_session
 
 
 class FakeBout:

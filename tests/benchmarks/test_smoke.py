@@ -69,7 +69,7 @@ def test_a_wrong_one_is_named_and_fails(only, tmp_path, capsys, damage, said):
     assert {cell.status for cell in cells} == {"failed"}
     printed = capsys.readouterr().out
     assert said in cells[0].reason
-    assert "smoke: WRONG" in printed and "one at log-probabilities, forward + backward" in printed
+    assert "smoke: WRONG" in printed and "one at peaked rows" in printed
 
 
 def test_without_time_nothing_is_called_right(only, capsys):

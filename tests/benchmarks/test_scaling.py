@@ -1,14 +1,21 @@
-"""Where the exact backward overtakes, from measurements made up."""
+"""What follows from many sizes: fitted exponents, and the density where the exact backward overtakes."""
 
 from __future__ import annotations
+
+import math
+import random
 
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.crossover import EXACT, OURS, crossover, multiplied
+from benchmarks.crossover import crossover, multiplied
+from benchmarks.goals import EXACT
 from benchmarks.live_tiles import Histogram
+from benchmarks.measure import Spread
+from benchmarks.problem import PRODUCT
 from benchmarks.record import Measurement, read
-from benchmarks.timing import Spread
+from benchmarks.scaling import fit_power_law
+from benchmarks.tables import OURS
 
 
 def at(factor: float, density: float, ours: float, exact: float) -> list[Measurement]:
@@ -45,11 +52,32 @@ def test_a_run_measures_each_density_with_every_way_through_the_head(tmp_path):
 
     record = read(out)
     assert record.kind == "crossover"
-    assert [(c.shape["factor"], c.implementation) for c in record.cells if c.time] == [
-        (1, OURS), (1, EXACT), (9, OURS), (9, EXACT)
-    ]  # fmt: skip
+    assert [(cell.shape["factor"], cell.implementation) for cell in record.cells if cell.time] == [
+        (factor, name) for factor in (1, 9) for name in (PRODUCT, OURS, EXACT)
+    ]
 
 
 def test_a_factor_that_leaves_nothing_is_named(capsys):
     assert main(["crossover", "--factors", "0", "--device", "cpu"]) == 2
     assert "--factors" in capsys.readouterr().err
+
+
+def test_a_power_law_is_found_exactly_whatever_the_order():
+    points = random.sample([(1, 3), (2, 12), (4, 48), (8, 192)], 4)
+
+    assert fit_power_law(*zip(*points, strict=True)) == (pytest.approx(2), pytest.approx(0, abs=1e-6))
+
+
+def test_the_interval_is_students():
+    # Slope 1 on u = -1, 0, 1 (in logarithms), residuals a (1, -2, 1): one degree of freedom, sqrt(6 a² / 2).
+    a = 0.01
+    ys = [math.exp(-1 + a), math.exp(-2 * a), math.exp(1 + a)]
+
+    found = fit_power_law([math.exp(-1), 1, math.exp(1)], ys)
+
+    assert found == (pytest.approx(1), pytest.approx(12.706 * a * math.sqrt(6 / 2)))
+
+
+@pytest.mark.parametrize(("xs", "ys"), [([1, 2], [1, 2]), ([1, 1, 2], [1, 1, 2]), ([1, 2, 3], [0, 1, 2])])
+def test_too_little_to_fit_gives_nothing(xs, ys):
+    assert fit_power_law(xs, ys) is None

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.architectures import ARCHITECTURES, Architecture, make_tokenizer, model_config
-from benchmarks.workload import load_lengths, make_samples
+from benchmarks.models import (
+    ARCHITECTURES,
+    Architecture,
+    load_lengths,
+    make_samples,
+    make_tokenizer,
+    model_config,
+)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)

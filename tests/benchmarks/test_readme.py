@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.readme_tables import NONE, render
-from benchmarks.record import Measurement, save
-from benchmarks.timing import Memory, Spread
+from benchmarks.measure import Memory, Spread
+from benchmarks.readme import render
+from benchmarks.record import Measurement, Record, save
+from benchmarks.tables import DASH
 
 ENVIRONMENT = {
     "benchmark_device": "a machine",
+    "device": "1 x a machine",
     "versions": {"torch": "2.13.0"},
     "started": "2026-11-20T09:00:00+00:00",
     "command": ["python", "-m", "benchmarks", "step", "--minutes", "2"],
@@ -27,7 +29,7 @@ OURS = Measurement(
 
 def table_of(folder: Path, *cells: Measurement, kind: str = "step") -> str:
     path = folder / "record.json"
-    save(path, cells, kind=kind, environment=ENVIRONMENT, gpu_states=[{"driver_version": "580.1"}])
+    save(path, Record(kind, list(cells), ENVIRONMENT, gpu_states=[{"driver_version": "580.1"}]))
     return render(path)
 
 
@@ -43,7 +45,7 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     assert table.splitlines() == [
         "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
         "|---|---:|---:|---:|---:|",
-        f"| fast | 2.00 **wrong** | OOM | 5.0e-01 | {NONE} |",
+        f"| fast | 2.00 **wrong** | OOM | 5.0e-01 | {DASH} |",
         "| **ours** | 4.00 | 123 | 2.0e-06 | 3 |",
         "",
         "Not measured: absent (not installed).",
@@ -56,7 +58,7 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
 def test_the_product_is_the_first_row_where_it_was_measured(tmp_path):
     table = table_of(tmp_path, replace(OURS, ceilings={"product_seconds": 0.0015}), kind="head_like")
 
-    assert table.splitlines()[2] == f"| *one product X Wᵀ* | 1.50 | {NONE} | {NONE} |"
+    assert table.splitlines()[2] == f"| *one product X Wᵀ* | 1.50 | {DASH} | {DASH} |"
 
 
 def test_the_group_that_fits_is_shown_instead_of_its_time(tmp_path):
@@ -118,7 +120,7 @@ def test_kernels_compiled_ahead_of_time_show_the_most_of_their_variants(tmp_path
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
     """With one table, whose record is beside it."""
-    save(tmp_path / "run.json", [OURS], kind="step", environment=ENVIRONMENT)
+    save(tmp_path / "run.json", Record("step", [OURS], ENVIRONMENT))
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- table: run -->\nnumbers by hand\n<!-- end -->\nafter\n")
     return page

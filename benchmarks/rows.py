@@ -11,12 +11,13 @@ from torch import Tensor
 
 from .accuracy import exact_logprobs
 from .live_tiles import TILE, Histogram, count_live, row_chunks
-from .losses import DPO, GRPO, old_and_reference
-from .problem import DTYPES, FORWARD_BACKWARD, Problem, Setting
+from .measure import cache_bytes
+from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting, old_and_reference
 
 KINDS = ("flat", "peaked", "real", "histogram")
 _FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
 _PEAKS = (10.0, 25.0)  # range of what a peaked row's target stands out by
+_MOST_PROBLEMS = 8
 _HIGHEST_PEAK, _BISECTIONS = 80.0, 16
 _CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
@@ -88,6 +89,13 @@ def load_real_rows(path: Path) -> RealRows:
     if int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]:
         raise ValueError(f"--real-rows {path}: targets must lie in [0, {weight.shape[0]})")
     return RealRows(source, hidden, targets, weight)
+
+
+def make_problems(setting: Setting, sources: Sources, device: torch.device, seed: int) -> list[Problem]:
+    """Batches that differ, so many that who takes them in turn finds none of its inputs in the cache."""
+    first = make_problem(setting, sources, device, seed)
+    count = min(_MOST_PROBLEMS, 1 + 2 * cache_bytes(device) // first.input_bytes)
+    return [first, *(make_problem(setting, sources, device, seed + n) for n in range(1, count))]
 
 
 def make_problem(setting: Setting, sources: Sources, device: torch.device, seed: int) -> Problem:

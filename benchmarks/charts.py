@@ -6,26 +6,25 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.run_record.charts import GRID, INK, SERIES, to_svg
 
-from .record import FAILED, OOM, Measurement
-from .roofline import Roof, points
-from .shapes import LIMITS, Slice, is_wrong, label, number
+from .accuracy import LIMITS, is_wrong
+from .contest import BYTES, FLOPS, TOKENS
+from .record import OOM, Measurement
+from .tables import OURS, STATES, Shape, label, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = (5.2, 3.2)  # inches at 72 dpi: the SVG scales
 BAR = 0.24  # inches of height each
-OURS = "ours"
-STATES = {OOM: "out of memory", FAILED: "failed"}
 MOST_ZOOM = 100.0
 _DASHES = ("-", (0, (4, 2)), (0, (1.2, 1.6)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-NAMES = {"tokens": "tokens N", "hidden": "hidden size H", "vocabulary": "vocabulary V"}
-PRODUCT = "one product X Wᵀ"
+_NAMES = {"tokens": "tokens N", "hidden": "hidden size H", "vocabulary": "vocabulary V"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Plot:
     title: str
     detail: str
     svg: str  # trusted markup, made here from numbers and escaped labels
+    legend: tuple[str, ...] = ()  # in the order of the colours, where it is not the page's
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Style:
     dash: Any
     marker: str
 
+    def draw(self, axes: Axes, places: Sequence[float], values: Sequence[float], **more: Any) -> None:
+        """Markers, and a line where `more` asks for one."""
+        axes.plot(places, values, **{"color": self.colour, "marker": self.marker, "linestyle": ""} | more)
+
 
 @dataclass(frozen=True)
 class Quantity:
@@ -52,33 +56,42 @@ class Quantity:
 
     title: str
     value: Callable[[Measurement], float | None]
-    interval: Callable[[Measurement], tuple[float, float] | None] = lambda cell: None
     more_is_better: bool = False
 
 
-def milliseconds(cell: Measurement) -> float | None:
-    return None if cell.time is None else cell.time.median
-
-
-def mebibytes(cell: Measurement) -> float | None:
-    """Peak beyond the inputs: by torch's allocator, or the system where that does not count."""
-    memory = cell.memory
-    if memory is None:
-        return None
-    count = memory.driver if memory.allocator is None else memory.allocator
-    return None if count is None else count / 2**20
-
-
-TIME = Quantity(
-    "Time, ms", milliseconds, lambda cell: (cell.time.lower, cell.time.upper) if cell.time else None
+TIME = Quantity("Time, ms", lambda cell: None if cell.time is None else cell.time.median)
+MEMORY = Quantity(
+    "Peak memory beyond the inputs, MiB",
+    lambda cell: None if cell.peak_bytes is None else cell.peak_bytes / 2**20,
 )
-MEMORY = Quantity("Peak memory beyond the inputs, MiB", mebibytes)
-TOKENS = Quantity(
-    "Tokens per second", lambda cell: cell.metrics.get("tokens_per_second"), more_is_better=True
-)
+THROUGHPUT = Quantity("Tokens per second", lambda cell: cell.metrics.get(TOKENS), more_is_better=True)
 GROUP = Quantity(
     "Largest group, completions", lambda cell: cell.metrics.get("largest_group"), more_is_better=True
 )
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The measurements that differ in one number of their shape, and in the implementation."""
+
+    axis: str
+    fixed: Shape
+    cells: list[Measurement]
+
+    @property
+    def places(self) -> list[float]:
+        return sorted({cell.shape[self.axis] for cell in self.cells})
+
+
+def slices(cells: Sequence[Measurement], axis: str) -> list[Slice]:
+    """Groups that vary along one numeric axis alone, with at least two values of it; the longest first."""
+    groups: dict[str, Slice] = {}
+    for cell in cells:
+        value = cell.shape.get(axis)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            fixed = {name: part for name, part in cell.shape.items() if name != axis}
+            groups.setdefault(repr(fixed), Slice(axis, fixed, [])).cells.append(cell)
+    return sorted((g for g in groups.values() if len(g.places) > 1), key=lambda group: -len(group.places))
 
 
 def styles_of(names: Sequence[str]) -> dict[str, Style]:
@@ -98,7 +111,7 @@ def swatch(style: Style, name: str) -> str:
     figure, axes = _figure((0.42, 0.17))
     axes.axis("off")
     axes.plot([0, 1, 2], [0, 0, 0], color=style.colour, linestyle=style.dash, linewidth=1.6)
-    axes.plot([1], [0], color=style.colour, marker=style.marker, markersize=5)
+    style.draw(axes, [1], [0], markersize=5)
     return _svg(figure, "swatch", name)
 
 
@@ -108,22 +121,21 @@ def bars(cells: Sequence[Measurement], quantity: Quantity, title: str) -> Plot |
     if not found:
         return None
     found.sort(key=lambda pair: pair[1], reverse=not quantity.more_is_better)
-    found = [(cell, 0.0) for cell in cells if cell.status in STATES] + found
+    failed = [(cell, 0.0) for cell in cells if cell.status in STATES]
     product = _product(cells) if quantity is TIME else None
-    figure, axes = _figure((SIZE[0], 0.55 + BAR * len(found)))
-    places = range(len(found))
-    all_ours = not any(cell.implementation.startswith(OURS) for cell in cells)
+    all_ours = all(cell.implementation.startswith(OURS) for cell, _ in found)
+    found = failed + found
+    figure, axes = _figure((SIZE[0], 0.5 + BAR * len(found)))
     for place, (cell, value) in enumerate(found):
         ours = all_ours or cell.implementation.startswith(OURS)
         axes.barh(place, value, height=0.62, color=SERIES[0 if ours else 5], alpha=0.85 if ours else 0.5)
-        interval = quantity.interval(cell)
         end = value or product or 0.0
-        if interval is not None:
-            axes.hlines(place, *interval, color=INK, linewidth=1.0)
-            end = max(value, interval[1])
-        text = STATES.get(cell.status) or number(value) + "  wrong result" * is_wrong(cell)
+        if quantity is TIME and cell.time is not None:
+            axes.hlines(place, cell.time.lower, cell.time.upper, color=INK, linewidth=1.0)
+            end = max(end, cell.time.upper)
+        text = STATES.get(cell.status) or number(value) + "  wrong result" * is_wrong(cell.accuracy)
         axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", color=INK, size=9)
-    axes.set_yticks(places, [_plain(cell.implementation) for cell, _ in found])
+    axes.set_yticks(range(len(found)), [_plain(cell.implementation) for cell, _ in found])
     if product is not None:
         axes.axvline(product, color=INK, linestyle=_DASHES[2], linewidth=1.3, zorder=3)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
@@ -134,44 +146,26 @@ def bars(cells: Sequence[Measurement], quantity: Quantity, title: str) -> Plot |
 
 def lines(group: Slice, quantity: Quantity, styles: dict[str, Style], detail: str) -> Plot | None:
     """A quantity against one number of the shape, both on logarithmic axes."""
-    figure, axes = _figure(SIZE)
-    drawn = 0
-    for name in dict.fromkeys(cell.implementation for cell in group.cells):
-        mine = sorted(
-            (cell for cell in group.cells if cell.implementation == name),
-            key=lambda cell: cell.shape[group.axis],
-        )
-        pairs = [(cell, value) for cell in mine if (value := quantity.value(cell))]
-        places = [cell.shape[group.axis] for cell, _ in pairs]
-        style = styles[name]
-        axes.plot(
-            places,
-            [value for _, value in pairs],
-            color=style.colour,
-            linestyle=style.dash,
-            marker=style.marker,
-            markersize=4.5,
-            linewidth=2.2 if name == OURS else 1.3,
-            zorder=3 if name.startswith(OURS) else 2,
-        )
-        full = [cell.shape[group.axis] for cell in mine if cell.status == OOM]
-        axes.plot(
-            full,
-            [0.97] * len(full),
-            color=style.colour,
-            marker="x",
-            linestyle="",
-            transform=axes.get_xaxis_transform(),
-        )
-        drawn += len(pairs)
-    if not drawn:
+    if not any(quantity.value(cell) for cell in group.cells):
         return None
+    figure, axes = _figure(SIZE)
+    for name in dict.fromkeys(cell.implementation for cell in group.cells):
+        mine = [cell for cell in group.cells if cell.implementation == name]
+        points = sorted((cell.shape[group.axis], value) for cell in mine if (value := quantity.value(cell)))
+        full = [cell.shape[group.axis] for cell in mine if cell.status == OOM]
+        how = {"linestyle": styles[name].dash, "linewidth": 2.2 if name == OURS else 1.3}
+        styles[name].draw(
+            axes, *_columns(points), markersize=4.5, zorder=3 if name.startswith(OURS) else 2, **how
+        )
+        on_top = axes.get_xaxis_transform()
+        styles[name].draw(axes, full, [0.97] * len(full), marker="x", transform=on_top)
     if quantity is TIME:
-        places = sorted({cell.shape[group.axis] for cell in group.cells})
-        products = [_product([c for c in group.cells if c.shape[group.axis] == x]) for x in places]
-        axes.plot(places, [x or math.nan for x in products], color=INK, linestyle=_DASHES[2])
-    _logarithmic(axes, sorted({cell.shape[group.axis] for cell in group.cells}))
-    name = NAMES.get(group.axis, group.axis.replace("_", " "))
+        products = [_product([c for c in group.cells if c.shape[group.axis] == x]) for x in group.places]
+        axes.plot(group.places, [x or math.nan for x in products], color=INK, linestyle=_DASHES[2])
+    _logarithmic(axes)
+    axes.set_xticks(group.places, [_thousands(place) for place in group.places])
+    axes.set_xticks([], minor=True)
+    name = _NAMES.get(group.axis, group.axis.replace("_", " "))
     axes.set_xlabel(name, color=INK, size=9.5)
     title = f"{quantity.title}, against {name}"
     return Plot(title, detail, _svg(figure, title, label(group.fixed)))
@@ -181,24 +175,30 @@ def pareto(
     cells: Sequence[Measurement], error: str, words: str, styles: dict[str, Style], title: str
 ) -> Plot | None:
     """One shape: error against time. The line joins what nothing else beats in both."""
-    found = [(cell.time.median, cell.accuracy[error], cell) for cell in cells if _both(cell, error)]
+    found = [
+        (cell.time.median, value, cell.implementation)
+        for cell in cells
+        if cell.time is not None and 0 < (value := cell.accuracy.get(error, math.nan)) < math.inf
+    ]
     if len(found) < 2:
         return None
     figure, axes = _figure(SIZE)
     front: list[tuple[float, float]] = []
-    for time, value, _ in sorted(found, key=lambda point: point[:2]):
+    for time, value, _ in sorted(found):
         if not front or value < front[-1][1]:
             front.append((time, value))
-    for time, value, cell in found:
-        style = styles[cell.implementation]
-        axes.plot([time], [value], color=style.colour, marker=style.marker, markersize=7, linestyle="")
+    for time, value, name in found:
+        styles[name].draw(axes, [time], [value], markersize=7)
     axes.set_yscale("log")
     axes.set_xscale("log")
     axes.set_xlim(front[0][0] / 1.25, 1.25 * max(time for time, _, _ in found))
-    _widen(axes, [value for _, value, _ in found])
+    # At least two decades, so that rounding noise does not look like a difference.
+    low, high = (of(value for _, value, _ in found) for of in (min, max))
+    margin = max(1.4, math.sqrt(MOST_ZOOM * low / high))
+    axes.set_ylim(low / margin, high * margin)
     _decimal_ticks(axes)
     edges = [(front[0][0], axes.get_ylim()[1]), *front, (axes.get_xlim()[1], front[-1][1])]
-    axes.step(*zip(*edges, strict=True), where="post", color=INK, linewidth=1.0, zorder=1)
+    axes.step(*_columns(edges), where="post", color=INK, linewidth=1.0, zorder=1)
     if LIMITS[error] < axes.get_ylim()[1]:
         axes.axhline(LIMITS[error], color=INK, linestyle=_DASHES[1], linewidth=1.0)
         axes.annotate("wrong above", (1, LIMITS[error]), (-2, 3), xycoords=("axes fraction", "data"),
@@ -207,61 +207,52 @@ def pareto(
     return Plot(f"{words}, against time", title, _svg(figure, "pareto", error, title))
 
 
-def roofline(cells: Sequence[Measurement], roof: Roof, styles: dict[str, Style]) -> Plot | None:
-    """Achieved TFLOP/s against FLOPs per byte, beneath what was measured as possible."""
-    found = points(cells)
-    if not found:
+def roofline(cells: Sequence[Measurement], copy_rate: float, styles: dict[str, Style]) -> Plot | None:
+    """Achieved TFLOP/s against FLOPs per byte, beneath the fastest product and copy of the run.
+
+    Args:
+        copy_rate: bytes per second, of a copy that the run measured at its start.
+    """
+    found = [(c.implementation, c.metrics[FLOPS] / c.metrics[BYTES], c.metrics[FLOPS] / 1e12)
+             for c in cells if c.metrics.get(BYTES) and c.metrics.get(FLOPS)]  # fmt: skip
+    peak = max((cell.ceilings.get(FLOPS, 0.0) for cell in cells), default=0.0) / 1e12
+    copy = max([copy_rate, *(cell.ceilings.get(BYTES, 0.0) for cell in cells)]) / 1e12
+    if not found or not peak or not copy:
         return None
     figure, axes = _figure(SIZE)
-    ridge = roof.flops / roof.bytes
-    left = min(ridge / 4, *(point.intensity / 2 for point in found))
-    right = max(ridge * 4, *(point.intensity * 2 for point in found))
-    axes.plot([left, ridge, right], [left * roof.bytes / 1e12, roof.flops / 1e12, roof.flops / 1e12],
-              color=INK, linewidth=1.4)  # fmt: skip
-    for point in found:
-        style = styles[point.name]
-        axes.plot([point.intensity], [point.flops / 1e12], color=style.colour, marker=style.marker,
-                  markersize=6, linestyle="", alpha=0.85)  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _decimal_ticks(axes)
+    ridge = peak / copy
+    left = min(ridge / 4, *(intensity / 2 for _, intensity, _ in found))
+    right = max(ridge * 4, *(intensity * 2 for _, intensity, _ in found))
+    axes.plot([left, ridge, right], [left * copy, peak, peak], color=INK, linewidth=1.4)
+    for name, intensity, rate in found:
+        styles[name].draw(axes, [intensity], [rate], markersize=6, alpha=0.85)
+    _logarithmic(axes)
     axes.set_xlabel("FLOPs per byte that must be moved", color=INK, size=9.5)
     detail = (
-        f"ceilings measured here: {number(roof.flops / 1e12)} TFLOP/s, {number(roof.bytes / 1e9)} GB/s; "
+        f"ceilings measured here: {number(peak)} TFLOP/s, {number(1e3 * copy)} GB/s; "
         "of a dense computation, so leaving work out can rise above"
     )
     return Plot("TFLOP/s, against arithmetic intensity", detail, _svg(figure, "roofline"))
 
 
-def phases(cells: Sequence[Measurement], title: str) -> tuple[Plot, tuple[str, ...]] | None:
-    """One shape: the parts of a repetition, end to end; and the parts in the order of the colours."""
-    found = [cell for cell in cells if cell.phases]
+def phases(cells: Sequence[Measurement], title: str) -> Plot | None:
+    """One shape: the parts of a repetition, end to end."""
+    found = [cell for cell in reversed(cells) if cell.phases]
     if not found:
         return None
-    names = tuple(dict.fromkeys(name for cell in found for name in cell.phases))[: len(SERIES)]
+    names = tuple(dict.fromkeys(name for cell in reversed(found) for name in cell.phases))[: len(SERIES)]
     figure, axes = _figure((SIZE[0], 0.6 + BAR * len(found)))
-    found = found[::-1]
-    left = [0.0] * len(found)
-    for name, colour in zip(names, SERIES, strict=False):
-        widths = [1e3 * cell.phases.get(name, 0.0) for cell in found]
-        axes.barh(range(len(found)), widths, left=left, height=0.62, color=colour)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, cell in enumerate(found):
+        widths = [1e3 * cell.phases.get(name, 0.0) for name in names]
+        starts = [0.0, *accumulate(widths)][: len(widths)]
+        axes.barh(place, widths, left=starts, height=0.62, color=SERIES[: len(names)])
     axes.set_yticks(range(len(found)), [_plain(cell.implementation) for cell in found])
     axes.grid(axis="x", color=GRID, linewidth=0.8)
-    return Plot("Time by phase, ms", title, _svg(figure, "phases", title)), names
+    return Plot("Time by phase, ms", title, _svg(figure, "phases", title), names)
 
 
-def _both(cell: Measurement, error: str) -> bool:
-    """A time, and an error that has a logarithm."""
-    value = cell.accuracy.get(error, math.nan)
-    return cell.time is not None and math.isfinite(value) and value > 0
-
-
-def _widen(axes: Axes, values: Sequence[float]) -> None:
-    """At least two decades, so that rounding noise does not look like a difference; one tick a decade."""
-    low, high = min(values), max(values)
-    margin = max(1.4, math.sqrt(MOST_ZOOM * low / high))
-    axes.set_ylim(low / margin, high * margin)
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _product(cells: Sequence[Measurement]) -> float | None:
@@ -289,13 +280,10 @@ def _figure(size: tuple[float, float]) -> tuple[Any, Axes]:
     return figure, axes
 
 
-def _logarithmic(axes: Axes, places: Sequence[float]) -> None:
-    """Ticks at the measured values, and at round numbers upwards."""
+def _logarithmic(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     _decimal_ticks(axes)
-    axes.set_xticks(places, [_thousands(place) for place in places])
-    axes.set_xticks([], minor=True)
 
 
 def _decimal_ticks(axes: Axes) -> None:
@@ -303,17 +291,12 @@ def _decimal_ticks(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(
-            LogLocator(subs=(1.0, 2.0, 5.0) if _decades(axis) < 2.2 else (1.0,), numticks=9)
-        )
+        low, high = axis.get_view_interval()
+        few = low > 0 and math.log10(high / low) < 2.2
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=9))
         axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
         axis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color=GRID, linewidth=0.8)
-
-
-def _decades(axis: Any) -> float:
-    low, high = axis.get_view_interval()
-    return math.log10(high / low) if low > 0 else 9.0
 
 
 def _short(value: float) -> str:
@@ -328,8 +311,7 @@ def _thousands(value: float) -> str:
     """16384 -> 16k, 151936 -> 152k."""
     if value < 1000:
         return f"{value:g}"
-    in_k = value / 1024 if value % 1024 == 0 else value / 1000
-    return f"{in_k:.0f}k"
+    return f"{value / (1024 if value % 1024 == 0 else 1000):.0f}k"
 
 
 def _plain(text: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.losses import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOSSES, loss_of
-from benchmarks.problem import Problem, Setting
-from benchmarks.row_sources import Sources, make_problem
+from benchmarks.problem import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOSSES, Problem, Setting, loss_of
+from benchmarks.rows import Sources, make_problem
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
@@ -81,3 +82,12 @@ def test_the_batch_is_the_same_whatever_the_loss(loss):
 
     for name in ("hidden", "weight", "targets", "advantages"):
         assert torch.equal(getattr(plain, name), getattr(other, name))
+
+
+def test_a_heads_traffic_counts_each_input_and_result_once():
+    setting = Setting("flat", 64, 32, 300, "forward_backward", True, "float32")
+    product, moved = 2 * 64 * 32 * 300, 4 * (2 * 64 * 32 + 2 * 300 * 32) + 12 * 64
+
+    assert setting.rates(0.5) == {"flops_per_second": 3 * product / 0.5, "bytes_per_second": moved / 0.5}
+    assert replace(setting, trainable=False).flops == 2 * product
+    assert replace(setting, mode="forward").flops == product

@@ -1,4 +1,6 @@
-"""Real architectures with random weights: what a step costs depends on shapes, not on what was learned.
+"""What a step works on: real architectures with random weights, and sequences of real lengths.
+
+What a step costs depends on shapes, not on what was learned.
 
 But for the head: a random model's rows are flat, so a sparse backward can leave nothing out and takes its
 dense path. `python -m benchmarks head --histogram` shows what a trained model's rows change.
@@ -6,21 +8,29 @@ dense path. `python -m benchmarks head --histogram` shows what a trained model's
 
 from __future__ import annotations
 
+import argparse
+import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_fast.objective import StepTotals
 from grpo_fast.plan.shapes import SHAPES
-from grpo_fast.policy import Policy
+from grpo_fast.policy import Policy, Sample
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.load import resolve_attention
 
 from .problem import DTYPES
+from .session import positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,46 @@ def architecture_of(name: str, layers: int | None) -> Architecture:
     return replace(found, sizes={**found.sizes, "num_hidden_layers": layers})
 
 
+def add_model_arguments(parser: argparse.ArgumentParser, layers_on_cpu: int) -> None:
+    parser.add_argument(
+        "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
+    )
+    parser.add_argument(
+        "--layers", type=positive, help=f"only so many of its layers (on a CPU {layers_on_cpu})"
+    )
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """What of a model is trained, and how."""
+    parser.add_argument("--lora", type=positive, metavar="RANK", help="train adapters of this rank only")
+    parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="recompute each layer's activations"
+    )
+
+
+def chosen_models(
+    options: argparse.Namespace, usual: Sequence[str], usual_layers: int | None
+) -> list[Architecture]:
+    """Those asked for, or the usual ones, cut to their first layers where a number is given."""
+    layers = options.layers or (None if options.model else usual_layers)
+    return [architecture_of(name, layers) for name in options.model or usual]
+
+
+def training_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of `make_policy`; and what they say in a shape."""
+    trained = "all but the head" if options.frozen else "all"
+    made = {
+        "lora_rank": options.lora,
+        "freeze_head": options.frozen,
+        "gradient_checkpointing": options.gradient_checkpointing,
+    }
+    return made, {
+        "trained": f"LoRA r = {options.lora}" if options.lora else trained,
+        "gradient_checkpointing": options.gradient_checkpointing,
+    }
+
+
 def make_policy(
     architecture: Architecture,
     *,
@@ -169,3 +219,76 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w0"
     )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a dataset's prompts and of their answers."""
+
+    source: str
+    prompts: tuple[int, ...]
+    completions: tuple[int, ...]
+
+    def draw(
+        self, prompts: int, group: int, seed: int, *, longest: int | None = None
+    ) -> list[tuple[int, int]]:
+        """(prompt, completion) tokens of each sequence, group after group.
+
+        Args:
+            longest: completions are cut off there, as by a maximum length.
+        """
+        generator = random.Random(seed)
+        drawn = []
+        for _ in range(prompts):
+            prompt = generator.choice(self.prompts)
+            for _ in range(group):
+                completion = generator.choice(self.completions)
+                drawn.append((prompt, completion if longest is None else min(completion, longest)))
+        return drawn
+
+
+def load_lengths(path: Path = LENGTHS) -> Lengths:
+    """
+    Raises:
+        ValueError: not JSON with `source`, `prompts` and `completions`, positive numbers of tokens.
+    """
+    try:
+        found = json.loads(path.read_text())
+        lengths = Lengths(found["source"], tuple(found["prompts"]), tuple(found["completions"]))
+        numbers = (*lengths.prompts, *lengths.completions)
+        if (
+            not lengths.prompts
+            or not lengths.completions
+            or not all(isinstance(n, int) and n > 0 for n in numbers)
+        ):
+            raise ValueError("prompts and completions must be lists of positive whole numbers")
+        return lengths
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--lengths {path} cannot be used ({error}); it takes JSON with source, prompts and completions"
+        ) from error
+
+
+def make_samples(
+    lengths: Sequence[tuple[int, int]], group: int, vocabulary: int, seed: int
+) -> tuple[list[Sample], StepTotals]:
+    """Random tokens of the given lengths; a group shares its prompt, and half of it has a positive advantage.
+
+    The two last tokens of the vocabulary, padding and end, are not drawn.
+    """
+    generator = random.Random(seed)
+    samples: list[Sample] = []
+    prompt: tuple[int, ...] = ()
+    for index, (prompt_length, length) in enumerate(lengths):
+        if index % group == 0:
+            prompt = tuple(generator.choices(range(vocabulary - 2), k=prompt_length))
+        samples.append(
+            Sample(
+                prompt_ids=prompt,
+                completion_ids=tuple(generator.choices(range(vocabulary - 2), k=length)),
+                advantage=1.0 if index % 2 == 0 else -1.0,
+                group_id=index // group,
+                sampler_logprobs=(0.0,) * length,
+            )
+        )
+    return samples, StepTotals(num_tokens=sum(c for _, c in lengths), num_sequences=len(samples))
