@@ -31,7 +31,7 @@ def test_a_benchmark_runs_here_or_says_why_not():
 
 
 def test_a_run_is_compared_with_a_saved_one(tmp_path):
-    few = ("benchmarks/bench_update.py", "-k", "packing", "--benchmark-only", "--benchmark-max-time=0.05")
+    few = ("benchmarks/bench_cpu.py", "-k", "packing", "--benchmark-only", "--benchmark-max-time=0.05")
     storage = f"--benchmark-storage={tmp_path}"
 
     run_pytest(*few, storage, "--benchmark-save=before")

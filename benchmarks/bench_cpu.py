@@ -1,4 +1,7 @@
-"""What surrounds the model in an update, at a CPU's size: losses, advantages, packing."""
+"""At a CPU's size, by pytest-benchmark: the head of every implementation, losses, advantages, packing.
+
+`pytest benchmarks --benchmark-only`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.accuracy import consult
+from benchmarks.peers import Peer, Unsupported, all_peers
+from benchmarks.problem import MODES, Outcome, Setting
+from benchmarks.rows import Sources, make_problem
+from benchmarks.tables import label
 from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import LOSS_TYPES
@@ -15,6 +23,28 @@ from grpo_fast.policy.packing import Sample, pack
 
 SEQUENCES, LENGTH, GROUP = 64, 128, 8
 TOKENS = SEQUENCES * LENGTH
+
+
+@pytest.mark.parametrize("peer", all_peers(), ids=lambda peer: peer.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_head(benchmark: BenchmarkFixture, peer: Peer, mode: str) -> None:
+    setting = Setting("peaked", 256, 128, 4096, mode, True, "float32")
+    problem = make_problem(setting, Sources(), torch.device("cpu"), seed=0)
+    try:
+        run = peer.prepare(problem)
+    except (ImportError, Unsupported) as reason:
+        pytest.skip(f"{peer.name}: {reason}")
+
+    def once() -> Outcome:
+        problem.clear()
+        with torch.set_grad_enabled(problem.backward):
+            return run()
+
+    accuracy = consult(problem).judge(problem, once())
+    assert accuracy.acceptable, accuracy
+    benchmark.group = label(vars(setting))
+    benchmark.extra_info |= vars(accuracy)
+    benchmark(once)
 
 
 @pytest.fixture
