@@ -150,7 +150,7 @@ def test_a_command_runs_to_its_end(gpu, tmp_path, command, options):
     found = {cell.status: cell.reason for cell in record.cells}
     assert "ok" in found and set(found) <= {"ok", "skipped"}, found
     if command == "head":
-        product, *cells = record.cells
+        _, *cells = record.cells
         assert {(cell.shape["rows"], cell.shape["dtype"]) for cell in cells} == {("histogram", "bfloat16")}
         assert {cell.memory.allocator for cell in cells if cell.time} == {2 << 20}
 
