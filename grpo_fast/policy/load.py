@@ -39,9 +39,8 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     attention = resolve_attention(config.attention, device, config.dtype)
     if config.liger_kernels:
         _require_liger(device)
-    template = _read_template(config.chat_template)
+    tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device, attention)
-    tokenizer = _load_tokenizer(source, config, template)
     if config.liger_kernels:
         _apply_liger(model)
     _disable_dropout(model)
@@ -160,29 +159,26 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: a wrong path or template.
     """
-    return _load_tokenizer(resolve_source(config.path), config, _read_template(config.chat_template))
-
-
-def _load_tokenizer(source: str, config: ModelConfig, template: str | None) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        source, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    source, template = resolve_source(config.path), None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
+            raise ValueError(problem) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except OSError as error:
+        raise ValueError(f"model.path = {config.path!r} cannot be loaded: {error}") from error
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _read_template(file: str | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"model.chat_template = {file!r} cannot be read: {error.strerror}") from error
 
 
 def _require_liger(device: torch.device) -> None:

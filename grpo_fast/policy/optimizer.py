@@ -199,7 +199,8 @@ class PolicyOptimizer:
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
             states.setdefault(name, {})[kind] = tensor
-        self._check_states(states)
+        saved = {name: state.get("master") for name, state in states.items()}
+        require_same_shapes("the optimiser's tensors", saved, self._masters)
         for name, master in self._masters.items():
             master.copy_(states[name].pop("master"))
             self._adam.state.pop(master, None)
@@ -209,22 +210,23 @@ class PolicyOptimizer:
                 }
         self._write_back()
 
-    def _check_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        saved = {name: state["master"].shape for name, state in states.items() if "master" in state}
-        wanted = {name: master.shape for name, master in self._masters.items()}
-        wrong = sorted(name for name in {*saved, *wanted, *states} if saved.get(name) != wanted.get(name))
-        if wrong:
-            raise ValueError(
-                f"the optimiser state does not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more "
-                "are missing, unknown or of another shape; resume with the configuration it was saved with"
-            )
-
     @torch.no_grad()
     def _write_back(self) -> None:
         pairs = [(self._parameters[n], m) for n, m in self._masters.items() if m is not self._parameters[n]]
         if pairs:
             parameters, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(parameters, masters)
+
+
+def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> None:
+    """Raises ValueError where `saved` does not have the names and shapes of the model's tensors."""
+    found = {name: tensor.shape for name, tensor in saved.items() if tensor is not None}
+    expected = {name: tensor.shape for name, tensor in wanted.items()}
+    if wrong := sorted(name for name in {*saved, *wanted} if found.get(name) != expected.get(name)):
+        raise ValueError(
+            f"{what} do not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more are missing, "
+            "unknown or of another shape; load them with the configuration they were saved with"
+        )
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
+from grpo_fast.policy.optimizer import require_same_shapes
 from grpo_fast.policy.packing import PackedBatch
 
 if TYPE_CHECKING:
@@ -132,13 +133,7 @@ class Policy:
             ValueError: names or shapes are not this policy's.
         """
         parameters = self.trainable()
-        saved = {name: tensor.shape for name, tensor in tensors.items()}
-        wanted = {name: parameter.shape for name, parameter in parameters.items()}
-        if wrong := sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name)):
-            raise ValueError(
-                f"the saved weights do not belong to this model: {wrong[0]!r} and {len(wrong) - 1} more are "
-                "missing, unknown or of another shape; load them with the configuration they were saved with"
-            )
+        require_same_shapes("the saved weights", tensors, parameters)
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 

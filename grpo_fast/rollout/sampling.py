@@ -36,12 +36,7 @@ Warper = Callable[[Tensor], Tensor]  # (rows, V) float32 -> (rows, V) float32, -
 
 
 def make_warper(sampling: Sampling) -> Warper | None:
-    """What turns logits into the distribution to draw from; none when sampling is greedy.
-
-    Raises:
-        ValueError: a value of `sampling` lies outside its range.
-    """
-    check(sampling)
+    """What turns logits into the distribution to draw from; none when sampling is greedy."""
     if sampling.temperature == 0:
         return None
     warpers = LogitsProcessorList()
@@ -55,21 +50,6 @@ def make_warper(sampling: Sampling) -> Warper | None:
         warpers.append(MinPLogitsWarper(sampling.min_p))
     warp: Callable[..., Tensor] = warpers
     return lambda logits: warp(None, logits)  # none of these looks at the tokens so far
-
-
-def check(sampling: Sampling) -> None:
-    """Raises ValueError for the first value outside its range."""
-    rules = (
-        ("max_completion_length", sampling.max_completion_length >= 1, "at least 1"),
-        ("temperature", sampling.temperature >= 0, "0 (greedy) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("top_k", sampling.top_k >= 0, "0 (no limit) or more"),
-        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
-        ("stop", all(sampling.stop), "a tuple of non-empty strings"),
-    )
-    for name, valid, expected in rules:
-        if not valid:
-            raise ValueError(f"Sampling.{name} = {getattr(sampling, name)!r} must be {expected}")
 
 
 def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tensor, Tensor]:

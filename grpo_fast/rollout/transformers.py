@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
 from grpo_fast.rollout.sampling import Warper, draw, make_warper
-from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -92,19 +92,14 @@ class TransformersEngine:
 
         Raises:
             RuntimeError: the engine is asleep.
-            ValueError: an empty prompt, `n` below 1, a value of `sampling` outside its range, or a completion
-                that alone exceeds `max_batch_tokens`.
+            ValueError: an empty prompt, `n` below 1, or a completion that alone exceeds `max_batch_tokens`.
             FloatingPointError: the model's logits hold NaN.
         """
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
+        check_prompts(prompts, n)
         if not prompts:
             return []
-        if n < 1:
-            raise ValueError(f"n = {n} must be at least 1")
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompts[{index}] has no tokens; a prompt needs at least one")
         warper = make_warper(sampling)
         generator = torch.Generator()
         if sampling.seed is None:

@@ -15,7 +15,11 @@ REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. `temperature=0` is greedy."""
+    """How completions are drawn. `temperature=0` is greedy.
+
+    Raises:
+        ValueError: for the first value outside its range.
+    """
 
     max_completion_length: int
     temperature: float = 1.0
@@ -24,6 +28,19 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("stop", all(self.stop), "a tuple of non-empty strings"),
+        )
+        for name, valid, expected in rules:
+            if not valid:
+                raise ValueError(f"Sampling.{name} = {getattr(self, name)!r} must be {expected}")
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,15 @@ class Engine(Protocol):
     def __enter__(self) -> Engine: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], n: int) -> None:
+    """Raises ValueError for a prompt without tokens, or `n` below 1."""
+    if n < 1:
+        raise ValueError(f"n = {n} must be at least 1")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompts[{index}] has no tokens; a prompt needs at least one")
 
 
 class Collector:

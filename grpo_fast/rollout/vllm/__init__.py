@@ -44,10 +44,7 @@ def require_vllm() -> None:
 
 
 def require_version(oldest: tuple[int, int], setting: str) -> None:
-    """
-    Raises:
-        ValueError: `setting` is for a newer vLLM than is installed.
-    """
+    """Raises ValueError where `setting` is for a newer vLLM than is installed."""
     version = installed_version()
     if version is not None and _numbers(version) < oldest:
         raise ValueError(

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.rollout.config import VLLMConfig
-from grpo_fast.rollout.sampling import check
-from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm.checks import (
     agree,
     probe_tokens,
@@ -159,19 +158,16 @@ class VLLMEngine:
 
         Raises:
             RuntimeError: the engine sleeps, or is closed.
-            ValueError: an empty prompt, `n` below 1, a value of `sampling` outside its range, or a prompt
-                that leaves no room for its completion.
+            ValueError: an empty prompt, `n` below 1, or a prompt that leaves no room for its completion.
             FloatingPointError: the model's logits hold NaN.
         """
         vllm, tokenizer = self._vllm, self._policy.tokenizer
         self._cycle.require_awake()
-        check(sampling)
+        check_prompts(prompts, n)
         if sampling.seed is None and self._in_parallel:
             raise ValueError("sampling.seed = None: tensor-parallel processes must draw alike; give a seed")
-        if n < 1:
-            raise ValueError(f"n = {n} must be at least 1")
         for index, prompt in enumerate(prompts):
-            self._check_prompt(index, prompt, sampling.max_completion_length)
+            self._check_length(index, len(prompt), sampling.max_completion_length)
         if sampling.stop:
             require_same_tokenizer(tokenizer, vllm.get_tokenizer())
         if fingerprint(self._policy) != self._synced:
@@ -284,12 +280,10 @@ class VLLMEngine:
     def _requests(self) -> Requests:
         return Requests(self._vllm, self._policy.device, self._sync.adapter)
 
-    def _check_prompt(self, index: int, prompt: Sequence[int], max_new: int) -> None:
-        if not len(prompt):
-            raise ValueError(f"prompts[{index}] has no tokens; a prompt needs at least one")
-        if len(prompt) + max_new > self.max_length:
+    def _check_length(self, index: int, length: int, max_new: int) -> None:
+        if length + max_new > self.max_length:
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, and with up to {max_new} more exceeds the "
+                f"prompts[{index}] has {length} tokens, and with up to {max_new} more exceeds the "
                 f"{self.max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
                 "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
             )
@@ -367,10 +361,7 @@ def sampling_parameters(sampling: Sampling, eos_ids: Sequence[int]) -> SamplingP
 
 
 def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """
-    Raises:
-        FloatingPointError: a log-probability is not a number.
-    """
+    """Raises FloatingPointError where a log-probability is not a number."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
     if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs):
         raise FloatingPointError(

@@ -55,10 +55,7 @@ class SleepCycle:
         self.weights_dropped = False
 
     def require_awake(self) -> None:
-        """
-        Raises:
-            RuntimeError: a request would wait for ever.
-        """
+        """Raises RuntimeError where a request would wait for ever."""
         if self.phase is not Phase.AWAKE:
             raise RuntimeError(f"generate() on an engine that is {self.phase.value}; call wake() first")
         if self.engine.is_sleeping():
@@ -123,10 +120,7 @@ def bytes_in_pool(tag: str | None = None) -> int:
 
 
 def require_room(tag: str) -> None:
-    """
-    Raises:
-        torch.OutOfMemoryError: waking `tag` would run out of memory half-way.
-    """
+    """Raises torch.OutOfMemoryError where waking `tag` would run out of memory half-way."""
     needed = bytes_in_pool(tag)
     if not needed or needed <= torch.cuda.mem_get_info()[0]:
         return
