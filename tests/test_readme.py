@@ -11,7 +11,9 @@ from grpo_fast.config_io import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = sorted((ROOT / "grpo_fast" / "integrations" / "examples").glob("*.py"))
+NOT_SHOWN = {"__init__.py", "train_grpo.py"}
+EXAMPLES = [path for path in sorted((ROOT / "grpo_fast/examples").glob("*.py")) if path.name not in NOT_SHOWN]
+assert EXAMPLES
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
