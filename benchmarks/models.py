@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_fast.objective import StepTotals
-from grpo_fast.plan.shapes import SHAPES
+from grpo_fast.plan import SHAPES
 from grpo_fast.policy import Policy, Sample
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.load import resolve_attention

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from grpo_fast import update
 from grpo_fast.experience import make_samples
 from grpo_fast.plan.measure import random_batches, random_policy
-from grpo_fast.plan.setup import Workload
+from grpo_fast.plan.setup import StepSizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
@@ -21,7 +21,7 @@ from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import packed_loss
 
-WORK = Workload(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
+WORK = StepSizes(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,

@@ -148,10 +148,8 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from grpo_fast.plan import calibrate, device_budget, model_config, table
+    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, report, setup_of, step_sizes
     from grpo_fast.plan import plan as make_plan
-    from grpo_fast.plan.setup import setup_of, workload_of
-    from grpo_fast.plan.traces import Traces
 
     device = device_budget(args.gpu)
     traces = Traces(model_config(config.model.path, revision=config.model.revision))
@@ -161,13 +159,13 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if args.gpu is not None:
             message = "measures the device at hand; leave --gpu out"
             raise ConfigError("plan", [Problem("--calibrate", message)])
-        calibration = calibrate(setup, workload_of(config, prompt_length=args.prompt_length))
+        calibration = calibrate(setup, step_sizes(config, prompt_length=args.prompt_length))
     found = make_plan(config, traces, device, prompt_length=args.prompt_length, calibration=calibration)
-    shown = found, setup, traces.of(config.model).shape, config.model.path
+    shown = found, setup, traces.shape(config.model), config.model.path
     if args.json:
-        print(json.dumps(table.record(*shown), indent=1))
+        print(json.dumps(report.record(*shown), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table.render(*shown))
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(report.render(*shown))
     return 0 if found.prediction.fits else 1
 
 

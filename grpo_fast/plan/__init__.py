@@ -1,38 +1,24 @@
-"""What fits: bytes predicted and measured, the largest group of a device, and what leaves it meanwhile.
-
-Names come when they are asked for: what moves tensors about needs no planner.
-"""
+"""What fits: bytes predicted and measured, the largest group of a device, and the settings that buy room."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from grpo_fast.plan.auto import planned_kv_cache_bytes, resolve_auto
+from grpo_fast.plan.devices import device_budget
+from grpo_fast.plan.measure import calibrate
+from grpo_fast.plan.model_shape import SHAPES, model_config
+from grpo_fast.plan.search import plan
+from grpo_fast.plan.setup import setup_of, step_sizes
+from grpo_fast.plan.trace import Traces
 
-_HOME = {
-    "architecture": "shapes",
-    "model_config": "shapes",
-    "DeviceBudget": "devices",
-    "device_budget": "devices",
-    "format_bytes": "devices",
-    "parse_bytes": "devices",
-    "Workload": "setup",
-    "Prediction": "prediction",
-    "Calibration": "prediction",
-    "Plan": "search",
-    "plan": "search",
-    "predict": "search",
-    "Measured": "measure",
-    "measure_update": "measure",
-    "peak_bytes": "measure",
-    "calibrate": "probe",
-    "resolve_auto": "auto",
-    "planned_kv_cache_bytes": "auto",
-}
-
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__all__ = [
+    "SHAPES",
+    "Traces",
+    "calibrate",
+    "device_budget",
+    "model_config",
+    "plan",
+    "planned_kv_cache_bytes",
+    "resolve_auto",
+    "setup_of",
+    "step_sizes",
+]

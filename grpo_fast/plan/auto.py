@@ -1,4 +1,4 @@
-"""`num_generations: auto`: the largest group that fits the device, up to what is usual."""
+"""What a run leaves to the plan: `num_generations: auto`, and vLLM's bytes for keys and values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.plan.devices import DeviceBudget, device_budget, format_bytes
+from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.prediction import Predictor
 from grpo_fast.plan.search import largest_generations, plan
-from grpo_fast.plan.setup import setup_of, workload_of
-from grpo_fast.plan.shapes import model_config
-from grpo_fast.plan.traces import Traces
+from grpo_fast.plan.setup import setup_of, step_sizes
+from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.run_record.files import CONFIG_FILE
-from grpo_fast.stages import StageConfig, resolve_stages
+from grpo_fast.stages import resolve_stages
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +37,29 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
     Raises:
         ValueError: the longest prompt is not known, or not even two completions of a prompt fit.
     """
-    if not _unresolved(config):
+    given = [config.rollout.num_generations, *_of_stages(config)]
+    if config.algorithm != "grpo" or "auto" not in given:
         return config
     saved = None if run_dir is None else run_dir / CONFIG_FILE
     if saved is not None and saved.exists():
         return _as_started(config, load_config(saved))
-    device = _device_at_hand(config)
-    traces = Traces(model_config(config.model.path, revision=config.model.revision))
-    stages = config.stages or (StageConfig(name="whole run"),)
-    found = [
+    device, traces = _device_at_hand(config), _traces_of(config)
+    largest = [
         _largest(stage.config, traces, device) if stage.config.rollout.num_generations == "auto" else None
         for stage in resolve_stages(config)
     ]
-    own = [_own(stage) == "auto" for stage in stages]
-    inherited = [size for size, is_own in zip(found, own, strict=True) if size is not None and not is_own]
-    whole = min(inherited, default=None)
-    chosen = _with_sizes(
-        config, whole, [size if is_own else None for size, is_own in zip(found, own, strict=True)]
+    own = [size == "auto" for size in _of_stages(config)] or [False]
+    inherited = [size for size, is_own in zip(largest, own, strict=True) if size is not None and not is_own]
+    of_stages = [size if is_own else None for size, is_own in zip(largest, own, strict=True)]
+    chosen = _with_sizes(config, min(inherited, default=None), of_stages)
+    sizes = dict.fromkeys(stage.config.rollout.num_generations for stage in resolve_stages(chosen))
+    logger.warning(
+        "rollout.num_generations = auto: %s%s (%s, %s)",
+        ", then ".join(map(str, sizes)),
+        ", the most that auto takes" if set(sizes) == {AUTO_MOST} else "",
+        device.name,
+        format_bytes(device.total),
     )
-    _say(chosen, device)
     return chosen
 
 
@@ -75,18 +79,16 @@ def planned_kv_cache_bytes(config: TrainConfig) -> int | None:
     given = vllm.kv_cache_gib is not None or vllm.gpu_memory_utilization is not None
     if given or config.dataset.max_prompt_length is None:
         return None
-    device = _device_at_hand(config)
-    traces = Traces(model_config(config.model.path, revision=config.model.revision))
+    device, traces = _device_at_hand(config), _traces_of(config)
     if device.kind != "cuda" or setup_of(config, traces.config, device).engine != "vllm":
         return None
-    found = [
+    plans = [
         plan(stage.config, traces, device, knobs=False)
         for stage in resolve_stages(config)
         if stage.config.dataset.max_prompt_length is not None
     ]
-    needed, room = max(p.kv_cache_bytes for p in found), min(p.kv_cache_room for p in found)
-    shape = traces.of(config.model).shape
-    longest = shape.paged_kv_bytes(max(p.work.sequence_length for p in found))
+    needed, room = max(p.kv_cache_bytes for p in plans), min(p.kv_cache_room for p in plans)
+    longest = traces.shape(config.model).paged_kv_bytes(max(p.sizes.sequence_length for p in plans))
     if room < longest:
         raise ValueError(
             f"the rollout leaves {format_bytes(max(0, room))} for keys and values, and one completion needs "
@@ -106,63 +108,49 @@ def _largest(config: TrainConfig, traces: Traces, device: DeviceBudget) -> int:
         raise ValueError(
             "rollout.num_generations = 'auto' needs dataset.max_prompt_length: set it, or give a number"
         )
-    predictor = Predictor(setup_of(config, traces.config, device), traces=traces)
-    work = workload_of(config)
-    size = largest_generations(predictor, work)
-    if size is None:
-        needed = predictor.predict(work).peak
+    predictor, sizes = Predictor(setup_of(config, traces.config, device), traces=traces), step_sizes(config)
+    generations = largest_generations(predictor, sizes)
+    if generations is None:
+        needed = device.total - predictor.predict(sizes).free
         raise ValueError(
-            f"rollout.num_generations = 'auto': two completions for each of {work.prompts} prompts need "
+            f"rollout.num_generations = 'auto': two completions for each of {sizes.prompts} prompts need "
             f"{format_bytes(needed)}, and {device.name} has {format_bytes(device.total)}. `grpo-fast plan` "
             "lists what makes room"
         )
-    return min(size, AUTO_MOST)
+    return min(generations, AUTO_MOST)
 
 
 def _device_at_hand(config: TrainConfig) -> DeviceBudget:
     return device_budget("cpu" if resolve_device(config.model.device).type == "cpu" else None)
 
 
-def _own(stage: StageConfig) -> Any:
-    """What a stage itself says; None where it leaves the run's."""
-    rollout = stage.overrides.get("rollout")
-    return rollout.get("num_generations") if isinstance(rollout, dict) else None
+def _traces_of(config: TrainConfig) -> Traces:
+    return Traces(model_config(config.model.path, revision=config.model.revision))
 
 
-def _unresolved(config: TrainConfig) -> bool:
-    return config.algorithm == "grpo" and "auto" in (
-        config.rollout.num_generations,
-        *(_own(stage) for stage in config.stages),
-    )
+def _of_stages(config: TrainConfig) -> list[Any]:
+    """The group's size that each stage itself says; None where it leaves the run's."""
+    sections = [stage.overrides.get("rollout") for stage in config.stages]
+    return [rollout.get("num_generations") if isinstance(rollout, dict) else None for rollout in sections]
 
 
 def _as_started(config: TrainConfig, started: TrainConfig) -> TrainConfig:
-    whole = started.rollout.num_generations if config.rollout.num_generations == "auto" else None
-    if len(config.stages) != len(started.stages):
-        return _with_sizes(config, whole, [None] * len(config.stages))
-    sizes = [
-        _own(before) if _own(stage) == "auto" else None
-        for stage, before in zip(config.stages, started.stages, strict=True)
-    ]
-    return _with_sizes(config, whole, sizes)
+    size = started.rollout.num_generations
+    of_run = None if size == "auto" or config.rollout.num_generations != "auto" else size
+    wanted, before = _of_stages(config), _of_stages(started)
+    if len(wanted) != len(before):
+        return _with_sizes(config, of_run, [None] * len(wanted))
+    of_stages = [size if own == "auto" else None for own, size in zip(wanted, before, strict=True)]
+    return _with_sizes(config, of_run, of_stages)
 
 
-def _with_sizes(config: TrainConfig, whole: int | None, of_stages: Sequence[int | None]) -> TrainConfig:
+def _with_sizes(config: TrainConfig, of_run: int | None, of_stages: Sequence[int | None]) -> TrainConfig:
     """The configuration with these numbers, each where it is not None."""
     tree = config.model_dump()
     if config.rollout.num_generations == "auto":
         # Where every stage has a number of its own, the run's own is never used, but must be one.
-        tree["rollout"]["num_generations"] = whole or next(size for size in of_stages if size is not None)
+        tree["rollout"]["num_generations"] = of_run or next(size for size in of_stages if size is not None)
     for stage, size in zip(tree["stages"], of_stages, strict=False):
         if size is not None:
             stage["overrides"]["rollout"]["num_generations"] = size
     return TrainConfig.model_validate(tree)
-
-
-def _say(config: TrainConfig, device: DeviceBudget) -> None:
-    sizes = dict.fromkeys(stage.config.rollout.num_generations for stage in resolve_stages(config))
-    text = ", then ".join(map(str, sizes))
-    most = ", the most that auto takes" if set(sizes) == {AUTO_MOST} else ""
-    logger.warning(
-        "rollout.num_generations = auto: %s%s (%s, %s)", text, most, device.name, format_bytes(device.total)
-    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import Device
 
 GIB = 1 << 30
@@ -107,11 +109,12 @@ def _gpu(name: str, total: int, capability: tuple[int, int]) -> DeviceBudget:
 
 def _gpu_at_hand() -> DeviceBudget:
     """What others left of it; this process' own context and blocks are its to plan with."""
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    index = torch.cuda.current_device()
+    facts = device_facts("cuda", index)
     free, total = torch.cuda.mem_get_info()
     ours = min(total, free + torch.cuda.memory_reserved() + CUDA_CONTEXT)
     return DeviceBudget(
-        facts.name, "cuda", ours, (facts.major, facts.minor), facts.shared_memory_per_block_optin
+        torch.cuda.get_device_name(index), "cuda", ours, facts.capability, facts.shared_memory
     )
 
 
@@ -122,11 +125,11 @@ def _cpu_at_hand() -> DeviceBudget:
     return DeviceBudget("cpu", "cpu", min(psutil.virtual_memory().available, _left_by_control_group()))
 
 
-def _left_by_control_group() -> float:
-    """Bytes to the group's limit, not counting cached files, which make room; infinite without a limit."""
+def _left_by_control_group() -> int:
+    """Bytes to the group's limit, not counting cached files, which make room; no end without a limit."""
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         shares = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such group, or no limit: "max"
-        return float("inf")
+        return sys.maxsize
     return limit - used + int(shares["inactive_file"]) + int(shares["active_file"])

@@ -9,8 +9,8 @@ import torch
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.kernels import TILE
 
-_STATISTICS = 2  # log-probability and log-sum-exp of every row
-_ROW_SCRATCH = 12  # float32 numbers a row that pass through a backward: gradients, masks, scales
+_STATISTICS = 3  # numbers a row that stay until the backward: log-probability, log-sum-exp, entropy
+_ROW_SCRATCH = 12  # float32 numbers a row in flight during a backward: gradients, masks, scales
 _CPU_CHUNKS = 3  # copies of a chunk of logits that the reference path holds: z, its exponentials, a product
 
 
@@ -47,7 +47,7 @@ def head_bytes(
         weight_grad: the weight's gradient is added to an existing float32 one.
         recompute: as in `linear_grpo_loss`.
     """
-    work = Workload(
+    call = Workload(
         rows,
         vocabulary,
         dtype,
@@ -59,87 +59,57 @@ def head_bytes(
         hidden_size=hidden,
         trainable=weight_trained,
     )
-    plan = plan_head(device, work)
-    sizes = _Sizes(rows, hidden, vocabulary, dtype.itemsize, weight_trained, weight_grad)
-    path = _triton if plan.path == "triton" else _reference
-    return path(sizes, plan, entropy_trained)
+    plan = plan_head(device, call)
+    if plan.path == "triton":
+        return _triton(call, plan, new_weight=weight_trained and not weight_grad)
+    return _reference(call, plan, new_weight=weight_trained and not weight_grad)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    rows: int
-    hidden: int
-    vocabulary: int
-    itemsize: int
-    weight_trained: bool
-    weight_grad: bool
-
-    @property
-    def matrix(self) -> int:
-        """Bytes of the hidden states once more, in their dtype."""
-        return self.rows * self.hidden * self.itemsize
-
-    @property
-    def new_weight(self) -> int:
-        """Bytes of a gradient of the weight, where one is made."""
-        made = self.weight_trained and not self.weight_grad
-        return self.vocabulary * self.hidden * self.itemsize if made else 0
-
-    @property
-    def kept_logits(self) -> int:
-        """Bytes of a number in the inputs' dtype for every logit, rows begun on whole multiples of 16."""
-        return self.rows * -(-self.vocabulary // 16) * 16 * self.itemsize
-
-    def numbers(self, count: int) -> int:
-        """Bytes of float32 numbers for every row."""
-        return 4 * count * self.rows
-
-
-def _triton(sizes: _Sizes, plan: HeadPlan, entropy_trained: bool) -> HeadBytes:
-    tiles = -(-sizes.vocabulary // TILE)
-    tile_numbers = sizes.numbers(tiles)
-    columns = min(plan.dense_columns, sizes.vocabulary)
-    dense = sizes.rows * columns * sizes.itemsize + sizes.numbers(sizes.hidden)
-    if sizes.weight_trained:
-        dense += 4 * columns * sizes.hidden
-    takes_up = plan.keep and not entropy_trained  # what the forward kept, of all rows, where they are
+def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
+    rows, vocabulary, width, itemsize = call.rows, call.vocabulary, call.hidden_size, call.dtype.itemsize
+    tiles = -(-vocabulary // TILE)
+    of_tiles = 4 * rows * tiles  # a float32 number of every row and tile
+    hidden = rows * width * itemsize  # the hidden states, in the order of the work
+    columns = min(plan.dense_columns, vocabulary)
+    dense = rows * columns * itemsize + 4 * rows * width
+    if call.trainable:
+        dense += 4 * columns * width
+    takes_up = plan.keep and not call.dense_gradient  # what the forward kept, of all rows, where they are
     if not takes_up:
-        dense += sizes.matrix
+        dense += hidden
     sparse = 0
     if plan.backward == "sparse" and not takes_up:
-        sparse = plan.sparse.workspace_bytes(
-            sizes.rows, tiles, sizes.itemsize, hidden=True, weight=sizes.weight_trained
-        )
-        dense += sizes.matrix + sizes.new_weight
+        sparse = plan.sparse.workspace_bytes(rows, tiles, itemsize, hidden=True, weight=call.trainable)
+        dense += hidden + (vocabulary * width * itemsize if new_weight else 0)
+    kept = of_tiles + (4 * _STATISTICS + 8) * rows
+    if plan.keep:
+        kept += rows * -(-vocabulary // 16) * 16 * itemsize + of_tiles  # rows begin on multiples of 16
     return HeadBytes(
-        kept=tile_numbers
-        + sizes.numbers(_STATISTICS + 1)
-        + 8 * sizes.rows
-        + (sizes.kept_logits + tile_numbers if plan.keep else 0),
-        forward=sizes.matrix + tile_numbers,  # rows in the order of the work, and the entropy of every tile
-        backward=sizes.matrix + sizes.numbers(_ROW_SCRATCH) + max(sparse, dense),
+        kept=kept,
+        forward=hidden + of_tiles,  # the entropy of every tile
+        backward=hidden + 4 * _ROW_SCRATCH * rows + max(sparse, dense),
     )
 
 
-def _reference(sizes: _Sizes, plan: HeadPlan, entropy_trained: bool) -> HeadBytes:
-    height, width = min(plan.chunks.rows, sizes.rows), min(plan.chunks.columns, sizes.vocabulary)
-    logits = 4 * height * width
-    chunk = 4 * width * sizes.hidden  # of the weight or its gradient, in float32
-    narrow = sizes.itemsize < 4  # then operands of a product are converted first, and sums afterwards
-    converted = chunk + 4 * height * sizes.hidden if narrow else 0
-    gradient = sizes.numbers(sizes.hidden)  # of the hidden states, in float32
-    if sizes.weight_trained:
+def _reference(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
+    rows, width, itemsize = call.rows, call.hidden_size, call.dtype.itemsize
+    height, columns = min(plan.chunks.rows, rows), min(plan.chunks.columns, call.vocabulary)
+    logits = 4 * height * columns
+    weights = 4 * columns * width  # a chunk of the weight or of its gradient, in float32
+    states = 4 * height * width
+    converted = weights + states if itemsize < 4 else 0  # operands of a product of 16 bits, made float32
+    gradient = 4 * rows * width  # of the hidden states, in float32
+    if call.trainable:
         kept = block = products = 0
-        backward = sizes.matrix + gradient + logits * (_CPU_CHUNKS if entropy_trained else 1) + chunk
-        backward += max(converted, 2 * chunk if narrow and not sizes.weight_grad else 0)
+        backward = rows * width * itemsize + gradient + weights
+        backward += logits * (_CPU_CHUNKS if call.dense_gradient else 1)
+        backward += max(converted, 2 * weights if itemsize < 4 and new_weight else 0)
     else:
         kept = backward = gradient  # of the log-probability; the backward only scales it
-        block = 4 * height * sizes.hidden
-        products = 2 * logits + (chunk if narrow else 0)
+        block = states
+        products = 2 * logits + (weights if itemsize < 4 else 0)
     return HeadBytes(
-        kept=kept + sizes.numbers(_STATISTICS + 1),
-        forward=max(logits + converted, _CPU_CHUNKS * logits, products)
-        + block
-        + height * sizes.hidden * sizes.itemsize,
-        backward=backward + sizes.numbers(_ROW_SCRATCH),
+        kept=kept + 4 * _STATISTICS * rows,
+        forward=max(logits + converted, _CPU_CHUNKS * logits, products) + block + height * width * itemsize,
+        backward=backward + 4 * _ROW_SCRATCH * rows,
     )

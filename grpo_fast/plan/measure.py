@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from grpo_fast.plan.model_shape import random_model
-from grpo_fast.plan.setup import Workload
+from grpo_fast.plan.model_shape import random_model, with_layers
+from grpo_fast.plan.prediction import Calibration, Predictor
+from grpo_fast.plan.setup import Setup, StepSizes
+from grpo_fast.plan.trace import textless_policy
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
@@ -19,9 +21,47 @@ from grpo_fast.update import packed_loss
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
 T = TypeVar("T")
+CALIBRATED_LAYERS = 4  # of the model: its layers repeat
+CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
+
+
+def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
+    """Corrections for predictions of a setup, from an update of a few of its layers on the device at hand.
+
+    What is there all the time is known exactly; the correction is for what comes and goes. On a GPU the
+    bytes that the process takes beside torch's allocator are measured too.
+
+    Args:
+        setup: of the device at hand.
+        sizes: completions are shortened to a micro-batch of 4096 tokens, one group of two.
+
+    Raises:
+        ValueError: the setup is for a GPU, and there is none here.
+        torch.OutOfMemoryError: not even this fits.
+    """
+    on_gpu = setup.device.kind == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            f"a calibration for {setup.device.name} needs it, and torch finds no CUDA device here"
+        )
+    layers = min(CALIBRATED_LAYERS, setup.config.get_text_config().num_hidden_layers)
+    small = replace(setup, config=with_layers(setup.config, layers))
+    length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
+    prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
+    probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
+    predicted = Predictor(small).predict(probe)
+    measured = measure_update(small, probe)
+    transient = predicted.transient("update")
+    resident = predicted.allocated("update") - transient
+    context = None
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        context = total - free - torch.cuda.memory_reserved()
+    return Calibration((measured.peak - resident) / transient, context)
 
 
 @dataclass(frozen=True)
@@ -34,39 +74,34 @@ class Measured:
     micro_batches: int
 
 
-def measure_update(
-    model_config: PretrainedConfig,
-    model: ModelConfig,
-    work: Workload,
-    *,
-    attention: str,
-    device: torch.device | str,
-) -> Measured:
+def measure_update(setup: Setup, sizes: StepSizes) -> Measured:
     """Forward, loss, backward and step of random weights and tokens, every completion at its longest.
 
-    The twin of `Predictor.predict(work).allocated("update")`. Nothing else may allocate meanwhile.
+    The twin of `Predictor(setup).predict(sizes).allocated("update")`. Nothing else may allocate meanwhile.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
-    device = torch.device(device)
-    sizes: list[int] = []
+    device = torch.device(setup.device.kind)
+    found: list[int] = []
 
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        policy = random_policy(model_config, model, attention=attention, device=device)
+        policy = random_policy(setup.config, setup.model, attention=setup.attention, device=device)
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2)
-        batches = random_batches(policy, work)
-        sizes.extend((batches[0].input_ids.numel(), batches[0].targets.numel(), len(batches)))
+        batches = random_batches(policy, sizes)
+        found.extend((batches[0].input_ids.numel(), batches[0].targets.numel(), len(batches)))
         return policy, optimizer, batches
 
     def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
         policy, optimizer, batches = made
         for _ in range(2):
             for batch in batches:
-                backward(policy, batch, optimizer)
+                head, hidden = policy.head, policy.hidden_states(batch)
+                into = optimizer.gradient_of(head.weight)
+                packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
             optimizer.step()
 
-    return Measured(peak_bytes(prepare, updates, device), *sizes)
+    return Measured(peak_bytes(prepare, updates, device), *found)
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:
@@ -109,10 +144,10 @@ def random_policy(
     register()
     implementation = attention if attention == "flash_attention_2" else PACKED_ATTENTION
     found = random_model(model_config, model, attention=implementation, device=device)
-    return Policy(found, tokenizer=None, attention=attention)
+    return textless_policy(found, attention)
 
 
-def random_batches(policy: Policy, work: Workload) -> list[PackedBatch]:
+def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     """The micro-batches of one optimiser step."""
     vocabulary = policy.head.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
@@ -120,23 +155,17 @@ def random_batches(policy: Policy, work: Workload) -> list[PackedBatch]:
     def draw(length: int) -> tuple[int, ...]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
-    length = work.completion_length
+    logprobs = (0.0,) * sizes.completion_length
     samples = []
-    for group in range(-(-work.prompts // work.minibatches)):
-        prompt = draw(work.prompt_length)
+    for group in range(sizes.groups):
+        prompt = draw(sizes.prompt_length)
         samples += [
-            Sample(prompt, draw(length), 1.0, group, sampler_logprobs=(0.0,) * length)
-            for _ in range(work.generations)
+            Sample(prompt, draw(sizes.completion_length), 1.0, group, sampler_logprobs=logprobs)
+            for _ in range(sizes.generations)
         ]
     return pack(
         samples,
-        max_tokens=work.micro_batch_tokens,
+        max_tokens=sizes.micro_batch_tokens,
         share_prompts=policy.shares_prompts,
         device=policy.device,
     )
-
-
-def backward(policy: Policy, batch: PackedBatch, optimizer: PolicyOptimizer) -> None:
-    """As the trainer does it, with the default loss."""
-    head, hidden = policy.head, policy.hidden_states(batch)
-    packed_loss(head, hidden, batch, weight_grad=optimizer.gradient_of(head.weight)).loss.backward()

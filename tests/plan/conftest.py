@@ -38,32 +38,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
 CPU = DeviceBudget("cpu", "cpu", 8 << 30)
 
 
-def small(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
-    return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
-
-
-def cpu_setup(config: PretrainedConfig, **model: Any) -> Setup:
-    """Trained on a CPU, which also generates."""
-    settings = {"dtype": "float32", **model}
-    return Setup(
-        config=config,
-        model=ModelConfig(path="-", **settings),
-        device=CPU,
-        attention="sdpa",
-        engine="transformers",
-        shares_weights=True,
-        sleeps=False,
-        offload=(),
-    )
-
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config() -> Callable[..., PretrainedConfig]:
     """`config("llama", num_hidden_layers=1)`: a small configuration of that family."""
+
+    def small(family: str = "qwen2", **changes: Any) -> PretrainedConfig:
+        return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+
     return small
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def setup() -> Callable[..., Setup]:
-    """`setup(config, dtype="bfloat16")`: of a model section with these settings."""
-    return cpu_setup
+    """`setup(config, dtype="bfloat16")`: trained on a CPU, which also generates."""
+
+    def on_cpu(config: PretrainedConfig, **model: Any) -> Setup:
+        return Setup(
+            config=config,
+            model=ModelConfig(path="-", **{"dtype": "float32", **model}),
+            device=CPU,
+            attention="sdpa",
+            engine="transformers",
+            shares_weights=True,
+            sleeps=False,
+            offload=(),
+        )
+
+    return on_cpu

@@ -25,7 +25,7 @@ def test_powers_of_two_and_of_ten_are_told_apart(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "80", "80 GX", "-1GiB", "1e3GB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size; write a number and B, KB"):
+    with pytest.raises(ValueError, match="is no size"):
         parse_bytes(text)
 
 
@@ -47,7 +47,7 @@ def test_a_size_is_a_gpu_of_that_size() -> None:
 
 
 def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"gpu 'H999' is not known: give one of A100-40, .*cpu, or a size"):
+    with pytest.raises(ValueError, match=r"'H999'.*A100-40, .*cpu"):
         device_budget("H999")
 
 

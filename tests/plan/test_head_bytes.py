@@ -8,10 +8,11 @@ import torch
 from grpo_fast.head import linear_logprob, operator
 from grpo_fast.head.plan import Device
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.head_bytes import head_bytes
+from grpo_fast.plan.head_bytes import HeadBytes, head_bytes
 from grpo_fast.plan.measure import peak_bytes
 
 CPU = torch.device("cpu")
+HOPPER = device_budget("H200").head_device
 Weight = Literal["trained", "added to", "frozen"]
 
 
@@ -30,11 +31,10 @@ def test_so_it_is_for_exact_gradients_of_the_kernels(
     weight: Weight, recompute: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    hopper = device_budget("H200").head_device
     if not torch.cuda.is_available():  # interpreted, and in float32: a CPU copies 16 bits for its products
-        monkeypatch.setattr(operator, "device_facts", lambda kind, index: hopper)
+        monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
         options = {"tolerance": 0.0, "recompute": recompute}
-        compare(hopper, (70, 48, 1200), weight, torch.float32, rng, **options)
+        compare(HOPPER, (70, 48, 1200), weight, torch.float32, rng, **options)
 
 
 def compare(
@@ -59,12 +59,8 @@ def compare(
 
     def forward(made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         into = made[3] if adds else None
-        return linear_logprob(
-            *made[:3], outputs=("logprob", "entropy"), weight_grad=into, **options
-        ).logprob.sum()
-
-    def both(made: tuple[torch.Tensor, ...]) -> None:
-        forward(made).backward()
+        outputs = ("logprob", "entropy")
+        return linear_logprob(*made[:3], outputs=outputs, weight_grad=into, **options).logprob.sum()
 
     found = head_bytes(
         device,
@@ -81,60 +77,42 @@ def compare(
     if trained and not adds:
         gradients += vocabulary * width * dtype.itemsize
 
-    # A few numbers a row come and go beside what is planned for.
-    slack = 64 * rows
+    slack = 64 * rows  # a few numbers a row come and go beside what is planned for
     forward_peak = peak_bytes(operands, forward, CPU) - given
     assert abs(forward_peak - found.kept - found.forward) <= 0.05 * forward_peak + slack
-    whole = peak_bytes(operands, both, CPU) - given
+    whole = peak_bytes(operands, lambda made: forward(made).backward(), CPU) - given
     planned = max(found.kept + found.forward, found.kept + found.backward + gradients)
     assert abs(whole - planned) <= 0.05 * whole + slack
 
 
+ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151936
+WEIGHT = 2 * VOCABULARY * HIDDEN
+
+
+def on_hopper(**options: Any) -> HeadBytes:
+    given = {"rows": ROWS, "hidden": HIDDEN, "vocabulary": VOCABULARY, "weight_trained": True}
+    return head_bytes(HOPPER, dtype=torch.bfloat16, **given | options)
+
+
 def test_nothing_of_the_kernels_is_as_wide_as_the_vocabulary() -> None:
-    sizes = {"rows": 16384, "hidden": 2048, "vocabulary": 151936, "dtype": torch.bfloat16}
+    found = on_hopper(rows=16384, weight_trained=False)
 
-    found = head_bytes(device_budget("H200").head_device, weight_trained=False, **sizes)
-
-    logits = 2 * sizes["rows"] * sizes["vocabulary"]
-    assert max(found.forward, found.backward, found.kept) < logits / 4
+    assert max(found.forward, found.backward, found.kept) < 2 * 16384 * VOCABULARY / 4
 
 
 def test_a_trained_weight_and_a_flat_batch_are_planned_for() -> None:
-    sizes = {"rows": 4096, "hidden": 2048, "vocabulary": 151936, "dtype": torch.bfloat16}
-    device = device_budget("H200").head_device
+    frozen, trained = on_hopper(weight_trained=False), on_hopper()
 
-    frozen, trained = (head_bytes(device, weight_trained=flag, **sizes) for flag in (False, True))
-
-    weight = 2 * sizes["vocabulary"] * sizes["hidden"]
-    assert trained.backward >= frozen.backward + weight  # the sparse and the dense attempt hold one each
+    assert trained.backward >= frozen.backward + WEIGHT  # the sparse and the dense attempt hold one each
     assert trained.kept == frozen.kept
-
-
-def test_a_gradient_that_is_added_in_place_is_not_made_twice_for_a_flat_batch() -> None:
-    sizes = {"rows": 1024, "hidden": 4096, "vocabulary": 151936, "dtype": torch.bfloat16}
-    device = device_budget("H200").head_device
-
-    made, added = (
-        head_bytes(device, weight_trained=True, weight_grad=flag, **sizes) for flag in (False, True)
-    )
-
-    assert made.backward - added.backward == 2 * sizes["vocabulary"] * sizes["hidden"]
+    added_in_place = on_hopper(rows=1024, weight_grad=True)
+    assert on_hopper(rows=1024).backward - added_in_place.backward == WEIGHT
 
 
 def test_what_is_kept_for_a_gradient_of_the_entropy_is_recomputed_all_the_same() -> None:
-    sizes = {"rows": 4096, "hidden": 2048, "vocabulary": 151936, "dtype": torch.bfloat16}
-    device = device_budget("H200").head_device
+    plain, kept = on_hopper(), on_hopper(recompute=False)
+    of_entropy = on_hopper(recompute=False, entropy_trained=True)
 
-    plain, kept, of_entropy, capped = (
-        head_bytes(device, weight_trained=True, **sizes, **options)
-        for options in (
-            {},
-            {"recompute": False},
-            {"recompute": False, "entropy_trained": True},
-            {"recompute": False, "softcap": True},
-        )
-    )
-
-    assert kept.kept - plain.kept >= 2 * sizes["rows"] * sizes["vocabulary"]
+    assert kept.kept - plain.kept >= 2 * ROWS * VOCABULARY
     assert kept.backward < of_entropy.backward and of_entropy.kept == kept.kept
-    assert capped.kept == plain.kept  # a softcap's gradient needs the logits themselves
+    assert on_hopper(recompute=False, softcap=True).kept == plain.kept  # its gradient needs the logits

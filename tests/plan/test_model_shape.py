@@ -1,16 +1,62 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from grpo_fast.plan.model_shape import model_shape, random_model, skeleton
+from grpo_fast.plan.model_shape import SHAPES, architecture, model_config, model_shape, random_model, skeleton
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 
 FAMILIES = ["qwen2", "llama", "gemma3_text", "gpt_neox", "qwen3_moe"]
+
+
+PUBLISHED = {  # parameters of the published weights, a tied head counted once
+    "SmolLM2-135M": 134_515_008,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Llama-3.1-8B": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_known_shape_in_any_case_has_the_published_number_of_parameters(name: str) -> None:
+    shape = model_shape(skeleton(architecture(name.lower()), ModelConfig(path="-")))
+
+    assert shape.total == PUBLISHED[name]
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'Qwen9'.*SmolLM2-135M, Qwen2.5"):
+        architecture("Qwen9")
+
+
+def test_a_configuration_file_is_enough(tmp_path: Path) -> None:
+    architecture("SmolLM2-135M").save_pretrained(tmp_path)
+
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert model_config(str(source)).hidden_size == 576
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    config = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ValueError, match=r"config\.json"):
+        model_config(str(tmp_path))
+
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_makes_a_configuration(name: str) -> None:
+    assert architecture(name).num_hidden_layers > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -22,7 +68,7 @@ def test_the_parts_are_the_whole_model(family: str, config: Any) -> None:
     assert shape.bytes == sum(p.nbytes for p in real.parameters())
     assert shape.parameters["embedding"] == real.get_input_embeddings().weight.numel()
     assert "other" not in shape.parameters
-    assert shape.tied == ("head" not in shape.parameters)
+    assert ("head" in shape.parameters) == (not config(family).tie_word_embeddings)
 
 
 def test_experts_are_a_part_of_their_own(config: Any) -> None:

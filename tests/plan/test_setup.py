@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_fast.plan.setup import StepSizes, largest_micro_batch, undivided_group
+from grpo_fast.policy import PackedBatch, Sample, pack
+
+SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
+
+
+def packed(sizes: StepSizes, *, share_prompts: bool) -> list[PackedBatch]:
+    zeros = (0.0,) * sizes.completion_length
+    samples = [
+        Sample((group,) * sizes.prompt_length, (0,) * sizes.completion_length, 0.0, group, zeros)
+        for group in range(sizes.groups)
+        for _ in range(sizes.generations)
+    ]
+    return pack(samples, max_tokens=sizes.micro_batch_tokens, share_prompts=share_prompts, device="cpu")
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        SIZES,
+        replace(SIZES, micro_batch_tokens=400),
+        replace(SIZES, micro_batch_tokens=10),
+        replace(SIZES, minibatches=2),
+        replace(SIZES, completion_length=1),
+        StepSizes(1, 3000, prompt_length=8, completion_length=16, micro_batch_tokens=200),
+        StepSizes(2, 40, prompt_length=16, completion_length=900, micro_batch_tokens=20_000),
+    ],
+    ids=str,
+)
+def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, share_prompts: bool) -> None:
+    found = largest_micro_batch(sizes, share_prompts=share_prompts)
+
+    batches = packed(sizes, share_prompts=share_prompts)
+    lengths = batches[0].cu_seqlens.diff()
+    assert (found.inputs, found.targets, found.count, found.squares, found.longest) == (
+        len(batches[0].input_ids),
+        len(batches[0].targets),
+        len(batches),
+        int(lengths.square().sum()),
+        batches[0].max_seqlen,
+    )
+
+
+def test_an_undivided_group_is_not_cut_by_the_budget() -> None:
+    found = undivided_group(replace(SIZES, micro_batch_tokens=10), share_prompts=False)
+
+    assert (found.inputs, found.groups) == (6 * (30 + 20 - 1), 1.0)
+
+
+def test_a_step_holds_all_its_packed_batches() -> None:
+    batches = packed(SIZES, share_prompts=False)
+    fields = [value for batch in batches for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    exact = sum(tensor.nbytes for tensor in fields)
+
+    planned = SIZES.packed_bytes  # with segments, old and reference log-probabilities, which these do without
+
+    assert exact < planned < 2 * exact
