@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,15 @@ from torch import Tensor
 from grpo_fast.head import cuda, tuning
 from grpo_fast.head.plan import Device, Workload, plan_head
 from grpo_fast.head.tuning import Rule, Sizes, Table
+
+from . import aot, kernels
+from .contest import Contest, Entrant, Limits, Prepared
+from .live_tiles import HISTOGRAM, load_histogram
+from .machine import environment
+from .measure import Unsupported
+from .problem import FORWARD_BACKWARD, Setting
+from .record import write_json
+from .rows import Sources, make_problem
 
 TOKENS = 16_384
 WORST_GRADIENT = 8e-3  # relative to the dense one; rounding of both and the tolerance cost half of it
@@ -125,14 +135,12 @@ def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> li
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
-    from .aot import Batch, backward, forward, reports
-
-    batch = Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
-    sparse = partial(backward, need_weight=shape.trainable)
-    launch = {FORWARD: forward, DENSE: partial(backward, exact=True)}.get(stage, sparse)
+    batch = aot.Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
+    sparse = partial(aot.backward, need_weight=shape.trainable)
+    launch = {FORWARD: aot.forward, DENSE: partial(aot.backward, exact=True)}.get(stage, sparse)
     try:
         with planned_with(sizes):
-            found = reports(architecture, {stage: partial(launch, batch, architecture)})
+            found = aot.reports(architecture, {stage: partial(launch, batch, architecture)})
     except Exception as error:  # the compiler's own errors have no common base
         return [f"does not compile: {error}"]
     return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
@@ -179,18 +187,12 @@ class Bench:
     """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
-        from .kernels import Batch
-        from .live_tiles import HISTOGRAM, load_histogram
-        from .problem import FORWARD_BACKWARD, Setting
-        from .rows import Sources, make_problem
-
         setting = Setting(
             "histogram", TOKENS, shape.hidden, shape.vocabulary, FORWARD_BACKWARD, shape.trainable, "bfloat16"
         )
         self.problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed)
-        self.setting, self.shape = setting, shape
-        self.make = partial(Batch, self.problem)
-        self.base = self.make()
+        self.shape, self.device = shape, device
+        self.base = kernels.Batch(self.problem)
         exact = self.base.dense(hidden=True, weight=shape.trainable)
         self.exact = [g for g in (exact.hidden, exact.weight) if g is not None]
 
@@ -198,7 +200,7 @@ class Bench:
         """One repetition of what the stage is judged by: the forward, or selection and sparse backward."""
         from grpo_fast.kernels.sparse import sparse_backward
 
-        batch = self.make()
+        batch = kernels.Batch(self.problem)
         with planned_with(sizes):
             batch.plan  # noqa: B018  computed here, kept by the batch
         if stage == FORWARD:
@@ -220,18 +222,22 @@ class Bench:
 
     def compare(self, stage: str, incumbent: Sizes, candidate: Sizes) -> tuple[float, float, str | None]:
         """Medians in milliseconds, taken in turns, and what is wrong with the candidate."""
-        from .measure import seconds_of, summarise
 
-        device, runs = self.problem.hidden.device, (self.runner(stage, s) for s in (incumbent, candidate))
-        old, new = runs
-        old()
-        fault = self.wrong(stage, new())
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(ROUNDS if fault is None else 0):
-            times[0].append(seconds_of(old, device).median / 1e3)
-            times[1].append(seconds_of(new, device).median / 1e3)
-        before, after = (summarise(taken).median if taken else float("inf") for taken in times)
-        return before, after, fault
+        def prepare(sizes: Sizes) -> Prepared:
+            run = self.runner(stage, sizes)
+            if sizes is candidate and (fault := self.wrong(stage, run())):
+                raise Unsupported(fault)
+            return Prepared(lambda _: run())
+
+        entrants = [
+            Entrant("before", lambda: prepare(incumbent)),
+            Entrant("after", lambda: prepare(candidate)),
+        ]
+        contest = Contest({}, entrants, self.device, memory=False)
+        contest.measure(Limits(deadline=math.inf, rounds=ROUNDS))
+        before, after = contest.results()
+        old, new = (math.nan if one.time is None else one.time.median for one in (before, after))
+        return old, new, after.reason or None
 
 
 def _relative(found: Tensor, exact: Tensor) -> float:
@@ -248,20 +254,12 @@ def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -
         if not cuda.available() and any(key.startswith("cuda_") for key in change):
             continue
         candidate = changed(best, stage, change)
-        try:
-            before, after, fault = bench.compare(stage, best, candidate)
-        except Exception as error:  # a launch that fails rules the candidate out, whatever it raises
-            before, after, fault = float("nan"), float("nan"), f"{type(error).__name__}: {error}"[:300]
+        before, after, fault = bench.compare(stage, best, candidate)
         kept = fault is None and after < before * (1 - LEAST_GAIN)
-        entry = {
-            "candidate": name(stage, change),
-            "before": before,
-            "after": after,
-            "fault": fault,
-            "kept": kept,
-        }
-        log.append(entry)
-        print(json.dumps(entry), flush=True)
+        log.append(
+            {"candidate": name(stage, change), "before": before, "after": after, "fault": fault, "kept": kept}
+        )
+        print(json.dumps(log[-1]), flush=True)
         best = candidate if kept else best
     return best, log
 
@@ -285,10 +283,12 @@ def write_table(path: Path, table: Table) -> None:
 
 
 def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int, seed: int) -> int:
-    from .machine import environment
-
     device = torch.device("cuda")
-    architecture = _architecture(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = 10 * major + minor
+    if architecture not in tuning.SHARED_MEMORY:
+        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
+        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
     shipped = tuning.load_tables()[architecture]
     deadline = time.monotonic() + 60 * minutes
     found: dict[Shape, Sizes] = {}
@@ -304,13 +304,11 @@ def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int
         if time.monotonic() > deadline:
             break
         print(json.dumps({"shape": vars(shape), "compiled": len(faults)}), flush=True)
-        start = starts[shape]
-        sizes, log = tune_shape(Bench(shape, device, seed), start, architecture, deadline)
-        found[shape] = sizes
+        found[shape], log = tune_shape(Bench(shape, device, seed), starts[shape], architecture, deadline)
         logs.append({"shape": vars(shape), "faults": {k: v for k, v in faults.items() if v}, "tried": log})
         write_table(out or tuning.TABLES / f"sm_{architecture}.json", merged(shipped, found, provenance))
         if log_path is not None:
-            log_path.write_text(json.dumps({"provenance": provenance, "shapes": logs}, indent=1) + "\n")
+            write_json(log_path, {"provenance": provenance, "shapes": logs})
     return 0
 
 
@@ -322,15 +320,6 @@ def compile_only(architecture: int, processes: int) -> int:
         for key, faults in found.items():
             print(f"  {key}: {'; '.join(faults) or 'fits'}")
     return 0
-
-
-def _architecture(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
-    if architecture not in tuning.SHARED_MEMORY:
-        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
-        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
-    return architecture
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -56,7 +56,7 @@ def test_every_loss_and_head_is_tried_and_found_right(only, tmp_path, capsys):
     ("damage", "said"),
     [
         (lambda found: found * (1 + 1e-2), "hidden gradient off by"),
-        (lambda found: found * torch.nan, "logprob off by nan"),
+        (lambda found: found * torch.nan, "a log-probability not finite"),
         (lambda found: found - found.detach() + 1e-3, "a log-probability above 0"),
     ],
 )
