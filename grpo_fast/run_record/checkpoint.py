@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_fast.run_record.summary import bytes_text
 from grpo_fast.section import PositiveInt, Section
 
 FORMAT = 1
@@ -111,11 +112,14 @@ class CheckpointStore:
             raise ValueError(f"the state of {path.name} is not JSON: {error}") from error
         try:
             self._write(path, step, tensors, encoded)
-            self._prune(step)
+            kept = [path for path in self.paths() if step_of(path) <= step][-self.keep :]
+            for old in [path for path in self.paths() if path not in kept]:
+                # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
+                shutil.rmtree(old.rename(_beside(old, DELETING)))
         except (OSError, SafetensorError) as error:
+            free = bytes_text(_free_bytes(self.root))
             raise CheckpointSaveError(
-                f"cannot save {path}: {error} ({size(free_bytes(self.root))} free); "
-                "earlier checkpoints are intact"
+                f"cannot save {path}: {error} ({free} free); earlier checkpoints are intact"
             ) from error
         return path
 
@@ -126,12 +130,14 @@ class CheckpointStore:
             DamagedCheckpoint: the newest is damaged. The message names the newest intact one.
         """
         paths = self.paths()
-        if not paths:
-            return None
         try:
-            return self.load(paths[-1])
+            return self.load(paths[-1]) if paths else None
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{error}; {self._remedy(paths[:-1])}") from error
+            intact = next(filter(_is_intact, reversed(paths[:-1])), None)
+            remedy = "none before it is intact: start the run anew"
+            if intact:
+                remedy = f"the one before it is intact: --resume {intact}"
+            raise DamagedCheckpoint(f"{error}; {remedy}") from error
 
     def load(self, path: str | Path) -> Checkpoint:
         """Verify and read one checkpoint: a path, or the name of one in this store.
@@ -144,22 +150,16 @@ class CheckpointStore:
         if not path.is_dir() or not FINAL.fullmatch(path.name):
             known = ", ".join(p.name for p in self.paths()) or "none"
             raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")
-        files = verify(path)
-        return Checkpoint(
-            path=path,
-            step=step_of(path),
-            tensors={
-                name.removesuffix(TENSORS): load_file(path / name) for name in files if name.endswith(TENSORS)
-            },
-            state=json.loads((path / STATE).read_bytes()),
-        )
+        names = [name for name in verify(path) if name.endswith(TENSORS)]
+        tensors = {name.removesuffix(TENSORS): load_file(path / name) for name in names}
+        return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
     def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
-        folder = aside(path, WRITING)
+        folder = _beside(path, WRITING)
         try:
             folder.mkdir(parents=True)
             for group, named in tensors.items():
-                save_file(unshared(named), folder / (group + TENSORS))
+                save_file(_unshared(named), folder / (group + TENSORS))
             (folder / STATE).write_text(state, encoding="utf-8")
             files = {file.name: fingerprint(file) for file in sorted(folder.iterdir())}
             manifest = {"format": FORMAT, "step": step, "files": files}
@@ -168,21 +168,11 @@ class CheckpointStore:
                 sync(file)
             sync(folder)
             if path.exists():
-                path.rename(aside(path, REPLACED))
+                path.rename(_beside(path, REPLACED))
             folder.rename(path)
             sync(self.root)
         finally:
             self._clean()
-
-    def _prune(self, step: int) -> None:
-        kept = [path for path in self.paths() if step_of(path) <= step][-self.keep :]
-        for path in self.paths():
-            if path not in kept:
-                self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
-        shutil.rmtree(path.rename(aside(path, DELETING)))
 
     def _clean(self) -> None:
         """Finish what a kill interrupted: put a replaced checkpoint back or drop it, drop the rest."""
@@ -196,15 +186,6 @@ class CheckpointStore:
             elif path.name.startswith((name + WRITING, name + DELETING, name + REPLACED)):
                 shutil.rmtree(path)
 
-    def _remedy(self, earlier: list[Path]) -> str:
-        for path in reversed(earlier):
-            try:
-                verify(path)
-            except CheckpointError:
-                continue
-            return f"the one before it is intact: --resume {path}"
-        return "none before it is intact: start the run anew"
-
 
 def verify(path: Path) -> list[str]:
     """The names of a checkpoint's files, each of the size and SHA-256 it was saved with.
@@ -213,33 +194,41 @@ def verify(path: Path) -> list[str]:
         DamagedCheckpoint: at the first file of which that is not true.
         CheckpointError: the checkpoint was written by a newer version.
     """
+
+    def damaged(file: str, what: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"checkpoint {path} is damaged: {file} {what}")
+
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except FileNotFoundError:
-        raise damaged(path, MANIFEST, "is missing") from None
+        raise damaged(MANIFEST, "is missing") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, MANIFEST, f"is unreadable ({type(error).__name__}: {error})") from None
+        raise damaged(MANIFEST, f"is unreadable ({type(error).__name__}: {error})") from None
     if version != FORMAT:
         raise CheckpointError(
             f"{path} has format {version!r} and this version reads format {FORMAT}: "
             "resume with the version of grpo_fast that wrote it"
         )
     if step != step_of(path) or STATE not in files or any(Path(name).name != name for name in files):
-        raise damaged(path, MANIFEST, "describes another checkpoint")
+        raise damaged(MANIFEST, "describes another checkpoint")
     for name, (length, digest) in expected.items():
         if not (path / name).is_file():
-            raise damaged(path, name, "is missing")
-        if (found := (path / name).stat().st_size) != length:
-            raise damaged(path, name, f"has {found} bytes instead of {length}")
-        if fingerprint(path / name)["sha256"] != digest:
-            raise damaged(path, name, "has other content than was saved (SHA-256 differs)")
+            raise damaged(name, "is missing")
+        found = fingerprint(path / name)
+        if found["bytes"] != length:
+            raise damaged(name, f"has {found['bytes']} bytes instead of {length}")
+        if found["sha256"] != digest:
+            raise damaged(name, "has other content than was saved (SHA-256 differs)")
     return list(files)
 
 
-def damaged(path: Path, file: str, what: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"checkpoint {path} is damaged: {file} {what}")
+def _is_intact(path: Path) -> bool:
+    try:
+        return bool(verify(path))
+    except CheckpointError:
+        return False
 
 
 def check_writable(root: Path, needed_bytes: int) -> None:
@@ -255,34 +244,16 @@ def check_writable(root: Path, needed_bytes: int) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(f"cannot write to {root}: {error}; choose another output_dir") from error
-    free = free_bytes(root)
-    if free < needed_bytes:
+    if (free := _free_bytes(root)) < needed_bytes:
         raise CheckpointError(
-            f"{root} needs {size(needed_bytes)} for a checkpoint and has {size(free)} free: "
+            f"{root} needs {bytes_text(needed_bytes)} for a checkpoint and has {bytes_text(free)} free: "
             "make room or choose another output_dir"
         )
 
 
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two of the same memory: what safetensors accepts."""
-    taken: list[tuple[int, int]] = []
-    prepared = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        overlaps = any(start < other_end and other < end for other, other_end in taken)
-        prepared[name] = tensor.clone() if overlaps else tensor
-        taken.append((start, end))
-    return prepared
-
-
-def aside(path: Path, mark: str) -> Path:
-    """An unused name beside a checkpoint that no reader takes for one."""
-    return path.with_name(f"{path.name}{mark}{uuid.uuid4().hex}")
-
-
 def step_of(path: Path) -> int:
-    return int(FINAL.fullmatch(path.name)[1])
+    """The step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def fingerprint(file: Path) -> dict[str, Any]:
@@ -303,13 +274,26 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def free_bytes(folder: Path) -> int:
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, no two of the same memory: what safetensors accepts."""
+    taken: list[tuple[int, int]] = []
+    prepared = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        overlaps = any(start < other_end and other < end for other, other_end in taken)
+        prepared[name] = tensor.clone() if overlaps else tensor
+        taken.append((start, end))
+    return prepared
+
+
+def _beside(path: Path, mark: str) -> Path:
+    """An unused name beside a checkpoint that no reader takes for one."""
+    return path.with_name(f"{path.name}{mark}{uuid.uuid4().hex}")
+
+
+def _free_bytes(folder: Path) -> int:
     """Bytes free where `folder` is, or will be."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def size(count: int) -> str:
-    """Bytes, for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,9 +1,8 @@
-"""Signs of a run that goes wrong: raised once, cleared once, with what to try."""
+"""Alerts of a run that goes wrong: raised once, cleared once, with what to try."""
 
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from pydantic import ValidationError
@@ -22,18 +21,14 @@ HEALTHY = {
 
 
 def run(monitor: AlertMonitor, *stretches: tuple[int, dict[str, float]], start: int = 0) -> list[Alert]:
-    """So many steps with healthy metrics but for the given ones; all news."""
-    news: list[Alert] = []
+    """So many steps with healthy metrics but for the given ones; all alerts."""
+    alerts: list[Alert] = []
     step = start
     for steps, changes in stretches:
         for _ in range(steps):
             step += 1
-            news += monitor.update(step, HEALTHY | changes)
-    return news
-
-
-def told(news: list[Alert]) -> list[tuple[int, str, str]]:
-    return [(alert.step, alert.alert, alert.state) for alert in news]
+            alerts += monitor.update(step, HEALTHY | changes)
+    return alerts
 
 
 @pytest.fixture
@@ -58,36 +53,34 @@ def test_a_healthy_run_raises_nothing(monitor):
         ("length_reward_correlation", {"completion/length_reward_correlation": -0.95}, "length reward"),
     ],
 )
-def test_each_sign_is_raised_once_with_what_to_try_and_cleared_once(monitor, name, metrics, remedy):
-    news = run(monitor, (10, {}), (40, metrics), (40, {}))
-    assert [(alert.alert, alert.state) for alert in news] == [(name, "raised"), (name, "cleared")]
-    assert 10 < news[0].step <= 14 and 50 < news[1].step <= 54
-    assert remedy in news[0].text and "try:" in news[0].text and "try:" not in news[1].text
-    assert json.loads(json.dumps(news[0].record()))["threshold"] == news[0].threshold
+def test_each_alert_is_raised_once_with_what_to_try_and_cleared_once(monitor, name, metrics, remedy):
+    alerts = run(monitor, (10, {}), (40, metrics), (40, {}))
+    assert [(alert.alert, alert.state) for alert in alerts] == [(name, "raised"), (name, "cleared")]
+    assert 10 < alerts[0].step <= 14 and 50 < alerts[1].step <= 54
+    assert remedy in alerts[0].text and "try:" in alerts[0].text and "try:" not in alerts[1].text
+    assert json.loads(json.dumps(alerts[0].record()))["threshold"] == alerts[0].threshold
 
 
 def test_one_odd_step_raises_nothing(monitor):
     assert run(monitor, (10, {}), (1, {"kl": 1.5, "groups/flat": 1.0}), (10, {})) == []
 
 
-def test_a_figure_that_trembles_around_its_threshold_is_told_of_once(monitor):
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    steps = [(1, {"kl": 0.5 + rng.uniform(-0.04, 0.05)}) for _ in range(300)]
-    assert told(run(monitor, (4, {"kl": 0.6}), *steps)) == [(4, "kl", "raised")]
+def test_a_figure_that_trembles_around_its_threshold_is_told_of_once(monitor, dice):
+    steps = [(1, {"kl": 0.5 + dice.uniform(-0.04, 0.05)}) for _ in range(300)]
+    (alert,) = run(monitor, (4, {"kl": 0.6}), *steps)
+    assert (alert.step, alert.alert, alert.state) == (4, "kl", "raised")
 
 
 def test_reward_that_rises_while_the_held_out_score_falls_is_reward_hacking(monitor):
     climbing = [(5, {"reward/mean": 0.5 + 0.02 * i, "eval/score": 0.6}) for i in range(3)]
     falling = (10, {"reward/mean": 0.8, "eval/score": 0.5})
     recovered = (10, {"reward/mean": 0.8, "eval/score": 0.62})
-    news = run(monitor, *climbing, falling, recovered)
-    assert [(alert.alert, alert.state) for alert in news] == [
+    alerts = run(monitor, *climbing, falling, recovered)
+    assert [(alert.alert, alert.state) for alert in alerts] == [
         ("reward_rise", "raised"),
         ("reward_rise", "cleared"),
     ]
-    assert "samples.jsonl" in news[0].text
+    assert "samples.jsonl" in alerts[0].text
 
 
 def test_a_falling_score_with_a_falling_reward_is_no_reward_hacking(monitor):
@@ -99,7 +92,7 @@ def test_a_small_fall_of_the_held_out_score_is_noise(monitor):
     assert run(monitor, (10, {"eval/score": 0.6}), (20, {"reward/mean": 0.9, "eval/score": 0.58})) == []
 
 
-def test_an_alert_without_threshold_is_off_and_missing_metrics_are_no_news():
+def test_an_alert_without_threshold_is_off_and_missing_metrics_are_no_alerts():
     monitor = AlertMonitor(AlertsConfig(window=2, kl=None))
     assert run(monitor, (10, {"kl": 100.0})) == []
     assert AlertMonitor(AlertsConfig(window=1)).update(1, {"loss": 1.0, "kl": float("nan")}) == []
@@ -111,12 +104,9 @@ def test_a_new_stage_begins_with_a_clean_sheet(monitor):
     assert [alert.state for alert in first] == ["raised"] and second == []
 
 
-def test_a_resumed_monitor_goes_on_exactly():
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_a_resumed_monitor_goes_on_exactly(dice):
     steps = [
-        {name: value * rng.uniform(0, 3) for name, value in HEALTHY.items()} | {"eval/score": rng.random()}
+        {name: value * dice.uniform(0, 3) for name, value in HEALTHY.items()} | {"eval/score": dice.random()}
         for _ in range(60)
     ]
     config = AlertsConfig(window=3)
@@ -132,21 +122,15 @@ def test_a_resumed_monitor_goes_on_exactly():
 
 def test_the_state_of_another_window_is_refused():
     state = AlertMonitor(AlertsConfig(window=3)).state_dict()
-    with pytest.raises(ValueError, match=r"over 3 steps and alerts\.window is 5: keep the window"):
+    with pytest.raises(ValueError, match=r"alerts\.window"):
         AlertMonitor(AlertsConfig(window=5)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("window", 0),
-        ("length_drift", 1.0),
-        ("unique_completions", 1.0),
-        ("kl", 0.0),
-        ("entropy", 0.0),
-        ("length_reward_correlation", 1.5),
-        ("flat_groups", 1.1),
-        ("unknown", 1.0),
+        *(("window", 0), ("length_drift", 1.0), ("unique_completions", 1.0), ("kl", 0.0), ("entropy", 0.0)),
+        *(("length_reward_correlation", 1.5), ("flat_groups", 1.1), ("unknown", 1.0)),
     ],
 )
 def test_a_threshold_that_makes_no_sense_is_refused(key, value):

@@ -1,19 +1,36 @@
-"""Files of a run's folder are whole at every moment."""
+"""Files of a run's folder: whole at every moment, and JSON lines that a kill cannot spoil."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from grpo_fast.run_record import files as run_dir
+from grpo_fast.run_record import files
+from grpo_fast.run_record.files import JsonlLog, read_jsonl
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[JsonlLog]:
+    log = JsonlLog(tmp_path / "log.jsonl")
+    yield log
+    log.close()
 
 
 def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"old and long")
 
-    run_dir.write_whole(path, b"new")
+    files.write_whole(path, b"new")
 
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
@@ -26,8 +43,141 @@ def test_a_kill_before_the_exchange_leaves_the_old_content(tmp_path: Path, monke
     def killed(*_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_dir.os, "replace", killed)
+    monkeypatch.setattr(files.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        run_dir.write_whole(path, b"new")
+        files.write_whole(path, b"new")
 
     assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "two\nlines, \u2028 and ü", "values": [0.1, 1 / 3, 1e-300, 7]},
+        {"text": "broken \udc80 byte"},
+        {},
+    ],
+)
+def test_records_are_read_back_as_they_were_written(log: JsonlLog, record: dict):
+    log.append(record, {"step": 2})
+    assert read_jsonl(log.path) == [record, {"step": 2}]
+
+
+def test_numpy_scalars_become_numbers_and_what_is_not_finite_becomes_null(log: JsonlLog):
+    infinite = [float("nan"), float("-inf")]
+    log.append({"a": np.float32(0.5), "b": np.int64(3), "c": {"d": infinite}, "e": True})
+    assert log.path.read_text() == '{"a": 0.5, "b": 3, "c": {"d": [null, null]}, "e": true}\n'
+
+
+def test_opening_a_file_removes_its_half_written_last_line(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "re')
+
+    log = JsonlLog(path)
+    log.append({"step": 2})
+    log.close()
+
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+def test_truncating_to_an_offset_forgets_what_came_after(log: JsonlLog):
+    log.append({"step": 1})
+    offset = log.offset
+    log.append({"step": 2}, {"step": 3})
+
+    log.truncate(offset)
+    log.append({"step": 4})
+
+    assert [record["step"] for record in read_jsonl(log.path)] == [1, 4]
+    assert log.offset == log.path.stat().st_size
+    log.truncate(0)
+    assert read_jsonl(log.path) == []
+
+
+@pytest.mark.parametrize("offset", [-1, 5, 1000])
+def test_an_offset_that_is_no_line_end_of_the_file_is_refused(log: JsonlLog, offset: int):
+    log.append({"step": 1})
+
+    with pytest.raises(ValueError, match=rf"offset = {offset} "):
+        log.truncate(offset)
+
+    assert read_jsonl(log.path) == [{"step": 1}]
+
+
+def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+    assert read_jsonl(path) == []  # absent
+
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert read_jsonl(path) == [{"step": 1}]
+
+    for damaged, line in ((b'{"step": 1}\n{"st\n{"step": 3}\n', "line 2"), (b"[1]\n", "line 1")):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=line):
+            read_jsonl(path)
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from grpo_fast.run_record.files import JsonlLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+log = JsonlLog(Path(sys.argv[1]))
+log.append({"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+try:
+    log.append({"step": 2, "text": "x" * 100})
+except OSError as error:
+    print(error)
+log.append({"step": 3})
+"""
+
+
+def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(tmp_path: Path):
+    path = tmp_path / "log.jsonl"
+
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=True, timeout=600
+    )
+
+    assert "cannot append" in done.stdout and str(path) in done.stdout
+    assert [record["step"] for record in read_jsonl(path)] == [1, 3]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from grpo_fast.run_record.files import JsonlLog
+log = JsonlLog(Path(sys.argv[1]))
+log.truncate(int(sys.argv[2]))
+for step in range(int(sys.argv[3]), 10**9):
+    log.append({"step": step, "value": 1 / (step + 1), "text": "x" * 5000})
+    if step == int(sys.argv[3]):
+        print("writing", flush=True)
+"""
+
+
+def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in_one_go(
+    tmp_path: Path, dice: random.Random
+):
+    path, offset, step = tmp_path / "log.jsonl", 0, 0
+
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(offset), str(step)], stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
+        time.sleep(dice.uniform(0, 0.05))
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.communicate()
+        lines = path.read_bytes().split(b"\n")[:-1]
+        step = dice.randint(0, len(lines))  # a checkpoint somewhere in what was written
+        offset = sum(len(line) + 1 for line in lines[:step])
+
+    log = JsonlLog(path)
+    log.truncate(offset)
+    records = read_jsonl(path)
+    expected = [{"step": i, "value": 1 / (i + 1), "text": "x" * 5000} for i in range(step)]
+    assert records == expected
+    assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
+    log.close()

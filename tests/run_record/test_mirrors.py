@@ -50,40 +50,39 @@ def test_tensorboard_shows_metrics_and_timings_and_hides_steps_that_were_run_aga
     assert [event.step for event in events.Scalars("time/step")] == list(range(1, 8))
 
 
-def test_wandb_continues_its_run_on_an_axis_that_may_go_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def log_in(monkeypatch: pytest.MonkeyPatch):
+    """Logs steps in a run directory with a tracker, as one process of a run does; the tracker's double."""
     service = Service()
-    monkeypatch.setitem(sys.modules, "wandb", service)
+
+    def log_in(name: str, run_dir: Path, steps: range = range(1, 2), **changes: object) -> Service:
+        monkeypatch.setitem(sys.modules, name, service)
+        log = MetricsLog(run_dir, CONFIG.model_copy(update={name: True, **changes}), run_name="run")
+        for step in steps:
+            log.log(step, {"loss": 0.5})
+        log.close()
+        return service
+
+    return log_in
+
+
+def test_wandb_continues_its_run_on_an_axis_that_may_go_back(tmp_path: Path, log_in) -> None:
     (tmp_path / "config.yaml").write_text("seed: 3\n")
 
-    for _ in range(2):
-        log = MetricsLog(tmp_path, CONFIG.model_copy(update={"wandb": True}), run_name="run")
-        log.log(1, {"loss": 0.5})
-        log.close()
+    log_in("wandb", tmp_path)
+    service = log_in("wandb", tmp_path)
 
     first, second = service.starts
     assert first["id"] == second["id"]
-    assert (first["project"], first["name"], first["resume"], first["config"]) == (
-        "sums",
-        "run",
-        "allow",
-        {"seed": 3},
-    )
+    told = {key: first[key] for key in ("project", "name", "resume", "config")}
+    assert told == {"project": "sums", "name": "run", "resume": "allow", "config": {"seed": 3}}
     assert service.logged == [({"step": 1, "loss": 0.5}, None)] * 2
     assert service.finished == 2
 
 
-def test_trackio_continues_its_run_and_another_directory_gets_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = Service()
-    monkeypatch.setitem(sys.modules, "trackio", service)
-
+def test_trackio_continues_its_run_and_another_directory_gets_another(tmp_path: Path, log_in) -> None:
     for run_dir in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
-        log = MetricsLog(run_dir, CONFIG.model_copy(update={"trackio": True}), run_name="run")
-        log.log(1, {"loss": 0.5})
-        log.close()
+        service = log_in("trackio", run_dir)
 
     first, again, other = (start["name"] for start in service.starts)
     assert first == again != other
@@ -96,7 +95,7 @@ def test_a_missing_library_is_named_with_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
 
-    with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name} = true needs `pip install {name}`"):
+    with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name}"):
         MetricsLog(tmp_path, CONFIG.model_copy(update={name: True}), run_name="run")
 
 
@@ -110,7 +109,7 @@ def test_a_service_that_fails_costs_one_warning_and_no_metrics(
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: run))
     log = MetricsLog(tmp_path, CONFIG.model_copy(update={"trackio": True}), run_name="run")
 
-    with pytest.warns(RuntimeWarning, match="Trackio failed .*the network is down") as warnings:
+    with pytest.warns(RuntimeWarning, match="Trackio") as warnings:
         log.log(1, {"loss": 0.5})
         log.log(2, {"loss": 0.25})
         log.close()
@@ -119,15 +118,8 @@ def test_a_service_that_fails_costs_one_warning_and_no_metrics(
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_mirrors_may_get_fewer_steps_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service()
-    monkeypatch.setitem(sys.modules, "trackio", service)
-    config = CONFIG.model_copy(update={"trackio": True, "every": 3})
-
-    log = MetricsLog(tmp_path, config, run_name="run")
-    for step in range(1, 8):
-        log.log(step, {"loss": 0.5})
-    log.close()
+def test_mirrors_may_get_fewer_steps_than_the_file(tmp_path: Path, log_in) -> None:
+    service = log_in("trackio", tmp_path, range(1, 8), every=3)
 
     assert [step for _, step in service.logged] == [3, 6]
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 7
