@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics
+from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 
 TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
@@ -117,17 +117,15 @@ def backward(
         capability, dense_gradient=everything, tolerance=0.0 if exact else None, trainable=need_weight
     )
     beyond_logprob = (row, row, row) if everything else (None, None, None)
+    into_weight = _meta(batch.vocabulary, batch.depth) if accumulate else None
     with mock.patch.object(accelerated, "_capturing", return_value=True):
         accelerated.backward(
             problem,
             RowStatistics(row, row, row, row, row, row, row),
             RowGradients(row, *beyond_logprob),
-            accelerated.State.fake(problem, keep),
+            Wanted(need_hidden, need_weight, batch.bias and need_weight, into_weight),
+            accelerated.allocate_state(problem, keep),
             plan,
-            need_hidden=need_hidden,
-            need_weight=need_weight,
-            need_bias=batch.bias and need_weight,
-            weight_gradient=_meta(batch.vocabulary, batch.depth) if accumulate else None,
         )
 
 

@@ -23,7 +23,16 @@ from torch import Tensor
 from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics
+from grpo_fast.head.problem import (
+    HeadGradients,
+    HeadProblem,
+    LogitGradient,
+    Request,
+    RowGradients,
+    RowStatistics,
+    State,
+    Wanted,
+)
 
 from . import machine
 from .contest import Contest, Entrant, Prepared, Work
@@ -37,7 +46,6 @@ from .session import add_common_arguments, check_common, positive, run_session
 KIND = "kernels"
 ROWS = ("peaked", "flat", "histogram")
 _DEFAULTS = {"cuda": ((16_384,), (2048, 4096), (151_936,)), "cpu": ((256,), (256,), (8192,))}
-_PLAIN = {"bias": None, "inv_temperature": None, "logit_scale": 1.0, "softcap": None}
 
 
 class Batch:
@@ -46,6 +54,7 @@ class Batch:
     def __init__(self, source: Problem) -> None:
         self.hidden, self.weight = source.hidden.detach(), source.weight.detach()
         self.targets = source.targets
+        self.problem = HeadProblem(self.hidden, self.weight, self.targets)
         self.rows, self.depth = self.hidden.shape
         self.vocabulary = self.weight.shape[0]
         self.tiles = -(-self.vocabulary // TILE)
@@ -65,10 +74,9 @@ class Batch:
         return torch.tensor(self.rows, dtype=torch.int32, device=self.hidden.device)
 
     def tile_statistics(self) -> Any:
-        from grpo_fast.kernels.forward import Wanted, tile_statistics
+        from grpo_fast.kernels.forward import tile_statistics
 
-        operands = self.hidden, self.weight, self.targets, self.count
-        return tile_statistics(*operands, **_PLAIN, wanted=Wanted(), tile=self.plan.forward_tile)
+        return tile_statistics(self.problem, self.count, tile=self.plan.forward_tile)
 
     @cached_property
     def statistics(self) -> Any:
@@ -81,21 +89,22 @@ class Batch:
         return row_results(self.statistics, self.targets, order, self.count, self.vocabulary)
 
     @cached_property
-    def results(self) -> Any:
-        return self.row_results()
+    def results(self) -> RowStatistics:
+        return RowStatistics(*self.row_results())
+
+    @cached_property
+    def gradient(self) -> LogitGradient:
+        return LogitGradient.of(self.problem, self.results, RowGradients(self.g))
 
     def select(self, *, cuda: bool = False) -> Any:
         from grpo_fast.kernels.select import select_pairs
 
         return select_pairs(
+            self.problem,
+            self.gradient,
             self.statistics.lse,
-            self.results.logsumexp,
-            self.targets,
             self.results.logprob,
-            self.g,
-            vocabulary=self.vocabulary,
             tolerance=self.plan.tolerance,
-            itemsize=self.hidden.element_size(),
             config=replace(self.plan.sparse, cuda_curve=cuda, cuda_rows=False),
         )
 
@@ -108,12 +117,9 @@ class Batch:
         if pairs.overflow.any():
             raise Unsupported("these rows are too dense for the sparse backward: its lists overflow")
         return SparseOperands(
-            self.hidden,
-            self.weight,
-            self.targets,
+            self.problem,
             self.results.logsumexp,
-            **_PLAIN,
-            pairs=pairs,
+            pairs,
             unit=torch.ones(1, device=self.hidden.device),
             row_scale=pairs.mass_gradient.abs(),
         )
@@ -162,46 +168,34 @@ class Batch:
     def sparse_hidden(self, *, cuda: bool = False) -> Any:
         from grpo_fast.kernels.sparse_rows import hidden_gradient
 
-        operands = self.operands
-        pairs = replace(operands.pairs, config=replace(operands.pairs.config, cuda_rows=cuda))
-        return hidden_gradient(self.hidden, self.weight, self.targets, operands.row_scale, pairs, self.lists)
+        pairs = self.operands.pairs
+        pairs = replace(pairs, config=replace(pairs.config, cuda_rows=cuda))
+        return hidden_gradient(replace(self.operands, pairs=pairs), self.lists)
 
-    def dense(self, **needed: bool) -> Any:
-        from grpo_fast.kernels.dense import LogitGradient, dense_backward
+    def dense(self, **needed: bool) -> HeadGradients:
+        from grpo_fast.kernels.dense import dense_backward
 
-        gradient = LogitGradient(
-            logsumexp=self.results.logsumexp,
-            mass=-self.g,
-            target=-self.g * self.results.logprob.expm1(),
-            entropy=None,
-            entropy_gradient=None,
-            mean=None,
-        )
-        return dense_backward(
-            *(self.hidden, self.weight, self.targets, gradient),
-            **_PLAIN,
-            tile=self.plan.backward_tile,
-            columns=self.plan.dense_columns,
-            **{f"need_{name}": needed.get(name, False) for name in ("hidden", "weight", "bias")},
+        tile, columns = self.plan.backward_tile, self.plan.dense_columns
+        return HeadGradients(
+            *dense_backward(self.problem, self.gradient, _wanted(needed), tile=tile, columns=columns)
         )
 
-    def torch_forward(self, *, jacobian: bool = False) -> tuple[RowStatistics, Tensor | None]:
-        problem = HeadProblem(self.hidden, self.weight, self.targets)
-        return reference.forward(problem, Request(), self.plan.chunks, jacobian=jacobian)
+    def torch_forward(self, *, jacobian: bool = False) -> tuple[RowStatistics, State]:
+        return reference.forward(self.problem, Request(jacobian=jacobian), self.plan.chunks)
 
     @cached_property
     def torch_statistics(self) -> RowStatistics:
         return self.torch_forward()[0]
 
-    def torch_backward(self, **needed: bool) -> Any:
+    def torch_backward(self, **needed: bool) -> HeadGradients:
+        gradients, state = RowGradients(self.g), State.empty(self.problem)
         return reference.backward(
-            HeadProblem(self.hidden, self.weight, self.targets),
-            self.torch_statistics,
-            RowGradients(self.g, None, None, None),
-            self.plan.chunks,
-            jacobian=None,
-            **{f"need_{name}": needed.get(name, False) for name in ("hidden", "weight", "bias")},
+            self.problem, self.torch_statistics, gradients, _wanted(needed), state, self.plan.chunks
         )
+
+
+def _wanted(needed: dict[str, bool]) -> Wanted:
+    return Wanted(*(needed.get(name, False) for name in ("hidden", "weight", "bias")))
 
 
 @dataclass(frozen=True)

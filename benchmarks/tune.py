@@ -28,6 +28,7 @@ from torch import Tensor
 
 from grpo_fast.head import cuda, tuning
 from grpo_fast.head.plan import Device, Workload, plan_head
+from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 
 from . import aot, kernels
@@ -206,8 +207,8 @@ class Bench:
         if stage == FORWARD:
             return batch.tile_statistics
         batch.statistics, batch.results = self.base.statistics, self.base.results
-        operands = (batch.hidden, batch.weight, batch.targets, batch.results.logsumexp)
-        return lambda: sparse_backward(*operands, batch.select(), want_weight=self.shape.trainable)
+        wanted = Wanted(hidden=True, weight=self.shape.trainable, bias=False)
+        return lambda: sparse_backward(batch.problem, batch.results.logsumexp, batch.select(), wanted)
 
     def wrong(self, stage: str, outcome: Any) -> str | None:
         """What is wrong with a result; None where it is right."""

@@ -9,18 +9,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo_fast.head.checks import (
-    Arguments,
-    check_arguments,
+    check_kinds,
     check_outputs,
     check_packed,
     check_tolerance,
+    check_topk,
     check_weight_grad,
+    flat_problem,
     is_number,
 )
 from grpo_fast.head.fused_loss import fused_policy_loss, fuses
 from grpo_fast.head.operator import head_statistics, path_of
 from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput
-from grpo_fast.head.problem import Request, RowStatistics
+from grpo_fast.head.parallel import parallel_statistics, shard_bounds
+from grpo_fast.head.problem import HeadProblem, Request, RowStatistics
+from grpo_fast.head.topk import top_entries
 from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 
 _DIFFERENTIABLE = frozenset({"logprob", "entropy", "logsumexp", "mean_logit"})
@@ -86,24 +89,38 @@ def linear_logprob(
             log-probability NaN.
     """
     wanted = check_outputs(outputs)
-    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
-        raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
+    vocabulary = _vocabulary(weight, process_group)
+    problem = flat_problem(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, vocabulary
+    )
+    check_topk(topk, vocabulary or problem.vocabulary)
     check_weight_grad(weight, weight_grad)
-    arguments = _arguments(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
+    differentiable = wanted & _DIFFERENTIABLE | {"logprob"}
+    rows, certificate = _statistics(
+        problem, wanted, differentiable, tolerance, weight_grad, recompute, process_group
     )
-    if topk > arguments.vocabulary:
-        raise ValueError(f"topk must be at most the vocabulary of {arguments.vocabulary}, got {topk}")
-    statistics, certificate = _statistics(
-        arguments,
-        wanted,
-        wanted & _DIFFERENTIABLE | {"logprob"},
-        tolerance,
-        weight_grad,
-        recompute,
-        process_group,
+
+    def shaped(name: str, statistic: Tensor) -> Tensor | None:
+        return statistic.reshape(targets.shape) if name in wanted else None
+
+    ids = logprobs = None
+    if topk:
+        found = top_entries(problem, rows.logsumexp.detach(), topk, process_group)
+        ids, logprobs = (part.reshape(*targets.shape, topk) for part in found)
+    is_largest = None
+    if "argmax_is_target" in wanted:
+        is_largest = ((rows.target_logit >= rows.max_logit) & (problem.targets >= 0)).reshape(targets.shape)
+    return HeadOutput(
+        logprob=rows.logprob.reshape(targets.shape),
+        entropy=shaped("entropy", rows.entropy),
+        logsumexp=shaped("logsumexp", rows.logsumexp),
+        mean_logit=shaped("mean_logit", rows.mean_logit),
+        argmax_is_target=is_largest,
+        log_sum_sq_probs=shaped("log_sum_sq_probs", rows.log_sum_sq),
+        topk_ids=ids,
+        topk_logprobs=logprobs,
+        certificate=certificate,
     )
-    return _head_output(arguments, statistics, certificate, wanted, topk, process_group)
 
 
 def linear_cross_entropy(
@@ -152,23 +169,23 @@ def linear_cross_entropy(
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
+    problem = flat_problem(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index,
+        _vocabulary(weight, process_group),
+    )  # fmt: skip
     check_weight_grad(weight, weight_grad)
-    arguments = _arguments(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, process_group
-    )
-    s, _ = _statistics(
-        arguments, frozenset(wanted), frozenset(wanted), tolerance, weight_grad, recompute, process_group
-    )
+    needed = frozenset(wanted)
+    s, _ = _statistics(problem, needed, needed, tolerance, weight_grad, recompute, process_group)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
     if z_loss:
         losses = losses + z_loss * s.logsumexp.square()
     if reduction == "none":
-        return losses.reshape(arguments.shape)
+        return losses.reshape(targets.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (arguments.problem.targets >= 0).sum().clamp(min=1)
+    return losses.sum() / (problem.targets >= 0).sum().clamp(min=1)
 
 
 def linear_grpo_loss(
@@ -223,7 +240,7 @@ def linear_grpo_loss(
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
     config = GRPOLossConfig() if config is None else config
-    _check_kinds(config, totals)
+    check_kinds(config, totals)
     per_token = {
         "targets": targets,
         "advantages": advantages,
@@ -235,25 +252,19 @@ def linear_grpo_loss(
         "group_ids": group_ids,
     }
     check_packed(hidden, per_token, num_sequences)
-    check_weight_grad(weight, weight_grad)
     counted = targets != ignore_index
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
-    arguments = _arguments(
-        hidden,
-        weight,
-        torch.where(loss_mask, targets, ignore_index),
-        bias,
-        temperature,
-        logit_scale,
-        softcap,
-        ignore_index,
-        process_group,
-    )
+    targets = torch.where(loss_mask, targets, ignore_index)
+    problem = flat_problem(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index,
+        _vocabulary(weight, process_group),
+    )  # fmt: skip
+    check_weight_grad(weight, weight_grad)
     needs_entropy = config.needs_entropy
     wanted = frozenset({"logprob", "entropy"} if entropy or needs_entropy else {"logprob"})
     differentiable = wanted if needs_entropy else frozenset({"logprob"})
     rows, certificate = _statistics(
-        arguments, wanted, differentiable, tolerance, weight_grad, recompute, process_group
+        problem, wanted, differentiable, tolerance, weight_grad, recompute, process_group
     )
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
@@ -273,7 +284,7 @@ def linear_grpo_loss(
         group_ids=group_ids,
         totals=totals,
     )
-    fused = path_of(arguments.problem) == "triton" and fuses(inputs, config)
+    fused = path_of(problem) == "triton" and fuses(inputs, config)
     result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
     return GRPOLossOutput(
         loss=result.loss,
@@ -284,39 +295,17 @@ def linear_grpo_loss(
     )
 
 
-def _arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    logit_scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    process_group: ProcessGroup | None,
-) -> Arguments:
-    vocabulary = None
-    if process_group is not None:
-        if not isinstance(process_group, ProcessGroup):
-            raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
-        from grpo_fast.head.parallel import shard_bounds
-
-        _, vocabulary = shard_bounds(weight.shape[0], process_group)
-    return check_arguments(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        vocabulary=vocabulary,
-    )
+def _vocabulary(weight: Tensor, process_group: ProcessGroup | None) -> int | None:
+    """Entries over all shards, where `weight` is one of several."""
+    if process_group is None:
+        return None
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
+    return shard_bounds(weight.shape[0], process_group)[1]
 
 
 def _statistics(
-    arguments: Arguments,
+    problem: HeadProblem,
     wanted: frozenset[str],
     differentiable: frozenset[str],
     tolerance: float | None,
@@ -330,54 +319,9 @@ def _statistics(
         mean_logit="mean_logit" in wanted,
         max_logit="argmax_is_target" in wanted,
         log_sum_sq="log_sum_sq_probs" in wanted,
+        keep=not recompute,
+        tolerance=tolerance,
     )
-    options = {
-        "differentiable": differentiable,
-        "tolerance": tolerance,
-        "weight_gradient": weight_grad,
-        "recompute": recompute,
-    }
     if process_group is None:
-        return head_statistics(arguments.problem, request, **options)
-    from grpo_fast.head.parallel import parallel_statistics
-
-    return parallel_statistics(arguments.problem, request, process_group, **options)
-
-
-def _head_output(
-    arguments: Arguments,
-    rows: RowStatistics,
-    certificate: Certificate,
-    wanted: frozenset[str],
-    topk: int,
-    process_group: ProcessGroup | None,
-) -> HeadOutput:
-    shape = arguments.shape
-    worked = arguments.problem.targets >= 0
-    argmax = (rows.target_logit >= rows.max_logit) & worked if "argmax_is_target" in wanted else None
-    ids = logprobs = None
-    if topk:
-        from grpo_fast.head.topk import top_entries
-
-        ids, logprobs = top_entries(arguments.problem, rows.logsumexp.detach(), topk, process_group)
-        ids, logprobs = (found.reshape(*shape, found.shape[1]) for found in (ids, logprobs))
-    return HeadOutput(
-        logprob=rows.logprob.reshape(shape),
-        entropy=rows.entropy.reshape(shape) if "entropy" in wanted else None,
-        logsumexp=rows.logsumexp.reshape(shape) if "logsumexp" in wanted else None,
-        mean_logit=rows.mean_logit.reshape(shape) if "mean_logit" in wanted else None,
-        argmax_is_target=None if argmax is None else argmax.reshape(shape),
-        log_sum_sq_probs=rows.log_sum_sq.reshape(shape) if "log_sum_sq_probs" in wanted else None,
-        topk_ids=ids,
-        topk_logprobs=logprobs,
-        certificate=certificate,
-    )
-
-
-def _check_kinds(config: GRPOLossConfig, totals: StepTotals | None) -> None:
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
-    if totals is not None and not isinstance(totals, StepTotals):
-        raise TypeError(
-            f"totals must be a grpo_fast.StepTotals, or None where the batch is the step, got {totals!r}"
-        )
+        return head_statistics(problem, request, differentiable, weight_grad)
+    return parallel_statistics(problem, request, differentiable, weight_grad, process_group)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
 
 from grpo_fast.head.problem import ROW_IGNORED, ROW_INVALID, HeadProblem
+from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
@@ -22,27 +23,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks in any of these
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A checked call: the flat problem, and the shape its results go back to."""
-
-    problem: HeadProblem
-    shape: torch.Size  # of the targets
-    vocabulary: int  # entries over all shards
-
-
-def check_arguments(
+def flat_problem(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    *,
     bias: Tensor | None,
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
     vocabulary: int | None = None,
-) -> Arguments:
+) -> HeadProblem:
     """Flattens the leading dimensions, settles the compute dtype and marks ignored and invalid targets.
 
     Args:
@@ -62,11 +53,10 @@ def check_arguments(
             f"ignore_index must be an integer, got {ignore_index!r}: give one that is no token, such as -100"
         )
     kind = _compute_dtype(hidden, weight)
-    entries = weight.shape[0] if vocabulary is None else vocabulary
     flat = targets.reshape(-1).to(torch.int64)
-    inside = (flat >= 0) & (flat < entries)
+    inside = (flat >= 0) & (flat < (weight.shape[0] if vocabulary is None else vocabulary))
     marked = torch.where(inside, flat, ROW_INVALID)
-    problem = HeadProblem(
+    return HeadProblem(
         hidden=hidden.reshape(-1, hidden.shape[-1]).to(kind),
         weight=weight.to(kind),
         targets=torch.where(flat == ignore_index, ROW_IGNORED, marked),
@@ -75,7 +65,6 @@ def check_arguments(
         logit_scale=float(logit_scale),
         softcap=None if softcap is None else float(softcap),
     )
-    return Arguments(problem, targets.shape, entries)
 
 
 def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
@@ -98,15 +87,34 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
     return wanted
 
 
-def is_number(value: object, least: float = 0.0, most: float = math.inf) -> bool:
+def is_number(value: object, least: float = 0.0, most: float = math.inf) -> TypeGuard[float]:
     """Whether it is a finite real number within the bounds, by comparisons, which a compiler can trace."""
-    return isinstance(value, Real) and least <= value <= most and value < math.inf
+    # `Real` declares no comparison with a float, though each of its numbers has one.
+    return isinstance(value, Real) and least <= value <= most and value < math.inf  # type: ignore[operator]
+
+
+def check_topk(topk: int, vocabulary: int) -> None:
+    """Raises ValueError unless it is a number of entries of the vocabulary."""
+    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
+        raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
+    if topk > vocabulary:
+        raise ValueError(f"topk must be at most the vocabulary of {vocabulary}, got {topk}")
 
 
 def check_tolerance(tolerance: float | None) -> None:
     """Raises ValueError unless the tolerance is None, or finite and at least 0."""
     if tolerance is not None and not is_number(tolerance):
         raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
+
+
+def check_kinds(config: GRPOLossConfig, totals: StepTotals | None) -> None:
+    """Raises TypeError for a loss or totals of another type."""
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
+    if totals is not None and not isinstance(totals, StepTotals):
+        raise TypeError(
+            f"totals must be a grpo_fast.StepTotals, or None where the batch is the step, got {totals!r}"
+        )
 
 
 def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
@@ -117,8 +125,9 @@ def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
     if weight_grad is None:
         return
     if not isinstance(weight_grad, Tensor) or weight_grad.dtype not in _FLOATS:
-        kind = weight_grad.dtype if isinstance(weight_grad, Tensor) else type(weight_grad).__name__
-        raise TypeError(f"weight_grad must be a float tensor of weight's shape, or None, got {kind}")
+        raise TypeError(
+            f"weight_grad must be a float tensor of weight's shape, or None, got {_kind(weight_grad)}"
+        )
     if weight_grad.shape != weight.shape or weight_grad.device != weight.device:
         raise ValueError(
             f"weight_grad is {tuple(weight_grad.shape)} on {weight_grad.device}, "
@@ -145,7 +154,7 @@ def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_seq
             mask are read on a CPU only.
     """
     if not isinstance(hidden, Tensor):
-        raise TypeError(f"hidden must be an (N, H) float tensor, got {type(hidden).__name__}")
+        raise TypeError(f"hidden must be an (N, H) float tensor, got {_kind(hidden)}")
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}: select the rows that "
@@ -156,9 +165,13 @@ def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_seq
             _check_per_token(name, tensor, hidden)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
-    if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_sequences(per_token["sequence_ids"], num_sequences)
-        _check_mask(per_token["loss_mask"])
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ids, mask = per_token["sequence_ids"], per_token["loss_mask"]
+    if ids is not None:
+        _check_sequences(ids, num_sequences)
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
 def check_values(problem: HeadProblem) -> None:
@@ -171,36 +184,40 @@ def check_values(problem: HeadProblem) -> None:
     """
     if problem.targets.device.type != "cpu":
         return
-    if (problem.targets == ROW_INVALID).any():
-        row = int((problem.targets == ROW_INVALID).nonzero()[0])
+    if (invalid := problem.targets == ROW_INVALID).any():
+        row = int(invalid.nonzero()[0])
         raise ValueError(
             f"targets must lie in [0, V) or equal ignore_index, but row {row}, targets.flatten()[{row}], is "
             "outside: check that the tokenizer fits the weight, or set ignore_index to what pads the targets"
         )
-    if problem.inv_temperature is not None and problem.inv_temperature.isnan().any():
-        row = int(problem.inv_temperature.isnan().nonzero()[0])
+    if problem.inv_temperature is not None and (invalid := problem.inv_temperature.isnan()).any():
+        row = int(invalid.nonzero()[0])
         raise ValueError(
             f"temperature must be positive and finite, but row {row}, temperature.flatten()[{row}], is not"
         )
 
 
+def _kind(value: object) -> str:
+    """What an argument of the wrong kind is, for its message."""
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
 def _check_per_token(name: str, tensor: Tensor | None, hidden: Tensor) -> None:
     kinds = _MASKS if name == "loss_mask" else _INTEGERS if name in _IDS else _FLOATS
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be an (N,) {str(kinds[0]).removeprefix('torch.')} tensor, got {kind}")
+        wanted = str(kinds[0]).removeprefix("torch.")
+        raise TypeError(f"{name} must be an (N,) {wanted} tensor, got {_kind(tensor)}")
     if tensor.shape != hidden.shape[:1]:
         raise ValueError(
             f"{name} must be (N,) = ({hidden.shape[0]},), got shape {tuple(tensor.shape)}: one value a "
             "token; values[sequence_ids] spreads a sequence's"
         )
+    _check_device(name, tensor, hidden)
+
+
+def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
     if tensor.device != hidden.device:
         raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other")
-
-
-def _check_mask(mask: Tensor | None) -> None:
-    if mask is not None and not ((mask == 0) | (mask == 1)).all():
-        raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
 
 
 def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
@@ -219,20 +236,19 @@ def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is None and name == "bias":
-            continue
+    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in operands.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {kind}")
+            raise TypeError(
+                f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {_kind(tensor)}"
+            )
         if hasattr(tensor, "full_tensor"):
             raise TypeError(
                 f"{name} is a DTensor: give {name}.full_tensor(), or a split vocabulary as {name}.to_local() "
                 "with its process_group"
             )
     if not isinstance(targets, Tensor) or targets.dtype not in _INTEGERS:
-        kind = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"targets must be an int64 tensor of token ids, got {kind}")
+        raise TypeError(f"targets must be an int64 tensor of token ids, got {_kind(targets)}")
     if weight.numel() == 0:
         raise ValueError(
             f"weight must have entries, got shape {tuple(weight.shape)}: gather it first where FSDP or "
@@ -250,11 +266,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got shape {tuple(bias.shape)}")
-    for name, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other"
-            )
+    for name, tensor in (operands | {"targets": targets}).items():
+        _check_device(name, tensor, hidden)
 
 
 @torch.compiler.assume_constant_result
@@ -274,13 +287,13 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: torch.dtype) -> Tensor | None:
     """(N,) 1/temperature, None for one; NaN where a tensor's entry is not positive and finite."""
+    accumulator = torch.float64 if kind == torch.float64 else torch.float32
     if not isinstance(temperature, Tensor):
         if not (is_number(temperature) and temperature > 0):
             raise ValueError(f"temperature must be positive and finite, got {temperature!r}")
         if temperature == 1.0:
             return None
-        accumulator = torch.float64 if kind == torch.float64 else torch.float32
-        return torch.full((targets.numel(),), 1.0 / temperature, dtype=accumulator, device=targets.device)
+        return torch.full_like(targets.reshape(-1), 1.0 / temperature, dtype=accumulator)
     if temperature.dim() and temperature.shape != targets.shape:
         raise ValueError(
             f"temperature must be a number or of the targets' shape {tuple(targets.shape)}, "
@@ -288,9 +301,6 @@ def _inverse_temperature(temperature: float | Tensor, targets: Tensor, kind: tor
         )
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError("temperature requires grad, but gets no gradient here: give temperature.detach()")
-    accumulator = torch.float64 if kind == torch.float64 else torch.float32
-    values = (
-        temperature.detach().to(device=targets.device, dtype=accumulator).expand(targets.shape).reshape(-1)
-    )
+    values = temperature.detach().to(targets.device, accumulator).expand(targets.shape).reshape(-1)
     good = (values > 0) & values.isfinite()
     return torch.where(good, values.reciprocal(), torch.nan)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from ctypes import c_float, c_int32, c_int64, c_uint8, c_void_p
+from collections.abc import Mapping
+from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -22,13 +23,32 @@ INTERFACE = 2
 REMEDY = "install again where nvcc is on PATH, with GRPO_FAST_CUDA=1 to see why it is not built"
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
+ENTRIES = {
+    "columns": torch.int32,  # (capacity,) each row's entries next to each other
+    "values": torch.float32,  # (capacity,)
+    "starts": torch.int64,  # (N,) first entry of the row
+    "counts": torch.int32,  # (N,)
+    "targets": torch.int64,  # (N,)
+    "row_scale": torch.float32,  # (N,) |dL/d(x·w)| per probability
+    "log_threshold": torch.float32,  # (N,) entries of smaller log probability are left out, the target never
+    "used": torch.int64,  # (1 or more,) the first is the number of entries emitted
+    "overflow": torch.int32,  # (1,)
+}
+MASSES = {
+    "tile_lse": torch.float32,  # (T, N) log-sum-exp of each tile's vocabulary entries
+    "logsumexp": torch.float32,  # (N,)
+    "targets": torch.int64,  # (N,)
+    "working": torch.bool,  # (N,) the curve of other rows is zero
+    "levels": torch.float32,  # (L,) natural logs, descending; the last is -inf. L from 3 to 48
+}
+"""The tensors of each call, in its order: names, and the dtypes that they must have, contiguous."""
+
 
 class HiddenGradientCall(ctypes.Structure):
     """`grpo_fast_hidden_gradient_call`, field by field."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "columns", "values", "starts", "counts", "targets")),
-        *((name, c_void_p) for name in ("row_scale", "log_threshold", "used", "overflow", "gradient")),
+        *((name, c_void_p) for name in ("weight", *ENTRIES, "gradient")),
         *((name, c_int64) for name in ("rows", "depth", "weight_stride", "capacity")),
         *((name, c_int32) for name in ("dtype", "device")),
     ]
@@ -38,7 +58,7 @@ class MassCurveCall(ctypes.Structure):
     """`grpo_fast_mass_curve_call`, field by field."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("tile_lse", "logsumexp", "targets", "working", "levels", "curve")),
+        *((name, c_void_p) for name in (*MASSES, "curve")),
         *((name, c_int64) for name in ("rows", "tiles", "vocabulary")),
         *((name, c_int32) for name in ("tile_columns", "num_levels", "device")),
     ]
@@ -84,57 +104,30 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
     return library
 
 
-def hidden_gradient(
-    library: ctypes.CDLL,
-    weight: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    targets: Tensor,
-    row_scale: Tensor,
-    log_threshold: Tensor,
-    used: Tensor,
-    overflow: Tensor,
-) -> Tensor:
+def hidden_gradient(library: ctypes.CDLL, weight: Tensor, *entries: Tensor) -> Tensor:
     """(N, H) Σ value · W[column] over each row's entries; unwritten when entries or pairs overflowed.
 
     Args:
         weight: (V, H) bfloat16 or float16, unit stride along H.
-        columns: (capacity,) int32, each row's entries next to each other.
-        values: (capacity,) float32.
-        starts: (N,) int64, first entry of the row.
-        counts: (N,) int32.
-        targets: (N,) int64.
-        row_scale: (N,) float32, |dL/d(x·w)| per probability.
-        log_threshold: (N,) float32; entries of a smaller log probability are left out, the target's not.
-        used: (1 or more,) int64; the first is the number of entries emitted.
-        overflow: (1,) int32.
+        entries: those of `ENTRIES`.
 
     Raises:
         TypeError: a tensor of another dtype or layout.
         RuntimeError: the launch failed; the message says why.
     """
-    rows, depth = counts.numel(), weight.shape[1]
+    given = dict(zip(ENTRIES, entries, strict=True))
+    rows, depth = given["counts"].numel(), weight.shape[1]
     if weight.dtype not in DTYPES or (depth > 1 and weight.stride(1) != 1):
         raise TypeError(f"weight is {weight.dtype} with strides {weight.stride()}: give it bf16 or fp16 rows")
     gradient = torch.empty((rows, depth), dtype=weight.dtype, device=weight.device)
     call = HiddenGradientCall(
+        **_addresses(given, ENTRIES),
         weight=weight.data_ptr(),
-        columns=_address("columns", columns, c_int32),
-        values=_address("values", values, c_float),
-        starts=_address("starts", starts, c_int64),
-        counts=_address("counts", counts, c_int32),
-        targets=_address("targets", targets, c_int64),
-        row_scale=_address("row_scale", row_scale, c_float),
-        log_threshold=_address("log_threshold", log_threshold, c_float),
-        used=_address("used", used, c_int64),
-        overflow=_address("overflow", overflow, c_int32),
         gradient=gradient.data_ptr(),
         rows=rows,
         depth=depth,
         weight_stride=weight.stride(0),
-        capacity=columns.numel(),
+        capacity=given["columns"].numel(),
         dtype=DTYPES[weight.dtype],
         device=weight.get_device(),
     )
@@ -142,37 +135,23 @@ def hidden_gradient(
     return gradient
 
 
-def mass_curve(
-    library: ctypes.CDLL,
-    tile_lse: Tensor,
-    logsumexp: Tensor,
-    targets: Tensor,
-    working: Tensor,
-    levels: Tensor,
-    vocabulary: int,
-    tile_columns: int,
-) -> Tensor:
+def mass_curve(library: ctypes.CDLL, *arguments: Tensor | int) -> Tensor:
     """(L, N) float32: probability of the tiles below each level, the target's tile excepted.
 
     Args:
-        tile_lse: (T, N) float32, log-sum-exp of each tile of `tile_columns` vocabulary entries.
-        logsumexp: (N,) float32.
-        targets: (N,) int64.
-        working: (N,) bool; the curve of other rows is zero.
-        levels: (L,) float32, natural logs, descending; the last is -inf. L from 3 to 48.
+        arguments: the tensors of `MASSES`, V, and the vocabulary entries of a tile.
 
     Raises:
         TypeError: a tensor of another dtype or layout.
         RuntimeError: the launch failed; the message says why.
     """
+    *masses, vocabulary, tile_columns = arguments
+    given = {name: tensor for name, tensor in zip(MASSES, masses, strict=True) if isinstance(tensor, Tensor)}
+    tile_lse, levels = given["tile_lse"], given["levels"]
     tiles, rows = tile_lse.shape
     curve = torch.empty((levels.numel(), rows), dtype=torch.float32, device=tile_lse.device)
     call = MassCurveCall(
-        tile_lse=_address("tile_lse", tile_lse, c_float),
-        logsumexp=_address("logsumexp", logsumexp, c_float),
-        targets=_address("targets", targets, c_int64),
-        working=_address("working", working, c_uint8),
-        levels=_address("levels", levels, c_float),
+        **_addresses(given, MASSES),
         curve=curve.data_ptr(),
         rows=rows,
         tiles=tiles,
@@ -185,15 +164,12 @@ def mass_curve(
     return curve
 
 
-_C_TYPES = {c_int32: torch.int32, c_int64: torch.int64, c_float: torch.float32, c_uint8: torch.bool}
-
-
-def _address(name: str, tensor: Tensor, element: type) -> int:
-    if tensor.dtype != _C_TYPES[element] or not tensor.is_contiguous():
-        raise TypeError(
-            f"{name} is {tensor.dtype} with strides {tensor.stride()}, not contiguous {_C_TYPES[element]}"
-        )
-    return tensor.data_ptr()
+def _addresses(given: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    for name, tensor in given.items():
+        if tensor.dtype != dtypes[name] or not tensor.is_contiguous():
+            found = f"{name} is {tensor.dtype} with strides {tensor.stride()}"
+            raise TypeError(f"{found}, not contiguous {dtypes[name]}")
+    return {name: tensor.data_ptr() for name, tensor in given.items()}
 
 
 def _stream(tensor: Tensor) -> int | None:
@@ -205,44 +181,41 @@ def _check(library: ctypes.CDLL, error: int) -> None:
         raise RuntimeError(f"CUDA library: {library.grpo_fast_message(error).decode()} ({error})")
 
 
-@torch.library.custom_op("grpo_fast::sparse_hidden_gradient", mutates_args=(), device_types="cuda")
-def sparse_hidden_gradient(
-    weight: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    targets: Tensor,
-    row_scale: Tensor,
-    log_threshold: Tensor,
-    used: Tensor,
-    overflow: Tensor,
-) -> Tensor:
-    """`hidden_gradient` as an operator; the kernels call it by its name in `torch.ops`."""
-    return hidden_gradient(
-        load(), weight, columns, values, starts, counts, targets, row_scale, log_threshold, used, overflow
-    )
+def _schema(*tensors: str, also: str = "") -> str:
+    return f"({', '.join(f'Tensor {name}' for name in tensors)}{also}) -> Tensor"
+
+
+# The kernels call these by their names in `torch.ops`.
+
+
+@torch.library.custom_op(
+    "grpo_fast::sparse_hidden_gradient",
+    mutates_args=(),
+    device_types="cuda",
+    schema=_schema("weight", *ENTRIES),
+)
+def sparse_hidden_gradient(*arguments: Tensor) -> Tensor:
+    return hidden_gradient(load(), *arguments)
 
 
 @sparse_hidden_gradient.register_fake
-def _(weight, columns, values, starts, counts, targets, row_scale, log_threshold, used, overflow):
+def _(weight: Tensor, *entries: Tensor) -> Tensor:
+    counts = dict(zip(ENTRIES, entries, strict=True))["counts"]
     return weight.new_empty((counts.numel(), weight.shape[1]))
 
 
-@torch.library.custom_op("grpo_fast::tile_mass_curve", mutates_args=(), device_types="cuda")
-def tile_mass_curve(
-    tile_lse: Tensor,
-    logsumexp: Tensor,
-    targets: Tensor,
-    working: Tensor,
-    levels: Tensor,
-    vocabulary: int,
-    tile_columns: int,
-) -> Tensor:
-    """`mass_curve` as an operator."""
-    return mass_curve(load(), tile_lse, logsumexp, targets, working, levels, vocabulary, tile_columns)
+@torch.library.custom_op(
+    "grpo_fast::tile_mass_curve",
+    mutates_args=(),
+    device_types="cuda",
+    schema=_schema(*MASSES, also=", int vocabulary, int tile_columns"),
+)
+def tile_mass_curve(*arguments: Tensor | int) -> Tensor:
+    return mass_curve(load(), *arguments)
 
 
 @tile_mass_curve.register_fake
-def _(tile_lse, logsumexp, targets, working, levels, vocabulary, tile_columns):
+def _(tile_lse: Tensor, *others: Tensor | int) -> Tensor:
+    levels = others[-3]
+    assert isinstance(levels, Tensor)
     return tile_lse.new_empty((levels.numel(), tile_lse.shape[1]))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _TOKENS = (
 _SCHEMA = (
     "(Tensor logprobs, Tensor advantages, Tensor sequence_ids, Tensor loss_mask, Tensor? old_logprobs, "
     "Tensor? ref_logprobs, Tensor? sampler_logprobs, Tensor? entropy, int sequences, "
-    f"{', '.join(f'{field.type} {field.name}' for field in fields(PolicyLoss))}) -> "
+    f"{', '.join(f'{kind.__name__} {name}' for name, kind in get_type_hints(PolicyLoss).items())}) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -54,22 +54,15 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     constants = [getattr(inputs, name) for name in _TOKENS[1:-1]]
     differentiable = any(tensor is not None and tensor.requires_grad for tensor in constants)
     filled = inputs.logprobs.numel() > 0 and inputs.num_sequences > 0
-    return (
-        plain
-        and length_known
-        and given
-        and not differentiable
-        and filled
-        and inputs.logprobs.dtype == torch.float32
-    )
+    float32 = inputs.logprobs.dtype == torch.float32
+    return plain and length_known and given and not differentiable and filled and float32
 
 
 def fused_policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     """`policy_loss` of inputs that `fuses`, differentiable once in the log-probabilities and the entropy."""
     loss = loss_constants(config, inputs.totals)
     tensors = (getattr(inputs, name) for name in _TOKENS)
-    constants = (getattr(loss, field.name) for field in fields(loss))
-    total, result, _, _ = _policy_loss(*tensors, inputs.num_sequences, *constants)
+    total, result, _, _ = _policy_loss(*tensors, inputs.num_sequences, *loss)
     return LossOutputs(total, _metrics(result, inputs, config))
 
 
@@ -77,10 +70,10 @@ def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyL
     surrogate = config.facts.surrogate
     low, high, cap = _bounds(surrogate, config)
     level, _, action = config.sampler_correction.partition("_")
-    step = (_UNKNOWN,) * 4
-    if totals is not None:
-        counts = (totals.num_tokens, totals.num_sequences, totals.measured_tokens, totals.measured_sequences)
-        step = tuple(_UNKNOWN if count is None else float(count) for count in counts)
+
+    def of_step(name: str) -> float:
+        return float(_or(getattr(totals, name, None), _UNKNOWN))
+
     in_loss = not config.kl_in_reward
     return PolicyLoss(
         surrogate, config.ratio_level, config.facts.aggregation, low, high, cap,
@@ -89,20 +82,21 @@ def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyL
         correction_min=_or(config.sampler_clip_min, -math.inf),
         correction_max=_or(config.sampler_clip_max, math.inf),
         drift_max=_or(config.off_policy_mask_threshold, math.inf), ratio_band=RATIO_BAND,
-        num_tokens=step[0], num_sequences=step[1], measured_tokens=step[2], measured_sequences=step[3],
+        num_tokens=of_step("num_tokens"), num_sequences=of_step("num_sequences"),
+        measured_tokens=of_step("measured_tokens"), measured_sequences=of_step("measured_sequences"),
         max_completion_length=float(_or(config.max_completion_length, 1)),
     )  # fmt: skip
 
 
 def _bounds(surrogate: str, config: GRPOLossConfig) -> tuple[float, float, float]:
     """`PolicyLoss.low`, `.high` and `.cap`."""
+    low, high = _or(config.epsilon_low, 0.0), _or(config.epsilon_high, 0.0)
     if surrogate == "clip":
-        low = math.log1p(-config.epsilon_low) if config.epsilon_low < 1 else -math.inf
         cap = math.inf if config.delta is None else math.log(config.delta)
-        return low, math.log1p(config.epsilon_high), cap
+        return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high), cap
     if surrogate == "sapo":
         return config.sapo_temperature_neg, config.sapo_temperature_pos, 0.0
-    return _or(config.epsilon_low, 0.0), _or(config.epsilon_high, 0.0), config.dppo_ratio_max
+    return low, high, config.dppo_ratio_max
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -142,7 +136,7 @@ _SAMPLING = {
 
 
 @torch.library.custom_op("grpo_fast::policy_loss", mutates_args=(), schema=_SCHEMA)
-def _policy_loss(*arguments):
+def _policy_loss(*arguments: Any) -> tuple[Tensor, ...]:
     from grpo_fast.kernels.policy_loss import policy_loss
 
     *tensors, sequences = arguments[: len(_TOKENS) + 1]
@@ -152,7 +146,7 @@ def _policy_loss(*arguments):
 
 
 @_policy_loss.register_fake
-def _policy_loss_fake(logprobs, *arguments):
+def _policy_loss_fake(logprobs: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     entropy, _, *constants = arguments[len(_TOKENS) - 2 :]
     bonus = entropy is not None and PolicyLoss(*constants).entropy_coef != 0
     return (
@@ -163,7 +157,7 @@ def _policy_loss_fake(logprobs, *arguments):
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, result, gradient, of_entropy = output
     ctx.save_for_backward(gradient, of_entropy)
     ctx.mark_non_differentiable(result, gradient, of_entropy)
@@ -171,7 +165,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.constants = len(inputs) - len(_TOKENS)
 
 
-def _backward(ctx, upstream, *_):
+def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError("the policy loss has no second derivative: call backward without create_graph")
     gradient, of_entropy = (None if upstream is None else saved * upstream for saved in ctx.saved_tensors)

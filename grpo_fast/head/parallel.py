@@ -15,12 +15,12 @@ gradient of the hidden states is summed over ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
 
 from grpo_fast.head.operator import head_statistics, path_of
 from grpo_fast.head.outputs import Certificate
@@ -29,9 +29,9 @@ from grpo_fast.head.problem import ROW_IGNORED, HeadProblem, Request, RowStatist
 
 
 @functools.cache
-def shard_bounds(entries: int, group: dist.ProcessGroup) -> tuple[int, int]:
+def shard_bounds(entries: int, group: ProcessGroup) -> tuple[int, int]:
     """Where this rank's rows begin, and the whole vocabulary. Collective on its first call per size."""
-    sizes: list[int | None] = [None] * dist.get_world_size(group)
+    sizes = [0] * dist.get_world_size(group)
     dist.all_gather_object(sizes, entries, group=group)
     return sum(sizes[: dist.get_rank(group)]), sum(sizes)
 
@@ -39,60 +39,46 @@ def shard_bounds(entries: int, group: dist.ProcessGroup) -> tuple[int, int]:
 def parallel_statistics(
     problem: HeadProblem,
     request: Request,
-    group: dist.ProcessGroup,
-    *,
     differentiable: frozenset[str],
-    tolerance: float | None,
-    weight_gradient: Tensor | None = None,
-    recompute: bool = True,
+    weight_gradient: Tensor | None,
+    group: ProcessGroup,
 ) -> tuple[RowStatistics, Certificate]:
     """`head_statistics` of the whole vocabulary.
 
     `problem.weight` and `.bias` are this rank's rows, its targets are global.
     """
-    start, total = shard_bounds(problem.vocabulary, group)
-    budget = tolerance_in_force(path_of(problem), tolerance)
+    entries, targets = problem.vocabulary, problem.targets
+    start, total = shard_bounds(entries, group)
+    tolerance = tolerance_in_force(path_of(problem), request.tolerance) / dist.get_world_size(group)
     local, certificate = head_statistics(
-        replace(
-            problem,
+        problem._replace(
             hidden=_SumOfGradients.apply(problem.hidden, group),
-            targets=_local_targets(problem.targets, start, problem.vocabulary),
+            targets=_local_targets(targets, start, entries),
         ),
-        request,
-        differentiable=differentiable | {"logsumexp"},
-        tolerance=budget / dist.get_world_size(group),
-        weight_gradient=weight_gradient,
-        recompute=recompute,
+        request._replace(tolerance=tolerance),
+        differentiable | {"logsumexp"},
+        weight_gradient,
     )
-    here = (problem.targets >= start) & (problem.targets < start + problem.vocabulary)
+    here = (targets >= start) & (targets < start + entries)
     logsumexp = _LogSumExp.apply(local.logsumexp, group)
     behind = (logsumexp - local.logsumexp).detach()
     behind = torch.where(local.logsumexp.isneginf(), torch.inf, behind)
-    worked = problem.targets >= 0
-
-    def finish(statistic: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """Statistics that were not asked for are empty; ignored rows are zero."""
-        return (
-            torch.where(worked, combine(statistic), 0) if statistic.numel() == worked.numel() else statistic
-        )
-
-    statistics = RowStatistics(
-        logprob=finish(
-            local.logprob, lambda value: _LogProb.apply(value, local.logsumexp, behind, here, group)
-        ),
-        logsumexp=torch.where(worked, logsumexp, 0),
-        entropy=finish(local.entropy, lambda value: _Entropy.apply(value, local.logsumexp, behind, group)),
-        mean_logit=finish(
-            local.mean_logit, lambda value: _Sum.apply(value * (problem.vocabulary / total), group)
-        ),
-        max_logit=finish(local.max_logit, lambda value: _all_reduce(value, dist.ReduceOp.MAX, group)),
-        target_logit=finish(local.target_logit, lambda value: _all_reduce(value, dist.ReduceOp.SUM, group)),
-        log_sum_sq=finish(
-            local.log_sum_sq,
-            lambda value: _log_sum_exp(torch.where(behind.isinf(), 0, value) - 2 * behind, group),
-        ),
-    )
-    return statistics, certificate
+    whole = {
+        "logprob": _LogProb.apply(local.logprob, local.logsumexp, behind, here, group),
+        "logsumexp": logsumexp,
+    }
+    if request.entropy:
+        whole["entropy"] = _Entropy.apply(local.entropy, local.logsumexp, behind, group)
+    if request.mean_logit:
+        whole["mean_logit"] = _Sum.apply(local.mean_logit * (entries / total), group)
+    if request.max_logit:
+        whole["max_logit"] = _all_reduce(local.max_logit, ReduceOp.MAX, group)
+        whole["target_logit"] = _all_reduce(local.target_logit, ReduceOp.SUM, group)
+    if request.log_sum_sq:
+        squares = torch.where(behind.isinf(), 0, local.log_sum_sq) - 2 * behind
+        whole["log_sum_sq"] = _log_sum_exp(squares, group)
+    worked = targets >= 0
+    return local._replace(**{k: torch.where(worked, v, 0) for k, v in whole.items()}), certificate
 
 
 def _local_targets(targets: Tensor, start: int, entries: int) -> Tensor:
@@ -102,41 +88,41 @@ def _local_targets(targets: Tensor, start: int, entries: int) -> Tensor:
     return torch.where(targets < 0, targets, torch.where(elsewhere, entries, shifted))
 
 
-def _all_reduce(tensor: Tensor, operation: dist.ReduceOp, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(tensor: Tensor, operation: ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
     # Ranks add up memory: whatever the strides, it must be in the same order on all of them.
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, operation, group=group)
     return result
 
 
-def _log_sum_exp(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    maximum = _all_reduce(values, dist.ReduceOp.MAX, group)
+def _log_sum_exp(values: Tensor, group: ProcessGroup) -> Tensor:
+    maximum = _all_reduce(values, ReduceOp.MAX, group)
     base = torch.where(maximum.isneginf(), torch.zeros_like(maximum), maximum)
-    return base + _all_reduce((values - base).exp(), dist.ReduceOp.SUM, group).log()
+    return base + _all_reduce((values - base).exp(), ReduceOp.SUM, group).log()
 
 
 class _SumOfGradients(torch.autograd.Function):
     """Identity forward; the gradient is summed over the group."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradient, dist.ReduceOp.SUM, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ReduceOp.SUM, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
     """Sum over the group. Every rank's loss is a copy, here and below: the gradient passes as it is."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduce(tensor, dist.ReduceOp.SUM, group)
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        return _all_reduce(tensor, ReduceOp.SUM, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -144,13 +130,13 @@ class _LogSumExp(torch.autograd.Function):
     """log Σ_r exp(lse_r); the gradient of lse_r is its share w_r."""
 
     @staticmethod
-    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, group: ProcessGroup) -> Tensor:
         result = _log_sum_exp(local, group)
         ctx.save_for_backward(local, result)
         return result
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         local, result = ctx.saved_tensors
         return gradient * (local - result).exp(), None
 
@@ -160,13 +146,13 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: dist.ProcessGroup
+        ctx: Any, logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(behind, here)
-        return _all_reduce(torch.where(here, logprob - behind, 0), dist.ReduceOp.SUM, group)
+        return _all_reduce(torch.where(here, logprob - behind, 0), ReduceOp.SUM, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         behind, here = ctx.saved_tensors
         of_logsumexp = gradient * torch.where(here, -torch.expm1(-behind), -(-behind).exp())
         return torch.where(here, gradient, 0), of_logsumexp, None, None, None
@@ -176,14 +162,14 @@ class _Entropy(torch.autograd.Function):
     """Σ_r w_r a_r, a_r = entropy_r + lse - lse_r; the gradient of lse_r is w_r (a_r - entropy)."""
 
     @staticmethod
-    def forward(ctx, entropy: Tensor, logsumexp: Tensor, behind: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, entropy: Tensor, logsumexp: Tensor, behind: Tensor, group: ProcessGroup) -> Tensor:
         share = (-behind).exp()
         own = torch.where(share > 0, entropy + behind, 0)
-        result = _all_reduce(share * own, dist.ReduceOp.SUM, group)
+        result = _all_reduce(share * own, ReduceOp.SUM, group)
         ctx.save_for_backward(share, own, result)
         return result
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         share, own, result = ctx.saved_tensors
         return gradient * share, gradient * share * (own - result), None, None

@@ -1,8 +1,9 @@
-"""What the head computes, as data: the rows, the weight, and the way from a dot product to a logit."""
+"""What the head computes, as data: a problem, its statistics and gradients. Tuples, as torch's operators are
+given their arguments and return their results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,13 @@ ROW_IGNORED = -1
 ROW_INVALID = -2
 """Target outside the vocabulary: an error on CPU, NaN where asking would stall the device."""
 
+LOG_ZERO = -500.0
+"""Stands in for log 0 where it is multiplied by a probability: exp of it is nothing, and it is finite."""
 
-@dataclass(frozen=True)
-class HeadProblem:
+Rows = Tensor | slice  # which rows: indices, a mask or a range
+
+
+class HeadProblem(NamedTuple):
     """N rows against V entries: z = softcap·tanh((x·w + bias)·logit_scale/softcap)·inv_temperature."""
 
     hidden: Tensor  # (N, H)
@@ -40,26 +45,36 @@ class HeadProblem:
         """Whether a logit's slope in the dot product is one."""
         return self.inv_temperature is None and self.logit_scale == 1.0 and self.softcap is None
 
-    def rows(self, index: Tensor | slice) -> HeadProblem:
+    def rows(self, which: Rows) -> HeadProblem:
         """The same problem for a selection of its rows."""
-        inv_temperature = None if self.inv_temperature is None else self.inv_temperature[index]
-        return replace(
-            self, hidden=self.hidden[index], targets=self.targets[index], inv_temperature=inv_temperature
+        return self._replace(
+            hidden=self.hidden[which],
+            targets=self.targets[which],
+            inv_temperature=_of_rows(self.inv_temperature, which),
         )
 
 
-@dataclass(frozen=True)
-class Request:
-    """Which optional statistics the forward computes; the others come back empty, (0,)."""
+class Request(NamedTuple):
+    """What a forward computes beside log-probability and log-sum-exp, and what it prepares for its backward.
+
+    Statistics that are not asked for come back empty, (0,).
+    """
 
     entropy: bool = False
     mean_logit: bool = False
     max_logit: bool = False  # and the target's
     log_sum_sq: bool = False
+    jacobian: bool = False  # dlogprob/dhidden, on the reference path
+    keep: bool = False  # the exponentials, N·V elements, on the kernels' path
+    tolerance: float | None = None  # of the backward
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether any optional statistic is asked for."""
+        return any(self[:4])
 
 
-@dataclass(frozen=True)
-class RowStatistics:
+class RowStatistics(NamedTuple):
     """Per row, in the accumulator's dtype; zero for ignored rows. All differentiable but the last three."""
 
     logprob: Tensor  # (N,) log-probability of the target; zero where the target is in another shard
@@ -70,42 +85,125 @@ class RowStatistics:
     target_logit: Tensor  # (N,) comes with max_logit; zero where the target is in another shard
     log_sum_sq: Tensor  # (N,) log Σ p²
 
-    def in_order(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+    @classmethod
+    def allocate(cls, problem: HeadProblem, request: Request) -> RowStatistics:
+        """Zeros for what is asked for."""
+        wanted = (
+            True,
+            True,
+            request.entropy,
+            request.mean_logit,
+            *2 * (request.max_logit,),
+            request.log_sum_sq,
+        )
+        rows, kind = problem.targets.numel(), problem.accumulator
+        return cls(*(problem.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
 
 
-@dataclass(frozen=True)
-class RowGradients:
+class State(NamedTuple):
+    """What a forward keeps for its backward; empty where its path has no use for it."""
+
+    jacobian: Tensor  # (N, H) dlogprob/dhidden, of the reference path; the others are the kernels'
+    tile_lse: Tensor  # (T, N) float32, rows in sorted order
+    order: Tensor  # (N,) int64: a permutation, rows with work first
+    working: Tensor  # () int32: rows with work
+    exponentials: Tensor  # (N, V) rows in sorted order
+    maximum: Tensor  # (T, N) float32, beside them
+
+    @classmethod
+    def empty(cls, problem: HeadProblem) -> State:
+        new, float32 = problem.hidden.new_empty, torch.float32
+        order, working = (problem.targets.new_empty(0, dtype=kind) for kind in (torch.int64, torch.int32))
+        jacobian = new(0, dtype=problem.accumulator)
+        return cls(jacobian, new(0, dtype=float32), order, working, new(0), new(0, dtype=float32))
+
+
+class RowGradients(NamedTuple):
     """Upstream gradient of each differentiable statistic, (N,) or None where there is none."""
 
     logprob: Tensor | None
-    logsumexp: Tensor | None
-    entropy: Tensor | None
-    mean_logit: Tensor | None
+    logsumexp: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
 
     @property
-    def only_logprob(self) -> bool:
-        others = (self.logsumexp, self.entropy, self.mean_logit)
-        return self.logprob is not None and all(g is None for g in others)
+    def is_dense(self) -> bool:
+        """Whether they reach vocabulary entries of no probability."""
+        return self.entropy is not None or self.mean_logit is not None
 
-    def live_rows(self) -> Tensor | None:
-        """(N,) bool: rows with any upstream gradient; None when there is no gradient at all."""
-        given = [g for g in (self.logprob, self.logsumexp, self.entropy, self.mean_logit) if g is not None]
-        return torch.stack([g != 0 for g in given]).any(0) if given else None
+    def live(self, problem: HeadProblem) -> Tensor:
+        """(N,) bool: rows with work and any upstream gradient."""
+        given = [gradient != 0 for gradient in self if gradient is not None]
+        working = problem.targets >= 0
+        return working & torch.stack(given).any(0) if given else torch.zeros_like(working)
 
-    def rows(self, index: Tensor | slice) -> RowGradients:
-        return RowGradients(
-            *(
-                None if g is None else g[index]
-                for g in (self.logprob, self.logsumexp, self.entropy, self.mean_logit)
-            )
+
+class LogitGradient(NamedTuple):
+    """What makes a row's logit gradient, (N,) each in the accumulator's dtype; zero in rows without work.
+
+    dL/dz_v = p_v·(mass - entropy_gradient·(log p_v + entropy)) + mean, but `target` + mean at the target.
+    """
+
+    logsumexp: Tensor
+    mass: Tensor  # g_logsumexp - g_logprob
+    target: Tensor  # -g_logprob·expm1(log p) + ..., formed without cancellation
+    entropy: Tensor | None = None  # nats; None: no gradient through the entropy
+    entropy_gradient: Tensor | None = None
+    mean: Tensor | None = None  # g_mean_logit / V
+
+    @classmethod
+    def of(cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients) -> LogitGradient:
+        logprob = statistics.logprob
+        zero, live = torch.zeros_like(logprob), gradients.live(problem)
+
+        def upstream(gradient: Tensor | None, where: Tensor = live) -> Tensor:
+            return zero if gradient is None else torch.where(where, gradient, zero)
+
+        of_logprob = upstream(gradients.logprob, live & (problem.targets < problem.vocabulary))
+        of_logsumexp = upstream(gradients.logsumexp)
+        p = logprob.exp()
+        target = of_logprob * -logprob.expm1() + of_logsumexp * p  # near p = 1, 1 - p is rounding noise
+        entropy, of_entropy, mean = None, None, None
+        if gradients.entropy is not None:
+            entropy, of_entropy = statistics.entropy, upstream(gradients.entropy)
+            target = target - of_entropy * p * (logprob.clamp_min(LOG_ZERO) + entropy)
+        if gradients.mean_logit is not None:
+            mean = upstream(gradients.mean_logit) / problem.vocabulary
+        target = torch.where(live, target, zero)  # a row without work may hold NaN
+        return cls(statistics.logsumexp, of_logsumexp - of_logprob, target, entropy, of_entropy, mean)
+
+    def live(self) -> Tensor:
+        """(N,) bool: rows with a gradient. A NaN is one."""
+        coefficients = (self.mass, self.target, self.entropy_gradient, self.mean)
+        return torch.stack([c != 0 for c in coefficients if c is not None]).any(0)
+
+    def rows(self, which: Rows) -> LogitGradient:
+        logsumexp, mass, target, *others = self
+        return LogitGradient(
+            logsumexp[which], mass[which], target[which], *(_of_rows(other, which) for other in others)
         )
 
 
-@dataclass(frozen=True)
-class HeadGradients:
+class Wanted(NamedTuple):
+    """Which gradients a backward makes, and what the parameters' are added to in place.
+
+    An existing gradient may have any float dtype; where there is none, a new one has its parameter's.
+    """
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    into_weight: Tensor | None = None  # (V, H), unit stride along H
+    into_bias: Tensor | None = None  # (V,)
+
+
+class HeadGradients(NamedTuple):
     """What the backward was asked for; None where it was not."""
 
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H), dtype of weight
     bias: Tensor | None  # (V,), dtype of bias
+
+
+def _of_rows(tensor: Tensor | None, which: Rows) -> Tensor | None:
+    return None if tensor is None else tensor[which]

@@ -9,94 +9,87 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpo_fast.head.plan import Chunks
-from grpo_fast.head.problem import HeadGradients, HeadProblem, Request, RowGradients, RowStatistics
+from grpo_fast.head.problem import (
+    LOG_ZERO,
+    HeadGradients,
+    HeadProblem,
+    LogitGradient,
+    Request,
+    RowGradients,
+    RowStatistics,
+    State,
+    Wanted,
+)
 
-_LOG_ZERO = -500.0
-"""Stands in for log 0 where it is multiplied by a probability: exp of it is nothing, and it is finite."""
 
+def forward(problem: HeadProblem, request: Request, chunks: Chunks) -> tuple[RowStatistics, State]:
+    """Every row's statistics, and the state with dlogprob/dhidden where the request has `jacobian`.
 
-def forward(
-    problem: HeadProblem, request: Request, chunks: Chunks, *, jacobian: bool = False
-) -> tuple[RowStatistics, Tensor | None]:
-    """Every row's statistics; and dlogprob/dhidden, (N, H), where asked for.
-
-    With `jacobian` the same pass also forms dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash
-    attention forms its output. A head whose weight is frozen then needs two vocabulary-wide products in all,
-    not three.
+    The same pass forms dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention forms its
+    output. A head whose weight is frozen then needs two vocabulary-wide products in all, not three.
     """
-    count = problem.hidden.shape[0]
-    kind = {"dtype": problem.accumulator, "device": problem.hidden.device}
-
-    def maybe(wanted: bool) -> Tensor:
-        return torch.zeros(count if wanted else 0, **kind)
-
-    statistics = RowStatistics(
-        logprob=maybe(True),
-        logsumexp=maybe(True),
-        entropy=maybe(request.entropy),
-        mean_logit=maybe(request.mean_logit),
-        max_logit=maybe(request.max_logit),
-        target_logit=maybe(request.max_logit),
-        log_sum_sq=maybe(request.log_sum_sq),
-    )
-    pull = torch.zeros(problem.hidden.shape, **kind) if jacobian else None
+    statistics, state = RowStatistics.allocate(problem, request), State.empty(problem)
+    if request.jacobian:
+        state = state._replace(
+            jacobian=problem.hidden.new_zeros(problem.hidden.shape, dtype=problem.accumulator)
+        )
     worked = (problem.targets >= 0).nonzero().squeeze(1)
     with _exact_bf16_products(problem):
         for index in worked.split(chunks.rows):
-            _forward_rows(problem.rows(index), request, chunks.columns, index, statistics, pull)
-    return statistics, pull
+            softmax = _OnlineSoftmax(problem.rows(index), request)
+            for columns in _ranges(problem.vocabulary, chunks.columns):
+                softmax.absorb(columns)
+            softmax.write(index, statistics)
+            if request.jacobian:
+                state.jacobian[index] = softmax.jacobian()
+    return statistics, state
 
 
 def backward(
     problem: HeadProblem,
     statistics: RowStatistics,
     gradients: RowGradients,
+    wanted: Wanted,
+    state: State,
     chunks: Chunks,
-    *,
-    jacobian: Tensor | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    weight_gradient: Tensor | None = None,
 ) -> HeadGradients:
     """Exact gradients. Rows without upstream gradient cost nothing.
-
-    Args:
-        weight_gradient: (V, H) existing gradient, any float dtype: the weight's is added to it in place and
-            returned as it.
 
     With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
     head's hidden states is one scaling of it; anything else recomputes the logits.
     """
-    if jacobian is not None and gradients.only_logprob and not need_weight and not need_bias:
-        upstream = torch.where(problem.targets >= 0, gradients.logprob, 0)
-        return HeadGradients((jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
-    rows, index = LiveRows.of(problem, statistics, gradients)
-    kind = {"dtype": problem.accumulator, "device": problem.hidden.device}
-    hidden = torch.zeros(index.numel(), problem.hidden.shape[1], **kind) if need_hidden else None
-    weight = weight_gradient
-    if need_weight and weight is None:
+    logprob, *others = gradients
+    frozen = not (wanted.weight or wanted.bias)
+    if state.jacobian.numel() and frozen and logprob is not None and all(g is None for g in others):
+        upstream = torch.where(problem.targets >= 0, logprob, 0)
+        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
+    rows = LogitGradient.of(problem, statistics, gradients)
+    index = rows.live().nonzero().squeeze(1)
+    live, rows = problem.rows(index), rows.rows(index)
+    hidden = torch.zeros_like(live.hidden, dtype=problem.accumulator) if wanted.hidden else None
+    weight, bias = wanted.into_weight, None
+    if wanted.weight and weight is None:
         weight = torch.zeros_like(problem.weight)
-    bias = torch.empty_like(problem.bias) if need_bias else None
+    if wanted.bias and problem.bias is not None:
+        bias = torch.zeros_like(problem.bias)
     with _exact_bf16_products(problem):
-        for start in range(0, problem.vocabulary, chunks.columns):
-            columns = slice(start, min(start + chunks.columns, problem.vocabulary))
-            _backward_columns(rows, columns, chunks.rows, hidden, weight if need_weight else None, bias)
+        for columns in _ranges(problem.vocabulary, chunks.columns):
+            of_weight, of_bias = (None if t is None else t[columns] for t in (weight, bias))
+            _backward_columns(live, rows, columns, chunks.rows, hidden, of_weight, of_bias)
     if hidden is not None:
-        scattered = torch.zeros_like(problem.hidden, memory_format=torch.contiguous_format)
-        hidden = scattered.index_copy_(0, index, hidden.to(problem.hidden.dtype))
-    return HeadGradients(hidden, weight if need_weight else None, bias)
+        hidden = scattered(hidden, index, problem.hidden)
+    return HeadGradients(hidden, weight, bias)
 
 
-def add_into(existing: Tensor | None, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """`existing` after adding to it in place, rounded once; the gradient in `dtype` where nothing exists."""
-    return gradient.to(dtype) if existing is None else existing.add_(gradient)
+def scattered(rows: Tensor, index: Tensor, like: Tensor) -> Tensor:
+    """The rows at their places, in the dtype of `like`; zero elsewhere."""
+    everywhere = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    return everywhere.index_copy_(0, index, rows.to(like.dtype))
 
 
 def logits(problem: HeadProblem, columns: slice) -> Tensor:
@@ -114,31 +107,75 @@ def logits(problem: HeadProblem, columns: slice) -> Tensor:
     return z
 
 
+def product_gradient(problem: HeadProblem, rows: LogitGradient, columns: slice) -> Tensor:
+    """dL/d(x·w + bias) of some columns, (N, columns)."""
+    z = logits(problem, columns)
+    slope = _slope(problem, z)
+    z -= rows.logsumexp[:, None]
+    if rows.entropy is None or rows.entropy_gradient is None:
+        gradient = z.exp_().mul_(rows.mass[:, None])
+    else:
+        surprise = rows.entropy_gradient[:, None] * (z.clamp_min(LOG_ZERO) + rows.entropy[:, None])
+        gradient = z.exp_() * (rows.mass[:, None] - surprise)
+    row, column = _targets_within(problem.targets, columns)
+    gradient[row, column] = rows.target[row]
+    if rows.mean is not None:
+        gradient += rows.mean[:, None]
+    return gradient if problem.is_plain else gradient.mul_(slope)
+
+
 def _slope(problem: HeadProblem, z: Tensor) -> Tensor:
     """dz/d(x·w), broadcastable to z."""
     slope = torch.full((), problem.logit_scale, dtype=z.dtype, device=z.device)
+    cap: float | Tensor | None = problem.softcap
     if problem.inv_temperature is not None:
         inv_temperature = problem.inv_temperature.to(z.dtype)[:, None]
         slope = slope * inv_temperature
-    if problem.softcap is not None:
-        cap = problem.softcap if problem.inv_temperature is None else problem.softcap * inv_temperature
-        slope = slope * (1 - (z / cap).square())
-    return slope
+        cap = None if cap is None else cap * inv_temperature
+    return slope if cap is None else slope * (1 - (z / cap).square())
 
 
-@dataclass
-class _Running:
-    """Online-softmax state of n rows, relative to the running maximum, without the target's entry."""
+class _OnlineSoftmax:
+    """What n rows have seen of the vocabulary, relative to the largest logit, without the target's entry."""
 
-    maximum: Tensor  # (n,) over every entry seen, the target's too
-    others: Tensor  # (n,) Σ e, e = exp(z - maximum)
-    target: Tensor  # (n,) the target's logit, -inf until seen
-    weighted: Tensor | None  # (n,) Σ e (z - maximum)
-    squares: Tensor | None  # (n,) Σ e²
-    total: Tensor | None  # (n,) Σ z, with the target's
-    pull: Tensor | None  # (n, H) Σ e dz/dhidden
+    def __init__(self, block: HeadProblem, request: Request) -> None:
+        self.block = block
+        rows = block.targets
+        zeros = torch.zeros_like(rows, dtype=block.accumulator)
+        self.maximum = torch.full_like(zeros, -torch.inf)  # (n,) over every entry seen, the target's too
+        self.others = zeros  # (n,) Σ e, e = exp(z - maximum)
+        self.target = torch.full_like(zeros, -torch.inf)  # (n,) the target's logit, -inf until seen
+        self.weighted = zeros if request.entropy else None  # (n,) Σ e (z - maximum)
+        self.squares = zeros if request.log_sum_sq else None  # (n,) Σ e²
+        self.total = zeros if request.mean_logit else None  # (n,) Σ z, with the target's
+        # (n, H) Σ e dz/dhidden
+        self.pull = torch.zeros_like(block.hidden, dtype=block.accumulator) if request.jacobian else None
 
-    def rebase(self, maximum: Tensor) -> None:
+    def absorb(self, columns: slice) -> None:
+        """Adds one chunk of the vocabulary."""
+        z = logits(self.block, columns)
+        slope = _slope(self.block, z) if self.pull is not None and self.block.softcap is not None else None
+        if self.total is not None:
+            self.total = self.total + z.sum(1)
+        self._rebase(torch.maximum(self.maximum, z.amax(1)))
+        row, column = _targets_within(self.block.targets, columns)
+        self.target[row] = z[row, column]
+        z[row, column] = -torch.inf
+        z -= _finite_or_zero(self.maximum)[:, None]
+        if self.weighted is None:
+            e = z.exp_()
+        else:
+            e = z.exp()
+            self.weighted = self.weighted + (e * z.clamp_min_(LOG_ZERO)).sum(1)
+        self.others = self.others + e.sum(1)
+        if self.squares is not None:
+            self.squares = self.squares + e.square().sum(1)
+        if self.pull is not None:
+            if slope is not None:
+                e *= slope
+            self.pull.addmm_(e, self.block.weight[columns].to(e.dtype))
+
+    def _rebase(self, maximum: Tensor) -> None:
         """Makes a new maximum the reference of all sums."""
         shift = _finite_or_zero(self.maximum) - _finite_or_zero(maximum)
         factor = torch.where(self.maximum.isneginf(), torch.zeros_like(shift), shift.exp())
@@ -151,206 +188,78 @@ class _Running:
         self.others = self.others * factor
         self.maximum = maximum
 
+    @property
+    def present(self) -> Tensor:
+        """(n,) bool: rows whose target is in this weight."""
+        return self.block.targets < self.block.vocabulary
 
-def _forward_rows(
-    block: HeadProblem,
-    request: Request,
-    width: int,
-    index: Tensor,
-    statistics: RowStatistics,
-    jacobian: Tensor | None,
-) -> None:
-    """Runs one block of rows over the vocabulary and writes its results to `index` of the outputs."""
-    count = block.hidden.shape[0]
-    kind = {"dtype": block.accumulator, "device": block.hidden.device}
-    zeros = torch.zeros(count, **kind)
-    running = _Running(
-        maximum=torch.full((count,), -torch.inf, **kind),
-        others=zeros,
-        target=torch.full((count,), -torch.inf, **kind),
-        weighted=zeros if request.entropy else None,
-        squares=zeros if request.log_sum_sq else None,
-        total=zeros if request.mean_logit else None,
-        pull=None if jacobian is None else torch.zeros(count, block.hidden.shape[1], **kind),
-    )
-    for start in range(0, block.vocabulary, width):
-        _absorb(running, block, slice(start, min(start + width, block.vocabulary)))
-    present = block.targets < block.vocabulary
-    _finish_statistics(running, present, block.vocabulary, index, statistics)
-    if jacobian is not None:
-        jacobian[index] = _finish_jacobian(running, block, present)
+    def write(self, index: Tensor, out: RowStatistics) -> None:
+        """Writes the statistics of all rows to `index` of the outputs."""
+        base = _finite_or_zero(self.maximum)
+        relative = self.target - base
+        e = torch.where(self.present, relative.exp(), 0)
+        total = self.others + e
+        out.logsumexp[index] = torch.where(self.maximum.isneginf(), self.maximum, base + total.log())
+        margin = self.others.log() - relative
+        logprob = -torch.logaddexp(margin, torch.zeros_like(margin))
+        out.logprob[index] = torch.where(self.present, logprob, 0)
+        if self.weighted is not None:
+            weighted = self.weighted + e * relative.clamp_min(LOG_ZERO)
+            out.entropy[index] = total.log() - weighted / total
+        if self.squares is not None:
+            out.log_sum_sq[index] = (self.squares + e.square()).log() - 2 * total.log()
+        if self.total is not None:
+            out.mean_logit[index] = self.total / self.block.vocabulary
+        if out.max_logit.numel():
+            out.max_logit[index] = self.maximum
+            out.target_logit[index] = torch.where(self.present, self.target, 0)
 
-
-def _absorb(running: _Running, block: HeadProblem, columns: slice) -> None:
-    """Adds one chunk of the vocabulary to the running state."""
-    z = logits(block, columns)
-    slope = None if running.pull is None or block.softcap is None else _slope(block, z)
-    if running.total is not None:
-        running.total = running.total + z.sum(1)
-    running.rebase(torch.maximum(running.maximum, z.amax(1)))
-    row, column = _targets_within(block.targets, columns)
-    running.target[row] = z[row, column]
-    z[row, column] = -torch.inf
-    z -= _finite_or_zero(running.maximum)[:, None]
-    if running.weighted is None:
-        e = z.exp_()
-    else:
-        e = z.exp()
-        running.weighted = running.weighted + (e * z.clamp_min_(_LOG_ZERO)).sum(1)
-    running.others = running.others + e.sum(1)
-    if running.squares is not None:
-        running.squares = running.squares + e.square().sum(1)
-    if running.pull is not None:
-        if slope is not None:
-            e *= slope
-        running.pull.addmm_(e, block.weight[columns].to(e.dtype))
-
-
-def _finish_statistics(
-    running: _Running, present: Tensor, vocabulary: int, index: Tensor, out: RowStatistics
-) -> None:
-    base = _finite_or_zero(running.maximum)
-    relative = running.target - base
-    e = torch.where(present, relative.exp(), torch.zeros_like(relative))
-    total = running.others + e
-    out.logsumexp[index] = torch.where(running.maximum.isneginf(), running.maximum, base + total.log())
-    margin = running.others.log() - relative
-    logprob = -torch.logaddexp(margin, torch.zeros_like(margin))
-    out.logprob[index] = torch.where(present, logprob, torch.zeros_like(logprob))
-    if running.weighted is not None:
-        weighted = running.weighted + e * relative.clamp_min(_LOG_ZERO)
-        out.entropy[index] = total.log() - weighted / total
-    if running.squares is not None:
-        out.log_sum_sq[index] = (running.squares + e.square()).log() - 2 * total.log()
-    if running.total is not None:
-        out.mean_logit[index] = running.total / vocabulary
-    if out.max_logit.numel():
-        out.max_logit[index] = running.maximum
-        out.target_logit[index] = torch.where(present, running.target, torch.zeros_like(running.target))
-
-
-def _finish_jacobian(running: _Running, block: HeadProblem, present: Tensor) -> Tensor:
-    """(1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target of this weight."""
-    e = (running.target - _finite_or_zero(running.maximum)).exp()
-    total = running.others + e
-    row_slope = _slope(block, running.target[:, None])
-    rows = block.weight[block.targets.clamp(max=block.vocabulary - 1)].to(e.dtype)
-    pull = running.pull / total[:, None]
-    if block.softcap is None:
-        pull = pull * row_slope
-    jacobian = (running.others / total)[:, None] * row_slope * rows - pull
-    return torch.where(present[:, None], jacobian, torch.zeros_like(jacobian))
-
-
-@dataclass(frozen=True)
-class LiveRows:
-    """The rows with upstream gradient, and what their logit gradient is made of. n rows."""
-
-    problem: HeadProblem
-    logsumexp: Tensor  # (n,)
-    mass: Tensor  # (n,) factor of p: g_lse - g_logprob
-    target: Tensor  # (n,) the target's whole entry without its entropy and mean parts
-    entropy: Tensor | None  # (n,)
-    entropy_gradient: Tensor | None  # (n,)
-    mean_gradient: Tensor | None  # (n,) per vocabulary entry
-
-    @classmethod
-    def of(
-        cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
-    ) -> tuple[LiveRows, Tensor]:
-        """The rows with work and an upstream gradient, and their places, (n,) int64."""
-        live = gradients.live_rows()
-        if live is None:
-            live = torch.zeros_like(problem.targets, dtype=torch.bool)
-        index = (live & (problem.targets >= 0)).nonzero().squeeze(1)
-        return cls.gather(problem, statistics, gradients, index), index
-
-    @classmethod
-    def gather(
-        cls, problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients, index: Tensor
-    ) -> LiveRows:
-        """The rows at `index`, (n,) int64, whether or not they have a gradient."""
-        chosen = gradients.rows(index)
-        block = problem.rows(index)
-        logprob = statistics.logprob[index]
-        zero = torch.zeros_like(logprob)
-        present = block.targets < block.vocabulary
-        of_logprob = zero if chosen.logprob is None else torch.where(present, chosen.logprob, zero)
-        of_logsumexp = zero if chosen.logsumexp is None else chosen.logsumexp
-        return cls(
-            problem=block,
-            logsumexp=statistics.logsumexp[index],
-            mass=of_logsumexp - of_logprob,
-            target=of_logprob * -logprob.expm1() + of_logsumexp * logprob.exp(),
-            entropy=None if chosen.entropy is None else statistics.entropy[index],
-            entropy_gradient=chosen.entropy,
-            mean_gradient=None if chosen.mean_logit is None else chosen.mean_logit / problem.vocabulary,
-        )
-
-    def rows(self, part: slice) -> LiveRows:
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[part]
-
-        return LiveRows(
-            self.problem.rows(part),
-            self.logsumexp[part],
-            self.mass[part],
-            self.target[part],
-            cut(self.entropy),
-            cut(self.entropy_gradient),
-            cut(self.mean_gradient),
-        )
-
-    def product_gradient(self, columns: slice) -> Tensor:
-        """dL/d(x·w + bias), (n, columns)."""
-        z = logits(self.problem, columns)
-        slope = _slope(self.problem, z)
-        z -= self.logsumexp[:, None]
-        row, column = _targets_within(self.problem.targets, columns)
-        if self.entropy_gradient is None:
-            gradient = z.exp_().mul_(self.mass[:, None])
-            gradient[row, column] = self.target[row]
-        else:
-            surprise = self.entropy_gradient[:, None] * (z.clamp_min(_LOG_ZERO) + self.entropy[:, None])
-            p = z.exp_()
-            at_target = self.target[row] - p[row, column] * surprise[row, column]
-            gradient = p * (self.mass[:, None] - surprise)
-            gradient[row, column] = at_target
-        if self.mean_gradient is not None:
-            gradient += self.mean_gradient[:, None]
-        return gradient if self.problem.is_plain else gradient.mul_(slope)
+    def jacobian(self) -> Tensor:
+        """(1 - p_t) dz_t/dhidden - Σ_{v≠t} p_v dz_v/dhidden; zero without a target of this weight."""
+        assert self.pull is not None, "the request had no jacobian"
+        block = self.block
+        e = (self.target - _finite_or_zero(self.maximum)).exp()
+        total = self.others + e
+        row_slope = _slope(block, self.target[:, None])
+        of_target = block.weight[block.targets.clamp(max=block.vocabulary - 1)].to(e.dtype)
+        pull = self.pull / total[:, None]
+        if block.softcap is None:
+            pull = pull * row_slope
+        jacobian = (self.others / total)[:, None] * row_slope * of_target - pull
+        return torch.where(self.present[:, None], jacobian, 0)
 
 
 def _backward_columns(
-    live: LiveRows,
+    problem: HeadProblem,
+    rows: LogitGradient,
     columns: slice,
     height: int,
     hidden: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """Adds the columns' part to `hidden` and their own rows of `weight`, and writes those of `bias`."""
-    problem = live.problem
+    """Adds the columns' part to `hidden`, and to `weight` and `bias`, which are those columns' own."""
+    width, depth = columns.stop - columns.start, problem.hidden.shape[1]
     kind = problem.accumulator
-    width = columns.stop - columns.start
-    device = problem.hidden.device
-    weight_part = (
-        None if weight is None else torch.zeros(width, problem.hidden.shape[1], dtype=kind, device=device)
-    )
-    bias_part = None if bias is None else torch.zeros(width, dtype=kind, device=device)
-    for start in range(0, problem.hidden.shape[0], height):
-        part = slice(start, min(start + height, problem.hidden.shape[0]))
-        gradient = live.rows(part).product_gradient(columns)
+    new = problem.hidden.new_zeros
+    of_weight = None if weight is None else new(width, depth, dtype=kind)
+    of_bias = None if bias is None else new(width, dtype=kind)
+    for part in _ranges(problem.hidden.shape[0], height):
+        block = problem.rows(part)
+        gradient = product_gradient(block, rows.rows(part), columns)
         if hidden is not None:
             hidden[part].addmm_(gradient, problem.weight[columns].to(kind))
-        if weight_part is not None:
-            weight_part.addmm_(gradient.t(), problem.hidden[part].to(kind))
-        if bias_part is not None:
-            bias_part += gradient.sum(0)
-    if weight_part is not None:
-        weight[columns] += weight_part
-    if bias_part is not None:
-        bias[columns] = bias_part.to(bias.dtype)
+        if of_weight is not None:
+            of_weight.addmm_(gradient.t(), block.hidden.to(kind))
+        if of_bias is not None:
+            of_bias += gradient.sum(0)
+    for total, part_of_it in ((weight, of_weight), (bias, of_bias)):
+        if total is not None and part_of_it is not None:
+            total += part_of_it
+
+
+def _ranges(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
 
 
 def _targets_within(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -372,7 +281,7 @@ def _exact_bf16_products(problem: HeadProblem) -> Iterator[None]:
     are bfloat16 numbers already, so nothing is lost; the logit gradient is rounded, as it is for the GPU's
     tensor cores.
     """
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch sets it as it is imported
     if problem.hidden.device.type != "cpu" or problem.hidden.dtype != torch.bfloat16:
         yield
         return

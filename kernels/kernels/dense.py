@@ -10,7 +10,7 @@ float16 has no exponents for upstream gradients of 1/N, and a power of two costs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,35 +19,17 @@ from torch import Tensor
 
 from . import ProductTile
 from .kept import Kept, kept_gradient
-from .product import (
-    product_operands,
-    product_options,
-    program_count,
-    tile_position,
-    tile_product,
-)
-from .transform import LOG2E, transform_logits, untransform_gradient
+from .product import product_arguments, program_count, tile_logits, tile_position
+from .transform import LOG2E, untransform_gradient
 
-
-@dataclass(frozen=True)
-class LogitGradient:
-    """What makes a row's logit gradient, (N,) float32 each, contiguous.
-
-    dL/dz_v = p_v·(mass - entropy_gradient·(log p_v + entropy)) + mean, but `target` + mean at the target.
-    """
-
-    logsumexp: Tensor
-    mass: Tensor  # g_logsumexp - g_logprob
-    target: Tensor  # -g_logprob·expm1(log p) + ..., formed without cancellation
-    entropy: Tensor | None  # nats; None: no gradient through the entropy
-    entropy_gradient: Tensor | None
-    mean: Tensor | None  # g_mean_logit / V
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
 
 
 # `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
 @triton.jit(do_not_specialize=["rows", "vocabulary", "programs"])
 def logit_gradient_kernel(
-    hidden,  # (N, H): see tile_product
+    hidden,  # (N, H): see tile_logits
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
@@ -92,29 +74,14 @@ def logit_gradient_kernel(
         row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
         first_row = row_block * ROWS
         first_column = start + column_block * COLUMNS
-        z = tile_product(
-            hidden,
-            weight,
-            hidden_stride,
-            weight_stride,
-            first_row,
-            first_column,
-            rows,
-            vocabulary,
-            hidden_size,
-            ROWS,
-            COLUMNS,
-            DEPTH,
-            DESCRIPTORS,
-            EVEN_DEPTH,
-            PRECISION,
-        )
+        z = tile_logits(
+            hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
+            first_row, first_column, rows, vocabulary, hidden_size, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE,
+            ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
+        )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
-        b = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        it = tl.load(inv_temperature + row, mask=live, other=1.0) if HAS_SCALE else 1.0
-        z = transform_logits(z, b, it, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
 
         logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
         mass = tl.load(mass_in + row, mask=live, other=0.0)
@@ -132,6 +99,7 @@ def logit_gradient_kernel(
         gradient = tl.where(offset[None, :] == target[:, None], at_target[:, None], gradient)
         if HAS_MEAN:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
+        it = tl.load(inv_temperature + row, mask=live, other=1.0) if HAS_SCALE else 1.0
         gradient = untransform_gradient(gradient, z, it, logit_scale, softcap, HAS_SOFTCAP, HAS_SCALE)
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + row.to(tl.int64) * gradient_stride
@@ -143,146 +111,81 @@ def logit_gradient_kernel(
         )
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """float32 dX of the given rows; dW and dbias in the parameters' dtypes. None where not asked for."""
-
-    hidden: Tensor | None  # (N, H)
-    weight: Tensor | None  # (V, H)
-    bias: Tensor | None  # (V,)
-
-
 def dense_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+    problem: HeadProblem,
     rows: LogitGradient,
+    wanted: Wanted,
     *,
-    bias: Tensor | None,
-    inv_temperature: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
     tile: ProductTile,
     columns: int,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    weight_gradient: Tensor | None = None,
-    bias_gradient: Tensor | None = None,
     kept: Kept | None = None,
-) -> Gradients:
-    """Exact gradients of N rows, all of which take part.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Exact gradients of N rows, all of which take part: float32 dX, dW and dbias; None where not wanted.
 
     Args:
-        hidden: (N, H), unit stride along H.
-        weight: (V, H) of the same dtype, unit stride along H.
-        inv_temperature: (N,) float32, or None for one.
+        problem: its operands have unit stride along H.
         columns: vocabulary entries per chunk; a multiple of `tile.columns`, or at least V.
-        weight_gradient: (V, H) existing gradient to add into in place, any float dtype, rounded once; by
-            default a new one of weight's dtype.
-        bias_gradient: (V,), the same for the bias.
         kept: what the forward kept of these rows, in place of recomputing it. Not with a softcap, nor with
             gradients of the entropy or the mean; rows without a gradient must have finite hidden states.
     """
-    count, hidden_size = hidden.shape
-    vocabulary = weight.shape[0]
-    kind = {"dtype": torch.float32, "device": hidden.device}
-    of_hidden = torch.zeros(count, hidden_size, **kind) if need_hidden else None
-    of_weight, of_bias = weight_gradient, bias_gradient
+    hidden, weight, vocabulary = problem.hidden, problem.weight, problem.vocabulary
+    count = hidden.shape[0]
+    of_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if wanted.hidden else None
+    of_weight, of_bias = wanted.into_weight, wanted.into_bias
     new = torch.empty_like if count else torch.zeros_like
-    if need_weight and of_weight is None:
+    if wanted.weight and of_weight is None:
         of_weight = new(weight, memory_format=torch.contiguous_format)
-    if need_bias and of_bias is None:
-        of_bias = new(bias)
+    if wanted.bias and of_bias is None:
+        of_bias = new(problem.bias)
     if count == 0:
-        return Gradients(of_hidden, of_weight, of_bias)
-    scale = _power_of_two_scale(rows, inv_temperature, logit_scale)
-    workspace = torch.empty(
-        count, _aligned(min(columns, vocabulary)), dtype=hidden.dtype, device=hidden.device
-    )
+        return of_hidden, of_weight, of_bias
+    scale = _power_of_two_scale(problem, rows)
+    workspace = hidden.new_empty((count, _aligned(min(columns, vocabulary))))
     for start in range(0, vocabulary, columns):
-        width = min(columns, vocabulary - start)
-        gradient = workspace[:, :width]
+        part = slice(start, min(start + columns, vocabulary))
+        gradient = workspace[:, : part.stop - start]
         if kept is not None:
-            kept_gradient(
-                kept, targets, rows.logsumexp, rows.mass, rows.target, inv_temperature, logit_scale,
-                scale.reciprocal(), gradient, start,
-            )  # fmt: skip
+            kept_gradient(kept, problem, rows, scale.reciprocal(), gradient, start)
         else:
-            _launch(
-                hidden, weight, targets, rows, bias, inv_temperature, logit_scale, softcap, tile, scale,
-                gradient, start,
-            )  # fmt: skip
+            _logit_gradient(problem, rows, tile, scale.reciprocal(), gradient, start)
         if of_hidden is not None:
-            _accumulate(of_hidden, gradient, weight[start : start + width])
-        if need_weight:
-            part = _product(gradient.t(), hidden)
-            _put(of_weight[start : start + width], part, scale, add=weight_gradient is not None)
-        if need_bias:
-            part = gradient.sum(0, dtype=torch.float32)
-            _put(of_bias[start : start + width], part, scale, add=bias_gradient is not None)
-    return Gradients(None if of_hidden is None else of_hidden.mul_(scale), of_weight, of_bias)
+            _accumulate(of_hidden, gradient, weight[part])
+        if wanted.weight:
+            product = _product(gradient.t(), hidden)
+            _put(of_weight[part], product, scale, add=wanted.into_weight is not None)
+        if wanted.bias:
+            total = gradient.sum(0, dtype=torch.float32)
+            _put(of_bias[part], total, scale, add=wanted.into_bias is not None)
+    return None if of_hidden is None else of_hidden.mul_(scale), of_weight, of_bias
 
 
-def _launch(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
+def _logit_gradient(
+    problem: HeadProblem,
     rows: LogitGradient,
-    bias: Tensor | None,
-    inv_temperature: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
     tile: ProductTile,
-    scale: Tensor,
+    inv_scale: Tensor,
     gradient: Tensor,
     start: int,
 ) -> None:
     """Fills `gradient`, (N, width), with the columns from `start` on."""
-    has_scale = inv_temperature is not None or logit_scale != 1.0
-    if has_scale and inv_temperature is None:
-        inv_temperature = torch.ones_like(rows.mass)
-    programs = program_count(hidden.device)
+    programs = program_count(problem.hidden.device)
     logit_gradient_kernel[(programs,)](
-        *product_operands(hidden, weight, tile),
-        bias,
-        inv_temperature,
-        targets,
-        rows.logsumexp,
-        rows.mass,
-        rows.target,
-        rows.entropy,
-        rows.entropy_gradient,
-        rows.mean,
-        scale.reciprocal(),
-        gradient,
-        hidden.shape[0],
-        start,
-        gradient.shape[1],
-        weight.shape[0],
-        hidden.shape[1],
-        hidden.stride(0),
-        weight.stride(0),
-        gradient.stride(0),
-        float(logit_scale),
-        float(softcap or 0.0),
-        programs,
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_SCALE=has_scale,
-        HAS_ENTROPY=rows.entropy is not None,
-        HAS_MEAN=rows.mean is not None,
-        **product_options(hidden, tile),
-    )
+        **product_arguments(problem, tile),
+        targets=problem.targets, logsumexp_in=rows.logsumexp, mass_in=rows.mass, target_in=rows.target,
+        entropy_in=rows.entropy, entropy_gradient_in=rows.entropy_gradient, mean_in=rows.mean,
+        inv_scale=inv_scale, gradient_out=gradient, rows=problem.targets.numel(), start=start,
+        width=gradient.shape[1], gradient_stride=gradient.stride(0), programs=programs,
+        HAS_ENTROPY=rows.entropy is not None, HAS_MEAN=rows.mean is not None,
+    )  # fmt: skip
 
 
-def _power_of_two_scale(rows: LogitGradient, inv_temperature: Tensor | None, logit_scale: float) -> Tensor:
+def _power_of_two_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor:
     """() float32 power of two at or above the largest coefficient; one when all are zero."""
     coefficients = [rows.mass, rows.target]
     coefficients += [c for c in (rows.entropy_gradient, rows.mean) if c is not None]
-    magnitude = torch.stack(coefficients).abs().amax(0) * logit_scale
-    if inv_temperature is not None:
-        magnitude = magnitude * inv_temperature
+    magnitude = torch.stack(coefficients).abs().amax(0) * problem.logit_scale
+    if problem.inv_temperature is not None:
+        magnitude = magnitude * problem.inv_temperature
     largest = magnitude.amax()
     usable = (largest > 0) & largest.isfinite()
     return torch.where(usable, largest.log2().ceil().clamp(min=-100).exp2(), torch.ones_like(largest))

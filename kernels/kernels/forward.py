@@ -12,7 +12,7 @@ P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,28 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE, ProductTile
-from .product import (
-    product_operands,
-    product_options,
-    program_count,
-    tile_position,
-    tile_product,
-)
-from .transform import LOG2E, transform_logits
+from .product import product_arguments, program_count, tile_logits, tile_position
+from .transform import LOG2E
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Optional statistics."""
-
-    entropy: bool = False
-    mean: bool = False
-    maximum: bool = False
-    squares: bool = False
-
-
-@dataclass(frozen=True)
-class TileStatistics:
+class TileStatistics(NamedTuple):
     """Per mass tile and row, float32, T = ceil(V / TILE); None where not wanted.
 
     Undefined past the rows in use.
@@ -55,23 +41,10 @@ class TileStatistics:
     squares: Tensor | None  # (T, N) log Σ (p within the tile)²
 
 
-@dataclass(frozen=True)
-class RowResults:
-    """Per row, (N,) float32; zero for rows that `order` does not name."""
-
-    logprob: Tensor
-    logsumexp: Tensor
-    entropy: Tensor | None
-    mean_logit: Tensor | None
-    max_logit: Tensor | None
-    target_logit: Tensor | None
-    log_sum_sq: Tensor | None
-
-
 # `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
 @triton.jit(do_not_specialize=["capacity", "programs"])
 def forward_kernel(
-    hidden,  # (N, H): see tile_product
+    hidden,  # (N, H): see tile_logits
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
@@ -120,29 +93,14 @@ def forward_kernel(
         row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
         first_row = row_block * ROWS
         first_column = column_block * COLUMNS
-        z = tile_product(
-            hidden,
-            weight,
-            hidden_stride,
-            weight_stride,
-            first_row,
-            first_column,
-            rows,
-            vocabulary,
-            hidden_size,
-            ROWS,
-            COLUMNS,
-            DEPTH,
-            DESCRIPTORS,
-            EVEN_DEPTH,
-            PRECISION,
-        )
+        z = tile_logits(
+            hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
+            first_row, first_column, rows, vocabulary, hidden_size, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE,
+            ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
+        )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
-        b = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        it = tl.load(inv_temperature + row, mask=live, other=1.0) if HAS_SCALE else 1.0
-        z = transform_logits(z, b, it, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
         offset = tl.arange(0, COLUMNS)
@@ -269,137 +227,74 @@ def finalise_kernel(
 
 
 def tile_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    count: Tensor,
+    problem: HeadProblem,
+    working: Tensor,
     *,
-    bias: Tensor | None,
-    inv_temperature: Tensor | None,
-    logit_scale: float,
-    softcap: float | None,
-    wanted: Wanted,
     tile: ProductTile,
+    entropy: bool = False,
+    mean: bool = False,
+    maximum: bool = False,
+    squares: bool = False,
     keep: Tensor | None = None,
 ) -> TileStatistics:
     """Launches the forward. No host synchronisation.
 
     Args:
-        hidden: (N, H), unit stride along H; its first `count` rows are in use.
-        weight: (V, H) of the same dtype, unit stride along H.
-        targets: (N,) int64; V or more: the target is not in this weight.
-        count: () int32 on the device.
-        inv_temperature: (N,) float32, or None for one.
-        keep: (N, V) that receives the exponentials, see `kept`; then `wanted.maximum` must be set.
+        problem: its operands have unit stride along H; its first `working` rows are in use.
+        working: () int32 on the device.
+        keep: (N, V) that receives the exponentials, see `kept`; then `maximum` must be set.
     """
-    capacity, hidden_size = hidden.shape
-    vocabulary = weight.shape[0]
+    rows, vocabulary = problem.targets.numel(), problem.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)
 
     def per_tile(present: bool) -> Tensor | None:
-        return hidden.new_empty((tiles, capacity), dtype=torch.float32) if present else None
+        return problem.hidden.new_empty((tiles, rows), dtype=torch.float32) if present else None
 
     result = TileStatistics(
         lse=per_tile(True),
-        target_logit=hidden.new_zeros(capacity, dtype=torch.float32),
-        entropy=per_tile(wanted.entropy),
-        total=per_tile(wanted.mean),
-        maximum=per_tile(wanted.maximum),
-        squares=per_tile(wanted.squares),
+        target_logit=problem.hidden.new_zeros(rows, dtype=torch.float32),
+        entropy=per_tile(entropy),
+        total=per_tile(mean),
+        maximum=per_tile(maximum),
+        squares=per_tile(squares),
     )
-    has_scale = inv_temperature is not None or logit_scale != 1.0
-    if has_scale and inv_temperature is None:
-        inv_temperature = hidden.new_ones(capacity, dtype=torch.float32)
-    programs = program_count(hidden.device)
+    programs = program_count(problem.hidden.device)
     forward_kernel[(programs,)](
-        *product_operands(hidden, weight, tile),
-        bias,
-        inv_temperature,
-        targets,
-        count,
-        result.lse,
-        result.target_logit,
-        result.entropy,
-        result.total,
-        result.maximum,
-        result.squares,
-        keep,
-        capacity,
-        vocabulary,
-        hidden_size,
-        hidden.stride(0),
-        weight.stride(0),
-        0 if keep is None else keep.stride(0),
-        float(logit_scale),
-        float(softcap or 0.0),
-        programs,
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_SCALE=has_scale,
-        ENTROPY=wanted.entropy,
-        MEAN=wanted.mean,
-        MAXIMUM=wanted.maximum,
-        SQUARES=wanted.squares,
-        KEEP=keep is not None,
-        EVEN_COLUMNS=vocabulary % tile.columns == 0,
-        TILE=TILE,
-        **product_options(hidden, tile),
-    )
+        **product_arguments(problem, tile),
+        targets=problem.targets, count=working, lse_out=result.lse, target_out=result.target_logit,
+        entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
+        squares_out=result.squares, kept_out=keep, capacity=rows,
+        kept_stride=0 if keep is None else keep.stride(0), programs=programs,
+        ENTROPY=entropy, MEAN=mean, MAXIMUM=maximum, SQUARES=squares, KEEP=keep is not None,
+        EVEN_COLUMNS=vocabulary % tile.columns == 0, TILE=TILE,
+    )  # fmt: skip
     return result
 
 
 def row_results(
-    tiles: TileStatistics, targets: Tensor, order: Tensor, count: Tensor, vocabulary: int
-) -> RowResults:
+    tiles: TileStatistics, targets: Tensor, order: Tensor, working: Tensor, vocabulary: int
+) -> tuple[Tensor | None, ...]:
     """Folds the tiles into per-row results, written to the rows that `order` (N,) int64 names.
 
     Args:
         targets: (N,) int64 in the order of the tile statistics.
-        count: () int32 on the device: rows in use.
+        working: () int32 on the device: rows in use.
+
+    Returns:
+        (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
+        log Σ p²; zero for rows that are not in use, None for what the tiles do not have.
     """
     capacity = targets.shape[0]
-
-    def per_row(present: bool) -> Tensor | None:
-        return tiles.lse.new_zeros(capacity) if present else None
-
-    result = RowResults(
-        logprob=per_row(True),
-        logsumexp=per_row(True),
-        entropy=per_row(tiles.entropy is not None),
-        mean_logit=per_row(tiles.total is not None),
-        max_logit=per_row(tiles.maximum is not None),
-        target_logit=per_row(tiles.maximum is not None),
-        log_sum_sq=per_row(tiles.squares is not None),
-    )
+    has = (tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
+    results = (tiles.lse.new_zeros(capacity), tiles.lse.new_zeros(capacity))
+    results += tuple(None if part is None else tiles.lse.new_zeros(capacity) for part in has)
     finalise_kernel[(triton.cdiv(capacity, _FINALISE_ROWS),)](
-        tiles.lse,
-        tiles.target_logit,
-        tiles.entropy,
-        tiles.total,
-        tiles.maximum,
-        tiles.squares,
-        targets,
-        order,
-        count,
-        result.logprob,
-        result.logsumexp,
-        result.entropy,
-        result.mean_logit,
-        result.max_logit,
-        result.target_logit,
-        result.log_sum_sq,
-        capacity,
-        vocabulary,
-        tiles.lse.shape[0],
-        ENTROPY=tiles.entropy is not None,
-        MEAN=tiles.total is not None,
-        MAXIMUM=tiles.maximum is not None,
-        SQUARES=tiles.squares is not None,
-        ROWS=_FINALISE_ROWS,
-        TILES=_FINALISE_TILES,
-        num_warps=4,
-    )
-    return result
+        *tiles, targets, order, working, *results, capacity, vocabulary, tiles.lse.shape[0],
+        ENTROPY=tiles.entropy is not None, MEAN=tiles.total is not None,
+        MAXIMUM=tiles.maximum is not None, SQUARES=tiles.squares is not None,
+        ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,
+    )  # fmt: skip
+    return results
 
 
 _FINALISE_ROWS = 32

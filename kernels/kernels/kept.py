@@ -12,7 +12,7 @@ product that it saves; rejected by that count, not measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from . import TILE
 
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem, LogitGradient
 
-@dataclass(frozen=True)
-class Kept:
+
+class Kept(NamedTuple):
     """What the forward kept. Undefined past the rows in use."""
 
     exponentials: Tensor  # (N, V) in the operands' dtype, rows begin on 32 bytes
@@ -35,49 +37,22 @@ def allocate(rows: int, vocabulary: int, like: Tensor) -> Tensor:
 
 
 def kept_gradient(
-    kept: Kept,
-    targets: Tensor,
-    logsumexp: Tensor,
-    mass: Tensor,
-    target: Tensor,
-    inv_temperature: Tensor | None,
-    logit_scale: float,
-    inv_scale: Tensor,
-    gradient: Tensor,
-    start: int,
+    kept: Kept, problem: HeadProblem, of_rows: LogitGradient, inv_scale: Tensor, gradient: Tensor, start: int
 ) -> None:
     """Fills `gradient`, (N, width), with dL/d(x·w + bias)·inv_scale of the columns from `start` on.
 
     Args:
-        targets: (N,) int64.
-        logsumexp, mass, target: (N,) float32, of `LogitGradient`; a row where mass is zero gets zeros.
-        inv_temperature: (N,) float32, or None for one.
+        of_rows: a row where `mass` is zero gets zeros; neither entropy nor mean.
         inv_scale: () float32.
         start: a multiple of `TILE`.
     """
     rows, width = gradient.shape
+    inv_temperature = problem.inv_temperature
     kept_gradient_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(width, TILE))](
-        kept.exponentials,
-        kept.maximum,
-        targets,
-        logsumexp,
-        mass,
-        target,
-        inv_temperature,
-        inv_scale,
-        gradient,
-        rows,
-        start,
-        width,
-        kept.maximum.shape[1],
-        kept.exponentials.stride(0),
-        gradient.stride(0),
-        float(logit_scale),
-        HAS_TEMPERATURE=inv_temperature is not None,
-        TILE=TILE,
-        ROWS=_ROWS,
-        num_warps=4,
-    )
+        *kept, problem.targets, *of_rows[:3], inv_temperature, inv_scale, gradient, rows, start, width,
+        kept.maximum.shape[1], kept.exponentials.stride(0), gradient.stride(0), float(problem.logit_scale),
+        HAS_TEMPERATURE=inv_temperature is not None, TILE=TILE, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
 
 
 _ROWS = 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SUMS = (
     *("loss", "ratio_mean", "masked_mean", "low_mean", "high_mean", "delta_mean", "region_mean", "entropy"),
@@ -14,8 +14,7 @@ RESULTS = (*SUMS, *MINIMA, *MAXIMA)
 """What every program hands over for its sequence, in this order; extremes of no token are infinite."""
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
+class PolicyLoss(NamedTuple):
     """Which loss, and its constants, as the kernels take them. Names and meanings are the objective's."""
 
     surrogate: str  # "clip", "cispo", "sapo", "reinforce", "dppo_tv" or "dppo_kl"

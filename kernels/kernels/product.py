@@ -1,4 +1,4 @@
-"""One tile of X Wᵀ in float32 registers, and the order in which persistent programs walk the tiles.
+"""One tile of logits in float32 registers, and the order in which persistent programs walk the tiles.
 
 Shared by the forward and by the recomputing backward. Operands come through tensor descriptors where the plan
 says so (Hopper), through pointers elsewhere; either way rows and columns past the end read something harmless
@@ -7,13 +7,18 @@ and are masked by the caller.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import ProductTile
+from .transform import transform_arguments, transform_logits
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem
 
 
 @triton.jit
@@ -31,9 +36,13 @@ def tile_position(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def tile_product(
+def tile_logits(
     hidden,  # (N, H): pointer or descriptor of (ROWS, DEPTH) blocks
     weight,  # (V, H): pointer or descriptor of (COLUMNS, DEPTH) blocks
+    bias,  # (V,), as the next read where its flag is set
+    inv_temperature,  # (N,) float32
+    logit_scale,
+    softcap,
     hidden_stride,
     weight_stride,
     first_row,
@@ -41,6 +50,9 @@ def tile_product(
     rows,  # N in use
     vocabulary,
     hidden_size,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -48,7 +60,7 @@ def tile_product(
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32 dot products."""
+    """(ROWS, COLUMNS) float32 logits."""
     products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if DESCRIPTORS:
         for step in range(tl.cdiv(hidden_size, DEPTH)):
@@ -72,22 +84,33 @@ def tile_product(
             products = tl.dot(x, w, products, input_precision=PRECISION)
             x_at += DEPTH
             w_at += DEPTH
-    return products
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    b = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    it = tl.load(inv_temperature + row, mask=row < rows, other=1.0) if HAS_SCALE else 1.0
+    return transform_logits(products, b, it, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
 
 
-def product_operands(hidden: Tensor, weight: Tensor, tile: ProductTile) -> tuple:
-    """What `tile_product` takes as `hidden` and `weight`; both must have unit stride along H."""
-    if not tile.descriptors:
-        return hidden, weight
-    return (
-        TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-    )
+def product_arguments(problem: HeadProblem, tile: ProductTile) -> dict[str, object]:
+    """What a kernel with `tile_logits` takes of the problem and the tile, by the kernel's names.
 
-
-def product_options(hidden: Tensor, tile: ProductTile) -> dict[str, object]:
-    """Compile-time options. float32 operands go through three TF32 products, exact to float32."""
-    return {
+    Both operands must have unit stride along H. float32 operands go through three TF32 products, exact to
+    float32.
+    """
+    hidden, weight = problem.hidden, problem.weight
+    operands: tuple = hidden, weight
+    if tile.descriptors:
+        operands = (
+            TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        )
+    return transform_arguments(problem) | {
+        "hidden": operands[0],
+        "weight": operands[1],
+        "vocabulary": weight.shape[0],
+        "hidden_size": hidden.shape[1],
+        "hidden_stride": hidden.stride(0),
+        "weight_stride": weight.stride(0),
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,

@@ -31,6 +31,7 @@ bit-equal from run to run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -40,6 +41,9 @@ from torch import Tensor
 from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE
 from .balance import balance, log_levels
 from .sparse_config import SparseConfig, sparse_config
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem, LogitGradient
 
 
 @dataclass(frozen=True)
@@ -111,49 +115,45 @@ class Pairs:
 
 
 def select_pairs(
+    problem: HeadProblem,
+    of_rows: LogitGradient,
     tile_lse: Tensor,
-    logsumexp: Tensor,
-    targets: Tensor,
     logprob: Tensor,
-    g: Tensor,
     *,
-    vocabulary: int,
     tolerance: float,
-    itemsize: int,
-    g_logsumexp: Tensor | None = None,
     split_rows: bool = False,
     config: SparseConfig | None = None,
 ) -> Pairs:
-    """Live pairs for upstream gradients of the log-probability and, if given, the log-sum-exp.
+    """Live pairs for upstream gradients of the log-probability and the log-sum-exp.
 
     Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
 
     Args:
+        of_rows: a row where `mass` and `target` are zero costs nothing.
         tile_lse: (T, N) float32 contiguous, log-sum-exp of each row's logits over each tile of `TILE`
             columns.
-        logsumexp: (N,) float32.
-        targets: (N,) int64; below zero: the row is ignored; `vocabulary` or more: in no tile of this weight.
         logprob: (N,) float32, log-probability of the target.
-        g: (N,) float32, dL/dlogprob. A row where it (and g_logsumexp) is zero costs nothing.
-        vocabulary: V.
         tolerance: error allowed, relative to rounding the logit gradient to bfloat16; 0 leaves out only
             what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
             part.
-        itemsize: bytes of one element of hidden and weight.
-        g_logsumexp: (N,) float32, dL/dlogsumexp.
         split_rows: set rows with more live tiles than the list has room for per row apart, as `dense_rows`.
-        config: capacities and blocks; by default what is shipped for `itemsize`.
+        config: capacities and blocks; by default what is shipped for the dtype.
 
     Raises:
         ValueError: for a negative tolerance, or a tile_lse of another shape.
     """
+    targets, logsumexp, vocabulary = problem.targets, of_rows.logsumexp, problem.vocabulary
+    itemsize = problem.hidden.element_size()
     tiles, rows = -(-vocabulary // TILE), targets.numel()
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; give 0 (exact) or more (1: the rounding of bfloat16)")
     if tile_lse.shape != (tiles, rows):
         raise ValueError(f"tile_lse is {tuple(tile_lse.shape)}, expected {(tiles, rows)}: (tiles, rows)")
-    config = config or sparse_config(torch.float32 if itemsize == 4 else torch.bfloat16)
-    target_gradient, mass_gradient, norm = _row_gradients(targets, logprob, g, g_logsumexp)
+    config = config or sparse_config(problem.hidden.dtype)
+    target_gradient, mass_gradient = of_rows.target, -of_rows.mass  # a copy: dense rows are taken out of it
+    # A row's entries beside the target's sum to mass·(1 − p). A row of NaN is left out of the norm.
+    total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(logprob)
+    norm = total.nan_to_num(nan=0.0).square().sum().sqrt()
     working = (target_gradient != 0) | (mass_gradient != 0)  # true for NaN
     capacity, chunk_pairs = config.pair_capacity(rows, tiles), config.chunk_pairs(rows, itemsize)
 
@@ -222,27 +222,6 @@ _MARK_ELEMENTS = 16384
 """(tiles, rows) elements of one program of `_mass_curve` and `_mark_live`: 64 per thread."""
 
 _SCAN_BLOCK = 2048
-
-
-def _row_gradients(
-    targets: Tensor, logprob: Tensor, g: Tensor, g_logsumexp: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row the target's logit gradient and c, both zero without work; and the norm over the batch.
-
-    The target's entry is −g·expm1(logprob): near p = 1 the difference 1 − p is rounding noise. The others
-    sum to −c·(1 − p). A row of NaN is left out of the norm.
-    """
-    working = targets >= 0
-    g = torch.where(working, g.float(), 0.0)
-    others = -torch.expm1(logprob)
-    target_gradient, mass_gradient = g * others, g
-    if g_logsumexp is not None:
-        from_logsumexp = torch.where(working, g_logsumexp.float(), 0.0)
-        target_gradient = target_gradient + from_logsumexp * torch.exp(logprob)
-        mass_gradient = g - from_logsumexp
-    target_gradient = torch.where(working, target_gradient, 0.0)
-    total = target_gradient.abs() + mass_gradient.abs() * torch.where(working, others, 0.0)
-    return target_gradient, mass_gradient, total.nan_to_num(nan=0.0).square().sum().sqrt()
 
 
 @triton.jit

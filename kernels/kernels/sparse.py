@@ -12,6 +12,7 @@ run. The one atomic per program hands out addresses of entries, never adds gradi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from .sparse_pairs import SparseOperands, pair_gradient
 from .sparse_rows import EntryLists, hidden_gradient
 from .sparse_weight import bias_gradient as add_bias_gradient
 from .sparse_weight import weight_gradient as add_weight_gradient
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem, Wanted
 
 
 @dataclass(frozen=True)
@@ -42,111 +46,83 @@ class SparseGradients:
     left_out: Tensor  # (N,) float32: probability that the hidden gradient, else the weight's, leaves out
 
 
-def sparse_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    logsumexp: Tensor,
-    pairs: Pairs,
-    *,
-    bias: Tensor | None = None,
-    inv_temperature: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    want_hidden: bool = True,
-    want_weight: bool = True,
-    want_bias: bool = False,
-    weight_gradient: Tensor | None = None,
-    bias_gradient: Tensor | None = None,
-) -> SparseGradients:
+def sparse_backward(problem: HeadProblem, logsumexp: Tensor, pairs: Pairs, wanted: Wanted) -> SparseGradients:
     """Gradients of Σ g·logprob (and what else went into `pairs`) from the live pairs. No host
     synchronisation.
 
     A weight or bias gradient that is not wanted costs nothing; wanted, it takes a workspace of `chunk_bytes`.
 
     Args:
-        hidden: (N, H) float32, bfloat16 or float16; unit stride along H.
-        weight: (V, H) of the same dtype; unit stride along H.
-        targets: (N,) int64, as in the selection.
         logsumexp: (N,) float32, of the whole vocabulary.
         pairs: from `select_pairs` of the same batch.
-        bias: (V,), any float dtype.
-        inv_temperature: (N,) float32, or None for one.
-        weight_gradient: (V, H) existing gradient to add into in place, any float dtype, unit stride along
-            H; by default a new one of weight's dtype.
-        bias_gradient: (V,) contiguous, the same for the bias.
 
     Raises:
         ValueError: for operands of unequal dtype, or one strided along H.
     """
-    _check(hidden, weight, weight_gradient)
+    _check(problem, wanted.into_weight)
     operands = SparseOperands(
-        hidden, weight, targets, logsumexp, bias, inv_temperature, logit_scale, softcap, pairs,
-        unit=_gradient_unit(hidden.dtype, pairs, inv_temperature, logit_scale),
-        row_scale=_row_scale(pairs.mass_gradient, inv_temperature, logit_scale),
+        problem, logsumexp, pairs,
+        unit=_gradient_unit(problem, pairs), row_scale=_row_scale(problem, pairs.mass_gradient),
     )  # fmt: skip
-    lists = EntryLists.allocate(pairs, operands.rows) if want_hidden else None
-    if want_weight or want_bias:
-        add_to_weight, add_to_bias = weight_gradient is not None, bias_gradient is not None
-        if want_weight and not add_to_weight:
-            weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        if want_bias and not add_to_bias:
-            bias_gradient = torch.empty_like(bias, memory_format=torch.contiguous_format)
+    lists = EntryLists.allocate(pairs, operands.rows) if wanted.hidden else None
+    weight, bias = wanted.into_weight, wanted.into_bias
+    if wanted.weight or wanted.bias:
+        if wanted.weight and weight is None:
+            weight = torch.empty_like(problem.weight, memory_format=torch.contiguous_format)
+        if wanted.bias and bias is None:
+            bias = torch.empty_like(problem.bias, memory_format=torch.contiguous_format)
         workspace = _workspace(operands)
         for chunk in range(pairs.chunk_tiles.numel() - 1):
             pair_gradient(operands, workspace, lists, chunk)
-            if want_weight:
-                add_weight_gradient(operands, workspace, weight_gradient, chunk, add_to_weight)
-            if want_bias:
-                add_bias_gradient(operands, workspace, bias_gradient, chunk, add_to_bias)
-    elif want_hidden:
+            if wanted.weight:
+                add_weight_gradient(operands, workspace, weight, chunk, wanted.into_weight is not None)
+            if wanted.bias:
+                add_bias_gradient(operands, workspace, bias, chunk, wanted.into_bias is not None)
+    elif wanted.hidden:
         pair_gradient(operands, None, lists, 0)
-    d_hidden, missing, left_out = None, pairs.overflow, pairs.left_out
-    if want_hidden:
-        d_hidden, balanced = hidden_gradient(hidden, weight, targets, operands.row_scale, pairs, lists)
+    hidden, missing, left_out = None, pairs.overflow, pairs.left_out
+    if lists is not None:
+        hidden, balanced = hidden_gradient(operands, lists)
         missing, left_out = missing | lists.overflow() | balanced.unmet, balanced.left_out
     return SparseGradients(
-        hidden=d_hidden,
-        weight=weight_gradient if want_weight else None,
-        bias=bias_gradient if want_bias else None,
+        hidden=hidden,
+        weight=weight if wanted.weight else None,
+        bias=bias if wanted.bias else None,
         dense=torch.cat([pairs.overflow, missing]),
         left_out=left_out,
     )
 
 
-def _check(hidden: Tensor, weight: Tensor, weight_gradient: Tensor | None) -> None:
+def _check(problem: HeadProblem, into_weight: Tensor | None) -> None:
+    hidden, weight = problem.hidden, problem.weight
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: cast one of them")
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("weight_gradient", weight_gradient)):
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("into_weight", into_weight)):
         if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
             stride = tensor.stride(1)
             raise ValueError(f"{name} has stride {stride} in its last dimension: pass {name}.contiguous()")
 
 
-def _row_scale(gradient: Tensor, inv_temperature: Tensor | None, logit_scale: float) -> Tensor:
+def _row_scale(problem: HeadProblem, gradient: Tensor) -> Tensor:
     """Steepest slope of the logit in the product: a softcap only flattens it."""
-    scale = gradient.abs() * abs(logit_scale)
-    return scale if inv_temperature is None else scale * inv_temperature
+    scale = gradient.abs() * abs(problem.logit_scale)
+    return scale if problem.inv_temperature is None else scale * problem.inv_temperature
 
 
-def _gradient_unit(
-    dtype: torch.dtype, pairs: Pairs, inv_temperature: Tensor | None, logit_scale: float
-) -> Tensor:
+def _gradient_unit(problem: HeadProblem, pairs: Pairs) -> Tensor:
     """(1,) float32 power of two by which stored logit gradients are multiplied.
 
     float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of 1e-6 stays
     normal.
     """
-    if dtype != torch.float16 or not pairs.left_out.numel():
+    if problem.hidden.dtype != torch.float16 or not pairs.left_out.numel():
         return torch.ones(1, dtype=torch.float32, device=pairs.left_out.device)
-    gradient = torch.maximum(pairs.mass_gradient.abs(), pairs.target_gradient.abs())
-    largest = _row_scale(gradient, inv_temperature, logit_scale)
+    largest = _row_scale(problem, torch.maximum(pairs.mass_gradient.abs(), pairs.target_gradient.abs()))
     exponent = torch.floor(13 - torch.log2(largest.amax().clamp(min=2.0**-100))).clamp(-100, 100)
     return torch.exp2(exponent).reshape(1)
 
 
 def _workspace(operands: SparseOperands) -> Tensor:
-    tiles = operands.pairs.offsets.numel() - 1
-    size = operands.hidden.element_size()
-    pairs = operands.pairs.config.chunk_workspace_pairs(operands.rows, tiles, size)
-    return operands.hidden.new_empty((pairs, TILE))
+    tiles, hidden = operands.pairs.offsets.numel() - 1, operands.problem.hidden
+    pairs = operands.pairs.config.chunk_workspace_pairs(operands.rows, tiles, hidden.element_size())
+    return hidden.new_empty((pairs, TILE))

@@ -14,6 +14,7 @@ and the columns are scanned in quarters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -24,37 +25,41 @@ from . import EMIT_SHARE, TILE
 from .select import Pairs
 from .sparse_config import persistent_programs
 from .sparse_rows import EntryLists, popcount
-from .transform import transform_logits, untransform_gradient
+from .transform import transform_arguments, transform_logits, untransform_gradient
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem
 
 
 @dataclass(frozen=True)
 class SparseOperands:
     """What every kernel of one backward reads. `unit` (1,) float32: factor of the stored logit gradients."""
 
-    hidden: Tensor  # (N, H), unit stride along H
-    weight: Tensor  # (V, H) of the same dtype, unit stride along H
-    targets: Tensor  # (N,) int64
+    problem: HeadProblem  # its operands have unit stride along H
     logsumexp: Tensor  # (N,) float32
-    bias: Tensor | None  # (V,)
-    inv_temperature: Tensor | None  # (N,) float32
-    logit_scale: float
-    softcap: float | None
     pairs: Pairs
     unit: Tensor
     row_scale: Tensor  # (N,) float32: largest |dL/d(x·w)| per probability, |c·dz/d(x·w)|
 
     @property
     def rows(self) -> int:
-        return self.hidden.shape[0]
+        return self.problem.hidden.shape[0]
 
     @property
     def chunk_pairs(self) -> int:
-        return self.pairs.config.chunk_pairs(self.rows, self.hidden.element_size())
+        return self.pairs.config.chunk_pairs(self.rows, self.problem.hidden.element_size())
 
     @property
     def precision(self) -> str:
         """float32 operands go through three TF32 products, exact to float32."""
-        return "tf32x3" if self.hidden.dtype == torch.float32 else "ieee"
+        return "tf32x3" if self.problem.hidden.dtype == torch.float32 else "ieee"
+
+
+_EMITTED = {
+    **{"entry_columns": "columns", "entry_values": "values", "entries_used": "used"},
+    **{"entry_starts": "starts", "entry_counts": "counts", "entry_dropped": "dropped"},
+}
+"""What the kernel calls the parts of `EntryLists` that it writes."""
 
 
 def pair_gradient(
@@ -67,26 +72,23 @@ def pair_gradient(
     Args:
         workspace: (`chunk_workspace_pairs`, TILE) in the dtype of hidden.
     """
-    hidden, weight, pairs = operands.hidden, operands.weight, operands.pairs
-    config, inv_temperature = pairs.config, operands.inv_temperature
-    has_scale = inv_temperature is not None or operands.logit_scale != 1.0
-    if has_scale and inv_temperature is None:
-        inv_temperature = torch.ones_like(operands.logsumexp)
+    problem, pairs, config = operands.problem, operands.pairs, operands.pairs.config
+    hidden, weight = problem.hidden, problem.weight
     # A softcap, and rows not known to be aligned, need the registers of half a block.
     aligned = all(size % 16 == 0 for size in (hidden.shape[1], hidden.stride(0), weight.stride(0)))
-    whole = aligned and operands.softcap is None
-    entries = (None,) * 6
-    if lists is not None:
-        entries = lists.columns, lists.values, lists.used, lists.starts, lists.counts, lists.dropped
+    whole = aligned and problem.softcap is None
+    entries = {name: None if lists is None else getattr(lists, field) for name, field in _EMITTED.items()}
     _pair_gradient[(persistent_programs(hidden.device, config.pair_programs),)](
-        hidden, weight, operands.targets, operands.logsumexp, pairs.target_gradient, pairs.mass_gradient,
-        operands.bias, inv_temperature, float(operands.logit_scale), float(operands.softcap or 0.0),
-        pairs.rows, pairs.offsets, pairs.block_offsets, pairs.block_tile, pairs.chunk_tiles,
-        pairs.live_bits, pairs.rank_base, pairs.row_ends, pairs.live_count, pairs.log_threshold,
-        operands.row_scale, workspace, operands.unit, *entries,
-        operands.rows, weight.shape[0], hidden.shape[1], hidden.stride(0), weight.stride(0),
-        chunk, operands.chunk_pairs, 0 if lists is None else lists.columns.numel(),
-        HAS_BIAS=operands.bias is not None, HAS_SOFTCAP=operands.softcap is not None, HAS_SCALE=has_scale,
+        **transform_arguments(problem), **entries,
+        hidden=hidden, weight=weight, targets=problem.targets, logsumexp=operands.logsumexp,
+        target_gradient=pairs.target_gradient, mass_gradient=pairs.mass_gradient, pair_rows=pairs.rows,
+        offsets=pairs.offsets, block_offsets=pairs.block_offsets, block_tile=pairs.block_tile,
+        chunk_tiles=pairs.chunk_tiles, live_bits=pairs.live_bits, rank_base=pairs.rank_base,
+        row_ends=pairs.row_ends, live_count=pairs.live_count, log_threshold=pairs.log_threshold,
+        row_scale=operands.row_scale, workspace=workspace, unit=operands.unit,
+        rows=operands.rows, vocabulary=weight.shape[0], depth=hidden.shape[1],
+        hidden_stride=hidden.stride(0), weight_stride=weight.stride(0), chunk=chunk,
+        chunk_pairs=operands.chunk_pairs, entry_capacity=0 if lists is None else lists.columns.numel(),
         TILE=TILE, STORE=workspace is not None, EMIT=lists is not None, PRECISION=operands.precision,
         BLOCK=config.pair_rows, PARTS=1 if whole else 2, DEPTH=config.pair_depth,
         EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=EMIT_SHARE,

@@ -18,6 +18,7 @@ tolerance. `_keep_entries` drops what is below it: the product waits for no entr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -28,6 +29,9 @@ from . import LEVELS
 from .balance import Balance, balance, log_levels
 from .select import Pairs
 from .sparse_config import persistent_programs
+
+if TYPE_CHECKING:
+    from .sparse_pairs import SparseOperands
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,12 @@ class EntryLists:
         return (self.used[:1] > self.columns.numel()).int()
 
 
-def hidden_gradient(
-    hidden: Tensor, weight: Tensor, targets: Tensor, row_scale: Tensor, pairs: Pairs, lists: EntryLists
-) -> tuple[Tensor, Balance]:
+def hidden_gradient(operands: SparseOperands, lists: EntryLists) -> tuple[Tensor, Balance]:
     """(N, H) in the dtype of hidden, and what each row leaves out; without meaning when pairs or entries
     overflowed.
-
-    Args:
-        row_scale: (N,) float32, largest |dL/d(x·w)| per probability.
     """
+    hidden, weight, targets = operands.problem[:3]
+    pairs, row_scale = operands.pairs, operands.row_scale
     rows, depth = hidden.shape
     curve = torch.empty((LEVELS, rows), dtype=torch.float32, device=hidden.device)
     levels = log_levels(hidden.device)

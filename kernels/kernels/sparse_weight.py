@@ -20,7 +20,7 @@ def weight_gradient(
     operands: SparseOperands, workspace: Tensor, gradient: Tensor, chunk: int, accumulate: bool
 ) -> None:
     """Writes, or adds to, the rows of `gradient` (V, H) that belong to the chunk's tiles."""
-    hidden, pairs, config = operands.hidden, operands.pairs, operands.pairs.config
+    hidden, pairs, config = operands.problem.hidden, operands.pairs, operands.pairs.config
     _weight_gradient[(persistent_programs(hidden.device, config.weight_programs),)](
         hidden, workspace, operands.unit, pairs.rows, pairs.offsets, pairs.chunk_tiles, gradient,
         operands.rows, gradient.shape[0], hidden.shape[1], hidden.stride(0), gradient.stride(0),

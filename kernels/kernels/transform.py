@@ -19,12 +19,33 @@ Conventions shared by the kernels:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
-from . import TILE as TILE
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def transform_arguments(problem: HeadProblem) -> dict[str, object]:
+    """The way from a product to a logit, by the kernels' names."""
+    inv_temperature = problem.inv_temperature
+    has_scale = inv_temperature is not None or problem.logit_scale != 1.0
+    if has_scale and inv_temperature is None:
+        inv_temperature = problem.hidden.new_ones(problem.hidden.shape[0], dtype=torch.float32)
+    return {
+        "bias": problem.bias,
+        "inv_temperature": inv_temperature,
+        "logit_scale": float(problem.logit_scale),
+        "softcap": float(problem.softcap or 0.0),
+        "HAS_BIAS": problem.bias is not None,
+        "HAS_SOFTCAP": problem.softcap is not None,
+        "HAS_SCALE": has_scale,
+    }
 
 
 @triton.jit

@@ -143,5 +143,5 @@ def test_the_bench_times_and_checks_real_kernels(device, monkeypatch):
     assert bench.compare(tune.FORWARD, sizes, sizes)[2] is None
     monkeypatch.setattr(bench, "runner", lambda stage, of: (lambda: 0) if of is sizes else 1 / 0)
     assert bench.compare(tune.PAIRS, sizes, smaller)[2] == "ZeroDivisionError: division by zero"
-    broken = replace(bench.base.statistics, lse=bench.base.statistics.lse + 1)
+    broken = bench.base.statistics._replace(lse=bench.base.statistics.lse + 1)
     assert bench.wrong(tune.FORWARD, broken) == "log-sum-exp off by 1"

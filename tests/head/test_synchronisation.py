@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_fast.head import accelerated
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import HeadGradients, HeadProblem, Request, RowGradients
+from grpo_fast.head.problem import HeadGradients, HeadProblem, Request, RowGradients, Wanted
 
 ROWS, HIDDEN, VOCABULARY = 16_384, 2048, 151_936
 HOPPER = Device("cuda", (9, 0), 232_448, has_triton=True)
@@ -40,7 +40,7 @@ def make_problem() -> HeadProblem:
     hidden = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="meta")
     targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
-    return HeadProblem(hidden, weight, targets, None, None, 1.0, None)
+    return HeadProblem(hidden, weight, targets)
 
 
 def make_plan(**changes) -> HeadPlan:
@@ -61,9 +61,8 @@ def test_the_forward_never_waits_for_the_device(wanted, keep):
 def backward(plan: HeadPlan) -> HeadGradients:
     problem = make_problem()
     statistics, state = accelerated.forward(problem, Request(), plan)
-    gradients = RowGradients(torch.empty(ROWS, device="meta"), None, None, None)
-    wanted = {"need_hidden": True, "need_weight": True, "need_bias": False}
-    return accelerated.backward(problem, statistics, gradients, state, plan, **wanted)[0]
+    gradients = RowGradients(torch.empty(ROWS, device="meta"))
+    return accelerated.backward(problem, statistics, gradients, Wanted(True, True, False), state, plan)[0]
 
 
 def test_the_sparse_backward_asks_once_and_for_three_numbers(readbacks):

@@ -10,6 +10,8 @@ import torch
 from grpo_fast.kernels import TILE
 from torch import Tensor
 
+from grpo_fast.head.problem import HeadProblem, LogitGradient, RowGradients, RowStatistics
+
 collect_ignore_glob = ["test_*.py"] if find_spec("triton") is None else []
 
 
@@ -36,13 +38,15 @@ class Head:
     d_bias: Tensor
 
     @property
-    def transform(self) -> dict[str, object]:
-        return {
-            "bias": self.bias,
-            "inv_temperature": self.inv_temperature,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-        }
+    def problem(self) -> HeadProblem:
+        transform = self.bias, self.inv_temperature, self.logit_scale, self.softcap
+        return HeadProblem(self.hidden, self.weight, self.targets, *transform)
+
+    @property
+    def gradient(self) -> LogitGradient:
+        nothing = self.logprob.new_empty(0)
+        statistics = RowStatistics(self.logprob, self.logsumexp, *5 * (nothing,))
+        return LogitGradient.of(self.problem, statistics, RowGradients(self.g, self.g_logsumexp))
 
 
 @pytest.fixture(autouse=True)

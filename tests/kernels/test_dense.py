@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from grpo_fast.kernels import ProductTile, dense
-from grpo_fast.kernels.dense import Gradients, LogitGradient, dense_backward
+from grpo_fast.kernels.dense import dense_backward
+
+from grpo_fast.head.problem import HeadGradients, LogitGradient, Wanted
 
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
 
 
-def run(head, *, tile=DESCRIPTORS, columns=256, g=None, **needs) -> Gradients:
-    needs = {"need_hidden": True, "need_weight": True, "need_bias": head.bias is not None} | needs
-    return dense_backward(
-        head.hidden,
-        head.weight,
-        head.targets,
-        coefficients(head, head.g if g is None else g),
-        **head.transform,
-        tile=tile,
-        columns=columns,
-        **needs,
+def run(head, *, tile=DESCRIPTORS, columns=256, g=None, **wanted) -> HeadGradients:
+    head = head if g is None else replace(head, g=g)
+    wanted = {"hidden": True, "weight": True, "bias": head.bias is not None} | wanted
+    return HeadGradients(
+        *dense_backward(head.problem, head.gradient, Wanted(**wanted), tile=tile, columns=columns)
     )
-
-
-def coefficients(head, g) -> LogitGradient:
-    working = head.targets >= 0
-    g = torch.where(working, g, 0)
-    of_logsumexp = (
-        torch.zeros_like(g) if head.g_logsumexp is None else torch.where(working, head.g_logsumexp, 0)
-    )
-    target = -g * head.logprob.expm1() + of_logsumexp * head.logprob.exp()
-    return LogitGradient(head.logsumexp, of_logsumexp - g, target, None, None, None)
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -94,11 +82,11 @@ def test_chunking_changes_nothing_but_the_order_of_a_sum(make_head):
 def test_what_is_not_needed_is_not_made(make_head):
     head = make_head(20, 140, 24)
 
-    found = run(head, need_hidden=False)
+    found = run(head, hidden=False)
 
     assert found.hidden is None
     assert relative(found.weight, head.d_weight) < 2e-5
-    assert run(head, need_weight=False).weight is None
+    assert run(head, weight=False).weight is None
 
 
 def test_no_row_gives_zero_gradients(make_head):
@@ -142,10 +130,9 @@ def test_entropy_and_mean_gradients_match(make_head, rng):
         of_mean / 300,
     )
 
-    found = dense_backward(
-        head.hidden, head.weight, torch.full_like(head.targets, -1), rows, **head.transform,
-        tile=DESCRIPTORS, columns=256, need_hidden=True, need_weight=True, need_bias=False,
-    )  # fmt: skip
+    problem = head.problem._replace(targets=torch.full_like(head.targets, -1))
+    wanted = Wanted(hidden=True, weight=True, bias=False)
+    hidden, weight, _ = dense_backward(problem, rows, wanted, tile=DESCRIPTORS, columns=256)
 
-    for got, expected in zip((found.hidden, found.weight), exact, strict=True):
+    for got, expected in zip((hidden, weight), exact, strict=True):
         assert relative(got, expected) < 2e-5

@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from grpo_fast.kernels import TILE, ProductTile
-from grpo_fast.kernels.forward import RowResults, TileStatistics, Wanted, row_results, tile_statistics
+from grpo_fast.kernels.forward import TileStatistics, row_results, tile_statistics
 
-EVERY = Wanted(entropy=True, mean=True, maximum=True, squares=True)
+from grpo_fast.head.problem import HeadProblem, RowStatistics
+
+EVERY = ("entropy", "mean", "maximum", "squares")
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
 TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
 def run(
-    hidden, weight, targets, *, rows=None, wanted=EVERY, tile=DESCRIPTORS, order=None, **transform
-) -> tuple[TileStatistics, RowResults]:
+    problem: HeadProblem, *, rows=None, wanted=EVERY, tile=DESCRIPTORS, order=None
+) -> tuple[TileStatistics, RowStatistics]:
     """All rows in their own order, unless told otherwise."""
-    transform = {"bias": None, "inv_temperature": None, "logit_scale": 1.0, "softcap": None} | transform
-    capacity = hidden.shape[0]
-    count = torch.tensor(capacity if rows is None else rows, dtype=torch.int32, device=hidden.device)
-    order = torch.arange(capacity, device=hidden.device) if order is None else order
-    tiles = tile_statistics(hidden, weight, targets, count, **transform, wanted=wanted, tile=tile)
-    return tiles, row_results(tiles, targets, order, count, weight.shape[0])
+    targets, capacity = problem.targets, problem.targets.numel()
+    count = torch.tensor(capacity if rows is None else rows, dtype=torch.int32, device=targets.device)
+    order = torch.arange(capacity, device=targets.device) if order is None else order
+    tiles = tile_statistics(problem, count, tile=tile, **dict.fromkeys(wanted, True))
+    return tiles, RowStatistics(*row_results(tiles, targets, order, count, problem.vocabulary))
 
 
 def logits_of(head) -> torch.Tensor:
@@ -36,7 +37,7 @@ def logits_of(head) -> torch.Tensor:
 def test_tile_masses_match_at_every_tile_edge(make_head, tile, vocabulary, transformed):
     head = make_head(37, vocabulary, 40, transformed=transformed)
 
-    tiles, rows = run(head.hidden, head.weight, head.targets, tile=tile, **head.transform)
+    tiles, rows = run(head.problem, tile=tile)
 
     assert tiles.lse.shape == (-(-vocabulary // TILE), 37)
     torch.testing.assert_close(tiles.lse, head.tile_lse, rtol=1e-5, atol=1e-5)
@@ -50,7 +51,7 @@ def test_any_hidden_size_is_summed_whole(make_head, tile, depth):
     if tile.descriptors and depth * head.hidden.element_size() % 16:
         pytest.skip("descriptors need rows on 16 bytes; the plan falls back to pointers")
 
-    _, rows = run(head.hidden, head.weight, head.targets, tile=tile)
+    _, rows = run(head.problem, tile=tile)
 
     torch.testing.assert_close(rows.logsumexp, head.logsumexp, rtol=1e-5, atol=1e-5)
 
@@ -59,7 +60,7 @@ def test_any_hidden_size_is_summed_whole(make_head, tile, depth):
 def test_half_precision_operands_give_float32_logits(make_head, dtype):
     head = make_head(20, 300, 64, dtype=dtype, spread=6.0)
 
-    _, rows = run(head.hidden, head.weight, head.targets)
+    _, rows = run(head.problem)
 
     present = head.targets >= 0
     torch.testing.assert_close(rows.logprob[present], head.logprob[present], rtol=2e-6, atol=2e-5)
@@ -69,7 +70,7 @@ def test_every_optional_statistic_matches(make_head):
     head = make_head(37, 400, 40, transformed=True)
     logits, p = logits_of(head), head.probability
 
-    _, rows = run(head.hidden, head.weight, head.targets, **head.transform)
+    _, rows = run(head.problem)
 
     expected = {
         "entropy": -(p * p.log()).sum(1),
@@ -84,7 +85,7 @@ def test_every_optional_statistic_matches(make_head):
 def test_statistics_that_are_not_wanted_are_not_computed(make_head):
     head = make_head(20, 140, 40)
 
-    tiles, rows = run(head.hidden, head.weight, head.targets, wanted=Wanted())
+    tiles, rows = run(head.problem, wanted=())
 
     assert tiles.entropy is tiles.total is tiles.maximum is tiles.squares is None
     assert rows.entropy is rows.mean_logit is rows.max_logit is rows.log_sum_sq is None
@@ -95,7 +96,7 @@ def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng
     bias = 1e4 + torch.rand(300, generator=rng).to(device)
     probability = bias.double().softmax(0)
 
-    _, rows = run(hidden, weight, torch.zeros(4, dtype=torch.int64, device=device), bias=bias)
+    _, rows = run(HeadProblem(hidden, weight, torch.zeros(4, dtype=torch.int64, device=device), bias))
 
     expected = -(probability * probability.log()).sum().float().expand(4)
     spacing_of_floats = 2.0**-10  # the log-sum-exp and the mean logit are each summed and rounded at it
@@ -108,7 +109,7 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
     bias[128:256] = -torch.inf
     targets = torch.tensor([0, 127, 128, 399, -1], device=device)
 
-    tiles, rows = run(hidden, weight, targets, bias=bias)
+    tiles, rows = run(HeadProblem(hidden, weight, targets, bias))
 
     expected = (hidden.double() @ weight.double().T + bias.double()).log_softmax(1)
     assert (tiles.lse[1] == -torch.inf).all()
@@ -124,7 +125,7 @@ def test_a_sure_target_has_no_positive_logprob(device, rng):
     weight = torch.randn(300, 16, generator=rng).to(device)
     hidden = 50 * weight[:40]
 
-    _, rows = run(hidden, weight, torch.arange(40, device=device))
+    _, rows = run(HeadProblem(hidden, weight, torch.arange(40, device=device)))
 
     assert (rows.logprob <= 0).all()
 
@@ -133,7 +134,7 @@ def test_a_nan_reaches_its_own_row_alone(device, rng):
     hidden, weight = (torch.randn(n, 16, generator=rng).to(device) for n in (20, 300))
     hidden[7] = torch.nan
 
-    _, rows = run(hidden, weight, torch.arange(20, device=device))
+    _, rows = run(HeadProblem(hidden, weight, torch.arange(20, device=device)))
 
     assert rows.logprob.isnan().nonzero().flatten().tolist() == [7]
 
@@ -144,7 +145,7 @@ def test_rows_past_the_count_are_neither_read_nor_written(make_head):
     hidden[30:] = torch.nan
     order = torch.arange(40, device=hidden.device).flip(0)
 
-    _, rows = run(hidden, head.weight, head.targets, rows=30, order=order)
+    _, rows = run(head.problem._replace(hidden=hidden), rows=30, order=order)
 
     torch.testing.assert_close(rows.logsumexp[10:].flip(0), head.logsumexp[:30], rtol=1e-5, atol=1e-5)
     assert (rows.logsumexp[:10] == 0).all()
@@ -154,7 +155,7 @@ def test_a_target_of_another_shard_has_no_logprob_but_a_log_sum_exp(make_head):
     head = make_head(20, 300, 40)
     elsewhere = torch.full_like(head.targets, 300)
 
-    _, rows = run(head.hidden, head.weight, elsewhere)
+    _, rows = run(head.problem._replace(targets=elsewhere))
 
     assert (rows.logprob == 0).all()
     torch.testing.assert_close(rows.logsumexp, head.logsumexp, rtol=1e-5, atol=1e-5)
@@ -167,7 +168,9 @@ def test_more_than_two_to_the_31_logits_are_addressed(device, rng):
     weight = torch.randn(vocabulary, 64, generator=rng).to(device, torch.bfloat16)
     targets = torch.randint(0, vocabulary, (rows,), generator=rng).to(device)
 
-    _, results = run(hidden, weight, targets, wanted=Wanted(), tile=ProductTile(128, 256, 64, 8, 3, 16, True))
+    _, results = run(
+        HeadProblem(hidden, weight, targets), wanted=(), tile=ProductTile(128, 256, 64, 8, 3, 16, True)
+    )
 
     chosen = torch.tensor([0, 1, rows // 2, rows - 1], device=device)
     expected = (hidden[chosen].double() @ weight.double().T).log_softmax(1)

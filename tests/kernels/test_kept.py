@@ -19,14 +19,8 @@ def keep(head) -> Kept:
 
 def run(head, kept: Kept, start: int, width: int) -> torch.Tensor:
     rows, inv_scale = head.targets.numel(), torch.tensor(0.5, device=head.hidden.device)
-    working = (head.targets >= 0) & (head.g != 0)
-    g = torch.where(working, head.g, 0)
     gradient = torch.full((rows, width), torch.nan, dtype=head.hidden.dtype, device=head.hidden.device)
-    target = -g * head.logprob.expm1()
-    kept_gradient(
-        kept, head.targets, head.logsumexp, -g, target, head.inv_temperature, head.logit_scale,
-        inv_scale, gradient, start,
-    )  # fmt: skip
+    kept_gradient(kept, head.problem, head.gradient, inv_scale, gradient, start)
     return gradient
 
 

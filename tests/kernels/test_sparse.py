@@ -11,19 +11,18 @@ from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 from grpo_fast.kernels.sparse_config import FULL, HALF, SparseConfig
 
+from grpo_fast.head.problem import Wanted
+
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
 QUICK = replace(HALF, pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
 
 
-def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **options):
+def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **wanted):
+    wanted = Wanted(**{"hidden": True, "weight": True, "bias": False} | wanted)
     pairs = select_pairs(
-        head.tile_lse, head.logsumexp, head.targets, head.logprob, head.g, g_logsumexp=head.g_logsumexp,
-        vocabulary=head.weight.shape[0], itemsize=head.hidden.element_size(),
-        tolerance=tolerance, config=config,
-    )  # fmt: skip
-    return pairs, sparse_backward(
-        head.hidden, head.weight, head.targets, head.logsumexp, pairs, **head.transform, **options
+        head.problem, head.gradient, head.tile_lse, head.logprob, tolerance=tolerance, config=config
     )
+    return pairs, sparse_backward(head.problem, head.logsumexp, pairs, wanted)
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -44,7 +43,7 @@ def straightforward(head) -> dict[str, float]:
 def test_tolerance_zero_is_the_dense_gradient(make_head, transformed, g_logsumexp):
     head = make_head(40, 300, transformed=transformed, g_logsumexp=g_logsumexp)
 
-    pairs, got = run(head, want_bias=transformed)
+    pairs, got = run(head, bias=transformed)
 
     assert pairs.metrics(got.left_out)["error_bound"] == 0
     assert got.dense.tolist() == [0, 0]
@@ -80,7 +79,7 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
     )  # fmt: skip
     dense = straightforward(replace(head, **({} if dtype == torch.bfloat16 else _unscaled(head, magnitude))))
 
-    pairs, got = run(head, 1.0, weight_gradient=torch.zeros_like(head.weight, dtype=torch.float32))
+    pairs, got = run(head, 1.0, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
 
     certified = pairs.hidden_bound(1.0, head.weight.double().norm(dim=1).max(), got.left_out).norm()
     rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
@@ -109,8 +108,8 @@ def test_a_frozen_side_has_no_gradient_and_does_not_change_the_other(make_head):
     head = make_head(40, 300, peak=20.0)
 
     _, both = run(head, 1.0)
-    _, frozen_head = run(head, 1.0, want_weight=False)
-    _, frozen_body = run(head, 1.0, want_hidden=False)
+    _, frozen_head = run(head, 1.0, weight=False)
+    _, frozen_body = run(head, 1.0, hidden=False)
 
     assert frozen_head.weight is None and frozen_body.hidden is None
     assert torch.equal(frozen_head.hidden, both.hidden)
@@ -124,7 +123,7 @@ def test_gradients_add_into_existing_ones_in_place(make_head, rng, dtype):
     bias = torch.randn(300, generator=rng).to(head.weight.device, dtype)
     expected = weight.double() + head.d_weight, bias.double() + head.d_bias
 
-    _, got = run(head, want_bias=True, weight_gradient=weight, bias_gradient=bias)
+    _, got = run(head, bias=True, into_weight=weight, into_bias=bias)
 
     assert got.weight is weight and got.bias is bias
     assert relative(weight, expected[0]) < (1e-6 if dtype == torch.float32 else 4e-3)
@@ -208,7 +207,7 @@ def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
     ruled_out[head.targets[head.targets >= 0]] = False
     bias = head.bias.masked_fill(ruled_out, -torch.inf)
 
-    _, got = run(replace(head, bias=bias, softcap=None), want_bias=True)
+    _, got = run(replace(head, bias=bias, softcap=None), bias=True)
 
     assert got.weight[ruled_out].count_nonzero() == 0
     assert got.bias[ruled_out].count_nonzero() == 0
@@ -219,7 +218,7 @@ def test_pairs_that_overflow_leave_existing_gradients_alone_and_say_so(make_head
     head = make_head(40, 900, peak=0.0)
     weight = torch.ones_like(head.weight)
 
-    _, got = run(head, weight_gradient=weight, config=replace(QUICK, pair_density=0.01, least_pairs=0))
+    _, got = run(head, into_weight=weight, config=replace(QUICK, pair_density=0.01, least_pairs=0))
 
     assert got.dense.tolist() == [1, 1]
     assert (weight == 1).all()
@@ -262,7 +261,7 @@ def test_unequal_dtypes_and_strided_columns_are_refused_by_name(make_head):
 
 
 def test_nothing_wanted_returns_nothing(make_head):
-    _, got = run(make_head(20, 200), want_hidden=False, want_weight=False)
+    _, got = run(make_head(20, 200), hidden=False, weight=False)
 
     assert isinstance(got, SparseGradients)
     assert got.hidden is None and got.weight is None and got.bias is None
