@@ -23,11 +23,14 @@ def deviation(values: list[float]) -> float:
     return (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
 
 
+EPS = 0.3  # large enough to show
+
+
 def by_hand(group: list[float], everything: list[float], scale_rewards: str, baseline: str) -> list[float]:
     """Advantages of one group, NaN: no reward, where the whole batch has the rewards `everything`."""
     scored = [value for value in group if value == value]
     spread = deviation(everything if scale_rewards == "batch" else scored)
-    scale = 1.0 if scale_rewards == "none" else spread + 1e-4
+    scale = 1.0 if scale_rewards == "none" else spread + EPS
     advantages = []
     for value in group:
         others = (sum(scored) - value) / (len(scored) - 1)
@@ -45,7 +48,9 @@ def test_an_advantage_compares_a_reward_with_those_that_share_its_baseline(
     rewards = randn(6, 4)
     rewards[1, 2] = rewards[4, 0] = NAN
 
-    result = group_advantages(rewards, baseline_groups=shared, scale_rewards=scale_rewards, baseline=baseline)
+    result = group_advantages(
+        rewards, baseline_groups=shared, scale_rewards=scale_rewards, baseline=baseline, eps=EPS
+    )
 
     everything = rewards[rewards.isfinite()].tolist()
     keys = shared or list(range(6))
@@ -77,13 +82,13 @@ def test_normalise_then_sum_is_gdpo_written_by_hand(randn):
     table[2, 1, 2] = NAN
     weights = [0.5, 2.0, -1.0]
 
-    result = decoupled_advantages(table, weights).advantages
+    result = decoupled_advantages(table, weights, eps=EPS).advantages
 
     summed = []
     for group in table:
         parts = [by_hand(column.tolist(), [], "group", "mean") for column in group.T]
         summed += [sum(w * part[i] for w, part in zip(weights, parts, strict=True)) for i in range(5)]
-    expected = (torch.tensor(summed) / (deviation(summed) + 1e-4)).view(4, 5)
+    expected = (torch.tensor(summed) / (deviation(summed) + EPS)).view(4, 5)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -54,6 +54,8 @@ def test_what_all_prompts_have_counts_little():
     questions = [[*template, 100 + i // 2, 500 + i] for i in range(100)]  # two of each topic
     first, same_topic, *others = tfidf(questions)
     assert first @ same_topic > 2 * max(first @ other for other in others)
+    one, both = tfidf([[1], [1, 2]])
+    assert (one @ both).item() == pytest.approx(math.log(2) / math.hypot(math.log(2), math.log(3)))
 
 
 def test_equal_prompts_are_at_no_distance_and_unlike_ones_at_the_largest():

@@ -79,6 +79,8 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_module):
     a, b, c, d = grouping.baseline_groups([first[0], second[0], first[1], first[2]])
 
     assert a == c == d != b
+    both = grouping.baseline_groups([first[0], second[0], second[1]])  # two suffice
+    assert both[1] == both[2] != both[0]
     alone = grouping.baseline_groups([first[0], second[0]])
     assert len(set(alone)) == 2 and min(alone) < 0 <= a
 
@@ -184,6 +186,7 @@ def test_a_leftover_goes_to_the_nearest_group_with_room_if_asked_and_is_alone_ot
     [
         ([5, 5, 5, 5, 5, 2, 5, 2, 9], 2, [[0, 1, 2], [3, 4, 6], [5, 7], [8]]),
         ([1, 1, 2, 2, 2], 3, [[0], [1], [2, 3, 4]]),
+        ([7, 7, 7, 7], 2, [[0, 1, 2, 3]]),
     ],
 )
 def test_keys_make_even_parts_and_those_below_the_smallest_size_fall_apart(labels, min_size, expected):

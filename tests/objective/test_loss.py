@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_fast.objective import GRPOLossConfig, policy_loss, resolve_loss
+from grpo_fast.objective import GRPOLossConfig, StepTotals, policy_loss, resolve_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
 BATCH_STATISTICS = ("clip_cov", "kl_cov")  # centred over the batch they see, as their paper has it
@@ -134,6 +134,18 @@ def test_the_entropy_bonus_is_minus_its_weight_times_the_mean_entropy(make_batch
     mean = batch.entropy[batch.mask].mean()
     torch.testing.assert_close(policy_loss(batch.inputs(), config).loss - bonus.loss, 0.5 * mean)
     torch.testing.assert_close(bonus.metrics["entropy"], mean.detach())
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_metrics_are_means_over_what_the_batches_hold_and_the_loss_over_the_whole_step(loss_type, make_batch):
+    batch, config = make_batch(spread=0.3), GRPOLossConfig(loss_type, beta=0.1)
+    n, sequences = batch.totals.num_tokens, batch.totals.num_sequences
+    half_left_out = StepTotals(2 * n, 2 * sequences, measured_tokens=n, measured_sequences=sequences)
+
+    whole, half = (policy_loss(batch.inputs(totals=totals), config) for totals in (None, half_left_out))
+
+    torch.testing.assert_close(half.loss, whole.loss / 2)
+    assert combine([half.metrics]) == pytest.approx(combine([whole.metrics]))
 
 
 def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch):

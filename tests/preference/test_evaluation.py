@@ -57,3 +57,5 @@ def test_an_evaluation_reports_summed_and_normalised_scores_and_consistency_by_t
     assert metrics["ranking/sum/top1_accuracy"] == 0.5 and metrics["ranking/mean/top1_accuracy"] == 1.0
     assert metrics["ranking/consistency/sums"] == 0.5 and averaged.metrics["ranking/consistency/sums"] == 1.0
     assert "ranking/consistency/ties" not in metrics
+    undecided = RankingEvaluation((GroupRanking((1.0, 0.0), (-2.0, -2.0), (2, 2)),), averaged=False)
+    assert undecided.metrics["ranking/sum/kendall_tau"] == 0.0
