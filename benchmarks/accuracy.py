@@ -17,26 +17,13 @@ from .problem import Outcome, Problem, loss_of
 
 ROWS, COLUMNS = 256, 512
 _COLUMN_CHUNK, _ROW_CHUNK = 8192, 4096
-LIMITS = dict.fromkeys(("logprob", "loss", "hidden_gradient", "weight_gradient"), 0.1)
+LIMITS = {
+    "logprob": 0.1,  # largest, nats
+    "loss": 0.1,  # absolute
+    "hidden_gradient": 0.1,  # relative, Frobenius
+    "weight_gradient": 0.1,
+}
 """Beyond these an implementation is wrong, not rounded: bf16 logits cost 3e-2 nat and 4e-2."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Errors against the oracle; None where there is nothing to compare."""
-
-    logprob: float | None = None  # largest, nats
-    hidden_gradient: float | None = None  # relative, Frobenius
-    weight_gradient: float | None = None
-    loss: float | None = None  # absolute
-
-    @property
-    def errors(self) -> dict[str, float]:
-        return {name: error for name, error in vars(self).items() if error is not None}
-
-    @property
-    def acceptable(self) -> bool:
-        return not is_wrong(self.errors)
 
 
 def is_wrong(errors: Mapping[str, float]) -> bool:
@@ -55,8 +42,9 @@ class Oracle:
     weight_gradient: Tensor | None  # (C, H)
     loss: Tensor  # ()
 
-    def judge(self, problem: Problem, outcome: Outcome) -> Accuracy:
-        """
+    def judge(self, problem: Problem, outcome: Outcome) -> dict[str, float]:
+        """Errors by name, where there is something to compare: see `LIMITS`.
+
         Raises:
             ValueError: a result is missing or of another shape.
         """
@@ -65,12 +53,13 @@ class Oracle:
             raise ValueError(
                 f"log-probabilities of shape {tuple(found.shape)} for {len(problem.targets)} tokens"
             )
-        return Accuracy(
-            None if found is None else _largest(found[self.rows].to(self.logprobs.dtype) - self.logprobs),
-            _gradient_error("hidden", problem.hidden.grad, self.rows, self.hidden_gradient),
-            _gradient_error("weight", problem.weight.grad, self.columns, self.weight_gradient),
-            None if outcome.loss is None else _largest(outcome.loss.to(self.loss.dtype) - self.loss),
-        )
+        errors = {
+            "logprob": _largest(None if found is None else found[self.rows], self.logprobs),
+            "hidden_gradient": _gradient_error("hidden", problem.hidden, self.rows, self.hidden_gradient),
+            "weight_gradient": _gradient_error("weight", problem.weight, self.columns, self.weight_gradient),
+            "loss": _largest(outcome.loss, self.loss),
+        }
+        return {name: error for name, error in errors.items() if error is not None}
 
 
 @torch.no_grad()
@@ -155,15 +144,16 @@ def _spread_out(size: int, count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, size - 1, min(size, count), dtype=torch.float64, device=device).round().long()
 
 
-def _gradient_error(name: str, found: Tensor | None, index: Tensor, exact: Tensor | None) -> float | None:
+def _gradient_error(name: str, leaf: Tensor, index: Tensor, exact: Tensor | None) -> float | None:
     if exact is None:
         return None
-    if found is None:
+    if leaf.grad is None:
         raise ValueError(f"no gradient arrived in {name}.grad")
-    difference = (found[index].to(exact.dtype) - exact).norm()
-    return float(difference / exact.norm())
+    return float((leaf.grad[index].to(exact.dtype) - exact).norm() / exact.norm())
 
 
-def _largest(difference: Tensor) -> float:
-    largest = float(difference.abs().max())
+def _largest(found: Tensor | None, exact: Tensor) -> float | None:
+    if found is None:
+        return None
+    largest = float((found.to(exact.dtype) - exact).abs().max())
     return largest if math.isfinite(largest) else math.nan

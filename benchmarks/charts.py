@@ -13,7 +13,8 @@ from grpo_fast.run_record.charts import GRID, INK, SERIES, to_svg
 
 from .accuracy import LIMITS, is_wrong
 from .contest import BYTES, FLOPS, TOKENS
-from .record import OOM, Measurement
+from .measure import OOM
+from .record import Measurement
 from .tables import OURS, STATES, Shape, label, number
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .measure import Spread
-from .record import OK, SKIPPED, Measurement, Record, read
+from .measure import OK, SKIPPED, Spread
+from .record import Measurement, Record, read
 from .tables import console, label
 
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles

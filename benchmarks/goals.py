@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .measure import OK
 from .problem import FORWARD, FORWARD_BACKWARD, LOGPROB
-from .record import OK, Measurement
+from .record import Measurement
 from .tables import OURS, TIMES
 
 TOKENS = 16_384

@@ -16,9 +16,11 @@ from .head_contest import HeadContests
 from .live_tiles import given_histogram
 from .peers import all_peers, choose
 from .problem import FORWARD, LOSSES, MODES, Setting
-from .record import HEAD, Measurement
+from .record import Measurement
 from .rows import KINDS, Sources, load_real_rows
 from .session import add_common_arguments, check_common, positive, run_session
+
+KIND = "head"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
     peers = [peer for peer in choose(all_peers(), options.impl) if peer.name not in options.without]
     contests = HeadContests(peers, sources, device, options.seed, options.oracle)
     return run_session(
-        HEAD,
+        KIND,
         options,
         device,
         [contests.contest(setting) for setting in settings],

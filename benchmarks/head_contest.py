@@ -91,7 +91,7 @@ class _Inputs:
                     metrics["output_bytes"] = float(problem.output_bytes)
                     metrics |= {name: float(value) for name, value in (outcome.certificate or {}).items()}
                     if self.oracle is not None:
-                        accuracy = self.oracle.judge(problem, outcome).errors
+                        accuracy = self.oracle.judge(problem, outcome)
                 del outcome
                 problem.clear()
         except Exception:

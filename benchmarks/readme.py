@@ -18,8 +18,9 @@ from typing import Any
 from grpo_fast.run_record.summary import duration_text, score_text
 
 from .accuracy import is_wrong
+from .measure import FAILED, OOM, SKIPPED
 from .problem import PRODUCT
-from .record import FAILED, OOM, SKIPPED, Measurement, read
+from .record import Measurement, read
 from .tables import DASH, ERRORS, conclusions, label, number, shapes_of, split_axes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def render(path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a record: {error}") from error
-    keys = found.keys() if isinstance(found, dict) else found[0].keys() if found else set()
+    keys = found.keys() if isinstance(found, dict) else set()
     for needed, table in _KINDS.items():
         if {*needed} <= keys:
             return "\n".join(table(found, path))
@@ -123,8 +124,8 @@ def _record(_: Any, path: Path) -> list[str]:
     value, unit = (_largest, "largest group") if record.kind == "group" else (_time, "ms")
     heads = [", ".join(filter(None, (label(shape, varying), unit))) for shape in shapes]
     heads += [f"worst {ERRORS[name]}" for name in errors] + ["most extra MiB"] * memory
-    rows = [[PRODUCT, *row] for row in [_products(cells, shapes)] if any(x != DASH for x in row)]
-    rows = [[f"*{name}*", *row, *[DASH] * (len(errors) + memory)] for name, *row in rows]
+    products = _products(cells, shapes)
+    rows = [[f"*{PRODUCT}*", *products, *[DASH] * (len(errors) + memory)]] if any(products) else []
     for name in sorted({cell.implementation: None for cell in there}, key=_speed(there, shapes)):
         mine = [cell for cell in there if cell.implementation == name]
         row = [value(next((cell for cell in mine if cell.shape == shape), None)) for shape in shapes]
@@ -152,7 +153,8 @@ def _concluded(cells: Sequence[Measurement]) -> list[str]:
 def _products(cells: Sequence[Measurement], shapes: Sequence[dict[str, Any]]) -> list[str]:
     """The ceiling of the head, where it was measured."""
     known = {repr(cell.shape): seconds for cell in cells if (seconds := cell.ceilings.get("product_seconds"))}
-    return [_digits(1e3 * known[key]) if (key := repr(shape)) in known else DASH for shape in shapes]
+    times = [known.get(repr(shape)) for shape in shapes]
+    return [DASH if seconds is None else _digits(1e3 * seconds) for seconds in times] if known else []
 
 
 def _speed(cells: Sequence[Measurement], shapes: Sequence[dict[str, Any]]) -> Callable[[str], list[float]]:
@@ -239,22 +241,6 @@ def _side_by_side(found: dict[str, Any], path: Path) -> list[str]:
     return _table(heads, rows) + _origin(found["environment"], path, model)
 
 
-def _ahead_of_time(found: list[dict[str, Any]], path: Path) -> list[str]:
-    """Each kernel with the most that any of its variants takes."""
-    rows = []
-    for name in sorted({row["kernel"] for row in found}):
-        mine = [row for row in found if row["kernel"] == name]
-        dots = [row for row in mine if row["dots"]]
-        cores = "no dot" if not dots else "yes" if all(row["tensor_core"] for row in dots) else "**missing**"
-        most = [f"{max(row[key] for row in mine):,}" for key in ("registers", "spills", "shared")]
-        rows.append([f"`{name}`", str(len(mine)), *most, cores])
-    heads = ["kernel", "variants", "registers", "spills", "shared memory, bytes", "tensor cores"]
-    target = " and ".join(f"sm_{capability}" for capability in sorted({row["capability"] for row in found}))
-    command = f"python -m benchmarks aot --capability {found[0]['capability']} --json"
-    origin = f"Compiled for {target}, nothing was run · repeat: `{command}` · {_link(path)}"
-    return [*_table(heads, rows), "", origin]
-
-
 def _peer_suites(found: dict[str, Any], path: Path) -> list[str]:
     """The peers' own tests on our functions: how many passed, and what was left out and why."""
     rows = []
@@ -284,5 +270,4 @@ _KINDS: dict[tuple[str, ...], Callable[[Any, Path], list[str]]] = {  # by keys t
     ("model", "cells"): _side_by_side,
     ("suites",): _peer_suites,
     ("summary", "vocabulary"): _tolerance_training,
-    ("kernel",): _ahead_of_time,
 }

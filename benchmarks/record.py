@@ -2,8 +2,7 @@
 
 Every subcommand writes one document: `schema`, `kind` (its name), `environment` (device, versions, git
 revision, command), `options`, `gpu_states`, `notes`, `not_measured`, `stopped`, `culprit` and `cells`. A cell
-is a `Measurement`: one implementation at one shape. Earlier records of `head` have a cell for each setting,
-with every implementation in it; `read` gives measurements for these too.
+is a `Measurement`: one implementation at one shape.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .measure import FAILED, NO_TIME, OK, OOM, SKIPPED, Memory, Spread
-from .problem import PRODUCT, Setting
+from .measure import OK, Memory, Spread
 
 SCHEMA = 1
-HEAD = "head"
-_OLD_STATES = {"out of memory": OOM, "error": FAILED, NO_TIME: SKIPPED}  # of `head`'s earlier records
 
 
 @dataclass(frozen=True)
@@ -80,42 +76,9 @@ def read(path: Path) -> Record:
         document = json.loads(path.read_text())
         if document.pop("schema") != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
-        cells = document.pop("cells")
-        found = [one for cell in cells for one in (_of_setting(cell) if "setting" in cell else [cell])]
-        return Record(**{"kind": HEAD} | document | {"cells": [_measurement(one) for one in found]})
+        return Record(**document | {"cells": [_measurement(cell) for cell in document["cells"]]})
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no benchmark record: {error}") from error
-
-
-def _of_setting(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measurements of one setting of an earlier record of `head`: the product, then the others."""
-    setting = Setting(**cell["setting"])
-    product, ceilings = cell["product"], {}
-    found = []
-    if product is not None:
-        seconds = product["median"] / 1e3
-        ceilings = {"flops_per_second": setting.product_flops / seconds, "product_seconds": seconds}
-        found = [{"implementation": PRODUCT, "shape": asdict(setting), "time": product, "metrics": ceilings}]
-    for result in cell["results"]:
-        metrics = dict(result["certificate"] or {}) | {"output_bytes": cell["output_bytes"]}
-        if result["time"] is not None:
-            metrics |= setting.rates(result["time"]["median"] / 1e3)
-        state = result["state"]
-        found.append(
-            {
-                "implementation": result["name"],
-                "shape": asdict(setting),
-                "status": _OLD_STATES.get(state, state),
-                "reason": result["reason"] or (NO_TIME if state == NO_TIME else ""),
-                "seconds": result.get("seconds", []),
-                "time": result["time"],
-                "memory": result["memory"],
-                "accuracy": {k: v for k, v in (result["accuracy"] or {}).items() if v is not None},
-                "metrics": metrics,
-                "ceilings": ceilings,
-            }
-        )
-    return found
 
 
 def _measurement(found: dict[str, Any]) -> Measurement:

@@ -16,7 +16,8 @@ from grpo_fast.run_record.report import page_style
 
 from . import charts
 from .charts import Plot, Quantity, Slice, slices
-from .record import HEAD, SKIPPED, Measurement, Record, read
+from .measure import SKIPPED
+from .record import Measurement, Record, read
 from .tables import (
     EXPLANATION,
     ShapeTable,
@@ -30,7 +31,7 @@ from .tables import (
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_PLOTS = 6  # of one sort: the longest slices, the first shapes
-TITLES = {HEAD: "LM head", "kernels": "Kernels", "step": "Policy update", "rollout": "Rollout",
+TITLES = {"head": "LM head", "kernels": "Kernels", "step": "Policy update", "rollout": "Rollout",
           "group": "Largest group", "train": "Training", "scaling": "Scaling"}  # fmt: skip
 FRONTS = {"hidden_gradient": "Relative error of dX", "logprob": "Largest error of log p, nats"}
 _FIRST_AXES = ("tokens", "vocabulary", "hidden")

@@ -17,10 +17,10 @@ import torch
 
 from .contest import Contest, Limits
 from .head_contest import HeadContests
-from .measure import failure_of, synchronize
+from .measure import OK, failure_of, synchronize
 from .peers import all_peers, choose
 from .problem import DTYPES, FORWARD_BACKWARD, PRODUCT, Setting
-from .record import OK, Measurement
+from .record import Measurement
 from .rows import Sources, make_problem
 from .session import add_common_arguments, check_common, positive, run_session
 from .tables import OURS

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -179,32 +180,26 @@ def _trl(update: Update) -> Prepared:
     folder = tempfile.TemporaryDirectory()
     trainer = _trl_trainer(update, folder.name, len(batches))
     inner = update.policy.base_model.base_model
+    inner_forward = inner.forward
 
     def run(watch: Stopwatch) -> None:
-        open_phases: list[Any] = []
+        def forward(*arguments: Any, **options: Any) -> Any:
+            with watch.phase(FORWARD):
+                return inner_forward(*arguments, **options)
 
-        def enter(*_: object) -> None:
-            open_phases.append(watch.phase(FORWARD))
-            open_phases[-1].__enter__()
-
-        def leave(*_: object) -> None:
-            open_phases.pop().__exit__(None, None, None)
-
-        hooks = inner.register_forward_pre_hook(enter), inner.register_forward_hook(leave)
         _attend_with(update.policy, "sdpa" if ours != "flash_attention_2" else ours)
         try:
             losses = []
-            for batch in batches:
-                with watch.phase(HEAD):
-                    loss = trainer.compute_loss(model, batch)
-                with watch.phase(BACKWARD):
-                    loss.backward()
-                losses.append(loss.detach())
+            with mock.patch.object(inner, "forward", forward):
+                for batch in batches:
+                    with watch.phase(HEAD):
+                        loss = trainer.compute_loss(model, batch)
+                    with watch.phase(BACKWARD):
+                        loss.backward()
+                    losses.append(loss.detach())
             update.finish(TRL, losses, watch)
         finally:
             _attend_with(update.policy, ours)
-            for hook in hooks:
-                hook.remove()
 
     return Prepared(run, update.work, lambda _: update.metrics(TRL), close=folder.cleanup)
 

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from .accuracy import is_wrong
 from .contest import BYTES, FLOPS, TOKENS
+from .measure import OK, SKIPPED
 from .problem import NAMES
-from .record import OK, SKIPPED, Measurement
+from .record import Measurement
 
 Shape = dict[str, Any]
 DASH = "\N{EN DASH}"

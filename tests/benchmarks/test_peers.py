@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.__main__ import main
-from benchmarks.accuracy import consult
+from benchmarks.accuracy import consult, is_wrong
 from benchmarks.peers import Unsupported, all_peers, choose, cut_cross_entropy_apple, liger
 from benchmarks.problem import LOSSES, MODES, Setting
 from benchmarks.record import Measurement, read
@@ -172,7 +172,7 @@ def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode):
             accuracy = oracle.judge(problem, run())
         ran.add(peer.name)
         # float32 beside float64, of values and relative gradients of the order of one
-        assert all(error is None or error < 1e-4 for error in vars(accuracy).values()), (peer.name, accuracy)
+        assert all(error < 1e-4 for error in accuracy.values()), (peer.name, accuracy)
 
     assert {"ours", "ours, reference", "torch full logits"} <= ran
 
@@ -198,7 +198,7 @@ def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer, loss):
     except (ImportError, Unsupported) as reason:
         pytest.skip(str(reason))
 
-    assert consult(problem).judge(problem, run()).acceptable
+    assert not is_wrong(consult(problem).judge(problem, run()))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,7 @@ def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, name
 
     outcome = getattr(liger, name)(problem)()
 
-    accuracy = consult(problem).judge(problem, outcome)
-    assert outcome.logprobs is None
-    assert accuracy.hidden_gradient < 1e-4
-    assert accuracy.weight_gradient < 1e-4
+    errors = consult(problem).judge(problem, outcome)
     # on-policy its loss differs from the problem's
-    assert accuracy.loss is None if loss == "logprob" else accuracy.loss < 1e-4
+    assert set(errors) == {"hidden_gradient", "weight_gradient"} | ({"loss"} if loss != "logprob" else set())
+    assert max(errors.values()) < 1e-4

@@ -95,28 +95,6 @@ def test_the_side_by_side_shows_the_worst_of_all_losses_for_each_precision(tmp_p
     assert lines[3] == "| patched | bfloat16 | 1 | 20 of 20 | 2.0e-03 | 1.0e-06 | 1.0e-03 |"
 
 
-def test_kernels_compiled_ahead_of_time_show_the_most_of_their_variants(tmp_path):
-    row = {
-        "kernel": "forward",
-        "registers": 200,
-        "spills": 0,
-        "shared": 1024,
-        "dots": 1,
-        "tensor_core": 4,
-        "capability": 90,
-    }
-    path = tmp_path / "aot.json"
-    path.write_text(
-        json.dumps([row, row | {"registers": 255, "shared": 197_664}, row | {"kernel": "select", "dots": 0}])
-    )
-
-    table = render(path)
-
-    assert "| `forward` | 2 | 255 | 0 | 197,664 | yes |" in table
-    assert "| `select` | 1 | 200 | 0 | 1,024 | no dot |" in table
-    assert "python -m benchmarks aot --capability 90" in table
-
-
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
     """With one table, whose record is beside it."""
