@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     if options.task is not None:
-        from grpo_fast.data.tasks import import_reasoning_gym
+        from grpo_fast.data.sources import import_reasoning_gym
 
         items = import_reasoning_gym().create_dataset(options.task, size=options.count, seed=options.seed)
         return [item["question"] for item in items]

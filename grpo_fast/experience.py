@@ -14,9 +14,7 @@ from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
-from grpo_fast.rewards import RewardSet
-from grpo_fast.rewards.early import EarlyScores
-from grpo_fast.rewards.types import weighted_sum
+from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rollout.types import Completion, Engine, Sampling
 
 PREFETCH_FROM = 0.9  # share of completions that have ended when the trainer's tensors may start to come back
@@ -108,7 +106,7 @@ def score(
         precomputed: values of reward functions that have been called already, by name.
     """
     n = len(completions[0])
-    result = rewards.score_completions(prompts, completions, known=precomputed or {})
+    result = rewards.score_completions(prompts, completions, precomputed=precomputed or {})
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     per_prompt = zip(prompts, completions, totals.split(n), result.table.split(n), strict=True)
     return [Group(prompt, tuple(group), total, table) for prompt, group, total, table in per_prompt]

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.data.names import choices
 from grpo_fast.data.types import Message
+from grpo_fast.lookup import choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt before tokenisation."""
-
-    prompt: str | list[Message]  # the form that the data has: text stays text, a conversation a conversation
-    text: str  # for the tokenizer
 
 
 class Renderer:
@@ -52,29 +43,38 @@ class Renderer:
             )
         self.template_columns = _template_columns(config.prompt_template)
 
-    def __call__(self, index: int, row: Mapping[str, Any]) -> Rendered:
-        """Row `index`, rendered. Raises ValueError naming the row and what is wrong with it."""
-        prompt = self._prompt(index, row)
-        if isinstance(prompt, str) and not self.chat:
-            return Rendered(prompt, prompt)
+    def prompt(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
+        """Row `index` as the rewards see it: text as it is; a conversation after the configured turns.
+
+        Raises:
+            ValueError: it makes no prompt; the message names the row and what is wrong with it.
+        """
+        prompt = self._from_row(index, row)
         if isinstance(prompt, str):
-            turns = self._with_config_turns(index, [{"role": "user", "content": prompt}])
-            return Rendered(prompt, self._apply_template(index, turns))
+            return prompt
         if not self.chat:
-            reason = (
-                "dataset.chat = false" if self.config.chat is False else "the tokenizer has no chat template"
-            )
-            remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY
+            off = self.config.chat is False
+            reason = "dataset.chat = false" if off else "the tokenizer has no chat template"
+            remedy = "set dataset.chat = auto" if off else TEMPLATE_REMEDY
             raise ValueError(f"the prompt of row {index} is a conversation, but {reason}: {remedy}")
-        turns = self._with_config_turns(index, prompt)
-        return Rendered(turns, self._apply_template(index, turns))
+        return self._with_config_turns(index, prompt)
+
+    def text(self, index: int, prompt: str | list[Message]) -> str:
+        """What the tokenizer is given of a prompt.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        if isinstance(prompt, str) and not self.chat:
+            return prompt
+        return self._apply_template(index, self._turns(index, prompt))
 
     def answer(self, index: int, prompt: str | list[Message], answer: str) -> str:
-        """What follows a rendered prompt when `answer` completes it, to the end of the turn.
+        """What follows the prompt's text when `answer` completes it, to the end of the turn.
 
         Args:
             index: the row, for error messages.
-            prompt: `Rendered.prompt`.
+            prompt: as `prompt` gives it.
             answer: the assistant's reply; to a prompt that is a reply already begun, the rest of it.
 
         Raises:
@@ -82,12 +82,7 @@ class Renderer:
         """
         if isinstance(prompt, str) and not self.chat:
             return answer
-        turns = (
-            self._with_config_turns(index, [{"role": "user", "content": prompt}])
-            if isinstance(prompt, str)
-            else prompt
-        )
-        asked = self._apply_template(index, turns)
+        turns, asked = self._turns(index, prompt), self.text(index, prompt)
         if turns[-1]["role"] == "assistant":
             turns, answer = turns[:-1], turns[-1]["content"] + answer
         reply = {"role": "assistant", "content": answer}
@@ -103,7 +98,12 @@ class Renderer:
         """What is left for the rewards."""
         return {name: value for name, value in row.items() if name != self.config.prompt_column}
 
-    def _prompt(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
+    def _turns(self, index: int, prompt: str | list[Message]) -> list[Message]:
+        if isinstance(prompt, str):
+            return self._with_config_turns(index, [{"role": "user", "content": prompt}])
+        return prompt
+
+    def _from_row(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
         if self.config.prompt_template is not None:
             for name in self.template_columns:
                 if name not in row:
@@ -145,8 +145,10 @@ class Renderer:
         begun = turns[-1]["role"] == "assistant" and not finished
         asks = not begun and not finished
         try:
-            return self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=asks, continue_final_message=begun
+            return str(
+                self.tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=asks, continue_final_message=begun
+                )
             )
         except Exception as error:
             roles = ", ".join(turn["role"] for turn in turns)

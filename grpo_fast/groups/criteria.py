@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from grpo_fast.data.names import choices
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.groups.config import CriterionConfig, GroupConfig
-from grpo_fast.lookup import load_callable
+from grpo_fast.lookup import choices, load_callable
 
 HASH_BITS = 10
 EMBEDDING_WIDTH = 2**HASH_BITS

@@ -1,6 +1,15 @@
 """Reward functions: loading them, calling them, adding them up."""
 
-from grpo_fast.rewards.reward_set import Reward, RewardSet, load_rewards
-from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult
+from grpo_fast.rewards.reward_set import EarlyScores, Reward, RewardSet, load_rewards
+from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
 
-__all__ = ["Reward", "RewardError", "RewardFunction", "RewardResult", "RewardSet", "load_rewards"]
+__all__ = [
+    "EarlyScores",
+    "Reward",
+    "RewardError",
+    "RewardFunction",
+    "RewardResult",
+    "RewardSet",
+    "load_rewards",
+    "weighted_sum",
+]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_fast.data.names import choices
+from grpo_fast.lookup import choices
 from grpo_fast.rewards.builtins import BUILTINS
 from grpo_fast.rewards.types import RewardFunction
 
@@ -76,11 +76,10 @@ def _import_file(place: str) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"there is no file {place!r} to take a reward from (looked for {path})")
     name = f"grpo_fast_reward_{path.stem}_{abs(hash(str(path))):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    module = sys.modules[name] = ModuleType(name)  # dataclasses and typing look a class's module up there
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        SourceFileLoader(name, str(path)).exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"cannot load {place!r}: {type(error).__name__}: {error}") from error

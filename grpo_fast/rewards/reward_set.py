@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,18 +15,17 @@ from typing import Any, Literal
 
 import torch
 
-from grpo_fast.data.names import choices
-from grpo_fast.data.types import Message, Prompt
-from grpo_fast.rewards.batch import Batch, arguments, make_batch
+from grpo_fast.data.types import Prompt
+from grpo_fast.lookup import choices
 from grpo_fast.rewards.builtins.options import column_options
 from grpo_fast.rewards.calls import Call, CallFailed, Raised, Runner, check_values, is_async
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
-from grpo_fast.rewards.types import RewardError, RewardFunction, RewardResult, weighted_sum
+from grpo_fast.rewards.types import Batch, RewardError, RewardFunction, RewardResult, weighted_sum
 from grpo_fast.rollout.types import Completion
 
 logger = logging.getLogger(__name__)
-NOTHING_KNOWN: Mapping[str, Sequence[float]] = MappingProxyType({})
+NOTHING_PRECOMPUTED: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,8 @@ def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}_{seen[name]}"
-        rewards.append(
-            Reward(
-                name,
-                function,
-                config.weight,
-                options,
-                config.timeout,
-                config.on_error,
-                config.per_group,
-            )
-        )
+        how = {key: getattr(config, key) for key in ("weight", "timeout", "on_error", "per_group")}
+        rewards.append(Reward(name, function, options=options, **how))
     return RewardSet(rewards)
 
 
@@ -85,9 +77,9 @@ class RewardSet:
 
         For the start of a run, before anything is generated.
         """
-        empty = Batch([], [], {name: [] for name in columns}, [])
+        empty = Batch.of([], [], columns)
         for reward in self.rewards:
-            arguments(reward.name, reward.function, reward.options, empty)
+            empty.arguments(reward.name, reward.function, reward.options)
             for option, column in column_options(reward.function).items():
                 if column not in columns:
                     problem = f"reads the column {column!r} ({option}): {choices(column, columns)}"
@@ -98,15 +90,25 @@ class RewardSet:
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
         *,
-        known: Mapping[str, Sequence[float]] = NOTHING_KNOWN,
+        precomputed: Mapping[str, Sequence[float]] = NOTHING_PRECOMPUTED,
     ) -> RewardResult:
         """Scores each prompt's completions: one row of the result a completion, group after group.
 
         Args:
-            known: values of functions that have scored all of them already, by name, see `EarlyScores`.
+            precomputed: values of functions that have scored all of them already, by name: see `EarlyScores`.
+
+        Raises:
+            RewardError: a function fails and is not to be skipped, or none applies to any sample.
+            ValueError: there is no completion.
         """
-        batch = completions_batch(prompts, completions, column_names(prompts))
-        return self._score(batch, known)
+        batch = Batch.of(prompts, completions, _column_names(prompts))
+        if not len(batch):
+            raise ValueError("completions is empty; there is nothing to score")
+        values, skipped = self._call_all(batch, precomputed)
+        table = torch.tensor(values, dtype=torch.float64).T.contiguous()
+        if not skipped:
+            self._report_unscored(table, batch)
+        return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
 
     def score_group(
         self, name: str, prompt: Prompt, completions: Sequence[Completion], columns: Sequence[str]
@@ -116,92 +118,51 @@ class RewardSet:
         Raises:
             CallFailed: it fails; scoring the whole batch then says how.
         """
-        reward = self.rewards[self.names.index(name)]
-        batch = completions_batch([prompt], [completions], columns)
-        call = self._start(reward, arguments(name, reward.function, reward.options, batch))
+        batch = Batch.of([prompt], [completions], columns)
+        call = self._start(self.rewards[self.names.index(name)], batch)
         return check_values(self._runner.finish(call), len(batch))
 
-    def score(
-        self,
-        prompts: Sequence[str | list[Message]],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        completion_ids: Sequence[Sequence[int]] | None = None,
-    ) -> RewardResult:
-        """Scores N completions.
-
-        Args:
-            prompts: N texts or conversations; the completion of a conversation reaches the functions as one.
-            completions: N texts.
-            columns: the dataset's other columns, N values each.
-            completion_ids: N lists of tokens, for functions that ask for them.
-
-        Raises:
-            RewardError: a function fails and is not to be skipped, or none applies to any sample.
-            ValueError: lengths that differ.
-        """
-        return self._score(make_batch(prompts, completions, columns, completion_ids), NOTHING_KNOWN)
-
-    def _score(self, batch: Batch, known: Mapping[str, Sequence[float]]) -> RewardResult:
-        if not len(batch):
-            raise ValueError("completions is empty; there is nothing to score")
-        values, skipped = self._call_all(batch, known)
-        table = torch.tensor(values, dtype=torch.float64).T.contiguous()
-        applies = ~table.isnan()
-        self._report_unscored(applies, skipped, batch)
-        return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
-
     def _call_all(
-        self, batch: Batch, known: Mapping[str, Sequence[float]]
+        self, batch: Batch, precomputed: Mapping[str, Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, str]]:
         """F lists of N values, and why some of them are all NaN."""
-        due = [reward for reward in self.rewards if reward.name not in known]
-        calls = {r.name: arguments(r.name, r.function, r.options, batch) for r in due}
-        running = {r.name: self._start(r, calls[r.name]) for r in due if is_async(r.function)}
-        outcomes: dict[str, list[float] | CallFailed] = {name: list(known[name]) for name in known}
-        for reward in due:
-            if reward.name not in running:
-                outcomes[reward.name] = self._outcome(reward, self._start(reward, calls[reward.name]), batch)
-        for reward in due:
-            if reward.name in running:
-                outcomes[reward.name] = self._outcome(reward, running[reward.name], batch)
-        skipped = {
-            name: str(outcome) for name, outcome in outcomes.items() if isinstance(outcome, CallFailed)
-        }
-        values = [[math.nan] * len(batch) if name in skipped else outcomes[name] for name in self.names]
-        return values, skipped
+        values = {name: list(found) for name, found in precomputed.items()}
+        skipped: dict[str, str] = {}
+        due = [reward for reward in self.rewards if reward.name not in precomputed]
+        running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
+        for reward in sorted(due, key=lambda reward: reward.name in running):
+            call = running.get(reward.name) or self._start(reward, batch)
+            try:
+                values[reward.name] = check_values(self._runner.finish(call), len(batch))
+            except CallFailed as failure:
+                if reward.on_error == "fail":
+                    raise self._error(reward, failure, batch) from failure.__cause__
+                logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
+                values[reward.name] = [math.nan] * len(batch)
+                skipped[reward.name] = str(failure)
+        return [values[name] for name in self.names], skipped
 
-    def _start(self, reward: Reward, call: Mapping[str, Any]) -> Call:
-        return self._runner.start(reward.name, reward.function, call, reward.timeout)
-
-    def _outcome(self, reward: Reward, call: Call, batch: Batch) -> list[float] | CallFailed:
-        """The values, or the failure where it is to be skipped; raises RewardError where it is not."""
-        try:
-            return check_values(self._runner.finish(call), len(batch))
-        except CallFailed as failure:
-            if reward.on_error == "fail":
-                raise self._error(reward, failure, batch) from failure.__cause__
-            logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
-            return failure
+    def _start(self, reward: Reward, batch: Batch, timeout: float | None = None) -> Call:
+        arguments = batch.arguments(reward.name, reward.function, reward.options)
+        limit = reward.timeout if timeout is None else timeout
+        return self._runner.start(reward.name, reward.function, arguments, limit)
 
     def _error(self, reward: Reward, failure: CallFailed, batch: Batch) -> RewardError:
         """Names the sample: the one with the wrong value, or the first that fails alone too."""
         sample = failure.sample
-        if sample is None and isinstance(failure, Raised):
-            sample = self._first_raising(reward, type(failure.__cause__), batch)
+        cause = failure.__cause__
+        if sample is None and isinstance(failure, Raised) and cause is not None:
+            sample = self._first_raising(reward, type(cause), batch)
         where = "" if sample is not None else f"; the batch has {len(batch)} completions, the first is"
-        described = batch.describe(sample or 0)
-        return RewardError(reward.name, f"{failure}{where}\n{described}", sample)
+        return RewardError(reward.name, f"{failure}{where}\n{batch.describe(sample or 0)}", sample)
 
     def _first_raising(self, reward: Reward, error: type[BaseException], batch: Batch) -> int | None:
         """The first sample that raises the same when it is scored alone, searched for one timeout long."""
         deadline = time.monotonic() + reward.timeout
         for index in range(len(batch)):
-            call = arguments(reward.name, reward.function, reward.options, batch.one(index))
             try:
                 left = max(0.0, deadline - time.monotonic())
-                self._runner.finish(self._runner.start(reward.name, reward.function, call, left))
+                self._runner.finish(self._start(reward, batch.one(index), left))
             except Raised as failure:
                 if type(failure.__cause__) is error:
                     return index
@@ -209,33 +170,69 @@ class RewardSet:
                 return None
         return None
 
-    def _report_unscored(self, applies: torch.Tensor, skipped: Mapping[str, str], batch: Batch) -> None:
+    def _report_unscored(self, table: torch.Tensor, batch: Batch) -> None:
         """A row that no function scores is a fact about the data; a whole batch of them is a mistake."""
-        unscored = (~applies.any(dim=1)).nonzero().flatten().tolist()
-        if not unscored or skipped:
+        unscored = table.isnan().all(dim=1).nonzero().flatten().tolist()
+        if not unscored:
             return
         problem = f"gave None for {len(unscored)} of {len(batch)} completions: nothing scores them"
-        sample = batch.describe(unscored[0])
-        names = ", ".join(self.names)
+        names, sample = ", ".join(self.names), batch.describe(unscored[0])
         if len(unscored) == len(batch):
             remedy = "check that the columns hold what the rewards expect"
             raise RewardError(names, f"{problem}; {remedy}\n{sample}", unscored[0])
         logger.warning("reward %r %s; the first is %s", names, problem, sample)
 
 
-def column_names(prompts: Sequence[Prompt]) -> list[str]:
+def _column_names(prompts: Sequence[Prompt]) -> list[str]:
     """Every column that some prompt has."""
     return list({name: None for prompt in prompts for name in prompt.columns})
 
 
-def completions_batch(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
-) -> Batch:
-    """One sample a completion, group after group; None where a prompt lacks a column."""
-    pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-    return make_batch(
-        [prompt.prompt for prompt, _ in pairs],
-        [completion.text for _, completion in pairs],
-        {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns},
-        [completion.token_ids for _, completion in pairs],
-    )
+class EarlyScores:
+    """Calls the functions marked `per_group` on each group as it completes, while others still decode.
+
+    One call after the other. A function that fails drops out: it is called once more for the whole batch,
+    like those that are not marked, so its error is the one that it would have raised anyway.
+    """
+
+    def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
+        self._rewards = rewards
+        self._prompts = prompts
+        self._columns = _column_names(prompts)
+        self._values: dict[str, dict[int, list[float]]] = {r.name: {} for r in rewards.rewards if r.per_group}
+        self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
+        self._stopped = False
+        # A daemon: an interrupted run does not wait for a reward that hangs.
+        self._thread = threading.Thread(target=self._work, name="early rewards", daemon=True)
+        self._thread.start()
+
+    def group_done(self, index: int, completions: list[Completion]) -> None:
+        """Every completion of prompt `index` is there."""
+        self._due.put((index, completions))
+
+    def values(self) -> dict[str, list[float]]:
+        """By function, its values for all completions, group after group; waits for the calls under way."""
+        self._due.put(None)
+        self._thread.join()
+        groups = range(len(self._prompts))
+        return {
+            name: [value for index in groups for value in scored[index]]
+            for name, scored in self._values.items()
+            if len(scored) == len(groups)
+        }
+
+    def cancel(self) -> None:
+        """Nobody wants the values any more."""
+        self._stopped = True
+        self._due.put(None)
+
+    def _work(self) -> None:
+        while (done := self._due.get()) is not None and not self._stopped:
+            index, completions = done
+            for name in list(self._values):
+                try:
+                    values = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
+                except (CallFailed, RewardError):
+                    del self._values[name]
+                else:
+                    self._values[name][index] = values

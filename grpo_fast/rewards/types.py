@@ -1,7 +1,8 @@
-"""What a reward function is, and what comes of calling several."""
+"""What a reward function is given, and what comes of it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_fast.data.types import Message, Prompt
+from grpo_fast.lookup import choices
+from grpo_fast.rollout.types import Completion
+
 # TRL's contract: f(prompts, completions, completion_ids, **columns) -> one number or None a completion.
 # A function names the arguments that it wants. It may be async.
 RewardFunction = Callable[..., Any]
+ANSWER_COLUMN = "answer"
 
 
 class RewardError(RuntimeError):
@@ -21,6 +27,85 @@ class RewardError(RuntimeError):
         super().__init__(f"reward {reward!r} {problem}")
         self.reward = reward
         self.sample = sample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N completions with what they answer, in the columns that reward functions take."""
+
+    prompts: list[str | list[Message]]
+    completions: list[str | list[Message]]  # a conversation's answer is one assistant message, as in TRL
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
+    ) -> Batch:
+        """One sample a completion, group after group; None where a prompt lacks a column."""
+        pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+        return cls(
+            [prompt.prompt for prompt, _ in pairs],
+            [
+                completion.text
+                if isinstance(prompt.prompt, str)
+                else [{"role": "assistant", "content": completion.text}]
+                for prompt, completion in pairs
+            ],
+            [list(completion.token_ids) for _, completion in pairs],
+            {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns},
+        )
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def one(self, index: int) -> Batch:
+        """The batch of one sample."""
+        part = slice(index, index + 1)
+        columns = {name: values[part] for name, values in self.columns.items()}
+        return Batch(self.prompts[part], self.completions[part], self.completion_ids[part], columns)
+
+    def describe(self, index: int) -> str:
+        """One sample, for an error message."""
+        fields = {"prompt": self.prompts, "completion": self.completions, **self.columns}
+        lines = [f"\n  {name}: {_short(values[index])}" for name, values in fields.items()]
+        return f"sample {index}:{''.join(lines)}"
+
+    def arguments(self, name: str, function: RewardFunction, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of one call: what the signature asks for, everything for `**columns`.
+
+        A parameter `labels` that no column provides is the answer column, and `context` the dict of all
+        columns, as in Axolotl. Options win over columns of their name.
+
+        Raises:
+            RewardError: a parameter without default that nothing provides.
+        """
+        offered: dict[str, Any] = {
+            **self.columns,
+            "prompts": self.prompts,
+            "completions": self.completions,
+            "completion_ids": self.completion_ids,
+        }
+        chosen: dict[str, Any] = {}
+        for parameter in inspect.signature(function).parameters.values():
+            asked = parameter.name
+            if parameter.kind is parameter.VAR_KEYWORD:
+                chosen |= offered
+            elif asked in options or parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            elif asked in offered:
+                chosen[asked] = offered[asked]
+            elif asked == "context":
+                chosen[asked] = self.columns
+            elif asked == "labels" and ANSWER_COLUMN in self.columns:
+                chosen[asked] = self.columns[ANSWER_COLUMN]
+            elif parameter.default is parameter.empty:
+                raise RewardError(
+                    name,
+                    f"asks for {asked!r}, which is no column of the dataset: {choices(asked, self.columns)}. "
+                    "Rename a column (dataset.rename) or give the value in the reward's options",
+                )
+        return {**chosen, **options}
 
 
 @dataclass(frozen=True)
@@ -37,3 +122,8 @@ def weighted_sum(table: Tensor, weights: Sequence[float]) -> Tensor:
     # In float64: two sums that are equal on paper must not differ by rounding.
     total = (table.double() * torch.tensor(weights, dtype=torch.float64, device=table.device)).nansum(-1)
     return total.where(table.isfinite().any(-1), torch.nan).float()
+
+
+def _short(value: Any, limit: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -2,10 +2,12 @@ import re
 
 import pytest
 
-from grpo_fast.data import load_prompts
+from grpo_fast.data import exclude_overlap, load_prompts
 from grpo_fast.data.config import DatasetConfig
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
+BEGUN = [*CONVERSATION, {"role": "assistant", "content": "one is"}]
+SYSTEM = {"role": "system", "content": "be brief"}
 
 
 def given(tokenizer, dataset, index=0):
@@ -14,32 +16,29 @@ def given(tokenizer, dataset, index=0):
 
 
 class TestForm:
-    def test_text_becomes_a_user_turn_where_there_is_a_template_and_stays_text_for_the_rewards(
-        self, tokenizer, write
+    @pytest.mark.parametrize(
+        ("prompt", "options", "text"),
+        [
+            ("what is one", {}, "<user> what is one <end> <assistant>"),
+            ("what is one", {"chat": False}, "what is one"),
+            (CONVERSATION, {}, "<user> what is one <end> <assistant>"),
+            (BEGUN, {}, "<user> what is one <end> <assistant> one is"),
+        ],
+        ids=["text", "text without chat", "conversation", "answer begun"],
+    )
+    def test_the_model_gets_the_template_and_the_rewards_the_datas_own_form(
+        self, tokenizer, write, prompt, options, text
     ):
-        dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one", "answer": 1})), tokenizer)
-        assert given(tokenizer, dataset) == "<user> what is one <end> <assistant>"
-        assert dataset[0].prompt == "what is one"
+        source = write({"prompt": prompt, "answer": 1})
+        dataset = load_prompts(DatasetConfig(source=source, **options), tokenizer)
+        assert given(tokenizer, dataset) == text
+        assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
     def test_text_stays_text_without_a_template(self, make_tokenizer, write):
         plain = make_tokenizer(chat_template=None)
         dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one"})), plain)
         assert given(plain, dataset) == "what is one"
-
-    def test_text_stays_text_when_chat_is_off(self, tokenizer, write):
-        dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one"}), chat=False), tokenizer)
-        assert given(tokenizer, dataset) == "what is one"
-
-    def test_a_conversation_is_rendered_and_reaches_the_rewards_as_one(self, tokenizer, write):
-        dataset = load_prompts(DatasetConfig(source=write({"prompt": CONVERSATION})), tokenizer)
-        assert given(tokenizer, dataset) == "<user> what is one <end> <assistant>"
-        assert dataset[0].prompt == CONVERSATION
-
-    def test_a_conversation_that_ends_with_the_assistant_is_continued(self, tokenizer, write):
-        begun = [*CONVERSATION, {"role": "assistant", "content": "one is"}]
-        dataset = load_prompts(DatasetConfig(source=write({"prompt": begun})), tokenizer)
-        assert given(tokenizer, dataset) == "<user> what is one <end> <assistant> one is"
 
     def test_system_prompt_and_examples_come_before_the_question(self, tokenizer, write):
         config = DatasetConfig(
@@ -53,7 +52,7 @@ class TestForm:
         assert dataset[0].prompt == "what is one"
 
     def test_examples_come_after_a_conversations_own_system_message(self, tokenizer, write):
-        own = [{"role": "system", "content": "be brief"}, *CONVERSATION]
+        own = [SYSTEM, *CONVERSATION]
         config = DatasetConfig(source=write({"prompt": own}), examples=[("two ?", "2")])
         dataset = load_prompts(config, tokenizer)
         assert [turn["role"] for turn in dataset[0].prompt] == ["system", "user", "assistant", "user"]
@@ -77,39 +76,26 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("row", "options", "message"),
         [
-            ({"question": "one"}, {}, "dataset.prompt_column = 'prompt' is no column: there are question"),
-            ({"promt": "one"}, {}, "did you mean 'promt'?"),
-            ({"prompt": "  "}, {}, "the prompt of row 0 is empty"),
-            ({"prompt": 3}, {}, "row 0 must be text or a list of messages, got int: 3"),
-            ({"prompt": []}, {}, "row 0 must be text or a list of messages, got list: []"),
-            ({"prompt": [{"role": "user"}]}, {}, "a message is {role: text, content: text}"),
-            ({"prompt": [{"role": "system", "content": "be"}]}, {}, "ends with a system message"),
-            (
-                {"prompt": [{"role": "tool", "content": "be"}]},
-                {},
-                "refuses row 0 (roles tool): no tools here",
-            ),
-            ({"prompt": CONVERSATION}, {"chat": False}, "is a conversation, but dataset.chat = false"),
-            ({"prompt": "one"}, {"chat": False, "system_prompt": "be"}, "dataset.system_prompt makes turns"),
-            ({"prompt": "one"}, {"chat": False, "examples": [("a", "b")]}, "dataset.examples makes turns"),
-            (
-                {"prompt": "one"},
-                {"prompt_template": "{qestion}"},
-                "names the column 'qestion': there are prompt",
-            ),
-            ({"prompt": "one"}, {"prompt_template": "{}"}, "a field without a name"),
-            ({"prompt": "one"}, {"prompt_template": "{prompt"}, "prompt_template is malformed"),
+            ({"question": "one"}, {}, "dataset.prompt_column"),
+            ({"promt": "one"}, {}, "'promt'"),
+            ({"prompt": "  "}, {}, "row 0 is empty"),
+            ({"prompt": 3}, {}, "row 0 must be text or a list"),
+            ({"prompt": []}, {}, "row 0 must be text or a list"),
+            ({"prompt": [{"role": "user"}]}, {}, "row 0: a message"),
+            ({"prompt": [{"role": "system", "content": "be"}]}, {}, "row 0 ends with a system message"),
+            ({"prompt": [{"role": "tool", "content": "be"}]}, {}, "row 0 (roles tool): no tools here"),
+            ({"prompt": CONVERSATION}, {"chat": False}, "dataset.chat = false"),
+            ({"prompt": [SYSTEM, *CONVERSATION]}, {"system_prompt": "be"}, "dataset.system_prompt"),
+            ({"prompt": "one"}, {"chat": False, "system_prompt": "be"}, "dataset.system_prompt"),
+            ({"prompt": "one"}, {"chat": False, "examples": [("a", "b")]}, "dataset.examples"),
+            ({"prompt": "one"}, {"prompt_template": "{qestion}"}, "'qestion'"),
+            ({"prompt": "one"}, {"prompt_template": "{}"}, "dataset.prompt_template"),
+            ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
         ],
     )
     def test_what_makes_no_prompt_is_refused(self, tokenizer, write, row, options, message):
         config = DatasetConfig(source=write(row), **options)
         with pytest.raises(ValueError, match=re.escape(message)):
-            load_prompts(config, tokenizer)
-
-    def test_two_system_messages_are_refused(self, tokenizer, write):
-        own = [{"role": "system", "content": "be brief"}, *CONVERSATION]
-        config = DatasetConfig(source=write({"prompt": own}), system_prompt="be")
-        with pytest.raises(ValueError, match="row 0 has a system message of its own"):
             load_prompts(config, tokenizer)
 
     @pytest.mark.parametrize(
@@ -188,3 +174,68 @@ def test_slices_of_a_dataset_are_prompts(tokenizer, write):
     dataset = load_prompts(DatasetConfig(source=write({"prompt": "one"}, {"prompt": "two"})), tokenizer)
     assert [prompt.prompt for prompt in dataset[:1]] == ["one"]
     assert len(dataset[:None]) == 2
+
+
+@pytest.fixture
+def questions_of(tokenizer, write):
+    def load(name, *prompts, **options):
+        source = write(*({"prompt": prompt} for prompt in prompts), name=f"{name}.jsonl")
+        return load_prompts(DatasetConfig(source=source, **options), tokenizer)
+
+    return load
+
+
+def questions(dataset):
+    return [prompt.prompt for prompt in dataset]
+
+
+def test_held_out_questions_leave_the_training_set_and_are_counted(questions_of):
+    train = questions_of("train", "one", "two", "three")
+    kept = exclude_overlap(train, questions_of("test", "two"))
+    assert questions(kept) == ["one", "three"]
+    assert (kept.report.overlapping, kept.report.rows) == (1, 3)
+    assert len(train) == 3
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "any_order", "kept"),
+    [
+        (["What  is\tONE ?", "two"], "what is one?", None, ["two"]),
+        (["one is two"], "two is one", None, ["one is two"]),
+        (["31 + 6 =", "3 + 16 ="], "6 + 31 =", True, ["3 + 16 ="]),
+        (["2.5 + 3.1"], "3.5 + 2.1", True, ["2.5 + 3.1"]),
+    ],
+    ids=["case and spacing", "order in prose", "commuted on request", "a decimal number is one word"],
+)
+def test_what_counts_as_the_same_question(questions_of, train, held_out, any_order, kept):
+    found = exclude_overlap(
+        questions_of("train", *train), questions_of("test", held_out), any_order=any_order
+    )
+    assert questions(found) == kept
+
+
+def test_system_prompts_and_examples_take_no_part(questions_of):
+    conversation = [{"role": "user", "content": "what is one"}]
+    train = questions_of("train", conversation, "two", system_prompt="be brief", examples=[("two ?", "2")])
+    held_out = questions_of("test", [{"role": "system", "content": "be"}, *conversation])
+    assert questions(exclude_overlap(train, held_out)) == ["two"]
+
+
+def test_nothing_left_is_refused(questions_of):
+    with pytest.raises(ValueError, match=r"train\.jsonl occur in the held-out set"):
+        exclude_overlap(questions_of("train", "one"), questions_of("test", "one"))
+
+
+def test_neighbouring_seeds_of_a_task_are_found_out_with_commuted_sums(tokenizer):
+    pytest.importorskip("reasoning_gym")
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+    def load(seed, size):
+        config = DatasetConfig(source="reasoning_gym:chain_sum", size=size, seed=seed, options=options)
+        return load_prompts(config, tokenizer)
+
+    train, held_out = load(0, 50), load(40, 50)
+    kept = exclude_overlap(train, held_out)
+    words = {tuple(sorted(prompt.prompt.split())) for prompt in held_out}
+    assert kept.report.overlapping >= 10
+    assert not any(tuple(sorted(prompt.prompt.split())) in words for prompt in kept)

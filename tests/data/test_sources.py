@@ -1,11 +1,12 @@
 import json
 import re
 import socket
+import sys
 
 import pytest
 
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.data.sources import read_rows
+from grpo_fast.data.sources import generate_rows, read_rows
 
 ROWS = [{"prompt": "one", "answer": 1}, {"prompt": "two", "answer": 2}, {"prompt": "three", "answer": 3}]
 
@@ -43,61 +44,45 @@ def test_size_keeps_the_first_rows(write):
     assert read_rows(DatasetConfig(source=write(*ROWS), size=2)) == ROWS[:2]
 
 
-def test_a_size_beyond_the_file_is_refused(write):
-    with pytest.raises(ValueError, match=r"dataset\.size = 4, but .*rows\.jsonl has 3 rows"):
-        read_rows(DatasetConfig(source=write(*ROWS), size=4))
-
-
 def test_renamed_columns_have_the_new_name(write):
     rows = read_rows(DatasetConfig(source=write(*ROWS), rename={"answer": "solution"}))
     assert rows[0] == {"prompt": "one", "solution": 1}
 
 
 @pytest.mark.parametrize(
-    ("rename", "message"),
+    ("options", "message"),
     [
-        ({"answr": "x"}, "no column 'answr': there are answer, prompt; did you mean 'answer'?"),
-        ({"answer": "prompt"}, "'answer' cannot become 'prompt', which is a column already"),
-        ({"answer": "x", "prompt": "x"}, "gives two columns one name"),
-        ({"answer": "completions"}, "'completions' has the name of an argument of the rewards"),
+        ({"rename": {"answr": "x"}}, "'answr'.*'answer'"),
+        ({"rename": {"answer": "prompt"}}, "'answer'.*'prompt'.*column already"),
+        ({"rename": {"answer": "x", "prompt": "x"}}, "one name"),
+        ({"rename": {"answer": "completions"}}, "'completions'"),
+        ({"size": 4}, r"dataset\.size = 4.* 3 rows"),
+        ({"options": {"min_terms": 2}}, "reasoning_gym:TASK"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_suit_the_rows_are_refused(write, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_rows(DatasetConfig(source=write(*ROWS), **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "", "no rows"),
+        ("broken.jsonl", '{"prompt": "one"}\n{"prompt":\n', "JSON"),
+        ("rows.xlsx", "", r"\.jsonl, \.json, \.parquet, \.csv"),
     ],
 )
-def test_a_rename_that_cannot_be_done_is_refused(write, rename, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_rows(DatasetConfig(source=write(*ROWS), rename=rename))
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    path = tmp_path / "empty.jsonl"
-    path.touch()
-    with pytest.raises(ValueError, match=r"empty\.jsonl' has no rows"):
-        read_rows(DatasetConfig(source=str(path)))
+def test_a_file_that_holds_no_rows_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(name)}.*{message}"):
+        read_rows(DatasetConfig(source=str(tmp_path / name)))
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(
-        FileNotFoundError, match=r"dataset\.source = 'nowhere/rows\.jsonl': there is no such file"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"'nowhere/rows\.jsonl'"):
         read_rows(DatasetConfig(source="nowhere/rows.jsonl"))
-
-
-def test_a_broken_file_is_named(tmp_path):
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"prompt": "one"}\n{"prompt":\n')
-    with pytest.raises(ValueError, match=r"cannot read dataset\.source = '.*broken\.jsonl'"):
-        read_rows(DatasetConfig(source=str(path)))
-
-
-def test_a_file_of_another_kind_is_refused_with_the_kinds_there_are(tmp_path):
-    path = tmp_path / "rows.xlsx"
-    path.touch()
-    with pytest.raises(ValueError, match=r"the suffix must be one of \.jsonl, \.json, \.parquet, \.csv"):
-        read_rows(DatasetConfig(source=str(path)))
-
-
-def test_generator_options_are_refused_for_a_file(write):
-    with pytest.raises(ValueError, match="only means something for reasoning_gym:TASK"):
-        read_rows(DatasetConfig(source=write(*ROWS), options={"min_terms": 2}))
 
 
 def test_a_hub_id_goes_to_datasets_with_its_name_and_split(monkeypatch):
@@ -117,3 +102,39 @@ def test_a_hub_failure_says_what_was_asked_and_what_else_a_source_may_be(monkeyp
     monkeypatch.setattr("datasets.load_dataset", fail)
     with pytest.raises(ValueError, match=r"'openai/gsm8k' \(name None, split 'train'\).*no route.*\.jsonl"):
         read_rows(DatasetConfig(source="openai/gsm8k"))
+
+
+def test_a_missing_reasoning_gym_is_one_sentence_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r"pip install 'grpo-fast\[tasks\]'"):
+        generate_rows("chain_sum", seed=0)
+
+
+class TestGenerator:
+    @pytest.fixture(autouse=True)
+    def _installed(self):
+        pytest.importorskip("reasoning_gym")
+
+    def test_rows_hold_question_answer_metadata_and_the_whole_entry(self):
+        rows = generate_rows("chain_sum", seed=7, size=3, options={"min_terms": 2, "max_terms": 2})
+        row = rows[0]
+        assert len(rows) == 3
+        assert set(row) == {"prompt", "question", "answer", "metadata", "entry"}
+        assert row["prompt"] == row["question"] == row["entry"]["question"]
+        assert row["metadata"]["num_terms"] == 2
+
+    def test_one_seed_gives_one_dataset(self):
+        assert generate_rows("chain_sum", seed=7, size=5) == generate_rows("chain_sum", seed=7, size=5)
+
+    @pytest.mark.parametrize(
+        ("task", "options", "message"),
+        [
+            ("chain_sun", {}, "'chain_sum'"),
+            ("chain_sum", {"min_term": 2}, "'min_terms'"),
+            ("chain_sum", {"seed": 2}, "dataset.seed"),
+            ("chain_sum", {"min_terms": 3, "max_terms": 2}, "chain_sum refuses"),
+        ],
+    )
+    def test_what_the_generator_cannot_do_is_refused(self, task, options, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            generate_rows(task, seed=0, options=options)

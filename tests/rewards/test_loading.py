@@ -2,8 +2,10 @@ import re
 
 import pytest
 
+from grpo_fast.data import Prompt
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rewards.config import RewardConfig
+from grpo_fast.rollout import Completion
 
 USER_FILE = """
 from dataclasses import dataclass
@@ -35,25 +37,23 @@ def load(reward, **options):
 
 
 def total(rewards, *completions):
-    return rewards.score(["?"] * len(completions), completions, {}).total.tolist()
+    group = [Completion((0,), (0.0,), text, False) for text in completions]
+    return rewards.score_completions([Prompt(0, "?", (0,), {})], [group]).total.tolist()
 
 
-def test_a_function_of_a_file_gets_its_options(user_file):
-    rewards = load(f"{user_file}:shout", factor=2.0)
-    assert rewards.names == ("shout",)
-    assert total(rewards, "HEY", "hey") == [2, 0]
-
-
-def test_a_class_of_a_file_is_made_with_its_options(user_file):
-    rewards = load(f"{user_file}:Ends", letter="y")
-    assert rewards.names == ("Ends",)
-    assert total(rewards, "hey", "ho") == [1, 0]
-
-
-def test_an_object_with_a_call_is_a_reward(user_file):
-    rewards = load(f"{user_file}:ends_in_b")
-    assert rewards.names == ("Ends",)
-    assert total(rewards, "ab", "ba") == [1, 0]
+@pytest.mark.parametrize(
+    ("attribute", "options", "completions", "name", "values"),
+    [
+        ("shout", {"factor": 2.0}, ["HEY", "hey"], "shout", [2, 0]),
+        ("Ends", {"letter": "y"}, ["hey", "ho"], "Ends", [1, 0]),
+        ("ends_in_b", {}, ["ab", "ba"], "Ends", [1, 0]),
+    ],
+    ids=["function with options", "class made with options", "object with a call"],
+)
+def test_a_file_holds_rewards(user_file, attribute, options, completions, name, values):
+    rewards = load(f"{user_file}:{attribute}", **options)
+    assert rewards.names == (name,)
+    assert total(rewards, *completions) == values
 
 
 def test_a_function_of_a_module_is_imported(user_file, monkeypatch):
@@ -75,26 +75,17 @@ def test_a_name_that_occurs_again_is_numbered():
 @pytest.mark.parametrize(
     ("reward", "options", "message"),
     [
-        ("exact_mach", {}, "there is no built-in reward 'exact_mach'"),
-        ("exact_mach", {}, "did you mean 'exact_match'?"),
-        (
-            "rewards.accuracy",
-            {},
-            "a function of your own is written rewards:accuracy or path/to/file.py:accuracy",
-        ),
-        ("no_such_module:reward", {}, "A file that is not installed is given by its path"),
-        ("no/file.py:reward", {}, "there is no file 'no/file.py'"),
-        (
-            "numeric_match",
-            {"toleranc": 1},
-            "no option 'toleranc': there are answer_column, marker, tolerance; did",
-        ),
-        ("numeric_match", {"tolerance": -1}, "options of reward 'numeric_match': tolerance: Input should be"),
-        ("regex_format", {}, "pattern: Field required"),
-        ("regex_format", {"pattern": "("}, "'(' is no regular expression"),
-        ("exact_match", {"extract": "Answer: .*"}, "needs exactly one group"),
-        ("soft_overlong", {"max_length": 1, "cache": 3}, "cache = 3 exceeds max_length = 1"),
-        ("tag_format", {"tags": "think"}, "tags: Input should be a valid list"),
+        ("exact_mach", {}, "'exact_match'"),
+        ("rewards.accuracy", {}, "rewards:accuracy"),
+        ("no_such_module:reward", {}, "path/to/file.py:reward"),
+        ("no/file.py:reward", {}, "'no/file.py'"),
+        ("numeric_match", {"toleranc": 1}, "'tolerance'"),
+        ("numeric_match", {"tolerance": -1}, "'numeric_match': tolerance"),
+        ("regex_format", {}, "pattern"),
+        ("regex_format", {"pattern": "("}, "'('"),
+        ("exact_match", {"extract": "Answer: .*"}, "one group"),
+        ("soft_overlong", {"max_length": 1, "cache": 3}, "cache = 3"),
+        ("tag_format", {"tags": "think"}, "tags"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(reward, options, message):
@@ -105,11 +96,10 @@ def test_what_cannot_be_loaded_is_refused(reward, options, message):
 @pytest.mark.parametrize(
     ("attribute", "options", "message"),
     [
-        ("shot", {}, "has no 'shot'"),
-        ("shot", {}, "did you mean 'shout'?"),
-        ("number", {}, "is int, which cannot be called"),
-        ("shout", {"factr": 1}, "no option 'factr'"),
-        ("Ends", {"lettr": 1}, "no option 'lettr': there are letter; did you mean 'letter'?"),
+        ("shot", {}, "'shout'"),
+        ("number", {}, "is int"),
+        ("shout", {"factr": 1}, "'factor'"),
+        ("Ends", {"lettr": 1}, "'letter'"),
     ],
 )
 def test_what_a_file_does_not_have_is_refused(user_file, attribute, options, message):
@@ -120,5 +110,5 @@ def test_what_a_file_does_not_have_is_refused(user_file, attribute, options, mes
 def test_a_file_that_fails_to_load_says_why(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("import no_such_package")
-    with pytest.raises(ValueError, match=r"cannot load '.*broken\.py': ModuleNotFoundError"):
+    with pytest.raises(ValueError, match=r"broken\.py.*ModuleNotFoundError"):
         load(f"{path}:reward")

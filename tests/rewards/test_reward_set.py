@@ -16,8 +16,19 @@ PROMPTS = ["one?", "two?", "three?"]
 COMPLETIONS = ["1", "22", "333"]
 
 
-def score(*rewards, prompts=PROMPTS, completions=COMPLETIONS, columns=None, **options):
-    return RewardSet(rewards).score(prompts, completions, columns or {}, **options)
+def score(*rewards, prompts=PROMPTS, completions=COMPLETIONS, columns=None):
+    return score_with(RewardSet(rewards), prompts, completions, columns)
+
+
+def score_with(rewards, prompts=PROMPTS, completions=COMPLETIONS, columns=None):
+    """One completion of each prompt, whose token is its index."""
+    columns = columns or {}
+    rows = [
+        Prompt(i, prompt, (0,), {name: values[i] for name, values in columns.items()})
+        for i, prompt in enumerate(prompts)
+    ]
+    groups = [[Completion((i,), (0.0,), text, False)] for i, text in enumerate(completions)]
+    return rewards.score_completions(rows, groups)
 
 
 def lengths(completions):
@@ -48,7 +59,7 @@ class TestTotals:
         assert "prompt: 'two?'" in caplog.text
 
     def test_a_batch_that_nothing_applies_to_is_refused(self):
-        with pytest.raises(RewardError, match=r"'a' gave None for 3 of 3 completions: nothing scores them"):
+        with pytest.raises(RewardError, match=r"'a' gave None for 3 of 3"):
             score(constant(None, None, None, name="a"))
 
     @pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
@@ -75,11 +86,11 @@ class TestArguments:
             seen.update(everything)
             return [0, 0, 0]
 
-        score(Reward("all", reward), columns={"answer": [1, 2, 3]}, completion_ids=[(1,), (2,), (3,)])
+        score(Reward("all", reward), columns={"answer": [1, 2, 3]})
         assert seen == {
             "prompts": PROMPTS,
             "completions": COMPLETIONS,
-            "completion_ids": [[1], [2], [3]],
+            "completion_ids": [[0], [1], [2]],
             "answer": [1, 2, 3],
         }
 
@@ -114,20 +125,14 @@ class TestArguments:
 
     def test_a_missing_column_is_named_before_anything_is_generated(self):
         rewards = RewardSet([Reward("r", lambda completions, anser: [])])
-        with pytest.raises(
-            RewardError, match=r"'r' asks for 'anser', .* there are answer, question; did you mean"
-        ):
+        with pytest.raises(RewardError, match=r"'anser'.*'answer'"):
             rewards.check_columns(["question", "answer"])
 
     def test_a_missing_answer_column_of_a_built_in_is_named_before_anything_is_generated(self):
         rewards = load_rewards([RewardConfig(reward="exact_match", options={"answer_column": "solution"})])
         rewards.check_columns(["solution"])
-        with pytest.raises(RewardError, match=r"'exact_match' reads the column 'solution' \(answer_column\)"):
+        with pytest.raises(RewardError, match=r"'exact_match'.*'solution' \(answer_column\)"):
             rewards.check_columns(["answer"])
-
-    def test_lengths_that_differ_are_refused(self):
-        with pytest.raises(ValueError, match=r"columns\['answer'\] has 2 entries for 3 completions"):
-            score(constant(1, 1, 1), columns={"answer": [1, 2]})
 
     def test_groups_of_completions_are_scored_in_order(self):
         prompts = [Prompt(0, "a", (1,), {"answer": "1"}), Prompt(1, "b", (2,), {"answer": "2", "extra": 5})]
@@ -162,9 +167,7 @@ class TestFailures:
                 raise KeyError("batch")
             return [0]
 
-        with pytest.raises(
-            RewardError, match=r"the batch has 3 completions, the first is\nsample 0"
-        ) as caught:
+        with pytest.raises(RewardError, match="sample 0") as caught:
             score(Reward("r", reward))
         assert caught.value.sample is None
 
@@ -208,18 +211,11 @@ class TestFailures:
             raise ValueError("no")
 
         with caplog.at_level(logging.WARNING):
-            result = score(Reward("broken", broken, on_error="skip"), Reward("length", lengths))
+            result = score(Reward("broken", broken, on_error="skip"), constant(None, 2, None))
         assert result.skipped == {"broken": "raised ValueError: no"}
         assert result.table[:, 0].isnan().all()
-        assert result.total.tolist() == [1, 2, 3]
-        assert "reward 'broken' raised ValueError: no; skipped for 3 completions" in caplog.text
-
-    def test_the_total_is_nan_where_only_skipped_functions_might_have_applied(self):
-        def broken(completions):
-            raise ValueError("no")
-
-        result = score(Reward("broken", broken, on_error="skip"), constant(None, 2, None))
         assert result.total.isnan().tolist() == [True, False, True]
+        assert "'broken' raised ValueError" in caplog.text
 
     def test_a_function_that_still_hangs_is_not_started_again(self):
         release, starts = threading.Event(), []
@@ -230,8 +226,8 @@ class TestFailures:
             return [0] * len(completions)
 
         rewards = RewardSet([Reward("slow", slow, timeout=0.05, on_error="skip"), Reward("length", lengths)])
-        rewards.score(PROMPTS, COMPLETIONS, {})
-        again = rewards.score(PROMPTS, COMPLETIONS, {})
+        score_with(rewards)
+        again = score_with(rewards)
         release.set()
         assert again.skipped == {"slow": "has not returned from an earlier call yet"}
         assert len(starts) == 1
@@ -287,8 +283,8 @@ class TestAsync:
             return [0] * len(completions)
 
         rewards = RewardSet([Reward("r", reward)])
-        rewards.score(PROMPTS, COMPLETIONS, {})
-        rewards.score(PROMPTS, COMPLETIONS, {})
+        score_with(rewards)
+        score_with(rewards)
         assert loops[0] is loops[1]
 
     def test_an_async_exception_names_the_sample(self):
@@ -315,12 +311,12 @@ class TestAsync:
             return [1, 1, 1]
 
         rewards = RewardSet([Reward("blocking", blocking, timeout=1, on_error="skip")])
-        first = rewards.score(PROMPTS, COMPLETIONS, {})
-        second = rewards.score(PROMPTS, COMPLETIONS, {})
+        first = score_with(rewards)
+        second = score_with(rewards)
         release.set()
         freed.wait(10)
         rewards._runner._busy["blocking"].result(10)
-        third = rewards.score(PROMPTS, COMPLETIONS, {})
+        third = score_with(rewards)
         assert "an async reward blocks the event loop" in first.skipped["blocking"]
         assert second.skipped == {"blocking": "has not returned from an earlier call yet"}
         assert third.total.tolist() == [1, 1, 1]

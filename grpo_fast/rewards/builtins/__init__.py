@@ -1,10 +1,16 @@
 """The built-in rewards by name. Their options are the fields of their classes."""
 
-from grpo_fast.rewards.builtins.formats import RegexFormat, TagFormat, TagFormatIncremental
-from grpo_fast.rewards.builtins.length import Length, SoftOverlong
-from grpo_fast.rewards.builtins.matching import ExactMatch, NumericMatch
 from grpo_fast.rewards.builtins.math_equivalence import MathVerify
 from grpo_fast.rewards.builtins.reasoning_gym import ReasoningGym
+from grpo_fast.rewards.builtins.text import (
+    ExactMatch,
+    Length,
+    NumericMatch,
+    RegexFormat,
+    SoftOverlong,
+    TagFormat,
+    TagFormatIncremental,
+)
 
 BUILTINS: dict[str, type] = {
     "exact_match": ExactMatch,

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_fast.rewards.builtins.matching import GSM8K_MARKER
 from grpo_fast.rewards.builtins.options import Completions, Scores, column, reward, texts
+from grpo_fast.rewards.builtins.text import GSM8K_MARKER
 
 SCRIPT = Path(__file__).with_name("math_worker.py")
 START_LIMIT = 120.0  # seconds that importing sympy may take on a busy machine

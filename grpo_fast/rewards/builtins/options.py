@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from grpo_fast.data.names import choices
+from grpo_fast.lookup import choices
 
 Completions = Sequence[Any]  # N texts, or N conversations of one assistant message
 Scores = list[float | None]
@@ -37,13 +37,6 @@ def column_options(function: Any) -> dict[str, str]:
         return {}
     names = (field.name for field in dataclasses.fields(function) if field.name.endswith("_column"))
     return {name: getattr(function, name) for name in names}
-
-
-def lengths(completion_ids: Sequence[Sequence[int]] | None) -> list[int]:
-    """Tokens of each completion; raises ValueError without the tokens."""
-    if completion_ids is None:
-        raise ValueError("completion_ids is missing: lengths are counted in tokens")
-    return [len(ids) for ids in completion_ids]
 
 
 def extract(text: str, pattern: str | None) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from grpo_fast.data.tasks import import_reasoning_gym
+from grpo_fast.data.sources import import_reasoning_gym
 from grpo_fast.rewards.builtins.options import (
     Completions,
     GroupPattern,
@@ -46,9 +46,7 @@ class ReasoningGym:
     """
 
     entry_column: str = "entry"
-    extract: GroupPattern | None = (
-        None  # the part of the completion that is the answer; 0 where it is missing
-    )
+    extract: GroupPattern | None = None  # the part that is the answer; 0 where it is missing
     partial_credit: bool = True  # false: anything less than the full score is 0
 
     def __call__(self, completions: Completions, **columns: Any) -> Scores:

@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_fast.data.tasks import generate_rows
+from grpo_fast.data.sources import generate_rows
 from grpo_fast.rewards.builtins.reasoning_gym import ReasoningGym, is_plain
 
 pytest.importorskip("reasoning_gym")

@@ -67,7 +67,7 @@ async def later(completions: Sequence[str]) -> list[float]:
 def score(rewards: RewardSet, engine: Any) -> Any:
     groups, early = generate(engine, PROMPTS, 3, Sampling(4), rewards)
     known = early.values() if early is not None else {}
-    return known, rewards.score_completions(PROMPTS, groups, known=known)
+    return known, rewards.score_completions(PROMPTS, groups, precomputed=known)
 
 
 def rewards(*functions: Any, per_group: Sequence[str], **options: Any) -> RewardSet:

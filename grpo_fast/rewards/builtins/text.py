@@ -1,16 +1,18 @@
-"""Right or wrong by comparing text or numbers."""
+"""Rewards of the completion itself: right or wrong, in the form asked for, as long as it should be."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_fast.rewards.builtins.options import (
     Completions,
     GroupPattern,
+    Pattern,
     Scores,
     column,
     extract,
@@ -93,3 +95,93 @@ def number_in(text: str, marker: str | None = None) -> Decimal | None:
 
 def _decimal(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace(MINUS, "-"))
+
+
+Tags = Annotated[list[str], Field(min_length=1)]
+
+
+@reward
+class TagFormat:
+    """1 where the completion is exactly `<a>...</a> <b>...</b>`: each tag once, in order, nothing around."""
+
+    tags: Tags = Field(default_factory=lambda: ["think", "answer"])
+    prefix: str = ""  # what the prompt has begun already, such as "<think>"
+
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+        return [float(self._fits(self.prefix + text)) for text in texts(completions)]
+
+    def _fits(self, text: str) -> bool:
+        rest = text.strip()
+        for tag in self.tags:
+            opening, closing = f"<{tag}>", f"</{tag}>"
+            if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
+                return False
+            inside, closed, rest = rest.removeprefix(opening).partition(closing)
+            if not closed or not inside.strip():
+                return False
+            rest = rest.lstrip()
+        return not rest
+
+
+@reward
+class TagFormatIncremental:
+    """The share of the opening and closing tags that occur exactly once: something to climb."""
+
+    tags: Tags = Field(default_factory=lambda: ["think", "answer"])
+    prefix: str = ""  # what the prompt has begun already
+
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+        wanted = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        return [
+            sum((self.prefix + text).count(mark) == 1 for mark in wanted) / len(wanted)
+            for text in texts(completions)
+        ]
+
+
+@reward
+class RegexFormat:
+    """1 where the whole completion matches the pattern, 0 elsewhere."""
+
+    pattern: Pattern
+
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+        return [float(re.fullmatch(self.pattern, text) is not None) for text in texts(completions)]
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+@reward
+class Length:
+    """−penalty × |tokens − target| / target: 0 at the target, falling on both sides."""
+
+    target: Positive
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+
+    def __call__(
+        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> Scores:
+        return [-self.penalty * abs(n - self.target) / self.target for n in map(len, completion_ids)]
+
+
+@reward
+class SoftOverlong:
+    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13).
+
+    0 up to max_length − cache tokens, falling to −1 at max_length, −1 beyond.
+    """
+
+    max_length: Positive
+    cache: Positive
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SoftOverlong:
+        if self.cache > self.max_length:
+            raise ValueError(f"cache = {self.cache} exceeds max_length = {self.max_length}; lower it")
+        return self
+
+    def __call__(
+        self, completions: Completions, completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> Scores:
+        free = self.max_length - self.cache
+        return [max(-1.0, min(0.0, (free - n) / self.cache)) for n in map(len, completion_ids)]

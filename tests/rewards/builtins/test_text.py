@@ -1,0 +1,130 @@
+from decimal import Decimal
+
+import pytest
+
+from grpo_fast.rewards.builtins import BUILTINS
+from grpo_fast.rewards.builtins.text import number_in
+
+GSM8K = "She sold 48 / 2 = <<48/2=24>>24 clips in May.\nIn all 1,072.\n#### 1,072"
+TAGS = "<think>a\nb</think>\n<answer>c</answer>"
+
+
+def score(name, completions, options=None, **columns):
+    return BUILTINS[name](**options or {})(completions=completions, **columns)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [("4", "4", 1.0), (" 4\n", 4, 1.0), ("4.", "4", 0.0), ("Four", "four", 0.0), ("4", None, None)],
+)
+def test_exact_match_compares_text_but_for_the_spaces_around(completion, answer, value):
+    assert score("exact_match", [completion], answer=[answer]) == [value]
+
+
+def test_exact_match_may_ignore_case_and_look_at_a_part():
+    options = {"ignore_case": True, "extract": "Answer: (.*)"}
+    completions = ["Answer: no\nAnswer: Yes", "yes", "Answer: no"]
+    assert score("exact_match", completions, options, answer=["yes"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_conversations_are_read_like_text():
+    assert score("exact_match", [[{"role": "assistant", "content": "4"}]], answer=["4"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("x = 42.", "42"),
+        ("1,234.50 dollars", "1234.50"),
+        ("it is -3", "-3"),
+        ("it is \N{MINUS SIGN}3", "-3"),
+        ("5-3", "3"),
+        ("10-20", "20"),
+        ("costs $-5", "-5"),
+        ("between 1, 2", "2"),
+        ("1,2", "2"),
+        ("12,3456", "3456"),
+        (".5", "0.5"),
+        ("-.5", "-0.5"),
+        ("1.5e3", "1500"),
+        ("2e-2", "0.02"),
+        ("3e999999999", "999999999"),
+        ("no idea", None),
+    ],
+)
+def test_the_last_number_of_a_text_is_read(text, number):
+    assert number_in(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("options", "completions", "answer", "values"),
+    [
+        ({}, ["So it is 1072.", "1,072.00 clips", "24", "none"], GSM8K, [1.0, 1.0, 0.0, 0.0]),
+        (
+            {"marker": "####"},
+            ["#### 72 clips in 2 months", "#### 5\n#### 72", "72", "####"],
+            "72",
+            [1.0, 1.0, 0.0, 0.0],
+        ),
+        ({"tolerance": 0.1}, ["3.1", "3.2"], 3.0, [1.0, 0.0]),
+        ({}, ["3"], None, [None]),
+        ({}, ["3"], "", [None]),
+        ({}, ["3"], "no number", [None]),
+    ],
+    ids=["gsm8k", "marker", "tolerance", "no answer", "empty answer", "answer without number"],
+)
+def test_numeric_match_compares_numbers(options, completions, answer, values):
+    assert score("numeric_match", completions, options, answer=[answer] * len(completions)) == values
+
+
+def test_a_missing_answer_column_is_named_with_those_there_are():
+    with pytest.raises(ValueError, match=r"'answer' \(answer_column\).*anser"):
+        score("numeric_match", ["3"], anser=["3"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "share"),
+    [
+        (TAGS, 1.0, 1.0),
+        (f"  {TAGS}\n", 1.0, 1.0),
+        (f"Well, {TAGS}", 0.0, 1.0),
+        (f"{TAGS} there", 0.0, 1.0),
+        ("<think>a</think> so <answer>c</answer>", 0.0, 1.0),
+        ("<answer>c</answer><think>a</think>", 0.0, 1.0),
+        ("<think>a<answer>c</answer></think>", 0.0, 1.0),
+        ("<think></think><answer>c</answer>", 0.0, 1.0),
+        ("<think>a</think><answer>c", 0.0, 0.75),
+        ("<think>a</think></think><answer>c</answer>", 0.0, 0.75),
+        ("<think>a</think><answer>c</answer><answer>d</answer>", 0.0, 0.5),
+        ("<think>a</think>", 0.0, 0.5),
+        ("<think><think>", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_the_strict_format_is_every_tag_once_in_order_and_the_incremental_one_a_share(
+    completion, strict, share
+):
+    assert score("tag_format", [completion]) == [strict]
+    assert score("tag_format_incremental", [completion]) == [share]
+
+
+def test_a_tag_that_the_prompt_opens_counts():
+    options = {"tags": ["think"], "prefix": "<think>"}
+    assert score("tag_format", ["a</think>", "<think>a</think>"], options) == [1.0, 0.0]
+
+
+def test_a_pattern_must_match_the_whole_completion():
+    completions = ["Answer: 12\n", "Answer: x", "So Answer: 12", "Answer: 12 yes"]
+    assert score("regex_format", completions, {"pattern": r"Answer: -?\d+\s*"}) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "lengths", "values"),
+    [
+        ("length", {"target": 10, "penalty": 2.0}, [10, 5, 20], [0.0, -1.0, -2.0]),
+        ("soft_overlong", {"max_length": 10, "cache": 4}, [0, 6, 8, 10, 20], [0.0, 0.0, -0.5, -1.0, -1.0]),
+    ],
+)
+def test_lengths_are_scored_in_tokens(name, options, lengths, values):
+    ids = [[0] * length for length in lengths]
+    assert score(name, [""] * len(ids), options, completion_ids=ids) == values
