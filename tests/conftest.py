@@ -50,10 +50,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def rng() -> torch.Generator:
+def seed() -> int:
     """A fresh seed for every test, printed so that a failure can be repeated."""
     seed = int(torch.Generator().seed() % 2**31)
     print(f"seed {seed}")
+    return seed
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    """Of the test's seed."""
     return torch.Generator().manual_seed(seed)
 
 

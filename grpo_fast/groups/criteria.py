@@ -29,7 +29,7 @@ class Criterion:
 
     @property
     def tells_apart(self) -> bool:
-        """Whether any two prompts differ: without spread a criterion would only dilute the others."""
+        """Whether any two prompts differ: a constant criterion would only dilute the others."""
         return bool((self.values != self.values[:1]).any())
 
     def distance(self, rows: Tensor, others: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts drawn by difficulty, as the running pass rate of each tells it."""
+"""Prompts drawn by difficulty, which is measured by each prompt's running pass rate."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class DifficultySampler(PromptSampler):
     """Fills each batch from buckets of pass rates, a bucket's share being its weight's.
 
-    Within a bucket those drawn least often come first. All weights are positive, so no prompt is lost for
-    good, and a pass rate gone stale is measured again. A bucket with fewer prompts than its share gives the
+    Within a bucket those drawn least often come first. All weights are positive, so every prompt comes again
+    and an outdated pass rate is measured anew. A bucket with fewer prompts than its share gives the
     rest to the others; no prompt comes twice in a batch.
     """
 

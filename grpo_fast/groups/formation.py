@@ -155,7 +155,7 @@ def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int)
 def settle_leftovers(
     groups: Groups, distance: Distance, *, min_size: int, max_size: int, nearest: bool
 ) -> Groups:
-    """Groups below `min_size` give their prompts to the nearest leader with room, or to themselves."""
+    """Prompts of groups below `min_size` join the nearest leader with room, or become groups of one."""
     kept = [list(group) for group in groups if len(group) >= min_size]
     loose = sorted(position for group in groups if len(group) < min_size for position in group)
     if not nearest or not kept:
@@ -174,7 +174,10 @@ def settle_leftovers(
 
 
 def key_groups(labels: Sequence[int], *, min_size: int, max_size: int) -> Groups:
-    """Prompts of one label together, in as few even parts as `max_size` allows; small parts fall apart."""
+    """Prompts of one label together, in as few even parts as `max_size` allows.
+
+    A part below `min_size` becomes groups of one.
+    """
     members: dict[int, list[int]] = {}
     for position, label in enumerate(labels):
         members.setdefault(label, []).append(position)

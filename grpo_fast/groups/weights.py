@@ -19,8 +19,8 @@ class AdaptiveWeights:
     proportion to its weight, so that none drowns the others; their weighted mean stays one while none is at a
     bound. A reward without spread says nothing about its scale and keeps its factor.
 
-    `target` multiplies a factor by exp(rate · (target − running mean)) each step: a reward that is where it
-    should be gives way to those that are not. Penalties (negative weights) grow above their target instead.
+    `target` multiplies a factor by exp(rate · (target − running mean)) each step: a reward below its target
+    gains weight, one above it loses weight. Penalties (negative weights) grow above their target instead.
     """
 
     def __init__(self, config: AdaptiveWeightsConfig, names: Sequence[str], base: Sequence[float]) -> None:

@@ -142,9 +142,9 @@ def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 
 # ------------------------------------------------------------------------------------ Clip-Cov and KL-Cov
-# They keep the entropy up by holding back the few tokens whose covariance of advantage and log-probability
-# would spend it. Mean, share and choice are taken over the batch they see, so these two losses depend on how
-# a step is cut into micro-batches.
+# They keep the entropy up by holding back the few tokens that would lower it most: those of high covariance
+# between advantage and log-probability. Mean, share and choice are taken over the batch they see, so these
+# two losses depend on how a step is cut into micro-batches.
 
 
 def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:

@@ -1,7 +1,8 @@
 """Training on fixed completions of known worth: preferences and ranked groups.
 
-Draw prompts with their completions, ask the policy for the log-probability of each, let the loss compare
-them, step. The reference model has spoken before the first step and is not in memory. Nothing is generated.
+Draw prompts with their completions, compute the policy's log-probability of each, let the loss compare them,
+step. The reference's log-probabilities are known before the first step, so its model is not in memory, and
+nothing is generated.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StepConstants:
 
 
 class PreferenceTrainer:
-    """The state of a run, and the verbs that change it.
+    """A preference or ranking run: its state, its optimiser steps and its evaluation.
 
     Args:
         preference: the losses, and how beta moves.
@@ -270,7 +271,7 @@ class BetaController:
         return beta if config.min is None else max(beta, config.min)
 
     def observe(self, gap: float) -> None:
-        """Take note of a finished step's mean log-ratio gap, chosen less rejected, without beta."""
+        """Take in a finished step's mean log-ratio gap: chosen minus rejected, not multiplied by beta."""
         if self._running is None:
             self._running = gap
         smoothing = self._config.gap_smoothing

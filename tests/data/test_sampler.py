@@ -1,5 +1,4 @@
 import json
-import random
 
 import pytest
 
@@ -12,13 +11,6 @@ def prompts(count, text="prompt"):
 
 def draw(sampler, batches):
     return [prompt.index for _ in range(batches) for prompt in sampler.next()]
-
-
-@pytest.fixture
-def seed():
-    seed = random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}")
-    return seed
 
 
 def test_every_epoch_has_every_prompt_once(seed):

@@ -10,13 +10,6 @@ from grpo_fast.data import Prompt
 
 
 @pytest.fixture
-def seed() -> int:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    return seed
-
-
-@pytest.fixture
 def make_prompts(seed: int) -> Callable[..., list[Prompt]]:
     """Random prompts of a few topics; rows have gaps, as after filtering."""
 

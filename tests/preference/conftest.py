@@ -20,14 +20,6 @@ def phrase(draw: random.Random, words: list[str], length: int | None = None) -> 
 
 
 @pytest.fixture
-def seed() -> int:
-    """A fresh seed, printed so that a failure can be repeated."""
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    return seed
-
-
-@pytest.fixture
 def make_run(toy: dict[str, Any], tmp_path: Path, seed: int) -> Callable[..., TrainConfig]:
     """Runs in seconds: words from the first half of the vocabulary are better than the others."""
     draw = random.Random(seed)

@@ -59,14 +59,14 @@ def test_the_state_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "named"),
     [
-        ({"schedule": "linear"}, "schedule = 'linear' and final = None contradict"),
-        ({"final": 0.3}, "schedule = 'constant' and final = 0.3 contradict"),
-        ({"gap_gain": 1.0, "min": 0.1}, "bound it with min and max"),
-        ({"min": 0.5, "max": 0.1}, "min = 0.5 exceeds max = 0.1"),
+        ({"schedule": "linear"}, "schedule = 'linear'"),
+        ({"final": 0.3}, "final = 0.3"),
+        ({"gap_gain": 1.0, "min": 0.1}, "gap_gain = 1.0"),
+        ({"min": 0.5, "max": 0.1}, "min = 0.5"),
     ],
 )
-def test_a_contradictory_section_is_refused(config, said):
-    with pytest.raises(ValidationError, match=said):
+def test_a_contradictory_section_is_refused(config, named):
+    with pytest.raises(ValidationError, match=named):
         BetaConfig(**config)
