@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,85 +86,66 @@ def test_a_bad_key_leaves_with_code_2_and_the_nearest_name(config):
     assert done.stdout == ""
 
 
-def test_debug_shows_the_traceback(config):
-    done = run("--debug", "train", config, "optimizer.learning_rat=1")
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
+def test_debug_shows_the_traceback(config, capsys):
+    assert cli.main(["--debug", "train", config, "optimizer.learning_rat=1"]) == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (
-            ["train", "quickstrat"],
-            "CONFIG = 'quickstrat': is no file, no run and no recipe; did you mean quick",
-        ),
-        (["train", "mine.yaml"], "no recipe; recipes: dpo, gsm8k, quickstart, rank"),
-        (["trian"], "no command 'trian'; did you mean train?"),
-        (["improve"], "no command 'improve'; there are train, eval"),
-        (["eval", "quickstart", "--k", "0"], "--k = [0]: must be at least 1"),
-        (
-            ["eval", "quickstart", "--k", "8", "--num-samples", "4"],
-            "--num-samples = 4: must be at least the lar",
-        ),
-        (["train", "quickstart", "max_steps", "3"], "unrecognized arguments: max_steps 3; a key of the con"),
+        (["train", "quickstrat"], "quickstart"),
+        (["train", "mine.yaml"], "dpo, gsm8k, quickstart, rank"),
+        (["trian"], "did you mean train?"),
+        (["improve"], "train, eval"),
+        (["eval", "quickstart", "--k", "0"], "--k"),
+        (["eval", "quickstart", "--k", "8", "--num-samples", "4"], "--num-samples"),
+        (["train", "quickstart", "max_steps", "3"], "max_steps 3"),
     ],
 )
-def test_a_wrong_word_is_answered_by_what_may_have_been_meant(arguments, message, capsys):
+def test_a_wrong_word_is_answered_by_what_may_have_been_meant(arguments, named, capsys):
     try:
         code = cli.main(arguments)
     except SystemExit as left:
         code = left.code
 
     assert code == 2
-    assert message in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 def test_a_failure_is_one_sentence_and_code_1(tmp_path):
     done = run("export", str(tmp_path), str(tmp_path / "out"))
 
     assert done.returncode == 1
-    assert done.stderr.startswith("grpo-fast: ")
-    assert "is neither a run's directory" in done.stderr
+    assert done.stderr.startswith("grpo-fast: ") and str(tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
 
 
+WRONG = [["train"], ["train", "quickstart", "--print-confg"], ["eval"], ["doctor", "--jsn"], []]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_usage_leaves_with_code_2(arguments, capsys):
+    try:
+        code = cli.main(arguments)
+    except SystemExit as left:
+        code = left.code
+
+    assert code == 2
+    assert capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["trian"],
-        ["train"],
-        ["train", "quickstart", "--print-confg"],
-        ["eval"],
-        ["doctor", "--jsn"],
-    ],
+    ("error", "code", "said"), [(KeyboardInterrupt, 130, "interrupted"), (KeyError, 1, "KeyError: ")]
 )
-def test_wrong_usage_leaves_with_code_2(arguments):
-    done = run(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr
-
-
-def test_ctrl_c_leaves_with_code_130(monkeypatch, capsys):
-    def interrupted(args: argparse.Namespace, overrides: list[str]) -> int:
-        signal.raise_signal(signal.SIGINT)
-        return 0
-
-    monkeypatch.setattr(commands, "report", interrupted)
-    assert cli.main(["report", "runs/x"]) == 130
-    assert "interrupted" in capsys.readouterr().err
-
-
-def test_an_unexpected_error_says_how_to_see_more(monkeypatch, capsys):
+def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, capsys, error, code, said):
     def broken(args: argparse.Namespace, overrides: list[str]) -> int:
-        raise KeyError("lost")
+        raise error
 
     monkeypatch.setattr(commands, "report", broken)
-    assert cli.main(["report", "runs/x"]) == 1
-    error = capsys.readouterr().err
-    assert "unexpected KeyError" in error
-    assert "--debug" in error
+    assert cli.main(["report", "runs/x"]) == code
+    shown = capsys.readouterr().err
+    assert said in shown and ("--debug" in shown) == (code == 1)
 
 
 @pytest.mark.parametrize(

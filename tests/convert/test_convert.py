@@ -17,94 +17,43 @@ from grpo_fast.convert.names import NAMES
 from grpo_fast.convert.references import flatten, resolve
 
 AXOLOTL = """
-base_model: Qwen/Qwen2.5-1.5B-Instruct
-rl: grpo
-chat_template: tokenizer_default
-vllm: {host: 0.0.0.0, port: 8000, gpu_memory_utilization: 0.85}
-adapter: lora
-lora_r: 32
-lora_alpha: 64
-lora_target_linear: true
-trl:
-  use_vllm: true
-  vllm_server_host: 0.0.0.0
-  use_data_producer: true
-  num_generations: 8
-  max_completion_length: 512
-  temperature: 0.7
-  epsilon_high: 0.28
-  reward_funcs: [rewards.accuracy_reward, rewards.format_reward]
-  reward_weights: [1.0, 0.5]
-datasets:
-  - {path: openai/gsm8k, name: main, split: train, type: rewards.prompt_transform}
-val_set_size: 0.0
-sequence_len: 512
-micro_batch_size: 8
-gradient_accumulation_steps: 4
-max_steps: 200
-learning_rate: 5.0e-6
-optimizer: adamw_torch_fused
-warmup_steps: 10
-bf16: true
-output_dir: ./grpo-output
-made_up_key: 3
+{base_model: Qwen/Qwen2.5-1.5B-Instruct, rl: grpo, chat_template: tokenizer_default, made_up_key: 3,
+ adapter: lora, lora_r: 32, lora_alpha: 64, lora_target_linear: true, bf16: true, output_dir: ./grpo-output,
+ micro_batch_size: 8, gradient_accumulation_steps: 4, max_steps: 200, learning_rate: 5.0e-6,
+ optimizer: adamw_torch_fused, warmup_steps: 10, val_set_size: 0.0, sequence_len: 512,
+ vllm: {host: 0.0.0.0, port: 8000, gpu_memory_utilization: 0.85},
+ trl: {use_vllm: true, vllm_server_host: 0.0.0.0, use_data_producer: true, num_generations: 8,
+       max_completion_length: 512, temperature: 0.7, epsilon_high: 0.28,
+       reward_funcs: [rewards.accuracy_reward, rewards.format_reward], reward_weights: [1.0, 0.5]},
+ datasets: [{path: openai/gsm8k, name: main, split: train, type: rewards.prompt_transform}]}
 """
-
 NEMO = """
-grpo:
-  num_prompts_per_step: 32
-  num_generations_per_prompt: 16
-  max_num_steps: 500
-  normalize_rewards: true
-  use_leave_one_out_baseline: true
-  val_period: 10
-  overlong_filtering: true
-  seed: 42
-  async_grpo: {enabled: false}
-loss_fn:
-  reference_policy_kl_penalty: 0.01
-  ratio_clip_min: 0.2
-  ratio_clip_max: 0.28
-  ratio_clip_c: 3.0
-  use_importance_sampling_correction: true
-  truncated_importance_sampling_type: tis
-  truncated_importance_sampling_ratio: 2.0
-  sequence_level_importance_ratios: false
-  token_level_loss: true
+grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_num_steps: 500, normalize_rewards: true,
+       use_leave_one_out_baseline: true, val_period: 10, overlong_filtering: true, seed: 42,
+       async_grpo: {enabled: false}}
+loss_fn: {reference_policy_kl_penalty: 0.01, ratio_clip_min: 0.2, ratio_clip_max: 0.28, ratio_clip_c: 3.0,
+          use_importance_sampling_correction: true, truncated_importance_sampling_type: tis,
+          truncated_importance_sampling_ratio: 2.0, sequence_level_importance_ratios: false,
+          token_level_loss: true}
 checkpointing: {enabled: true, checkpoint_dir: results/grpo, keep_top_k: 3, save_period: 10}
 policy:
-  model_name: Qwen/Qwen2.5-1.5B
-  tokenizer: {name: "${policy.model_name}"}
-  train_global_batch_size: 256
-  train_micro_batch_size: 4
-  max_total_sequence_length: 512
-  precision: bfloat16
-  dtensor_cfg:
-    activation_checkpointing: true
-    lora_cfg: {enabled: true, dim: 8, alpha: 32, match_all_linear: true, target_modules: []}
-  megatron_cfg: {enabled: false, optimizer: {lr: 5.0e-6}}
-  sequence_packing:
-    enabled: true
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-  max_grad_norm: 1.0
-  optimizer:
-    name: torch.optim.AdamW
-    kwargs: {lr: 5.0e-6, weight_decay: 0.01, betas: [0.9, 0.999], eps: 1e-8, foreach: false}
-  scheduler:
-    - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 50}}
-    - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000000000}}
-    - milestones: [50]
-  generation:
-    backend: vllm
-    max_new_tokens: ${policy.max_total_sequence_length}
-    temperature: 1.0
-    val_temperature: ${.temperature}
-    top_k: null
-    vllm_cfg: {gpu_memory_utilization: 0.6}
-data:
-  max_input_seq_length: ${policy.max_total_sequence_length}
-  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05}
-  default: {prompt_file: examples/prompts/cot.txt}
+  {model_name: Qwen/Qwen2.5-1.5B, tokenizer: {name: "${policy.model_name}"}, max_grad_norm: 1.0,
+   train_global_batch_size: 256, train_micro_batch_size: 4, max_total_sequence_length: 512,
+   precision: bfloat16,
+   dtensor_cfg: {activation_checkpointing: true,
+                 lora_cfg: {enabled: true, dim: 8, alpha: 32, match_all_linear: true, target_modules: []}},
+   megatron_cfg: {enabled: false, optimizer: {lr: 5.0e-6}},
+   sequence_packing: {enabled: true, train_mb_tokens: "${mul:${policy.max_total_sequence_length}, \
+                                                        ${policy.train_micro_batch_size}}"},
+   optimizer: {name: torch.optim.AdamW,
+               kwargs: {lr: 5.0e-6, weight_decay: 0.01, betas: [0.9, 0.999], eps: 1.0e-8, foreach: false}},
+   scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 50}},
+               {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0}}, {milestones: [50]}],
+   generation: {backend: vllm, max_new_tokens: "${policy.max_total_sequence_length}", temperature: 1.0,
+                val_temperature: "${.temperature}", top_k: null, vllm_cfg: {gpu_memory_utilization: 0.6}}}
+data: {max_input_seq_length: "${policy.max_total_sequence_length}",
+       train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05},
+       default: {prompt_file: examples/prompts/cot.txt}}
 env: {math: {num_workers: 8, math_verify_impl: hf_math_verify}}
 logger: {wandb_enabled: true, wandb: {project: grpo-dev}}
 cluster: {gpus_per_node: 1}
@@ -171,42 +120,30 @@ def test_axolotls_own_terms_find_their_places(text, expected):
 
 
 def test_a_nemo_rl_run_finds_its_places():
-    expected = {
-        "prompts_per_step": 32,
-        "rollout.num_generations": 16,
-        "minibatches": 2,
-        "max_steps": 500,
-        "advantage.baseline": "leave_one_out",
-        "advantage.mask_truncated": True,
-        "loss.loss_type": "dapo",
-        "loss.beta": 0.01,
-        "loss.epsilon_high": 0.28,
-        "loss.delta": 3.0,
-        "loss.sampler_correction": "token_truncate",
-        "loss.sampler_clip_max": 2.0,
-        "micro_batch_tokens": 2048,
-        "rollout.max_completion_length": 512,
-        "rollout.engine": "vllm",
-        "evaluation.temperature": 1.0,
-        "model.gradient_checkpointing": True,
-        "model.lora.r": 8,
-        "model.lora.target_modules": "all-linear",
-        "optimizer.warmup_steps": 50,
-        "optimizer.schedule": "constant",
-        "optimizer.learning_rate": 5e-6,
-        "dataset.source": "OpenMathInstruct-2",
-        "rewards": [{"reward": "math_verify"}],
-        "logging.wandb": True,
-        "checkpoint.every": 10,
-    }
     found = places(NEMO)
-    assert {place: found.get(place) for place in expected} == expected
+
+    for section, expected in {
+        "rollout": {"num_generations": 16, "max_completion_length": 512, "engine": "vllm"},
+        "advantage": {"baseline": "leave_one_out", "mask_truncated": True, "scale_rewards": "group"},
+        "loss": {"loss_type": "dapo", "beta": 0.01, "epsilon_high": 0.28, "delta": 3.0}
+        | {"sampler_correction": "token_truncate", "sampler_clip_max": 2.0},
+        "model": {"gradient_checkpointing": True, "lora.r": 8, "lora.target_modules": "all-linear"},
+        "optimizer": {"warmup_steps": 50, "schedule": "constant", "learning_rate": 5e-6},
+    }.items():
+        assert {key: found.get(f"{section}.{key}") for key in expected} == expected
+    assert (found["prompts_per_step"], found["minibatches"], found["max_steps"]) == (32, 2, 500)
+    assert (found["micro_batch_tokens"], found["evaluation.temperature"]) == (2048, 1.0)
+    assert (found["dataset.source"], found["rewards"]) == ("OpenMathInstruct-2", [{"reward": "math_verify"}])
+    assert found["logging.wandb"] and found["checkpoint.every"] == 10
 
 
-COSINE = """
-- {name: x.LinearLR, kwargs: {start_factor: 0.1, total_iters: 5}}
-- {name: x.CosineAnnealingLR, kwargs: {eta_min: 0.25}}
-"""
+RISE = {"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}
+FALL = {"name": "x.CosineAnnealingLR", "kwargs": {"eta_min": 0.25}}
+COSINE = {
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 5,
+    "optimizer.min_learning_rate_ratio": 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -224,12 +161,7 @@ COSINE = """
         ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
         ("policy.generation.backend", "megatron", {"rollout.engine": "transformers"}),
         ("data.train.output_key", "solution", {"dataset.rename": {"solution": "answer"}}),
-        (
-            "policy.scheduler",
-            yaml.safe_load(COSINE),
-            {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 5}
-            | {"optimizer.min_learning_rate_ratio": 0.5},
-        ),
+        ("policy.scheduler", [RISE, FALL], COSINE),
         ("policy.scheduler", [{"name": "x.StepLR", "kwargs": {}}], {}),
         ("checkpointing.enabled", False, {}),
     ],
