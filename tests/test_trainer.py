@@ -11,10 +11,18 @@ import torch
 
 from grpo_fast import update as update_module
 from grpo_fast.experience import make_samples
+from grpo_fast.objective import StepTotals
 from grpo_fast.objective.metrics import sum_metrics
+from grpo_fast.policy import Sample
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import Minibatch
+
+
+def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
+    """One batch's samples, and the counts that their loss is divided by."""
+    groups, _ = trainer.collect(Clock())
+    return make_samples(groups, trainer.config.advantage)
 
 
 def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
@@ -42,8 +50,7 @@ def test_training_raises_the_reward(make_trainer):
 def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, loss_type, beta):
     trainer = make_trainer(loss={"loss_type": loss_type, "beta": beta}, seed=torch.seed() % 2**31)
     trainer.train_step()  # off the reference, so that the KL term has a gradient
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     results = []
     for budget in (16, 64, 4096):
         trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
@@ -69,8 +76,7 @@ def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer,
         return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
 
     monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     minibatch = minibatch_of(trainer, samples, totals)
     trainer.update.backward(minibatch, trainer.update.loss_config())
 
@@ -155,8 +161,7 @@ def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing
 
 def test_an_on_policy_step_runs_no_forward_for_old_logprobs_and_its_ratio_is_one(make_trainer):
     trainer = make_trainer()
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     assert all(b.old_logprobs is None for b in minibatch_of(trainer, samples, totals).batches)
     metrics = trainer.update.run(samples, totals, Clock())
     assert metrics["clip_ratio/region_mean"] == 0
@@ -192,8 +197,7 @@ def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after
 
 def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer):
     trainer = make_trainer(num_iterations=2, seed=torch.seed() % 2**31)
-    groups, _ = trainer.collect(Clock())
-    minibatch = minibatch_of(trainer, *make_samples(groups, trainer.config.advantage))
+    minibatch = minibatch_of(trainer, *collected(trainer))
     with torch.no_grad():
         expected = [trainer.update.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
     config, update = trainer.update.loss_config(), trainer.update
@@ -207,8 +211,7 @@ def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_
 
 def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer):
     trainer = make_trainer(old_logprobs="sampler", seed=torch.seed() % 2**31)
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     off = [
         replace(sample, sampler_logprobs=tuple(value - 0.5 for value in sample.sampler_logprobs))
         for sample in samples
@@ -228,8 +231,7 @@ def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_fo
 ):
     loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
     trainer = make_trainer(loss=loss, seed=torch.seed() % 2**31, micro_batch_tokens=4096)
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     expected = {}
     for shift, weight in ((0.0, 1.0), (-0.1, math.exp(0.1)), (-1.0, 1.25)):
         shifted = [

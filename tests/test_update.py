@@ -12,9 +12,10 @@ from transformers import AutoConfig
 
 from grpo_fast import update
 from grpo_fast.experience import make_samples
+from grpo_fast.objective import StepTotals
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.setup import StepSizes
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
 from grpo_fast.run_record.logs import Clock
@@ -55,6 +56,12 @@ def limit_memory(trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
     return refused
+
+
+def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
+    """One batch's samples, and the counts that their loss is divided by."""
+    groups, _ = trainer.collect(Clock())
+    return make_samples(groups, trainer.config.advantage)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -175,8 +182,7 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(
     make_trainer: Callable[..., Trainer],
 ) -> None:
     trainer = make_trainer(micro_batch_tokens=4096)
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     minibatch = trainer.update.minibatch(samples, totals)
     codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
     minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
@@ -251,8 +257,7 @@ def test_a_completion_longer_than_the_budget_is_not_laid_out_again_and_again(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer()
-    groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = collected(trainer)
     trainer.update.budget.limit = 2
     minibatch = trainer.update.minibatch(samples, totals)
     same = trainer.update.fitted(minibatch, Attempt())
