@@ -22,4 +22,5 @@ loss, (kl, clipped) = grpo_loss(
     ref_per_token_logps=torch.full((batch, length), -4.6),
 )
 loss.backward()
-print(f"loss {loss:.4f}, KL {kl:.4f}, clipped {clipped:.0%}, |dW| {head.weight.grad.norm():.4f}")
+norm = torch.nn.utils.clip_grad_norm_(head.parameters(), max_norm=1.0)
+print(f"loss {loss:.4f}, KL {kl:.4f}, clipped {clipped:.0%}, |dW| {norm:.4f}")

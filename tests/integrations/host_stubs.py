@@ -1,4 +1,4 @@
-"""A host trainer's real source, and stand-ins for what it imports but its loss does not use.
+"""Other trainers' real sources, and stand-ins for what they import but their losses do not use.
 
 Hosts that no package registry has come from checkouts: the environment variable GRPO_FAST_PEER_SOURCES names
 a folder with one for each, `prime_rl` and `nemo_rl`.
@@ -16,8 +16,16 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
+
+HEAVY = {
+    "verl": "ray tensordict omegaconf hydra codetiming orjson torchdata cloudpickle",
+    "openrlhf": "deepspeed flash_attn ray bitsandbytes torchdata pylatexenc jsonlines aiohttp",
+    "nemo_rl": "ray tensordict megatron zmq pynvml mlflow swanlab wandb prometheus_client hydra",
+    "prime_rl": "torchtitan loguru pydantic_config wandb",
+}
 
 
 class _StubFinder:
@@ -69,7 +77,32 @@ def stubbed(*names: str) -> Iterator[frozenset[str]]:
         yield absent
     finally:
         sys.meta_path.remove(finder)
-        for name in list(sys.modules):
-            if name.partition(".")[0] in absent:
-                del sys.modules[name]
+        _forget(*absent)
         importlib.invalidate_caches()
+
+
+@contextmanager
+def importable(host: str) -> Iterator[frozenset[str]]:
+    """While open, the host imports without the libraries that its loss does not use, which are yielded.
+
+    Not the whole of it: what patches transformers or lists its models when imported is left out, too.
+    """
+    with stubbed(*HEAVY[host].split()) as absent:
+        if host == "nemo_rl":
+            sys.modules["nemo_rl.models.policy"] = MagicMock()
+        if host == "prime_rl":
+            import prime_rl.trainer
+
+            models = sys.modules["prime_rl.trainer.models"] = ModuleType("prime_rl.trainer.models")
+            models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
+        try:
+            yield absent
+        finally:
+            _forget(host)
+
+
+def _forget(*names: str) -> None:
+    """The next import of these packages, and of what is in them, is a first one."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in names:
+            del sys.modules[name]

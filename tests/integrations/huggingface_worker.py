@@ -1,4 +1,4 @@
-"""Two processes, forked after the imports: `python huggingface_worker.py STORE`.
+"""Two ranks: `python huggingface_worker.py STORE`.
 
 Each of two ranks holds its half of a batch and the normaliser of the whole; gradients averaged over ranks,
 times two, must be those of one process with full logits.
@@ -7,12 +7,9 @@ times two, must be those of one process with full logits.
 from __future__ import annotations
 
 import copy
-import sys
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+import two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,10 +36,7 @@ def wrapped(model: nn.Module, parallel: str) -> nn.Module:
     return model
 
 
-def main(rank: int, store: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
-    )
+def main(rank: int) -> None:
     torch.manual_seed(3)
     reference = LlamaForCausalLM(
         LlamaConfig(
@@ -76,8 +70,7 @@ def main(rank: int, store: str) -> None:
                 atol=1e-6,
                 msg=lambda m, n=f"{parallel} {name}": f"{n}: {m}",
             )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    multiprocessing.start_processes(main, args=(sys.argv[1],), nprocs=2, start_method="fork")
+    two_ranks.run(main)

@@ -1,33 +1,21 @@
-"""One rank of `test_nemo_rl.py`: `python nemo_rl_worker.py STORE RANK`.
+"""Two ranks with half the positions and half the vocabulary each: `python nemo_rl_worker.py STORE`.
 
-Each of two ranks holds half the positions and half the vocabulary, as Megatron's sequence parallelism does.
+So does Megatron's sequence parallelism hand them to the head.
 """
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
-from unittest.mock import MagicMock
-
 import torch
 import torch.distributed as dist
-from host_stubs import stubbed
-
-HEAVY = (
-    *("ray", "tensordict", "megatron", "zmq", "pynvml", "mlflow", "swanlab", "wandb", "prometheus_client"),
-    "hydra",
-)
+import two_ranks
+from host_stubs import importable
 
 
-def main(store: str, rank: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
-    )
-    sys.modules["nemo_rl.models.policy"] = MagicMock()
-    with stubbed(*HEAVY):
-        from nemo_rl.distributed import model_utils
+def main(rank: int) -> None:
+    from nemo_rl.distributed import model_utils
 
-        from grpo_fast.integrations import nemo_rl as adapter
+    from grpo_fast.integrations import nemo_rl as adapter
+
     torch.manual_seed(7)
     hidden, weight = torch.randn(8, 3, 16), torch.randn(40, 16)
     target = torch.randint(0, 40, (3, 8))
@@ -45,8 +33,9 @@ def main(store: str, rank: int) -> None:
 
     expected = results()
     adapter.patch()
+    adapted = model_utils.from_parallel_hidden_states_to_logprobs
+    assert adapted is adapter.hidden_states_to_logprobs
     torch.testing.assert_close(results(), expected, rtol=1e-4, atol=1e-5)
-    dist.destroy_process_group()
 
 
 def reduce_scatter(output, inputs, op, group) -> None:
@@ -56,4 +45,5 @@ def reduce_scatter(output, inputs, op, group) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    with importable("nemo_rl"):
+        two_ranks.run(main)

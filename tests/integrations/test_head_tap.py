@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from grpo_fast.integrations.head_tap import tapped_head
 
-SMALL = {
-    "vocab_size": 31,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-
 
 @pytest.fixture
-def model() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+def model(small_llama: Callable[..., Any]) -> nn.Module:
+    return small_llama(vocab_size=31)
 
 
 def test_the_function_sees_what_the_head_sees(model: nn.Module, rng: torch.Generator) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import runpy
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,6 @@ from transformers import (
 
 from grpo_fast.integrations.huggingface import patch_causal_lm, unpatch_causal_lm
 
-HERE = Path(__file__).parent
 # transformers rounds the logits of a float64 model to float32 for its loss; ours stay float64.
 HOST_IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6, "check_dtype": False}
 SMALL: dict[str, Any] = {
@@ -129,10 +125,9 @@ def test_a_tuple_output_loses_its_logits_only(batch: dict[str, Any]) -> None:
 
 def test_labels_already_shifted_are_not_shifted_again(batch: dict[str, Any]) -> None:
     model = llama().eval()
-    shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    expected = model(**batch).loss
-    found = patch_causal_lm(model)(**batch | {"shift_labels": shifted}).loss
-    torch.testing.assert_close(found, expected, **HOST_IN_FLOAT32)
+    batch["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    expected = model(**{**batch, "shift_labels": None}).loss
+    torch.testing.assert_close(patch_causal_lm(model)(**batch).loss, expected, **HOST_IN_FLOAT32)
 
 
 def test_a_call_without_labels_returns_logits(batch: dict[str, Any]) -> None:
@@ -199,25 +194,13 @@ def test_the_trainer_reaches_the_same_weights(rng: torch.Generator, tmp_path: Pa
     torch.manual_seed(int(torch.randint(2**31, (), generator=rng)))
     model = llama().float()
     rows = [{"input_ids": torch.randint(2, 61, (n,), generator=rng)} for n in (5, 9, 7, 8, 6, 5, 9, 4)]
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
+    options |= {"max_steps": 2, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     trained = []
     for prepare in (lambda m: m, patch_causal_lm):
         one = prepare(copy.deepcopy(model))
-        trainer = Trainer(
-            one,
-            TrainingArguments(
-                str(tmp_path),
-                max_steps=2,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=2,
-                learning_rate=1e-2,
-                report_to=[],
-                use_cpu=True,
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            train_dataset=rows,
-            data_collator=collate,
-        )
+        arguments = TrainingArguments(str(tmp_path), **options)
+        trainer = Trainer(one, arguments, train_dataset=rows, data_collator=collate)
         trainer.train()
         trained.append((trainer.state.log_history[-1]["train_loss"], one.state_dict()))
     (expected_loss, expected), (loss, found) = trained
@@ -234,19 +217,10 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "huggingface_worker.py"), str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(run_worker: Callable[..., None]) -> None:
+    run_worker("huggingface_worker.py")
 
 
-def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    import grpo_fast.examples as examples
-
-    path = Path(next(iter(examples.__path__))) / "huggingface_sft.py"
-    assert len(path.read_text().splitlines()) <= 30
-
-    runpy.run_path(str(path))
-
-    assert "'loss'" in capsys.readouterr().out
+def test_the_example_runs_as_it_stands(run_example: Callable[[str], Any]) -> None:
+    _, printed = run_example("huggingface_sft")
+    assert "'loss'" in printed

@@ -8,32 +8,20 @@ transformers when imported.
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
+from host_stubs import importable, use_checkout
 from torch import Tensor
 
 from grpo_fast import GRPOLossConfig
 
-HERE = Path(__file__).parent
-HEAVY = (
-    *("ray", "tensordict", "megatron", "zmq", "pynvml", "mlflow", "swanlab", "wandb", "prometheus_client"),
-    "hydra",
-)
-spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
-stubs = module_from_spec(spec)
-spec.loader.exec_module(stubs)
-stubs.use_checkout("nemo_rl", ".")
+use_checkout("nemo_rl", ".")
 if find_spec("nemo_rl") is None:
     pytest.skip(
         "nemo_rl is not importable: set GRPO_FAST_PEER_SOURCES to a folder with a checkout nemo_rl",
@@ -43,8 +31,7 @@ if find_spec("nemo_rl") is None:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[SimpleNamespace]:
-    with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "nemo_rl.models.policy", MagicMock())
+    with importable("nemo_rl"):
         from nemo_rl.algorithms.loss import loss_functions
         from nemo_rl.distributed import model_utils
 
@@ -52,8 +39,6 @@ def host() -> Iterator[SimpleNamespace]:
 
         yield SimpleNamespace(losses=loss_functions, utils=model_utils, adapter=adapter)
         adapter.unpatch()
-        for name in [n for n in sys.modules if n == "nemo_rl" or n.startswith("nemo_rl.")]:
-            patch.delitem(sys.modules, name)
 
 
 def batch_of(rng: torch.Generator) -> dict[str, Tensor]:
@@ -73,32 +58,20 @@ def batch_of(rng: torch.Generator) -> dict[str, Tensor]:
 
 
 CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
-    "token level": ({"reference_policy_kl_penalty": 0.0}, GRPOLossConfig("dapo")),
-    "sequence level": (
-        {"reference_policy_kl_penalty": 0.0, "token_level_loss": False},
-        GRPOLossConfig("grpo"),
-    ),
+    "token level": ({}, GRPOLossConfig("dapo")),
+    "sequence level": ({"token_level_loss": False}, GRPOLossConfig("grpo")),
     "dual clip": (
-        {"reference_policy_kl_penalty": 0.0, "ratio_clip_max": 0.28, "ratio_clip_c": 3.0},
+        {"ratio_clip_max": 0.28, "ratio_clip_c": 3.0},
         GRPOLossConfig("dapo", epsilon_low=0.2, epsilon_high=0.28, delta=3.0),
     ),
     "gspo": (
-        {
-            "reference_policy_kl_penalty": 0.0,
-            "token_level_loss": False,
-            "sequence_level_importance_ratios": True,
-            "ratio_clip_min": 3e-4,
-            "ratio_clip_max": 4e-4,
-        },
+        {"token_level_loss": False, "sequence_level_importance_ratios": True}
+        | {"ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4},
         GRPOLossConfig("gspo"),
     ),
     "truncated sampler ratio": (
-        {
-            "reference_policy_kl_penalty": 0.0,
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "tis",
-            "truncated_importance_sampling_ratio": 1.2,
-        },
+        {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"}
+        | {"truncated_importance_sampling_ratio": 1.2},
         GRPOLossConfig("dapo", sampler_correction="token_truncate", sampler_clip_max=1.2),
     ),
     "on-policy with KL": (
@@ -111,6 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_the_hosts(host: SimpleNamespace, rng: torch.Generator, name: str) -> None:
     options, config = CASES[name]
+    options = {"reference_policy_kl_penalty": 0.0} | options
     data = batch_of(rng)
     current = data.pop("current")[:, 1:].clone().requires_grad_()
     counts = {"global_valid_seqs": torch.tensor(6.0), "global_valid_toks": torch.tensor(41.0)}
@@ -138,7 +112,7 @@ def test_the_loss_is_the_hosts(host: SimpleNamespace, rng: torch.Generator, name
 def test_what_a_loss_is_not_given_is_refused(host: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="entropy"):
         host.adapter.PolicyLoss(GRPOLossConfig("dapo", entropy_coef=0.1))
-    with pytest.raises(TypeError, match=r"must be a GRPOLossConfig.* got 'cispo'"):
+    with pytest.raises(TypeError, match="'cispo'"):
         host.adapter.PolicyLoss("cispo")
 
 
@@ -149,7 +123,7 @@ def test_a_loss_travels_to_workers(host: SimpleNamespace) -> None:
 
 def test_an_unknown_version_is_refused(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_fast.integrations.host._version", lambda *_: "0.7.0")
-    with pytest.raises(ImportError, match=r"nemo-rl is version 0\.7\.0, but this adapter knows 0\.6 only"):
+    with pytest.raises(ImportError, match=r"0\.7\.0.* 0\.6 "):
         host.adapter.PolicyLoss(GRPOLossConfig("dapo"))
 
 
@@ -162,27 +136,10 @@ def test_patching_is_undone(host: SimpleNamespace) -> None:
     assert host.utils.from_parallel_hidden_states_to_logprobs is before
 
 
-def test_two_ranks_of_a_split_vocabulary_give_the_hosts_numbers(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "nemo_rl_worker.py"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+def test_two_ranks_of_a_split_vocabulary_give_the_hosts_numbers(run_worker: Callable[..., None]) -> None:
+    run_worker("nemo_rl_worker.py")
 
 
-def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.examples as examples
-
-    path = Path(next(iter(examples.__path__))) / "nemo_rl_loss.py"
-    assert len(path.read_text().splitlines()) <= 30
-    program = f"""
-import sys
-from unittest.mock import MagicMock
-sys.path.insert(0, {str(HERE)!r})
-sys.modules["nemo_rl.models.policy"] = MagicMock()
-from host_stubs import stubbed
-with stubbed(*{HEAVY!r}):
-    exec(compile(open({str(path)!r}).read(), "example", "exec"))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+def test_the_example_runs_as_it_stands(host: SimpleNamespace, run_example: Callable[[str], Any]) -> None:
+    names, _ = run_example("nemo_rl_loss")
+    assert names["current"].grad.any() and names["metrics"]["num_valid_samples"] == 4

@@ -1,11 +1,13 @@
-"""Padded batches as their live tokens, and back."""
+"""Padded batches as their live tokens, and the losses of those."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from grpo_fast.integrations.padded import Packing
+from grpo_fast import GRPOLossConfig
+from grpo_fast.integrations.padded import Packing, own_totals, padded_local_loss, padded_policy_loss
+from grpo_fast.objective import StepTotals
 
 
 @pytest.fixture
@@ -54,7 +56,56 @@ def test_what_is_not_given_stays_none_and_what_is_loses_its_gradient(mask):
 
 
 def test_shapes_that_do_not_fit_are_named(mask):
-    with pytest.raises(ValueError, match=r"mask must be \(B, T\), got shape \(28,\)"):
+    with pytest.raises(ValueError, match=r"mask.*\(28,\)"):
         Packing.of(mask.flatten())
-    with pytest.raises(ValueError, match=r"a tensor of shape \(4, 6\) does not fit a mask of shape \(4, 7\)"):
+    with pytest.raises(ValueError, match=r"\(4, 6\).*\(4, 7\)"):
         Packing.of(mask).pack(torch.zeros(4, 6))
+
+
+def test_masked_entries_are_never_read(rng: torch.Generator) -> None:
+    mask = torch.rand(3, 6, generator=rng) < 0.6
+    mask[0, 0] = True
+    logprobs = torch.randn(3, 6, generator=rng).masked_fill(~mask, torch.nan).requires_grad_()
+    advantages = torch.randn(3, 6, generator=rng).masked_fill(~mask, torch.inf)
+    padded_policy_loss(
+        GRPOLossConfig("dapo"), mask, None, logprobs=logprobs, advantages=advantages
+    ).loss.backward()
+    assert logprobs.grad.isfinite().all() and not logprobs.grad[~mask].any()
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo", "luspo"])
+def test_local_and_shared_metrics_belong_to_one_loss(name: str, rng: torch.Generator) -> None:
+    mask = torch.rand(3, 6, generator=rng) < 0.7
+    mask[:, 0] = True
+    tensors = {
+        "logprobs": torch.randn(3, 6, generator=rng),
+        "old_logprobs": torch.randn(3, 6, generator=rng),
+        "advantages": torch.randn(3, generator=rng),
+    }
+    totals = StepTotals(num_tokens=40, num_sequences=9)
+    config = GRPOLossConfig(name)
+    shared = padded_policy_loss(config, mask, totals, **tensors)
+    local = padded_local_loss(config, mask, totals, **tensors)
+    torch.testing.assert_close(local.loss, shared.loss)
+    own = padded_policy_loss(config, mask, own_totals(mask), **tensors)
+    torch.testing.assert_close(local.metrics, own.metrics)
+
+
+def test_policy_weights_scale_each_tokens_term(rng: torch.Generator) -> None:
+    mask = torch.ones(2, 5)
+    logprobs, old, weights = (torch.rand(2, 5, generator=rng) for _ in range(3))
+    config = GRPOLossConfig("dapo")
+
+    def loss(advantages: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return padded_policy_loss(
+            config, mask, None, logprobs=logprobs, old_logprobs=old, advantages=advantages, **more
+        ).loss
+
+    advantages = torch.randn(2, 5, generator=rng)
+    # The clipped term is linear in the advantage.
+    torch.testing.assert_close(loss(advantages, policy_weights=weights), loss(advantages * weights))
+
+
+def test_an_empty_sequence_is_not_counted() -> None:
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert own_totals(mask) == StepTotals(num_tokens=2.0, num_sequences=1.0)

@@ -7,24 +7,17 @@ torchtitan and the like offer is stubbed where they are not installed, and its l
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_stubs import importable, use_checkout
 from torch import Tensor
 
-HERE = Path(__file__).parent
-HEAVY = ("torchtitan", "loguru", "pydantic_config", "wandb")
-spec = spec_from_file_location("host_stubs", HERE / "host_stubs.py")
-stubs = module_from_spec(spec)
-spec.loader.exec_module(stubs)
-stubs.use_checkout("prime_rl", "src", "packages/prime-rl-configs/src")
+use_checkout("prime_rl", "src", "packages/prime-rl-configs/src")
 if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype")):
     pytest.skip(
         "prime_rl, jaxtyping and beartype are not all importable: pip install jaxtyping beartype, and set "
@@ -35,12 +28,7 @@ if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype")
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[SimpleNamespace]:
-    with stubs.stubbed(*HEAVY), pytest.MonkeyPatch.context() as patch:
-        import prime_rl.trainer
-
-        models = ModuleType("prime_rl.trainer.models")
-        models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
-        patch.setitem(sys.modules, models.__name__, models)
+    with importable("prime_rl"):
         from prime_rl.trainer.models.layers import lm_head, lm_head_gemma
         from prime_rl.trainer.rl import loss
 
@@ -48,8 +36,6 @@ def host() -> Iterator[SimpleNamespace]:
 
         yield SimpleNamespace(loss=loss, head=lm_head, gemma=lm_head_gemma, adapter=adapter)
         adapter.unpatch()
-        for name in [n for n in sys.modules if n == "prime_rl" or n.startswith("prime_rl.")]:
-            patch.delitem(sys.modules, name)
 
 
 @pytest.fixture(autouse=True)
@@ -116,18 +102,18 @@ def test_the_clipped_loss_is_a_sum_that_the_host_divides_by_the_steps_tokens(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"loss_type": "grpo"}, "averages over sequences"),
-        ({"sampler_correction": "token_mask"}, "separate old policy"),
-        ({"entropy_coef": 0.1}, "needs the entropy"),
-        ({"loss_type": "nonsense"}, "unknown"),
+        ({"loss_type": "grpo"}, "loss_type"),
+        ({"sampler_correction": "token_mask"}, "sampler_correction"),
+        ({"entropy_coef": 0.1}, "entropy_coef"),
+        ({"loss_type": "nonsense"}, "loss_type"),
     ],
 )
 def test_what_the_host_cannot_serve_is_refused(
-    host: SimpleNamespace, rng: torch.Generator, options: dict[str, Any], message: str
+    host: SimpleNamespace, rng: torch.Generator, options: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         host.adapter.policy_loss(inputs_of(host, rng), **options)
 
 
@@ -171,25 +157,10 @@ def test_unpatching_restores_the_layers(host: SimpleNamespace) -> None:
 
 def test_an_unknown_version_is_refused(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_fast.integrations.host._version", lambda *_: "0.9.0")
-    with pytest.raises(ImportError, match=r"prime-rl is version 0\.9\.0, but this adapter knows 0\.8 only"):
+    with pytest.raises(ImportError, match=r"0\.9\.0.* 0\.8 "):
         host.adapter.patch()
 
 
-def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.examples as examples
-
-    path = Path(next(iter(examples.__path__))) / "prime_rl_loss.py"
-    assert len(path.read_text().splitlines()) <= 30
-    program = f"""
-import sys, types
-sys.path.insert(0, {str(HERE)!r})
-from host_stubs import stubbed
-with stubbed(*{HEAVY!r}):
-    import prime_rl.trainer
-    models = sys.modules["prime_rl.trainer.models"] = types.ModuleType("prime_rl.trainer.models")
-    models.__path__ = [path + "/models" for path in prime_rl.trainer.__path__]
-    exec(compile(open({str(path)!r}).read(), "example", "exec"))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "loss" in done.stdout
+def test_the_example_runs_as_it_stands(host: SimpleNamespace, run_example: Callable[[str], Any]) -> None:
+    names, _ = run_example("prime_rl_loss")
+    assert names["loss"](names["sample"]).loss.isfinite()

@@ -5,38 +5,25 @@ The real verl runs here; what it imports beside (ray, tensordict, ...) is stubbe
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_stubs import importable
 from torch import Tensor
 
-HERE = Path(__file__).parent
 if find_spec("verl") is None:
     pytest.skip("verl is not installed", allow_module_level=True)
-
-
-def load(name: str) -> Any:
-    spec = spec_from_file_location(name, HERE / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HEAVY = ("ray", "tensordict", "omegaconf", "hydra", "codetiming", "orjson", "torchdata", "cloudpickle")
 
 
 @pytest.fixture(scope="module")
 def verl() -> Iterator[SimpleNamespace]:
     """The adapter, and verl's own functions as they are without it."""
-    with load("host_stubs").stubbed(*HEAVY):
+    with importable("verl"):
         from verl.models.transformers import dense_common
         from verl.trainer.ppo import core_algos
         from verl.utils.experimental import torch_functional
@@ -54,8 +41,6 @@ def verl() -> Iterator[SimpleNamespace]:
             before=before,
         )
         adapter.unpatch()
-        for name in [n for n in sys.modules if n == "verl" or n.startswith("verl.")]:
-            del sys.modules[name]
         del sys.modules["grpo_fast.integrations.verl"]
 
 
@@ -89,7 +74,7 @@ def test_importing_the_adapter_patches_and_unpatching_restores(verl: SimpleNames
 def test_an_unknown_version_is_refused(verl: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     verl.adapter.unpatch()
     monkeypatch.setattr(sys.modules["verl"], "__version__", "0.10.0")
-    with pytest.raises(ImportError, match=r"verl is version 0\.10\.0, but this adapter knows 0\.9 only"):
+    with pytest.raises(ImportError, match=r"0\.10\.0.* 0\.9 "):
         verl.adapter.patch()
     monkeypatch.undo()
     verl.adapter.patch()
@@ -128,20 +113,9 @@ def test_log_probabilities_are_reduced_as_asked(
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_model_under_verls_forward_returns_our_numbers(
-    verl: SimpleNamespace, rng: torch.Generator, backend: str
+    verl: SimpleNamespace, rng: torch.Generator, small_llama: Callable[..., Any], backend: str
 ) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=53,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    ).eval()
+    model = small_llama()
     ids = torch.randint(0, 53, (2, 6), generator=rng)
     logits = model(ids).logits / 0.8
     expected = logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None])[..., 0]
@@ -238,35 +212,23 @@ def test_every_loss_of_the_catalogue_is_registered_and_differentiable(
         assert gradient.isfinite().all() and not gradient[~batch["response_mask"]].any(), name
 
 
-def test_an_aggregation_that_is_not_the_losss_is_refused(verl: SimpleNamespace, rng: torch.Generator) -> None:
-    with pytest.raises(ValueError, match=r"set actor\.loss_agg_mode"):
-        verl.algos.get_policy_loss_fn("grpo_fast_grpo")(**padded(rng), config=actor())
-
-
-def test_several_ranks_without_counts_of_the_step_are_refused(
-    verl: SimpleNamespace, rng: torch.Generator
+@pytest.mark.parametrize(
+    ("loss", "info", "named"),
+    [("grpo", {}, r"actor\.loss_agg_mode"), ("dapo", {"dp_size": 2}, "batch_num_tokens")],
+    ids=["another aggregation", "several ranks without counts of the step"],
+)
+def test_what_would_divide_by_the_wrong_count_is_refused(
+    verl: SimpleNamespace, rng: torch.Generator, loss: str, info: dict[str, int], named: str
 ) -> None:
-    with pytest.raises(ValueError, match="batch_num_tokens"):
-        verl.algos.get_policy_loss_fn("grpo_fast_dapo")(
-            **padded(rng), config=actor(global_batch_info={"dp_size": 2})
-        )
+    compute = verl.algos.get_policy_loss_fn(f"grpo_fast_{loss}")
+    with pytest.raises(ValueError, match=named):
+        compute(**padded(rng), config=actor(global_batch_info=info))
 
 
-def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "verl_worker.py"), str(tmp_path / "store")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def test_two_ranks_of_a_split_vocabulary_give_one_ranks_numbers(run_worker: Callable[..., None]) -> None:
+    run_worker("verl_worker.py")
 
 
-def test_the_example_runs_as_it_stands() -> None:
-    import grpo_fast.examples as examples
-
-    path = Path(next(iter(examples.__path__))) / "verl_losses.py"
-    assert len(path.read_text().splitlines()) <= 30
-    program = f"exec(compile(open({str(path)!r}).read(), 'example', 'exec'))"
-    stub = f"import sys; sys.path.insert(0, {str(HERE)!r}); from host_stubs import stubbed\n"
-    program = stub + f"with stubbed(*{HEAVY!r}):\n    {program}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "log-probability" in done.stdout
+def test_the_example_runs_as_it_stands(verl: SimpleNamespace, run_example: Callable[[str], Any]) -> None:
+    names, printed = run_example("verl_losses")
+    assert names["out"].log_probs.shape == names["ids"].shape and "loss_mode=grpo_fast_dapo" in printed

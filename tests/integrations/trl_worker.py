@@ -1,16 +1,14 @@
-"""Two processes, forked after the imports: `python trl_worker.py MODEL_FOLDER STORE`."""
+"""Two ranks: `python trl_worker.py STORE MODEL_FOLDER`."""
 
 from __future__ import annotations
 
-import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+import two_ranks
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -100,17 +98,10 @@ def fsdp2(folder: Path) -> None:
         )
 
 
-def main(rank: int, folder: Path, store: str) -> None:
-    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= ranks  # which Accelerate reads
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
-    )
+def main(rank: int, folder: Path) -> None:
     fsdp2(folder)
     ddp(folder)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    folder, store = sys.argv[1:]
-    multiprocessing.start_processes(main, args=(Path(folder), store), nprocs=2, start_method="fork")
+    two_ranks.run(main, Path(sys.argv[2]))

@@ -1,23 +1,16 @@
-"""Two processes, forked after the imports, with half the vocabulary each: `python verl_worker.py STORE`."""
+"""Two ranks with half the vocabulary each: `python verl_worker.py STORE`."""
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from host_stubs import stubbed
-
-HEAVY = ("ray", "tensordict", "omegaconf", "hydra", "codetiming", "orjson", "torchdata", "cloudpickle")
+import two_ranks
+from host_stubs import importable
 
 
-def main(rank: int, store: str, kernel: ModuleType) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=500)
-    )
+def main(rank: int, kernel: ModuleType) -> None:
     torch.manual_seed(11)
     hidden = torch.randn(5, 3, 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
@@ -38,13 +31,12 @@ def main(rank: int, store: str, kernel: ModuleType) -> None:
     found = results(copy, shard, dist.group.WORLD)
     dist.all_reduce(found[2])  # what Megatron's sequence-parallel gather does in its backward
     torch.testing.assert_close(found, [logprobs, entropy, d_hidden, d_weight[mine]])
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with stubbed(*HEAVY):
+    with importable("verl"):
         from verl.utils.kernel import linear_cross_entropy
 
         import grpo_fast.integrations.verl  # noqa: F401
-    arguments = sys.argv[1], linear_cross_entropy
-    multiprocessing.start_processes(main, args=arguments, nprocs=2, start_method="fork")
+
+        two_ranks.run(main, linear_cross_entropy)

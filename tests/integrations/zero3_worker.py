@@ -1,4 +1,4 @@
-"""One of two processes under DeepSpeed ZeRO-3: `torchrun --nproc-per-node 2 zero3_worker.py FOLDER`.
+"""One of two processes under DeepSpeed ZeRO-3: `torchrun --nproc-per-node 2 zero3_worker.py STORE FOLDER`.
 
 The head's weight is cut up between them, gathered while TRL scores, and again for the backward.
 """
@@ -71,5 +71,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[2]))
     dist.destroy_process_group()
