@@ -55,6 +55,14 @@ MAKERS = {
 
 
 @pytest.fixture
+def seed() -> int:
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    return seed
+
+
+@pytest.fixture
 def family_model(seed: int) -> Callable[[str], PreTrainedModel]:
     return lambda family: MAKERS[family]().eval()
 
