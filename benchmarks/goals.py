@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .measure import OK
@@ -17,7 +17,7 @@ VOCABULARY = {896: 151_936, 2048: 151_936, 4096: 128_256}  # by H
 CERTIFIED = {896: 1.4, 2048: 1.2, 4096: 1.12}  # in products X Wᵀ, trainable head
 WITHOUT_LOSS = {896: 3.6, 2048: 3.3, 4096: 3.2}
 FROZEN, FORWARD_ALONE = {2048: 1.12}, 1.03
-EXTRA_BYTES = 300 << 20  # beyond the results
+EXTRA_MIB = 300.0  # beyond the results
 LOGPROB_ERROR, GRADIENT_ERROR = 1e-5, 2.5e-3
 
 
@@ -62,27 +62,22 @@ def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
                 return of(cell)
         return None
 
-    found = []
+    found: list[Verdict] = []
     for hidden in VOCABULARY:
         trained = hidden, FORWARD_BACKWARD, True
         goals = [
-            ("certified", CERTIFIED[hidden], value(_multiple, OURS, *trained), TIMES),
-            ("exact", WITHOUT_LOSS[hidden], value(_multiple, EXACT, *trained), TIMES),
-            (
-                "memory beyond the results",
-                EXTRA_BYTES / 2**20,
-                value(_mebibytes_beyond, OURS, *trained),
-                " MiB",
-            ),
-            ("worst |Δlogp|", LOGPROB_ERROR, value(_error("logprob"), OURS, *trained), " nat"),
-            ("relative dX", GRADIENT_ERROR, value(_error("hidden_gradient"), OURS, *trained), ""),
-            ("relative dW", GRADIENT_ERROR, value(_error("weight_gradient"), OURS, *trained), ""),
-            ("forward alone", FORWARD_ALONE, value(_multiple, OURS, hidden, FORWARD, True), TIMES),
+            Verdict("certified", CERTIFIED[hidden], value(_multiple, OURS, *trained), TIMES),
+            Verdict("exact", WITHOUT_LOSS[hidden], value(_multiple, EXACT, *trained), TIMES),
+            Verdict("memory beyond the results", EXTRA_MIB, value(_mebibytes_beyond, OURS, *trained), " MiB"),
+            Verdict("worst |Δlogp|", LOGPROB_ERROR, value(_error("logprob"), OURS, *trained), " nat"),
+            Verdict("relative dX", GRADIENT_ERROR, value(_error("hidden_gradient"), OURS, *trained)),
+            Verdict("relative dW", GRADIENT_ERROR, value(_error("weight_gradient"), OURS, *trained)),
+            Verdict("forward alone", FORWARD_ALONE, value(_multiple, OURS, hidden, FORWARD, True), TIMES),
         ]
         if hidden in FROZEN:
             frozen = value(_multiple, OURS, hidden, FORWARD_BACKWARD, False)
-            goals.append(("frozen head", FROZEN[hidden], frozen, TIMES))
-        found += [Verdict(f"H = {hidden}, {what}", *rest) for what, *rest in goals]
+            goals.append(Verdict("frozen head", FROZEN[hidden], frozen, TIMES))
+        found += [replace(goal, what=f"H = {hidden}, {goal.what}") for goal in goals]
     return found
 
 

@@ -7,15 +7,17 @@ by part: a head of 151,936 x 1,536 takes 100 MB, where loading the model takes g
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
+
+from .record import write_json
 
 TILE = 128
 HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
@@ -54,7 +56,10 @@ class Histogram:
         return (drawn * -(-vocabulary // self.tile) / self.tiles).round().clamp(min=1).long()
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_json(path, self)
+
+
+_JSON = TypeAdapter(Histogram)
 
 
 def histogram_of(counts: Tensor, source: str, vocabulary: int) -> Histogram:
@@ -67,8 +72,10 @@ def load_histogram(path: Path) -> Histogram:
         ValueError: not a file that `python -m benchmarks rows` wrote, as `--histogram` or as `--out`.
     """
     try:
-        histogram = _of_rows(path) if path.suffix == ".safetensors" else _of_json(path)
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        histogram = (
+            _of_rows(path) if path.suffix == ".safetensors" else _JSON.validate_json(path.read_bytes())
+        )
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is no histogram ({error}); `python -m benchmarks tiles` and `rows` write them"
         ) from error
@@ -85,12 +92,6 @@ def given_histogram(path: Path | None, device: torch.device) -> Histogram | None
     if path is None and device.type == "cuda" and HISTOGRAM.is_file():
         path = HISTOGRAM
     return None if path is None else load_histogram(path)
-
-
-def _of_json(path: Path) -> Histogram:
-    found = json.loads(path.read_text())
-    found["rows_by_live_tiles"] = {int(k): int(n) for k, n in found["rows_by_live_tiles"].items()}
-    return Histogram(**found)
 
 
 def _of_rows(path: Path) -> Histogram:

@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_fast.run_record.logs import provenance
 
 from .contest import BYTES, FLOPS, Entrant, Prepared, Work
-from .measure import seconds_of
+from .measure import Stopwatch, seconds_of
 from .problem import DTYPES
 
 PEER_PACKAGES = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo")
@@ -140,9 +140,9 @@ def _copy(device: torch.device) -> Prepared:
 
 def _rates(ceiling: Entrant, device: torch.device) -> dict[str, float]:
     """At the median of a few repetitions."""
-    prepared = ceiling.prepare()
-    seconds_of(lambda: prepared.run(None), device)
-    return prepared.work.rates(seconds_of(lambda: prepared.run(None), device, 9).median / 1e3)
+    prepared, watch = ceiling.prepare(), Stopwatch(device)
+    prepared.run(watch)
+    return prepared.work.rates(seconds_of(lambda: prepared.run(watch), device, 9).median / 1e3)
 
 
 def machine() -> dict[str, Any]:

@@ -9,14 +9,15 @@ dense path. `python -m benchmarks head --histogram` shows what a trained model's
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Len
+from pydantic import PositiveInt, TypeAdapter
 
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
@@ -30,6 +31,7 @@ from .session import positive
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+TokenCounts = Annotated[tuple[PositiveInt, ...], Len(min_length=1)]
 LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
 
 
@@ -226,8 +228,8 @@ class Lengths:
     """Tokens of a dataset's prompts and of their answers."""
 
     source: str
-    prompts: tuple[int, ...]
-    completions: tuple[int, ...]
+    prompts: TokenCounts
+    completions: TokenCounts
 
     def draw(
         self, prompts: int, group: int, seed: int, *, longest: int | None = None
@@ -253,17 +255,8 @@ def load_lengths(path: Path = LENGTHS) -> Lengths:
         ValueError: not JSON with `source`, `prompts` and `completions`, positive numbers of tokens.
     """
     try:
-        found = json.loads(path.read_text())
-        lengths = Lengths(found["source"], tuple(found["prompts"]), tuple(found["completions"]))
-        numbers = (*lengths.prompts, *lengths.completions)
-        if (
-            not lengths.prompts
-            or not lengths.completions
-            or not all(isinstance(n, int) and n > 0 for n in numbers)
-        ):
-            raise ValueError("prompts and completions must be lists of positive whole numbers")
-        return lengths
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(Lengths).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--lengths {path} cannot be used ({error}); it takes JSON with source, prompts and completions"
         ) from error

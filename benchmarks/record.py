@@ -7,16 +7,15 @@ is a `Measurement`: one implementation at one shape.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from .measure import OK, Memory, Spread
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,16 @@ class Record:
     not_measured: list[dict[str, Any]] = field(default_factory=list)  # shapes that the time did not reach
     stopped: str | None = None  # why the run ended early
     culprit: str | None = None  # the implementation that broke the device
-
-
-def save(path: Path, record: Record) -> None:
-    write_json(path, {"schema": SCHEMA, **asdict(record)})
+    schema: Literal[1] = 1
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Replaces `path` at once, so that an interruption leaves the previous state or this one."""
+    """Replaces `path` at once, so that an interruption leaves the previous state or this one.
+
+    Dataclasses and paths are written as JSON has them; NaN and infinity, which it has not, as strings.
+    """
     temporary = path.with_name(path.name + ".part")
-    text = json.dumps(_finite(document), indent=1, ensure_ascii=False)
-    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.write_bytes(to_json(document, indent=1, inf_nan_mode="strings") + b"\n")
     os.replace(temporary, path)
 
 
@@ -73,30 +71,6 @@ def read(path: Path) -> Record:
         ValueError: not a file that `python -m benchmarks COMMAND --json` wrote.
     """
     try:
-        document = json.loads(path.read_text())
-        if document.pop("schema") != SCHEMA:
-            raise ValueError(f"its schema is not {SCHEMA}")
-        return Record(**document | {"cells": [_measurement(cell) for cell in document["cells"]]})
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        return TypeAdapter(Record).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no benchmark record: {error}") from error
-
-
-def _measurement(found: dict[str, Any]) -> Measurement:
-    """Of JSON, in which numbers that are not finite are strings."""
-    numbers = {
-        name: {key: float(value) if isinstance(value, str) else value for key, value in found[name].items()}
-        for name in ("accuracy", "phases", "metrics", "ceilings")
-        if name in found
-    }
-    kinds = {"time": Spread, "memory": Memory}
-    parts = {name: kind(**found[name]) for name, kind in kinds.items() if found.get(name) is not None}
-    return Measurement(**found | numbers | parts)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they are written as strings."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,7 +16,7 @@ from .contest import ROUNDS, Limits
 from .machine import environment, gpu_state
 from .measure import DeviceLost
 from .problem import DTYPES
-from .record import Measurement, Record, save
+from .record import Measurement, Record, write_json
 from .tables import EXPLANATION, console, label, print_measurements, skipped
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
@@ -91,13 +91,13 @@ def run_session(
         kind,
         cells=[],
         environment=environment(device),
-        options={name: _plain(value) for name, value in vars(options).items() if name != "handler"},
+        options={name: value for name, value in vars(options).items() if name != "handler"},
         notes=list(notes),
     )
 
     def keep() -> None:
         if options.json is not None:
-            save(options.json, record)
+            write_json(options.json, record)
 
     found = record.environment
     screen.print(
@@ -160,9 +160,3 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

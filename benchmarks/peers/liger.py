@@ -6,8 +6,6 @@ GRPO's ratio is one: its loss is another number than the policy gradient's with 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,9 +13,16 @@ from ..problem import CLIP, CROSS_ENTROPY, DPO, DPO_BETA, GRPO, KL_BETA, LOGPROB
 from . import Peer, require_cuda, require_loss
 
 
-def _by_sequence(problem: Problem, tensor: Tensor | None) -> Tensor | None:
+def _by_sequence(problem: Problem, tensor: Tensor) -> Tensor:
     """(S, N / S, …)."""
-    return None if tensor is None else tensor.view(problem.sequences, -1, *tensor.shape[1:])
+    return tensor.view(problem.sequences, -1, *tensor.shape[1:])
+
+
+def _policies(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """(S, N / S) log-probabilities of the old policy and of the reference; none on-policy."""
+    if problem.old_logprobs is None or problem.ref_logprobs is None:
+        return None, None
+    return _by_sequence(problem, problem.old_logprobs), _by_sequence(problem, problem.ref_logprobs)
 
 
 def prepare_grpo(problem: Problem) -> Run:
@@ -37,10 +42,8 @@ def prepare_grpo(problem: Problem) -> Run:
     targets = _by_sequence(problem, problem.targets)
     mask = torch.ones(targets.shape, device=targets.device)
     advantages = _by_sequence(problem, problem.advantages)[:, 0].contiguous()
-    policies: dict[str, Any] = {}
-    if off_policy:
-        policies["ref_per_token_logps"] = _by_sequence(problem, problem.ref_logprobs)
-        policies["old_per_token_logps"] = _by_sequence(problem, problem.old_logprobs)
+    old_logprobs, ref_logprobs = _policies(problem)
+    policies = {"ref_per_token_logps": ref_logprobs, "old_per_token_logps": old_logprobs}
 
     def run() -> Outcome:
         hidden = _by_sequence(problem, problem.hidden)
@@ -92,8 +95,7 @@ def prepare_grpo_on_logits(problem: Problem) -> Run:
     off_policy = problem.loss == GRPO
     targets = _by_sequence(problem, problem.targets)
     advantages = _by_sequence(problem, problem.advantages)[:, 0].contiguous()
-    old_logprobs = _by_sequence(problem, problem.old_logprobs)
-    ref_logprobs = _by_sequence(problem, problem.ref_logprobs)
+    old_logprobs, ref_logprobs = _policies(problem)
     options = {"beta": KL_BETA if off_policy else 0.0, "eps_low": CLIP, "eps_high": CLIP, "temperature": 1.0}
 
     def run() -> Outcome:

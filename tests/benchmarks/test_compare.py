@@ -11,7 +11,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.compare import changes, noise
 from benchmarks.measure import Memory, Spread, summarise
-from benchmarks.record import Measurement, Record, save
+from benchmarks.record import Measurement, Record, write_json
 
 HERE = {"benchmark_device": "here", "versions": {"torch": "2.13.0"}}
 BEFORE = Measurement(
@@ -24,7 +24,7 @@ BEFORE = Measurement(
 
 
 def write(path: Path, *cells: Measurement, kind: str = "kernels", environment: dict | None = None) -> str:
-    save(path, Record(kind, list(cells), environment or HERE))
+    write_json(path, Record(kind, list(cells), environment or HERE))
     return str(path)
 
 

@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import peers
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult, is_wrong
 from benchmarks.peers import Unsupported, all_peers, choose, cut_cross_entropy_apple, liger
@@ -120,22 +118,6 @@ def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, mo
     assert found["broken"].status == "failed"
     assert "NOT_THERE" in found["broken"].reason
     assert capsys.readouterr().out.count("INACCURATE") == 1
-
-
-def test_an_entry_point_names_a_peer_or_several_and_a_broken_one_raises_when_asked(monkeypatch):
-    def of_group(group: str) -> list[EntryPoint]:
-        assert group == "grpo_fast.benchmark_peers"
-        return [
-            EntryPoint("good", "benchmarks.peers.torch_full:PEERS", group),
-            EntryPoint("broken", "a_module_that_is_not_there:PEERS", group),
-        ]
-
-    monkeypatch.setattr(peers, "entry_points", of_group)
-    found = all_peers()
-
-    assert [peer.name for peer in found[-3:]] == ["torch full logits", "torch.compile", "broken"]
-    with pytest.raises(ModuleNotFoundError):
-        found[-1].prepare(None)
 
 
 def test_names_are_unique_so_that_records_can_be_compared():

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.measure import Memory, Spread
 from benchmarks.readme import render
-from benchmarks.record import Measurement, Record, save
+from benchmarks.record import Measurement, Record, write_json
 from benchmarks.tables import DASH
 
 ENVIRONMENT = {
@@ -29,7 +29,7 @@ OURS = Measurement(
 
 def table_of(folder: Path, *cells: Measurement, kind: str = "step") -> str:
     path = folder / "record.json"
-    save(path, Record(kind, list(cells), ENVIRONMENT, gpu_states=[{"driver_version": "580.1"}]))
+    write_json(path, Record(kind, list(cells), ENVIRONMENT, gpu_states=[{"driver_version": "580.1"}]))
     return render(path)
 
 
@@ -98,7 +98,7 @@ def test_the_side_by_side_shows_the_worst_of_all_losses_for_each_precision(tmp_p
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
     """With one table, whose record is beside it."""
-    save(tmp_path / "run.json", Record("step", [OURS], ENVIRONMENT))
+    write_json(tmp_path / "run.json", Record("step", [OURS], ENVIRONMENT))
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- table: run -->\nnumbers by hand\n<!-- end -->\nafter\n")
     return page

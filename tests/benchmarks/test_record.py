@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measure import Memory, Spread
-from benchmarks.record import Measurement, Record, read, save
+from benchmarks.record import Measurement, Record, read, write_json
 
 
 def test_measurements_survive_the_file_with_their_nan(tmp_path):
@@ -22,7 +22,7 @@ def test_measurements_survive_the_file_with_their_nan(tmp_path):
         "step", [one], {"command": ["x"]}, not_measured=[{"tokens": 6}], stopped="interrupted", culprit="it"
     )
 
-    save(tmp_path / "step.json", record)
+    write_json(tmp_path / "step.json", record)
 
     assert repr(read(tmp_path / "step.json")) == repr(record)  # as text, where NaN equals itself
 

@@ -139,13 +139,11 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path, capsys, record_name, 
     assert named in capsys.readouterr().err
 
 
-def test_bars_put_the_fastest_on_top_and_name_what_failed():
+def test_bars_name_what_failed():
     drawn = bars([cell for cell in CELLS if cell.shape == FULL.shape], TIME, "a shape")
 
     assert "out of memory" in drawn.svg
     assert "failed" in drawn.svg
-    assert drawn.svg.index(">ours<") > drawn.svg.index(">TRL<")  # drawn from the bottom up
-    assert bars([FULL], MEMORY, "nothing to show") is None
 
 
 def test_slices_vary_along_one_axis_alone_and_the_longest_comes_first():
@@ -160,39 +158,25 @@ def test_slices_vary_along_one_axis_alone_and_the_longest_comes_first():
     assert slices([Measurement("ours", {"mode": mode}) for mode in "ab"], "mode") == []
 
 
-def test_lines_join_the_sizes_of_one_implementation():
+def test_what_has_no_number_is_not_drawn():
     styles = styles_of(["ours", "TRL", "fast"])
     (part,) = slices([cell for cell in CELLS if cell.implementation in styles], "tokens")
-
-    drawn = lines(part, TIME, styles, "the rest")
-
-    assert drawn.title == "Time, ms, against tokens N"
-    assert ">256<" in drawn.svg
-    assert lines(replace(part, cells=[FULL]), TIME, styles, "") is None
-
-
-def test_the_front_needs_two_results_and_marks_the_limit_of_rounding():
-    styles = styles_of(["ours", "TRL", "fast"])
     unknown = replace(FAST, accuracy={"hidden_gradient": float("nan")})
 
-    drawn = pareto([at("ours", 2.0), FAST], "hidden_gradient", "Error", styles, "a shape")
-
-    assert "wrong above" in drawn.svg
+    assert lines(part, TIME, styles, "") is not None
+    assert lines(replace(part, cells=[FULL]), TIME, styles, "") is None
+    assert bars([FULL], MEMORY, "") is None
+    assert pareto([at("ours", 2.0), FAST], "hidden_gradient", "Error", styles, "") is not None
     assert pareto([FAST, unknown], "hidden_gradient", "", styles, "") is None
-
-
-def test_phases_come_with_their_names():
-    split = replace(FAST, phases={"forward": 0.001, "backward": 0.002})
-
-    assert phases([split], "a shape").legend == ("forward", "backward")
-    assert phases([FAST], "a shape") is None
+    assert phases([replace(FAST, phases={"a": 0.1, "b": 0.2})], "").legend == ("a", "b")
+    assert phases([FAST], "") is None
+    assert roofline([Measurement("ours", {})], 40e9, {}) is None
 
 
 def test_the_roof_is_the_fastest_product_and_copy_of_the_run():
     drawn = roofline(CELLS, 40e9, styles_of(["ours", "TRL", "fast"]))
 
     assert "1.00 TFLOP/s, 40.0 GB/s" in drawn.detail
-    assert roofline([Measurement("ours", {})], 40e9, {}) is None
 
 
 def test_every_implementation_looks_different():
