@@ -15,7 +15,7 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.loss import kl_penalty
 from grpo_fast.objective.metrics import sum_metrics
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, ReferencePolicy, Sample, pack
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
 from grpo_fast.run_record.logs import Clock
 
@@ -220,7 +220,7 @@ class PolicyUpdate:
             config = replace(config, entropy_coef=self.entropy_controller.active_coef)
         return config
 
-    def head_outputs(self, policy: Policy | ReferencePolicy, batch: PackedBatch, *outputs: str) -> HeadOutput:
+    def head_outputs(self, policy: Policy, batch: PackedBatch, *outputs: str) -> HeadOutput:
         """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
         head = policy.head
         return linear_logprob(

@@ -5,14 +5,13 @@ from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.load import load_policy, load_tokenizer
 from grpo_fast.policy.optimizer import PolicyOptimizer
 from grpo_fast.policy.packing import PackedBatch, Sample, pack
-from grpo_fast.policy.policy import Policy, ReferencePolicy
+from grpo_fast.policy.policy import Policy
 
 __all__ = [
     "HeadParameters",
     "PackedBatch",
     "Policy",
     "PolicyOptimizer",
-    "ReferencePolicy",
     "Sample",
     "head_parameters",
     "load_policy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,6 @@ from grpo_fast.policy.packing import PackedBatch
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-class ReferencePolicy(Protocol):
-    """The frozen policy that the KL term compares with."""
-
-    @property
-    def head(self) -> HeadParameters: ...
-
-    def hidden_states(self, batch: PackedBatch) -> Tensor: ...
-
-
-class _FrozenCopy:
-    def __init__(self, model: PreTrainedModel, attention: str) -> None:
-        self._model = model
-        self._attention = attention
-
-    @property
-    def head(self) -> HeadParameters:
-        return head_parameters(self._model)
-
-    def hidden_states(self, batch: PackedBatch) -> Tensor:
-        return _hidden_states(self._model, batch, self._attention)
 
 
 class Policy:
@@ -64,7 +42,7 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
-        self._reference = reference
+        self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -99,10 +77,17 @@ class Policy:
 
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`."""
-        return _hidden_states(self.base_model, batch, self.attention)
+        backbone: Any = self.base_model.base_model
+        output = backbone(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            **forward_arguments(batch, self.attention),
+        )
+        return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
     @contextlib.contextmanager
-    def reference(self) -> Iterator[ReferencePolicy]:
+    def reference(self) -> Iterator[Policy]:
         """The policy as it was loaded, without gradients.
 
         Raises:
@@ -113,13 +98,13 @@ class Policy:
                 with cast("PeftModel", self.model).disable_adapter():
                     yield self
             elif self._reference is not None:
-                yield _FrozenCopy(self._reference, self.attention)
+                yield self._reference
             else:
                 raise RuntimeError("the policy has no reference; load it with needs_reference=True")
 
     def reference_weights(self) -> dict[str, Tensor]:
         """The frozen copy's weights, live, by name; empty where there is no copy."""
-        return {} if self._reference is None else dict(self._reference.named_parameters())
+        return {} if self._reference is None else dict(self._reference.model.named_parameters())
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What the optimiser changes, by name. A tied weight appears once."""
@@ -186,17 +171,6 @@ class Policy:
         model.generation_config = self.base_model.generation_config
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-def _hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
-    backbone: Any = model.base_model
-    output = backbone(
-        input_ids=batch.input_ids[None],
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        **forward_arguments(batch, attention),
-    )
-    return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
 
 def _merged(module: Any) -> Tensor:

@@ -36,7 +36,7 @@ def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
 
 
 def require_engine(config: RolloutConfig) -> None:
-    """What `make_engine` would miss only once the policy is loaded.
+    """Fail before the policy is loaded where `make_engine` would afterwards.
 
     Raises:
         ValueError: the environment or a setting contradicts `config.engine`.
@@ -69,30 +69,28 @@ def make_engine(
         kv_cache_bytes: planned for keys and values; vLLM's share of the memory decides otherwise.
 
     Raises:
-        ValueError: `config.engine` names no engine, or a setting contradicts the device or the policy.
+        ValueError: a setting contradicts the device or the policy.
         ImportError: vLLM is asked for and not installed, or of an unknown version.
     """
     require_engine(config)
     engine = config.engine
     if engine == "auto":
-        engine = "vllm" if policy.device.type == "cuda" and _vllm_is_there() else "transformers"
+        engine = "vllm" if policy.device.type == "cuda" and _has_vllm() else "transformers"
     if engine == "vllm":
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length, kv_cache_bytes=kv_cache_bytes)
-    if engine == "transformers":
-        from grpo_fast.rollout.transformers import TransformersEngine
+    from grpo_fast.rollout.transformers import TransformersEngine
 
-        return TransformersEngine(
-            policy.model,
-            policy.tokenizer,
-            eos_ids=policy.eos_token_ids,
-            max_batch_tokens=config.max_batch_tokens,
-        )
-    raise ValueError(f"rollout.engine = {engine!r} is not known; use 'auto', 'transformers' or 'vllm'")
+    return TransformersEngine(
+        policy.model,
+        policy.tokenizer,
+        eos_ids=policy.eos_token_ids,
+        max_batch_tokens=config.max_batch_tokens,
+    )
 
 
-def _vllm_is_there() -> bool:
+def _has_vllm() -> bool:
     from grpo_fast.rollout.vllm import installed_version, version_problem
 
     version = installed_version()

@@ -107,6 +107,7 @@ class MemoryConfig(Section):
 
     offload: Literal["auto", "none"] | list[Literal["gradients", "optimizer", "master", "reference"]] = Field(
         "auto",
-        description="what of the trainer leaves the GPU while the engine generates: gradient buffers, Adam's "
-        "moments, float32 masters, the reference model. auto: in this order, until the engine has room",
+        description="what of the trainer is offloaded to the host while the engine generates: gradient "
+        "buffers, Adam's moments, float32 masters, the reference model. auto: in this order, until the "
+        "engine has room",
     )

@@ -254,11 +254,6 @@ def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
         assert engine.max_batch_tokens == 99
 
 
-def test_make_engine_names_an_unknown_engine():
-    with pytest.raises(ValueError, match="'sglang'"):
-        make_engine(RolloutConfig.model_construct(engine="sglang"), None)
-
-
 @pytest.mark.parametrize("decoder", [ExpandedDecoder, SharedPrefixDecoder])
 def test_memory_counts_keys_and_values(decoder, model):
     instance = decoder(model, max_new=4)

@@ -50,8 +50,9 @@ def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
 
     def noted(name: str) -> None:
         call = getattr(vllm, name)
-        noting = lambda **given: calls.append((name, *given.values())) or call(**given)  # noqa: E731
-        monkeypatch.setattr(vllm, name, noting)
+        monkeypatch.setattr(
+            vllm, name, lambda **given: calls.append((name, *given.values())) or call(**given)
+        )
 
     monkeypatch.setattr(vllm, "sleep", dropping)
     for name in ("sleep", "wake_up", "reset_prefix_cache"):
