@@ -88,12 +88,13 @@ def test_every_sample_is_packed_once_within_the_budget(
     assert len(within) <= 1 or (len(within) - 1) * max_tokens < 2 * sum(within)
 
 
-def test_micro_batches_are_as_few_and_as_even_as_they_can_be() -> None:
-    samples = [sample(10, 1, group) for group in range(12)]
+@pytest.mark.parametrize("lengths", [[10] * 12, [10, 40, 20, 10, 20, 20]])
+def test_micro_batches_are_as_few_and_as_even_as_they_can_be(lengths: list[int]) -> None:
+    samples = [sample(length, 1, group) for group, length in enumerate(lengths)]
 
     batches = pack(samples, max_tokens=50, share_prompts=True, device="cpu")
 
-    assert sizes(batches) == [40, 40, 40]
+    assert sizes(batches) == [sum(lengths) // len(batches)] * -(-sum(lengths) // 50)
 
 
 def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself() -> None:

@@ -97,6 +97,15 @@ def test_named_weights_have_the_checkpoints_names_and_a_tied_head_once(load: Cal
         torch.testing.assert_close(adapted[name], tensor)
 
 
+def test_what_training_changes_is_told_by_the_checkpoints_names(load: Callable[..., Policy]) -> None:
+    full, frozen, adapted = load("qwen2"), load("qwen2", train_lm_head=False), load("qwen2", lora=LORA)
+    names = {name for name, _ in full.named_weights()}
+
+    assert full.changing_weights() == names
+    assert names - frozen.changing_weights() == {"lm_head.weight"}
+    assert adapted.changing_weights() == {name for name in names if name.endswith("_proj.weight")}
+
+
 def test_trainable_weights_move_from_one_policy_to_another(
     load: Callable[..., Policy], samples: list[Sample]
 ) -> None:

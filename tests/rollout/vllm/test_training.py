@@ -22,7 +22,7 @@ from grpo_fast.run import build_trainer, train
 from grpo_fast.run_record.checkpoint import CheckpointStore
 
 STEPS = 5
-# The largest difference of a token, in nats, as in test_vllm_sync.
+# The largest difference of a token, in nats, as in test_weights.
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,6 +171,14 @@ def test_a_weight_loaded_into_two_tensors_is_not_shared(weights):
     shared = share(engine, {"down": down}, watch_loading(load, [("down", down.detach())]))
 
     assert [place.aliases(down) for place in shared] == [False, False]
+
+
+def test_a_transposed_view_is_the_same_memory_and_not_the_same_weight(weights):
+    weight = weights["down"].detach()
+    place = Placement("down", weight.T, tuple(weight.shape), weight.stride(), 0)
+
+    assert not place.aliases(weight)
+    assert replace(place, target=weight.view(weight.shape)).aliases(weight)
 
 
 def test_sizes_count_tied_weights_once_and_leave_out_what_is_asked(engine):
