@@ -21,7 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,7 +146,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-_ALL = {"bias": True, "temperature": True, "softcap": 30.0}
+_ALL = Batch(bias=True, temperature=True, softcap=30.0)
 BATCHES = {
     "bfloat16": Batch(),
     "float16": Batch(dtype=torch.float16),
@@ -159,9 +159,9 @@ BATCHES = {
     "V=50257": Batch(depth=768, vocabulary=50_257),
     "temperature": Batch(temperature=True),
     "bias, temperature": Batch(bias=True, temperature=True),
-    "bias, temperature, softcap": Batch(**_ALL),
-    "float32, bias, temperature, softcap": Batch(dtype=torch.float32, **_ALL),
-    "H=2044, bias, temperature, softcap": Batch(depth=2044, **_ALL),
+    "bias, temperature, softcap": _ALL,
+    "float32, bias, temperature, softcap": replace(_ALL, dtype=torch.float32),
+    "H=2044, bias, temperature, softcap": replace(_ALL, depth=2044),
 }
 """What changes the machine code: dtypes, alignment, vocabulary edges, the way from a product to a logit."""
 LOSSES: dict[str, dict[str, Any]] = {

@@ -136,20 +136,20 @@ def run_part(
     deadline = time.monotonic() + 60 * minutes
     found = _run_command(part.name, part.command, deadline, folder, log, save)
     broken: list[str] = []
-    while (culprit := _culprit(found)) not in (None, *broken) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        result = found.get("result")
+        culprit = result.get("culprit") if isinstance(result, dict) else None
+        if culprit is None or culprit in broken:
+            break
         broken.append(culprit)
         before = {"broke the device": list(broken), "before": found}
+
+        def save_both(so_far: dict[str, Any], before: dict[str, Any] = before) -> None:
+            save(so_far | before)
+
         command = (*part.command, "--without", *broken)
-        again = _run_command(
-            part.name, command, deadline, folder, log, lambda so_far, b=before: save(so_far | b)
-        )
-        found = again | before
+        found = _run_command(part.name, command, deadline, folder, log, save_both) | before
     return found
-
-
-def _culprit(found: dict[str, Any]) -> str | None:
-    result = found.get("result")
-    return result.get("culprit") if isinstance(result, dict) else None
 
 
 def _run_command(

@@ -32,8 +32,8 @@ def trl() -> None:
 
     from grpo_fast.integrations.trl.patch import FusedHead
 
-    trl.kernels.ChunkedLogProbFunction = FusedHead
-    trl.kernels.chunked_logprob.ChunkedLogProbFunction = FusedHead
+    for module in (trl.kernels, trl.kernels.chunked_logprob):
+        vars(module)["ChunkedLogProbFunction"] = FusedHead
 
 
 @cache
@@ -151,13 +151,13 @@ def prime_rl() -> None:
 
     if not hasattr(prime_rl, "__version__"):  # a checkout has it in its project file only
         project = Path("pyproject.toml").read_text()
-        prime_rl.__version__ = re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
+        (prime_rl.__version__,) = re.findall(r'^version = "(.+)"', project, re.MULTILINE)
     models = types.ModuleType("prime_rl.trainer.models")
     models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
     sys.modules[models.__name__] = models
     from prime_rl.trainer.models.layers import lm_head
 
-    models.cast_float_and_contiguous = lm_head.cast_float_and_contiguous
+    vars(models)["cast_float_and_contiguous"] = lm_head.cast_float_and_contiguous
     from grpo_fast.integrations import prime_rl as adapter
 
     adapter.patch()

@@ -160,7 +160,8 @@ def _version(distribution: str) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = json.loads(os.environ[DESELECT])
-    kept, dropped = [], []
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
     for item in items:
         why = next((why for pattern, why in reasons.items() if re.search(pattern, item.nodeid)), None)
         (kept if why is None else dropped).append(item)

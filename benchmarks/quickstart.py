@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
-from grpo_fast.run_record.summary import duration_text, score_text
 
+from .readme import quickstart_table
 from .record import write_json
 
 
@@ -48,23 +45,6 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
         }
 
 
-def table(runs: Sequence[dict[str, Any]]) -> Table:
-    rows = Table("seed", "before", "after", "gain, points", "questions", "steps", "training", "whole command")
-    for run in runs:
-        before, after = run["before"], run["after"]
-        rows.add_row(
-            str(run["seed"]),
-            score_text(before["score"], before["interval"]),
-            score_text(after["score"], after["interval"]),
-            f"{100 * (after['score'] - before['score']):+.1f}",
-            str(after["n"]),
-            str(run["steps"]),
-            duration_text(run["seconds_training"]),
-            duration_text(run["seconds_wall"]),
-        )
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quickstart", description=__doc__)
     parser.add_argument("--recipe", default="quickstart")
@@ -77,7 +57,7 @@ def main() -> None:
         runs.append(run_recipe(args.recipe, seed, args.overrides))
         if args.json:
             write_json(args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": runs})
-    Console().print(table(runs))
+    print(*quickstart_table(runs), sep="\n")
 
 
 if __name__ == "__main__":

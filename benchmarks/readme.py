@@ -202,9 +202,10 @@ def _skipped(cells: Sequence[Measurement]) -> list[str]:
     return ["", f"Not measured: {'; '.join(left_out)}."] if left_out else []
 
 
-def _quickstart(found: dict[str, Any], path: Path) -> list[str]:
+def quickstart_table(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: held-out score before and after, and the times, a seed a row."""
     rows = []
-    for run in found["runs"]:
+    for run in runs:
         before, after = run["before"], run["after"]
         rows.append(
             [
@@ -216,11 +217,14 @@ def _quickstart(found: dict[str, Any], path: Path) -> list[str]:
                 duration_text(run["seconds_wall"]),
             ]
         )
+    return _table(["seed", "before", "after", "points", "training", "whole command"], rows)
+
+
+def _quickstart(found: dict[str, Any], path: Path) -> list[str]:
     first = found["runs"][0]
     questions = f"{first['after']['n']} held-out questions, 95 % intervals"
     command = ["python", "-m", "benchmarks.quickstart", *found["overrides"]]
-    heads = ["seed", "before", "after", "points", "training", "whole command"]
-    return _table(heads, rows) + _origin(first["provenance"], path, questions, command=command)
+    return quickstart_table(found["runs"]) + _origin(first["provenance"], path, questions, command=command)
 
 
 def _side_by_side(found: dict[str, Any], path: Path) -> list[str]:

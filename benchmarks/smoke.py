@@ -100,9 +100,10 @@ def main(options: argparse.Namespace) -> int:
     names = choose_names([peer.name for peer in PEERS], options.impl)
     sources = Sources(histogram=load_histogram(HISTOGRAM) if HISTOGRAM.is_file() else None)
     settings = []
-    for rows, *sizes in _SIZES[device.type]:
+    for rows, tokens, hidden, vocabulary in _SIZES[device.type]:
         usable = rows if rows != "histogram" or sources.histogram else "peaked"
-        first = Setting(usable, *sizes, FORWARD_BACKWARD, True, options.dtype, LOGPROB)
+        mode = FORWARD_BACKWARD
+        first = Setting(usable, tokens, hidden, vocabulary, mode, True, options.dtype, LOGPROB)
         settings += [first, replace(first, trainable=False)]
         if not settings[2:]:
             settings += [replace(first, loss=loss) for loss in (GRPO, CROSS_ENTROPY)]

@@ -47,7 +47,7 @@ FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLE
 VARIANTS = {FULL: full_logits, EXACT: head(0.0), CERTIFIED: head(DEFAULT_TOLERANCE)}
 
 
-def make_model() -> nn.Module:
+def make_model() -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -69,7 +69,7 @@ def answers(prompts: Tensor) -> Tensor:
     return torch.cat([ordered, torch.full((len(prompts), 1), END)], 1)
 
 
-def completion_logprobs(model: nn.Module, tokens: Tensor, logprobs: Logprobs) -> Tensor:
+def completion_logprobs(model: Any, tokens: Tensor, logprobs: Logprobs) -> Tensor:
     """(count, LENGTH + 1) log-probabilities of what follows the prompt."""
     hidden = model.model(input_ids=tokens).last_hidden_state[:, LENGTH:-1]
     targets = tokens[:, LENGTH + 1 :]
@@ -77,7 +77,7 @@ def completion_logprobs(model: nn.Module, tokens: Tensor, logprobs: Logprobs) ->
     return flat.view(targets.shape)
 
 
-def warm_start(model: nn.Module, rng: torch.Generator) -> None:
+def warm_start(model: Any, rng: torch.Generator) -> None:
     """Supervised, on demonstrations of which a third are right."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(WARM_STEPS):
@@ -95,7 +95,7 @@ def warm_start(model: nn.Module, rng: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompts: Tensor, rng: torch.Generator) -> Tensor:
+def sample(model: Any, prompts: Tensor, rng: torch.Generator) -> Tensor:
     """Prompts with LENGTH + 1 tokens sampled at temperature 1."""
     tokens = prompts
     for _ in range(LENGTH + 1):
@@ -118,13 +118,13 @@ def policy_loss(logprobs: Tensor, tokens: Tensor, rewards: Tensor) -> Tensor:
     return -((logprobs - logprobs.detach()).exp() * advantages.view(-1, 1) * mask).sum() / mask.sum()
 
 
-def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+def gradient(model: Any, loss: Tensor) -> Tensor:
     """All parameters' gradients in one vector."""
     found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     return torch.cat([g.flatten().float() for g in found])
 
 
-def difference(model: nn.Module, loss: Callable[[Logprobs], Tensor]) -> dict[str, float] | None:
+def difference(model: Any, loss: Callable[[Logprobs], Tensor]) -> dict[str, float] | None:
     """Of the whole-model gradients with the certified backward and with full logits; None if that is zero."""
     exact = gradient(model, loss(full_logits)).double()
     if not exact.any():
@@ -137,7 +137,7 @@ def difference(model: nn.Module, loss: Callable[[Logprobs], Tensor]) -> dict[str
     }
 
 
-def train(model: nn.Module, logprobs: Logprobs, steps: int, seed: int) -> dict[str, Any]:
+def train(model: Any, logprobs: Logprobs, steps: int, seed: int) -> dict[str, Any]:
     """Mean rewards of every step, and gradient differences at the run's start, middle and end."""
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0)

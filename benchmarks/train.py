@@ -143,10 +143,12 @@ def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     names = choose_names(list(STEPS), options.impl)
     given = options.prompts, options.group, options.prompt, options.completion, options.micro_batch_tokens
-    chosen = [value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)]
-    sizes = StepSizes(*chosen, options.engine, options.dtype, options.seed)
-    if sizes.group < 2:
-        raise ValueError(f"--group must be at least 2 to compare completions, got {sizes.group}")
+    prompts, group, prompt, completion, budget = (
+        value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)
+    )
+    if group < 2:
+        raise ValueError(f"--group must be at least 2 to compare completions, got {group}")
+    sizes = StepSizes(prompts, group, prompt, completion, budget, options.engine, options.dtype, options.seed)
     bouts = [
         TrainBout(
             architecture_of(model, options.layers),

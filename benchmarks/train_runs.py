@@ -67,7 +67,7 @@ class StepTime:
 def ours_steps(task: Task, sizes: StepSizes, steps: int, device: torch.device) -> Iterator[StepTime]:
     """Steps of our trainer, with its own clock."""
     from grpo_fast.config import TrainConfig
-    from grpo_fast.run import build_trainer
+    from grpo_fast.run import build_grpo_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")
@@ -92,7 +92,7 @@ def ours_steps(task: Task, sizes: StepSizes, steps: int, device: torch.device) -
                 "optimizer": {"learning_rate": _LEARNING_RATE},
             }
         )
-        trainer = build_trainer(config)
+        trainer = build_grpo_trainer(config)
         with trainer.engine:
             for _ in range(steps):
                 synchronize(device)
@@ -276,9 +276,10 @@ def train(
     return replace(found[0], peak_bytes=memory.driver if memory.allocator is None else memory.allocator)
 
 
-def watch_sampling(model: torch.nn.Module, samples: list[Tensor] | None) -> list[Tensor]:
+def watch_sampling(model: Any, samples: list[Tensor] | None) -> list[Tensor]:
     """The list fills with what `generate` returns, which is `samples`, one by one, where given."""
-    sample, seen = model.generate, []
+    sample = model.generate
+    seen: list[Tensor] = []
     replayed = iter(samples or ())
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:

@@ -19,8 +19,8 @@ import gc
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ HEADER = (
     "|---|---|---|---|---|---|---|---|---|"
 )
 PRECISIONS = ("float32", "bfloat16")
-VARIANTS = {
+VARIANTS: dict[str, tuple[type[GRPOTrainer], Callable[[], AbstractContextManager[None]]]] = {
     TRL: (GRPOTrainer, nullcontext),
     "patched": (GRPOTrainer, patched),
     "FastGRPOTrainer": (FastGRPOTrainer, nullcontext),
@@ -88,10 +88,10 @@ def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) ->
 
 
 def _gap(mine: float | None, other: float | None) -> float:
-    undefined = [value is None or math.isnan(value) for value in (mine, other)]
-    if any(undefined):
-        return 0.0 if all(undefined) else math.inf
-    return abs(mine - other) / max(1.0, abs(mine))
+    a, b = (math.nan if value is None else value for value in (mine, other))
+    if math.isnan(a) or math.isnan(b):
+        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
+    return abs(a - b) / max(1.0, abs(a))
 
 
 def first_flip(a: Run, b: Run) -> int | None:

@@ -99,6 +99,7 @@ SHAPES = (
 def changed(sizes: Sizes, stage: str, change: dict[str, Any]) -> Sizes:
     """The sizes with one change; the wide tile's for the forward, the sparse backward's elsewhere."""
     if stage == FORWARD:
+        assert sizes.wide is not None, "candidates() asks for what the architecture has"
         return replace(sizes, wide=replace(sizes.wide, **change))
     return replace(sizes, sparse=replace(sizes.sparse, **change))
 
@@ -137,8 +138,9 @@ def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> li
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
     batch = aot.Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
-    sparse = partial(aot.backward, need_weight=shape.trainable)
-    launch = {FORWARD: aot.forward, DENSE: partial(aot.backward, exact=True)}.get(stage, sparse)
+    launch = partial(aot.backward, need_weight=shape.trainable, exact=stage == DENSE)
+    if stage == FORWARD:
+        launch = partial(aot.forward)
     try:
         with planned_with(sizes):
             found = aot.reports(architecture, {stage: partial(launch, batch, architecture)})
