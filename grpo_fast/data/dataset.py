@@ -139,7 +139,7 @@ def exclude_overlap(
 
     Args:
         any_order: also take questions as equal that hold the same words and symbols in another order, as
-            `6 + 31` and `31 + 6`. Generated tasks are full of these; none: for reasoning-gym's.
+            `6 + 31` and `31 + 6`. Generated tasks are full of these; None: for reasoning-gym's.
 
     Raises:
         ValueError: nothing is left to train on.

@@ -47,7 +47,7 @@ class PromptSampler:
         return batch
 
     def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int] | None:
-        """For each prompt of a batch a number, the same where they share a baseline. None: nobody does."""
+        """For each prompt of a batch a number, the same where they share a baseline. None: no two do."""
         return None
 
     def observe(self, prompts: Sequence[Prompt], rewards: Tensor, table: Tensor) -> None:

@@ -129,7 +129,7 @@ def generate_rows(
     seeds by millions, and see `exclude_overlap`.
 
     Args:
-        size: number of items; none: reasoning-gym's default.
+        size: number of items; None: reasoning-gym's default.
         options: the task's own configuration.
 
     Raises:

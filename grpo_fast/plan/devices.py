@@ -1,4 +1,4 @@
-"""How many bytes there are to plan with: of a GPU by name, by size, or of the machine at hand."""
+"""The memory to plan with: that of a GPU by name, of a given size, or of this machine's device."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def device_budget(name: str | None = None) -> DeviceBudget:
 
     Args:
         name: a GPU in `GPUS`, in any case and with or without its `RTX-`; a size, for a GPU of that many
-            bytes (of Hopper's kind); `cpu`; or none for the device at hand.
+            bytes (of Hopper's kind); `cpu`; or None for this machine's device.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.

@@ -16,7 +16,7 @@ _CPU_CHUNKS = 3  # copies of a chunk of logits that the reference path holds: z,
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """By when they are there."""
+    """Bytes by when they are allocated."""
 
     kept: int  # from the forward to the backward
     forward: int  # during the forward, the kept ones not among them
@@ -35,7 +35,6 @@ def head_bytes(
     entropy_trained: bool = False,
     tolerance: float | None = None,
     weight_grad: bool = False,
-    recompute: bool = True,
 ) -> HeadBytes:
     """Bytes of `linear_grpo_loss` over `rows` targets, with the entropy as a metric.
 
@@ -45,7 +44,6 @@ def head_bytes(
     Args:
         entropy_trained: the loss has a term of the entropy.
         weight_grad: the weight's gradient is added to an existing float32 one.
-        recompute: as in `linear_grpo_loss`.
     """
     call = Workload(
         rows,
@@ -55,7 +53,6 @@ def head_bytes(
         extra_statistics=True,
         dense_gradient=entropy_trained,
         tolerance=tolerance,
-        keep=not recompute,
         hidden_size=hidden,
         trainable=weight_trained,
     )
@@ -71,21 +68,15 @@ def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
     of_tiles = 4 * rows * tiles  # a float32 number of every row and tile
     hidden = rows * width * itemsize  # the hidden states, in the order of the work
     columns = min(plan.dense_columns, vocabulary)
-    dense = rows * columns * itemsize + 4 * rows * width
+    dense = hidden + rows * columns * itemsize + 4 * rows * width
     if call.trainable:
         dense += 4 * columns * width
-    takes_up = plan.keep and not call.dense_gradient  # what the forward kept, of all rows, where they are
-    if not takes_up:
-        dense += hidden
     sparse = 0
-    if plan.backward == "sparse" and not takes_up:
+    if plan.backward == "sparse":
         sparse = plan.sparse.workspace_bytes(rows, tiles, itemsize, hidden=True, weight=call.trainable)
         dense += hidden + (vocabulary * width * itemsize if new_weight else 0)
-    kept = of_tiles + (4 * _STATISTICS + 8) * rows
-    if plan.keep:
-        kept += rows * -(-vocabulary // 16) * 16 * itemsize + of_tiles  # rows begin on multiples of 16
     return HeadBytes(
-        kept=kept,
+        kept=of_tiles + (4 * _STATISTICS + 8) * rows,
         forward=hidden + of_tiles,  # the entropy of every tile
         backward=hidden + 4 * _ROW_SCRATCH * rows + max(sparse, dense),
     )

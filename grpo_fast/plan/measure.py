@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -28,13 +28,13 @@ _START = "grpo_fast: watched from here"
 
 
 def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
-    """Corrections for predictions of a setup, from an update of a few of its layers on the device at hand.
+    """Corrections for predictions of a setup, from an update of a few of its layers on this machine's device.
 
-    What is there all the time is known exactly; the correction is for what comes and goes. On a GPU the
-    bytes that the process takes beside torch's allocator are measured too.
+    Resident bytes (weights, optimizer) are known exactly; the correction is for the transient ones. On a GPU
+    the bytes that the process takes beside torch's allocator are measured too.
 
     Args:
-        setup: of the device at hand.
+        setup: for this machine's device.
         sizes: completions are shortened to a micro-batch of 4096 tokens, one group of two.
 
     Raises:
@@ -52,7 +52,6 @@ def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
     prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
     probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
     predicted = Predictor(small).predict(probe)
-    measured = measure_update(small, probe)
     transient = predicted.transient("update")
     resident = predicted.allocated("update") - transient
     context = None
@@ -61,36 +60,25 @@ def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         context = total - free - torch.cuda.memory_reserved()
-    return Calibration((measured.peak - resident) / transient, context)
+    return Calibration((measure_update(small, probe) - resident) / transient, context)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What two updates took, so that Adam's moments are there in the second."""
+def measure_update(setup: Setup, sizes: StepSizes) -> int:
+    """Bytes held by torch's allocator at the highest, weights and optimizer included.
 
-    peak: int  # bytes held by torch's allocator at the highest, weights and optimizer included
-    inputs: int  # tokens of the largest micro-batch
-    targets: int
-    micro_batches: int
-
-
-def measure_update(setup: Setup, sizes: StepSizes) -> Measured:
-    """Forward, loss, backward and step of random weights and tokens, every completion at its longest.
-
-    The twin of `Predictor(setup).predict(sizes).allocated("update")`. Nothing else may allocate meanwhile.
+    Two updates of random weights and tokens, every completion at its longest: Adam's moments are there in
+    the second. The twin of `Predictor(setup).predict(sizes).allocated("update")`; nothing else may allocate
+    meanwhile.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
     device = torch.device(setup.device.kind)
-    found: list[int] = []
 
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
         policy = random_policy(setup.config, setup.model, attention=setup.attention, device=device)
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2)
-        batches = random_batches(policy, sizes)
-        found.extend((batches[0].input_ids.numel(), batches[0].targets.numel(), len(batches)))
-        return policy, optimizer, batches
+        return policy, optimizer, random_batches(policy, sizes)
 
     def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
         policy, optimizer, batches = made
@@ -101,7 +89,7 @@ def measure_update(setup: Setup, sizes: StepSizes) -> Measured:
                 packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
             optimizer.step()
 
-    return Measured(peak_bytes(prepare, updates, device), *found)
+    return peak_bytes(prepare, updates, device)
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:

@@ -76,7 +76,7 @@ class KvLayer:
     """Keys and values of one layer."""
 
     numbers: int  # of one token
-    window: int | None = None  # tokens that a sliding window keeps; none: all
+    window: int | None = None  # tokens that a sliding window keeps; None: all
 
 
 @dataclass(frozen=True)

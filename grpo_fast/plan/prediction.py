@@ -47,7 +47,7 @@ class Calibration:
     """What a short run on the device itself says about the prediction; the default takes it as it is."""
 
     transient: float = 1.0  # measured / predicted, of the transient bytes
-    context: int | None = None  # bytes taken beside torch's allocator; none: `CUDA_CONTEXT` on a GPU
+    context: int | None = None  # bytes taken beside torch's allocator; None: `CUDA_CONTEXT` on a GPU
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Prediction:
         return sum(size for part, size in self.parts[phase].items() if part not in _OUTSIDE_THE_ALLOCATOR)
 
     def transient(self, phase: Phase) -> int:
-        """Of the allocated bytes, those that come and go."""
+        """Of the allocated bytes, those that are freed again within the phase."""
         return _transient(self.parts[phase])
 
     @property
@@ -120,7 +120,7 @@ class Predictor:
         return Prediction(setup.device, parts, offloaded, batch)
 
     def _resident(self, batch: MicroBatch) -> dict[str, int]:
-        """What of the trainer is there all the time."""
+        """The trainer's tensors that outlive a micro-batch."""
         shape, setup = self.shape, self.setup
         narrow, wide = shape.narrow, shape.wide
         steps = shape.trainable_tensors * (512 if setup.device.kind == "cuda" else 4)
@@ -133,7 +133,7 @@ class Predictor:
         }
 
     def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
-        """What comes and goes with a micro-batch, at the moment when all of it together is largest."""
+        """Transient bytes of a micro-batch, at the moment when their sum is largest."""
         setup, shape = self.setup, self.shape
         timeline = self.traces.update(
             setup.model, setup.attention, masked=setup.shares_prompts, first=batch.count == 1
@@ -182,7 +182,7 @@ class Predictor:
         return transformers_bytes(self.setup, self.shape, sizes, forward)
 
     def _offloaded(self, rollout: dict[str, int]) -> tuple[Part, ...]:
-        """What of the trainer leaves while the engine generates: with `auto`, until the engine has room."""
+        """Parts of the trainer that are offloaded while the engine generates; with `auto`, until it has room."""
         setup = self.setup
         if setup.offload != "auto":
             return tuple(part for part in setup.offload if rollout[part])
@@ -230,7 +230,7 @@ def paged_kv_bytes(shape: ModelShape, sizes: StepSizes) -> int:
     shared by its group."""
     shared = sizes.prompt_length // BLOCK_TOKENS
     own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
-    pages = sizes.prompts * (shared + sizes.generations * own) + 1  # one that stands for "none"
+    pages = sizes.prompts * (shared + sizes.generations * own) + 1  # vLLM's null page
     return pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
 
 

@@ -116,7 +116,7 @@ def plan(
     calibration: Calibration | None = None,
     knobs: bool = True,
 ) -> Plan:
-    """What of a run fits on a device, and with `knobs`, what would make room.
+    """Sizes of a run that fit on a device and, with `knobs`, the changes that would make room.
 
     With `num_generations: auto` the plan is for the largest group that fits, or for the smallest where none
     does.

@@ -83,7 +83,7 @@ class Setup:
 
 
 def setup_of(config: TrainConfig, model_config: PretrainedConfig, device: DeviceBudget) -> Setup:
-    """The setup of a run on a device, which need not be the one at hand."""
+    """The setup of a run on a device, which need not be this machine's."""
     model, vllm, loss, on_gpu = config.model, config.rollout.vllm, config.loss, device.kind == "cuda"
     engine = config.rollout.engine
     if engine == "auto":  # a plan for another machine does not ask what is installed on this one

@@ -34,7 +34,7 @@ class Footprint:
 
     result: tuple[tuple[int, ...], torch.dtype]
     kept: tuple[Allocation, ...] = ()  # for the backward, besides the operands
-    forward: tuple[Allocation, ...] = ()  # what is there while it computes
+    forward: tuple[Allocation, ...] = ()  # workspace during the forward
     backward: tuple[Allocation, ...] = ()
     keeps_result: bool = False
 

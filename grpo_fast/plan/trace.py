@@ -118,7 +118,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
 
 
 def added_in_place(events: Sequence[Event]) -> list[Event]:
-    """The events of a backward as they are when nobody watches.
+    """The events of a backward as they are without a recorder.
 
     Autograd adds a gradient into the one that it holds already, unless a dispatch mode is active: then it
     makes a new tensor, and lets go of the old one at once.
@@ -205,10 +205,10 @@ def trace_update(model: PreTrainedModel | PeftModel, attention: str, *, masked: 
         model: of `skeleton`.
         attention: as `resolve_attention` gives it.
         masked: whether completions share their prompts, so that documents are masked.
-        first: no gradients are there yet: those of float32 parameters appear on the way, and stay. In later
-            micro-batches, and for 16-bit parameters always, they are added to what is there already.
+        first: gradients of float32 parameters are allocated during this backward, and stay. In later
+            micro-batches, and for 16-bit parameters always, they are added to existing buffers.
     """
-    policy = textless_policy(model, "sdpa")  # any that hands transformers no mask to make
+    policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
 
     def at(tokens: int, targets: int) -> Run:
         batch = _batch(tokens, targets)
@@ -312,7 +312,7 @@ class Traces:
 
 
 def _way(model: ModelConfig) -> str:
-    """What of a `model` section its bytes depend on."""
+    """The keys of a `model` section that its bytes depend on."""
     return model.model_dump_json(include={"dtype", "lora", "train_lm_head", "gradient_checkpointing"})
 
 

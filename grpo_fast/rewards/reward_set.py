@@ -207,7 +207,7 @@ class EarlyScores:
         self._thread.start()
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
-        """Every completion of prompt `index` is there."""
+        """Every completion of prompt `index` has ended."""
         self._due.put((index, completions))
 
     def values(self) -> dict[str, list[float]]:

@@ -82,7 +82,7 @@ def test_a_name_that_occurs_again_is_numbered():
         ("numeric_match", {"toleranc": 1}, "'tolerance'"),
         ("numeric_match", {"tolerance": -1}, "'numeric_match': tolerance"),
         ("regex_format", {}, "pattern"),
-        ("regex_format", {"pattern": "("}, "'('"),
+        ("regex_format", {"pattern": "("}, "regular expression"),
         ("exact_match", {"extract": "Answer: .*"}, "one group"),
         ("soft_overlong", {"max_length": 1, "cache": 3}, "cache = 3"),
         ("tag_format", {"tags": "think"}, "tags"),

@@ -14,6 +14,8 @@ from grpo_fast.lookup import choices
 
 Completions = Sequence[Any]  # N texts, or N conversations of one assistant message
 Scores = list[float | None]
+# Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
+Pattern = re.Pattern[str]
 
 # A built-in reward is a dataclass: its fields are the options, checked when it is made; its call scores.
 reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -39,28 +41,18 @@ def column_options(function: Any) -> dict[str, str]:
     return {name: getattr(function, name) for name in names}
 
 
-def extract(text: str, pattern: str | None) -> str | None:
+def extract(text: str, pattern: Pattern | None) -> str | None:
     """What the pattern's group matches, the last time that it does; the whole text without a pattern."""
     if pattern is None:
         return text.strip()
-    groups = [match[1] for match in re.finditer(pattern, text)]
+    groups = [match[1] for match in pattern.finditer(text)]
     return groups[-1].strip() if groups and groups[-1] is not None else None
 
 
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+def _has_group(pattern: Pattern) -> Pattern:
+    if pattern.groups != 1:
+        raise ValueError(f"{pattern.pattern!r} needs exactly one group, around the answer: 'Answer: (.*)'")
     return pattern
 
 
-def _has_group(pattern: str) -> str:
-    if re.compile(pattern).groups != 1:
-        raise ValueError(f"{pattern!r} needs exactly one group, around the answer: 'Answer: (.*)'")
-    return pattern
-
-
-# Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
-Pattern = Annotated[str, AfterValidator(_compiles)]
-GroupPattern = Annotated[str, AfterValidator(_compiles), AfterValidator(_has_group)]
+GroupPattern = Annotated[Pattern, AfterValidator(_has_group)]

@@ -145,7 +145,7 @@ class RegexFormat:
     pattern: Pattern
 
     def __call__(self, completions: Completions, **columns: Any) -> Scores:
-        return [float(re.fullmatch(self.pattern, text) is not None) for text in texts(completions)]
+        return [float(self.pattern.fullmatch(text) is not None) for text in texts(completions)]
 
 
 Positive = Annotated[int, Field(ge=1)]
