@@ -182,7 +182,7 @@ class Predictor:
         return transformers_bytes(self.setup, self.shape, sizes, forward)
 
     def _offloaded(self, rollout: dict[str, int]) -> tuple[Part, ...]:
-        """Parts of the trainer that are offloaded while the engine generates; with `auto`, until it has room."""
+        """Parts of the trainer offloaded while the engine generates; with `auto`, until it has room."""
         setup = self.setup
         if setup.offload != "auto":
             return tuple(part for part in setup.offload if rollout[part])
