@@ -164,9 +164,7 @@ def staged(toy: dict[str, Any], tmp_path: Path, run: str, **changes: Any) -> Tra
 FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "alerts.jsonl")
 
 
-def test_a_staged_run_resumed_anywhere_equals_one_that_was_not_interrupted(toy, tmp_path: Path):
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+def test_a_staged_run_resumed_anywhere_equals_one_that_was_not_interrupted(toy, tmp_path: Path, seed: int):
     whole = train(staged(toy, tmp_path, "whole"), display=False)
     expected = CheckpointStore(whole / "checkpoints").load_latest()
     # Right at the change of stage, and somewhere within one.

@@ -23,6 +23,17 @@ GPU_ONLY = ("vllm", "flash-attn", "liger-kernel")
 INSTALL = {
     "vllm": "pip install vllm  (in an environment whose torch it pins; see docs.vllm.ai)",
     "flash-attn": "pip install flash-attn --no-build-isolation",
+    "reasoning-gym": "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
+}
+PURPOSES = {
+    "triton": "the head's kernels",
+    "vllm": "fast generation",
+    "flash-attn": "packed attention on a GPU",
+    "liger-kernel": "fused layers on a GPU",
+    "gguf": "models shipped as GGUF, such as the quickstart's",
+    "reasoning-gym": "generated tasks, such as the quickstart's",
+    "wandb": "Weights & Biases",
+    "trackio": "trackio",
 }
 UNDECLARED = ("flash-attn; extra == 'attention'",)
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
@@ -105,7 +116,8 @@ def _library(wanted: Requirement) -> Finding | None:
         version = (installed_version() if name == "vllm" else None) or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         useless = name in GPU_ONLY and not _has_cuda()
-        return Finding(name, "missing", f"for {wanted}", essential, "" if useless else install)
+        detail = f"for {PURPOSES.get(name, 'everything')}"
+        return Finding(name, "missing", detail, essential, "" if useless else install)
     if name != "vllm" and not wanted.specifier.contains(version, prereleases=True):
         remedy = f"pip install --upgrade '{name}{wanted.specifier}'"
         return Finding(name, "broken", f"{version} is not {wanted.specifier}", essential, remedy)

@@ -1,5 +1,3 @@
-"""A seeded source of random numbers, printed so that a failure can be repeated."""
-
 from __future__ import annotations
 
 import random
@@ -8,7 +6,6 @@ import pytest
 
 
 @pytest.fixture
-def dice() -> random.Random:
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+def dice(seed: int) -> random.Random:
+    """Of the test's seed."""
     return random.Random(seed)
