@@ -112,16 +112,17 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
     """
     counts = [Counter(tokens) for tokens in token_lists]
     documents = Counter(token for count in counts for token in count)
-    entries = [(row, token, times) for row, count in enumerate(counts) for token, times in count.items()]
-    rows, tokens, times = torch.tensor(entries, dtype=torch.int64).view(-1, 3).unbind(1)
-    frequency = torch.tensor([documents[token] for _, token, _ in entries])
-    values = (1 + times.double().log()) * (len(counts) / frequency).log1p()
+    rows = torch.tensor([row for row, count in enumerate(counts) for _ in count], dtype=torch.int64)
+    tokens = torch.tensor([token for count in counts for token in count], dtype=torch.int64)
+    times = torch.tensor([n for count in counts for n in count.values()], dtype=torch.float64)
+    frequency = torch.tensor([documents[token] for count in counts for token in count])
+    values = (1 + times.log()) * (len(counts) / frequency).log1p()
     # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the top bits of a product.
     hashed = tokens * 2654435761 % 2**32
     columns, odd = hashed >> (32 - HASH_BITS), hashed >> (31 - HASH_BITS) & 1
-    table = torch.zeros(len(counts), EMBEDDING_WIDTH)
-    table.index_put_((rows, columns), (values * (1 - 2 * odd)).float(), accumulate=True)
-    return normalize(table)
+    flat = torch.zeros(len(counts) * EMBEDDING_WIDTH)
+    flat.index_add_(0, rows * EMBEDDING_WIDTH + columns, (values * (1 - 2 * odd)).float())
+    return normalize(flat.view(-1, EMBEDDING_WIDTH))
 
 
 def _criterion(
