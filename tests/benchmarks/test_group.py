@@ -3,12 +3,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import group
 from benchmarks.__main__ import main
 from benchmarks.group import Outcome, Probe, Search, predict_group, preload, run_probe
-from benchmarks.measure import FAILED, OK, OOM, Memory
+from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, Memory
 from benchmarks.record import read
 
 PROBE = Probe("ours", "toy", None, 0, 4, 4, "float32", "cpu", None, {})
@@ -51,38 +52,30 @@ def test_a_group_of_every_size_stops_at_the_largest_that_is_tried():
 
     assert tried == [2, 4, 8, 16, 24]
     assert found.result({}).metrics == {"largest_group": 24.0}
-    assert found.result({}).reason == "at least: the next size was not tried"
-
-
-def test_no_group_at_all_is_out_of_memory():
-    found, tried = search(1)
-    found.run(never)
-
-    assert tried == [2]
-    assert found.result({}).status == "oom"
-
-
-def test_an_update_that_breaks_ends_the_search_with_its_reason():
-    found = Search(PROBE, 64, lambda _: Outcome(FAILED, "RuntimeError: no"))
-    found.run(never)
-
-    assert (found.result({}).status, found.result({}).reason) == ("failed", "RuntimeError: no")
+    assert found.result({}).reason.startswith("at least")
 
 
 def test_a_search_that_ran_out_of_time_says_at_least():
     found, tried = search(100)
     found.run(lambda: len(tried) == 3)
 
-    result = found.result({})
-    assert result.metrics == {"largest_group": 8.0}
-    assert result.reason.startswith("at least")
+    assert found.result({}).metrics == {"largest_group": 8.0}
+    assert found.result({}).reason.startswith("at least")
 
 
-def test_a_search_that_never_began_is_skipped():
-    found, _ = search(100)
-    found.run(lambda: True)
+@pytest.mark.parametrize(
+    ("outcome", "stop", "status", "reason"),
+    [
+        (Outcome(OOM), False, OOM, "not even two completions fit"),
+        (Outcome(FAILED, "RuntimeError: no"), False, FAILED, "RuntimeError: no"),
+        (Outcome(OK), True, SKIPPED, NO_TIME),
+    ],
+)
+def test_a_search_without_any_group_that_fits_says_why(outcome, stop, status, reason):
+    found = Search(PROBE, 64, lambda _: outcome)
+    found.run(lambda: stop)
 
-    assert (found.result({}).status, found.result({}).reason) == ("skipped", "no time left")
+    assert (found.result({}).status, found.result({}).reason) == (status, reason)
 
 
 def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Path, monkeypatch):

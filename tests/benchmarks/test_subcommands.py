@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rollout, step
+from benchmarks import step
 from benchmarks.__main__ import main
-from benchmarks.contest import Entrant
-from benchmarks.measure import FAILED, OK, OOM
+from benchmarks.measure import OK
 from benchmarks.problem import PRODUCT
 from benchmarks.record import Measurement, Record, read
 
@@ -62,24 +61,6 @@ def test_an_update_of_a_part_or_with_recomputation_runs(tmp_path, options):
     assert by_name(record)["ours"].status == OK
 
 
-def test_an_implementation_without_memory_says_oom_and_the_update_of_the_others_is_timed(
-    tmp_path, monkeypatch
-):
-    def greedy(name: str, work: step.Update) -> Entrant:
-        def fail() -> None:
-            raise MemoryError
-
-        return Entrant(name, fail) if name == step.FULL else entrant(name, work)
-
-    entrant = step.entrant
-    monkeypatch.setattr(step, "entrant", greedy)
-    record = run(tmp_path, "step", "--model", "toy", "--group", "2", "--impl", "ours", "full")
-
-    found = by_name(record)
-    assert found["torch full logits"].status == OOM
-    assert found["ours"].status == OK
-
-
 def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
     record = run(
         tmp_path, "rollout", "--model", "toy", "--group", "3", "--completion", "4", "--impl", "transformers"
@@ -89,17 +70,6 @@ def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
     assert found.status == OK
     assert set(found.phases) == {"generate", "sleep", "sync", "wake"}
     assert 0 < found.metrics["tokens"] <= 2 * 3 * 4
-
-
-def test_an_engine_that_cannot_be_made_says_why(tmp_path, monkeypatch):
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no such engine here")
-
-    monkeypatch.setattr(rollout, "make_engine", broken)
-    record = run(tmp_path, "rollout", "--model", "toy", "--impl", "transformers")
-
-    found = by_name(record)["transformers"]
-    assert (found.status, found.reason) == (FAILED, "RuntimeError: no such engine here")
 
 
 def test_whole_steps_of_both_trainers_have_phases(tmp_path):
