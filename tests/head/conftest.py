@@ -10,6 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_fast import linear_logprob
+from grpo_fast.head import operator
+from grpo_fast.head.plan import Device
+
+KERNELS = {
+    "descriptors": Device("cuda", (9, 0), shared_memory=232_448, has_triton=True),
+    "pointers": Device("cuda", (8, 0), shared_memory=166_912, has_triton=True),
+}
+
 
 @dataclass(frozen=True)
 class Call:
@@ -31,6 +40,12 @@ class Call:
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
         }
+
+    def outputs(self, names: Sequence[str] = ("logprob",), **options: object) -> dict[str, Tensor]:
+        """What `linear_logprob` finds."""
+        options = self.options | options
+        out = linear_logprob(self.hidden, self.weight, self.targets, outputs=names, **options)
+        return {name: getattr(out, name) for name in names}
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -85,6 +100,16 @@ def gradients(call: Call, found: dict[str, Tensor], upstream: dict[str, Tensor])
     return list(torch.autograd.grad(loss, call.parameters))
 
 
+def exact_gradients(call: Call, upstream: dict[str, Tensor]) -> list[Tensor]:
+    """From full logits in float64."""
+    wide = call.to(torch.float64)
+    return gradients(wide, statistics(wide), upstream)
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)).item()
+
+
 @pytest.fixture(autouse=True)
 def the_head_meets_garbage(garbage_in_new_memory):
     """Nothing may be read that was not written."""
@@ -92,8 +117,45 @@ def the_head_meets_garbage(garbage_in_new_memory):
 
 @pytest.fixture(scope="session")
 def oracle() -> SimpleNamespace:
-    """`Call`, `statistics(call)` and `gradients(call, statistics, upstream)` of the dense head."""
-    return SimpleNamespace(Call=Call, statistics=statistics, gradients=gradients)
+    """The dense head, and how far something is from it."""
+    found = (Call, statistics, gradients, exact_gradients, relative)
+    return SimpleNamespace(**{part.__name__: part for part in found})
+
+
+def take_path(name: str, request: pytest.FixtureRequest):
+    """Lets the head take a path, and returns what moves calls and tensors to its device."""
+    device = torch.device("cpu")
+    if name != "reference":
+        pytest.importorskip("triton")
+        device = request.getfixturevalue("device")
+        if device.type == "cpu":
+            patch = request.getfixturevalue("monkeypatch")
+            patch.setattr(operator, "device_facts", lambda kind, index: KERNELS[name])
+
+    def move(value):
+        if isinstance(value, Tensor):
+            return value.detach().to(device).requires_grad_(value.requires_grad)
+        return replace(value, **{k: move(v) for k, v in vars(value).items() if isinstance(v, Tensor)})
+
+    return move
+
+
+@pytest.fixture
+def hopper(request):
+    """Moves calls to a GPU with descriptors, interpreted where there is none."""
+    return take_path("descriptors", request)
+
+
+@pytest.fixture(params=["reference", *KERNELS])
+def on_path(request):
+    """Moves calls to where the head takes each of its paths."""
+    return take_path(request.param, request)
+
+
+@pytest.fixture(params=KERNELS)
+def on_kernels(request):
+    """The same for the kernels' paths, interpreted where there is no GPU."""
+    return take_path(request.param, request)
 
 
 @pytest.fixture

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from grpo_fast import GRPOLossConfig, LossInputs, linear_logprob
-from grpo_fast.head import operator
 from grpo_fast.head.fused_loss import fused_policy_loss
-from grpo_fast.head.plan import Device
 
 pytest.importorskip("triton")
-
-HOPPER = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 
 
 @pytest.fixture
@@ -44,13 +40,13 @@ def recorded(monkeypatch, module, name: str, guarded: list[torch.Tensor]) -> lis
     return calls
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tolerance", [None, 0.0])
 def test_the_heads_kernels_start_on_the_device_of_the_hidden_states(
     make_call, monkeypatch, guarded, tolerance
 ):
     from grpo_fast.head import accelerated
 
-    monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
     calls = [recorded(monkeypatch, accelerated, name, guarded) for name in ("forward", "backward")]
     call = make_call((5,), 140, 16)
 

@@ -12,12 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_fast.head import operator
-from grpo_fast.head.plan import Device
-
-pytest.importorskip("triton")
-
-HOPPER = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 IGNORED = -100
 
 
@@ -81,11 +75,7 @@ def make_rows(oracle, kind: Kind, rows: int, rng: torch.Generator, device: torch
 
 
 def check(oracle, kind: Kind, call, upstream: Tensor) -> None:
-    from grpo_fast import linear_logprob
-
-    found = linear_logprob(
-        call.hidden, call.weight, call.targets, **call.options, tolerance=kind.tolerance
-    ).logprob
+    found = call.outputs(tolerance=kind.tolerance)["logprob"]
     d_hidden, *others = torch.autograd.grad((found * upstream).sum(), call.parameters)
     exact_call = call.to(torch.float64)
     exact = oracle.statistics(exact_call)
@@ -114,18 +104,10 @@ def check(oracle, kind: Kind, call, upstream: Tensor) -> None:
     assert (error <= bound).all(), (error - bound).max()
 
 
-@pytest.fixture
-def triton_path(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    if device.type == "cpu":
-        monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
-    return device
-
-
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_few_extreme_rows_stay_finite_and_within_their_bounds_in_small_batches(
-    triton_path, oracle, rng, kind
-):
-    check(oracle, kind, *make_rows(oracle, kind, 40, rng, triton_path))
+def test_a_few_extreme_rows_stay_finite_and_within_their_bounds_in_small_batches(device, oracle, rng, kind):
+    check(oracle, kind, *make_rows(oracle, kind, 40, rng, device))
 
 
 @pytest.mark.gpu
