@@ -6,10 +6,11 @@ import ctypes
 import re
 import shutil
 import subprocess
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,15 +39,28 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def built(device: torch.device) -> None:
+def built() -> None:
     """Where `csrc/` was built for the GPU."""
     if not cuda.available():
         pytest.skip("csrc/ was not built: python setup.py build_ext --inplace")
 
 
-@dataclass(frozen=True)
-class Entries:
-    """Arguments of the hidden gradient after the weight."""
+@pytest.fixture(params=["emulated", pytest.param("built", marks=pytest.mark.gpu)])
+def call(request):
+    """`call(function, operator, *arguments)` where the kernels are emulated, and where they are built."""
+    library = request.getfixturevalue(request.param)
+    if library is not None:
+        return lambda function, operator, *given: function(library, *given)
+    device = request.getfixturevalue("device")
+
+    def run(function, operator, *given):
+        return operator(*(t.to(device) if isinstance(t, Tensor) else t for t in given)).cpu()
+
+    return run
+
+
+class Entries(NamedTuple):
+    """Arguments of the hidden gradient after the weight: `cuda.ENTRIES`."""
 
     columns: Tensor
     values: Tensor
@@ -109,27 +123,14 @@ SHAPES = [(8, 64), (96, 64), (2048, 40), (2056, 40), (4104, 24), (8200, 24), (37
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("depth", "vocabulary"), SHAPES)
 def test_the_hidden_gradient_is_the_sparse_product_in_float32_rounded_once(
-    emulated, rng, dtype, depth, vocabulary
+    call, rng, dtype, depth, vocabulary
 ):
     weight = torch.randn(vocabulary, depth + 8 * (depth % 8 == 0), generator=rng).to(dtype)[:, :depth]
     entries = make_entries(rng, [40, 0, 1, 300], vocabulary)
 
-    found = cuda.hidden_gradient(emulated, weight, *astuple(entries))
+    found = call(cuda.hidden_gradient, cuda.sparse_hidden_gradient, weight, *entries)
 
     check_hidden_gradient(found, weight, entries)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("depth", "vocabulary"), SHAPES)
-def test_the_built_library_computes_the_same_on_the_gpu(built, device, rng, dtype, depth, vocabulary):
-    weight = torch.randn(vocabulary, depth, generator=rng).to(dtype)
-    entries = make_entries(rng, [40, 0, 1, 300, *[25] * 2000], vocabulary)
-
-    moved = (tensor.to(device) for tensor in (weight, *astuple(entries)))
-    found = torch.ops.grpo_fast.sparse_hidden_gradient(*moved)
-
-    check_hidden_gradient(found.cpu(), weight, entries)
 
 
 def test_nan_reaches_its_own_row_and_no_other(emulated, rng):
@@ -137,7 +138,7 @@ def test_nan_reaches_its_own_row_and_no_other(emulated, rng):
     entries = make_entries(rng, [20, 20], 64)
     entries.values[entries.starts[1] + 3] = torch.nan
 
-    found = cuda.hidden_gradient(emulated, weight, *astuple(entries))
+    found = cuda.hidden_gradient(emulated, weight, *entries)
 
     assert found[0].isfinite().all() and found[1].isnan().all()
 
@@ -148,13 +149,12 @@ def test_nothing_is_written_when_lists_overflowed(emulated, rng, monkeypatch, ca
     (entries.overflow if cause == "pairs" else entries.used).add_(10)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.full(size, 7.0, dtype=dtype))
 
-    found = cuda.hidden_gradient(emulated, torch.zeros(64, 48).bfloat16(), *astuple(entries))
+    found = cuda.hidden_gradient(emulated, torch.zeros(64, 48).bfloat16(), *entries)
 
     assert (found == 7).all()
 
 
-@dataclass(frozen=True)
-class Masses:
+class Masses(NamedTuple):
     """Arguments of the mass curve."""
 
     tile_lse: Tensor
@@ -189,23 +189,12 @@ def check_mass_curve(found: Tensor, given: Masses) -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 128), (33, 900), (70, 20_000)])
-def test_the_mass_curve_sums_the_tiles_below_each_level(emulated, rng, rows, vocabulary):
+def test_the_mass_curve_sums_the_tiles_below_each_level(call, rng, rows, vocabulary):
     given = make_masses(rng, rows, vocabulary)
 
-    found = cuda.mass_curve(emulated, *astuple(given))
+    found = call(cuda.mass_curve, cuda.tile_mass_curve, *given)
 
     check_mass_curve(found, given)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 128), (5000, 151_936)])
-def test_the_built_mass_curve_computes_the_same_on_the_gpu(built, device, rng, rows, vocabulary):
-    given = make_masses(rng, rows, vocabulary)
-
-    moved = (part.to(device) if isinstance(part, Tensor) else part for part in astuple(given))
-    found = torch.ops.grpo_fast.tile_mass_curve(*moved)
-
-    check_mass_curve(found.cpu(), given)
 
 
 @pytest.mark.parametrize("structure", [cuda.HiddenGradientCall, cuda.MassCurveCall])
@@ -263,7 +252,7 @@ def test_the_operators_pass_torchs_own_checks(on_cpu, emulated, rng):
     curve = (torch.zeros(2, 4), torch.zeros(4), torch.zeros(4, dtype=torch.int64), torch.ones(4) > 0)
     levels = torch.tensor([-3.0, -4.0, -5.0, -torch.inf])
     cases = [
-        (cuda.sparse_hidden_gradient, cuda.hidden_gradient, (weight, *astuple(entries))),
+        (cuda.sparse_hidden_gradient, cuda.hidden_gradient, (weight, *entries)),
         (cuda.tile_mass_curve, cuda.mass_curve, (*curve, levels, 200, 128)),
     ]
     for operator, function, arguments in cases:
@@ -329,9 +318,9 @@ def test_the_built_library_runs_on_every_gpu_here_and_leaves_the_current_one_as_
 def test_unsupported_operands_are_named(emulated, rng):
     entries = make_entries(rng, [4], 64)
     with pytest.raises(TypeError, match=r"weight is torch\.float32"):
-        cuda.hidden_gradient(emulated, torch.zeros(64, 8), *astuple(entries))
+        cuda.hidden_gradient(emulated, torch.zeros(64, 8), *entries)
     with pytest.raises(TypeError, match=r"values is torch\.float64"):
-        wrong = (entries.columns, entries.values.double(), *astuple(entries)[2:])
+        wrong = (entries.columns, entries.values.double(), *entries[2:])
         cuda.hidden_gradient(emulated, torch.zeros(64, 8).bfloat16(), *wrong)
     zero = torch.zeros(1)
     with pytest.raises(RuntimeError, match=r"levels must number 3 to 48 \(-3\)"):

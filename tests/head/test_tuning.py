@@ -89,33 +89,25 @@ def test_the_most_particular_rule_comes_first_and_applies():
     assert found.sizes("half", 1025, False) == other
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        ({"architecture": 80}, "architecture 80 in sm_90"),
-        ({"rules": table().rules[::-1]}, "the most particular must come first"),
-        ({"rules": table().rules[:1]}, "no rule for every half shape"),
-    ],
-)
-def test_a_table_that_cannot_serve_is_refused(tmp_path, change, fault):
-    with pytest.raises(ValueError, match=fault):
-        tuning.read_table(stored(tmp_path, table(**change)))
-
-
-@pytest.mark.parametrize(
-    ("tile", "fault"),
-    [
-        (ProductTile(128, 192, 64, 8, 4, 16, True), "must be powers of two"),
-        (ProductTile(128, 256, 64, 8, 5, 16, True), "operands need 245760 of 232448"),
-        (ProductTile(128, 256, 64, 8, 4, 16, False), "descriptors is False"),
-    ],
-)
-def test_a_tile_that_cannot_be_launched_is_refused(tmp_path, tile, fault):
+def with_wide(*sizes: int | bool) -> tuning.Table:
     first, last = table().rules
-    rules = (first, replace(last, sizes=replace(last.sizes, wide=tile)))
+    return table(rules=(first, replace(last, sizes=replace(last.sizes, wide=ProductTile(*sizes)))))
 
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        (table(architecture=80), "architecture"),
+        (table(rules=table().rules[::-1]), "most particular"),
+        (table(rules=table().rules[:1]), "no rule for every half"),
+        (with_wide(128, 192, 64, 8, 4, 16, True), "powers of two"),
+        (with_wide(128, 256, 64, 8, 5, 16, True), "245760 of 232448"),
+        (with_wide(128, 256, 64, 8, 4, 16, False), "descriptors"),
+    ],
+)
+def test_a_table_that_cannot_serve_is_refused(tmp_path, wrong, fault):
     with pytest.raises(ValueError, match=fault):
-        tuning.read_table(stored(tmp_path, table(rules=rules)))
+        tuning.read_table(stored(tmp_path, wrong))
 
 
 def test_a_misspelt_key_and_a_wrong_type_are_refused(tmp_path):

@@ -79,34 +79,6 @@ def test_chunking_changes_nothing_but_the_order_of_a_sum(make_head):
     assert torch.equal(whole.weight, chunked.weight)
 
 
-def test_what_is_not_needed_is_not_made(make_head):
-    head = make_head(20, 140, 24)
-
-    found = run(head, hidden=False)
-
-    assert found.hidden is None
-    assert relative(found.weight, head.d_weight) < 2e-5
-    assert run(head, weight=False).weight is None
-
-
-def test_no_row_gives_zero_gradients(make_head):
-    head = make_head(0, 140, 24)
-
-    found = run(head)
-
-    assert found.hidden.shape == (0, 24)
-    assert not found.weight.any()
-
-
-def test_zero_upstream_gradient_gives_zero(make_head):
-    head = make_head(20, 140, 24)
-
-    found = run(head, g=torch.zeros_like(head.g))
-
-    assert not found.hidden.any()
-    assert not found.weight.any()
-
-
 def test_entropy_and_mean_gradients_match(make_head, rng):
     head = make_head(20, 300, 24)
     device = head.hidden.device

@@ -206,13 +206,6 @@ def test_selection_is_bit_equal_from_run_to_run(make_head):
             assert torch.equal(one, other), field.name
 
 
-def test_an_empty_batch_has_no_pairs(make_head):
-    pairs = select(make_head(0, 200))
-
-    assert pairs.total.item() == 0
-    assert pairs.metrics()["density"] == 0
-
-
 def test_a_negative_tolerance_and_a_wrong_shape_are_refused_by_name(make_head):
     head = make_head(20, 300)
 
