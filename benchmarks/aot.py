@@ -18,8 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -276,26 +275,6 @@ def reports(capability: int, cases: dict[str, partial[None]]) -> list[Report]:
             if binary.hash not in seen:
                 seen[binary.hash] = _inspect(case, function, binary, options, capability)
     return list(seen.values())
-
-
-def variants(capability: int, launches: Sequence[Callable[[], None]]) -> dict[str, int]:
-    """How many variants of each kernel the launches need, by Triton's own cache keys; none is compiled.
-
-    Triton compiles again when an argument's type, alignment or compile-time constant changes. Batches differ
-    in their number of tokens and in where they begin: neither may cost a compilation in the middle of a run.
-    """
-    from triton.runtime.jit import JITFunction
-
-    def remember(self: Any, key: str, signature: Any, device: int, *_: Any) -> SimpleNamespace:
-        stub = SimpleNamespace(hash=key)
-        self.device_caches[device][0][key] = stub
-        return stub
-
-    with mock.patch.object(JITFunction, "_do_compile", remember), compile_only(capability) as compiled:
-        for launch in launches:
-            launch()
-        found = {(function.fn.__name__, stub.hash) for function, stub, _ in compiled}
-    return dict(Counter(name for name, _ in found))
 
 
 def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:
