@@ -61,25 +61,12 @@ def test_a_second_iteration_needs_no_scoring_before_the_first(model_folder, monk
     assert scored == {"GRPOTrainer": 4}  # two generations each, unpatched and patched
 
 
-def test_a_last_digit_decides_which_of_tied_tokens_counts_as_high_entropy(model_folder, tmp_path, rng):
-    """Completions of one prompt share the context of their first token, so its entropies tie by design."""
-    trainer = trainer_of(trl.GRPOTrainer, model_folder, tmp_path, loss_type="dapo")
-    mask = torch.ones(4, 6)
-    entropies = 1 + torch.rand(4, 6, generator=rng)
-    entropies[:, 0] = 0.5  # tied, and the lowest: the quantile below falls among them
-    nudged = entropies.clone()
-    nudged[:2, 0] = torch.nextafter(nudged[:2, 0], torch.zeros(2))
-
-    kept, kept_when_nudged = (
-        trainer.get_high_entropy_mask(values, mask, 2.5 / 23) for values in (entropies, nudged)
-    )
-
-    assert kept.all()
-    assert (kept != kept_when_nudged).nonzero().tolist() == [[0, 0], [1, 0]]
-
-
 def test_with_trls_choice_of_tied_tokens_training_on_high_entropies_is_the_same(model_folder, monkeypatch):
-    """Ties at the quantile are all that sets a patched run apart from TRL's own."""
+    """Ties at the quantile are all that sets a patched run apart from TRL's own.
+
+    Completions of one prompt share the context of their first token, so its entropies tie by design, and a
+    last digit decides which of them counts as high.
+    """
     setting, task = Setting("dapo", True, options={"top_entropy_quantile": 0.5}), words_task(model_folder)
     choose, chosen, gaps = trl.GRPOTrainer.get_high_entropy_mask, [], []
 
@@ -270,7 +257,7 @@ def test_evaluation_is_the_same(model_folder, tmp_path, make_batch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_the_seam_is_trls_again_after_a_loss(model_folder, tmp_path, make_batch):
+def test_trls_names_are_its_own_again_after_a_loss(model_folder, tmp_path, make_batch):
     before = dict(vars(utils))
 
     loss_of(trainer_of(FastGRPOTrainer, model_folder, tmp_path), make_batch())
