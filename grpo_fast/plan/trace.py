@@ -5,7 +5,7 @@ its own. A dispatch mode notes every storage that appears and goes. The allocati
 sizes, and each grows linearly with the input tokens T and the targets N: runs at three sizes give its line,
 and the bytes alive in any other batch are one product with a matrix.
 
-Held against the allocator (tests/plan/test_prediction.py) the peak is 0 to 3 % low for Llama, Qwen2 and
+Held against the allocator (tests/plan/test_prediction.py) the peak is 0 to 3.3 % low for Llama, Qwen2 and
 Gemma 2, with checkpointing, and with LoRA (6 % for Gemma 2). torch's own MemTracker under fake tensors is 12
 to 16 % low without checkpointing, as it does not look into operators, fails on LoRA, and runs anew per size.
 """

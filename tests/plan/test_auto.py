@@ -66,20 +66,22 @@ def test_with_less_memory_auto_takes_less(toy: dict[str, Any], memory: Any) -> N
     assert AUTO_MOST > sizes[0] >= 40 > sizes[1] >= 20 > sizes[2] >= 2
 
 
-def test_memory_that_does_not_hold_two_is_an_error_that_says_what_is_needed(
-    toy: dict[str, Any], memory: Any
+@pytest.mark.parametrize(
+    ("total", "changes", "message"),
+    [
+        (1 << 16, {}, r"need .* cpu has 64\.0 KiB"),
+        (1 << 30, {"max_prompt_length": None}, "max_prompt_length"),
+    ],
+    ids=["not even two fit", "prompts of unknown length"],
+)
+def test_auto_says_why_it_finds_no_number(
+    total: int, changes: dict[str, Any], message: str, toy: dict[str, Any], memory: Any
 ) -> None:
-    memory(1 << 16)
+    memory(total)
+    dataset = toy["dataset"] | {"max_prompt_length": 8} | changes
 
-    with pytest.raises(ValueError, match=r"num_generations.* need .* cpu has 64\.0 KiB"):
-        resolve_auto(auto_run(toy))
-
-
-def test_auto_needs_the_length_of_prompts(toy: dict[str, Any], memory: Any) -> None:
-    memory(1 << 30)
-
-    with pytest.raises(ValueError, match=r"needs dataset\.max_prompt_length"):
-        resolve_auto(auto_run(toy, dataset=toy["dataset"]))
+    with pytest.raises(ValueError, match=rf"num_generations.*{message}"):
+        resolve_auto(auto_run(toy, dataset=dataset))
 
 
 def test_a_number_stays_as_it_is(toy: dict[str, Any]) -> None:
@@ -129,13 +131,6 @@ def test_a_look_before_training_resolves_auto_too(
 
     assert code == 0
     assert "num_generations = auto: 5" in caplog.text
-
-
-def test_auto_survives_the_way_through_yaml(toy: dict[str, Any], tmp_path: Path) -> None:
-    config = auto_run(toy)
-    (tmp_path / "run.yaml").write_text(dump_config(config))
-
-    assert load_config(tmp_path / "run.yaml") == config
 
 
 def test_vllm_on_a_gpu_gets_what_a_step_needs(

@@ -108,19 +108,12 @@ def test_knobs_that_are_turned_already_are_not_offered(traces: Traces) -> None:
     assert "rollout.vllm.lora_sync" in offered  # merged weights are a second copy
 
 
-def test_an_algorithm_without_rollouts_cannot_be_planned(traces: Traces) -> None:
-    config = TrainConfig.model_validate(
-        {key: ANY[key] for key in ("model", "dataset")} | {"algorithm": "dpo"}
-    )
-
-    with pytest.raises(ValueError, match="algorithm"):
-        plan(config, traces, gpu(1 << 30))
-
-
-def test_the_longest_prompt_must_be_known(traces: Traces) -> None:
+def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
     config = run(dataset={"source": "any.jsonl"})
+    without_rollouts = {key: ANY[key] for key in ("model", "dataset")} | {"algorithm": "dpo"}
 
     with pytest.raises(ValueError, match=r"dataset\.max_prompt_length"):
         plan(config, traces, gpu(1 << 30))
-
+    with pytest.raises(ValueError, match="algorithm"):
+        plan(TrainConfig.model_validate(without_rollouts), traces, gpu(1 << 30))
     assert plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False).sizes.prompt_length == 64
