@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,17 +45,21 @@ def test_grpo_fast_bench_hands_its_arguments_over(monkeypatch):
         handed.update(arguments=arguments, program=program)
         return 7
 
-    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(main=found))
+    monkeypatch.setitem(sys.modules, "grpo_fast.benchmarks.__main__", SimpleNamespace(main=found))
 
     assert cli.main(["bench", "head", "--minutes", "1"]) == 7
     assert handed == {"arguments": ["head", "--minutes", "1"], "program": "grpo-fast bench"}
 
 
 def test_an_installation_without_benchmarks_says_what_to_do(monkeypatch, capsys):
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="grpo_fast.benchmarks")
+    class Missing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "grpo_fast.benchmarks":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(importlib, "import_module", missing)
+    for name in ("grpo_fast.benchmarks", "grpo_fast.benchmarks.__main__"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
 
     assert cli.main(["bench", "head"]) == 1
-    assert "run `python -m benchmarks` in a checkout" in capsys.readouterr().err
+    assert "python -m benchmarks" in capsys.readouterr().err
