@@ -50,7 +50,7 @@ class TrainConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         16384, description="tokens of one forward and backward; halved when the memory does not hold them"
     )
-    threads: PositiveInt | None = Field(None, description="CPU threads; none: torch's choice")
+    threads: PositiveInt | None = Field(None, description="CPU threads, by default torch's choice")
     model: ModelConfig
     dataset: DatasetConfig
     rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")

@@ -1,6 +1,6 @@
 """Configuration files: YAML and overrides in, one validated `TrainConfig` out, and back to YAML.
 
-Whatever is wrong is told in one `ConfigError`, with the nearest names to a name that does not exist.
+One `ConfigError` lists everything that is wrong, with the nearest names to a name that does not exist.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     """A validated configuration from a YAML file and overrides, which win over the file.
 
     Args:
-        path: a YAML file, a run's directory, or the name of a shipped recipe; none: overrides alone.
+        path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. TRL's and Axolotl's flat
             names (`learning_rate=1e-6`) serve as well, here and at the top level of the file.

@@ -86,7 +86,7 @@ def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
     """Look at this machine. Nothing is changed, and nothing raises: what fails to import is a finding.
 
     Args:
-        requirements: libraries to look for, as in a package's metadata; none: grpo-fast's own.
+        requirements: libraries to look for, as in a package's metadata; by default grpo-fast's own.
     """
     if requirements is None:
         requirements = [*(importlib.metadata.requires("grpo-fast") or ()), *UNDECLARED]

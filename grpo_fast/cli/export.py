@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
+from grpo_fast.policy import Policy, load_policy
+from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
-
-if TYPE_CHECKING:
-    from grpo_fast.policy import Policy
-    from grpo_fast.run_record.checkpoint import Checkpoint
 
 
 def export_run(source: str | Path, out: str | Path) -> Path:
@@ -24,23 +21,20 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
-    run_dir, checkpoint_dir = locate(Path(source))
-    policy = _restored(load_config(run_dir / CONFIG_FILE), _load_checkpoint(run_dir, checkpoint_dir))
-    policy.save_pretrained(out)
+    run_dir, checkpoint = locate(Path(source))
+    trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint).save_pretrained(out)
     return out
 
 
 def load_policy_of(source: str | Path | None, config: TrainConfig) -> Policy:
     """The policy of a configuration; where `source` is a run's directory, with its newest trained weights."""
     if source is not None and (Path(source) / CHECKPOINTS_DIR).is_dir():
-        return _restored(config, _load_checkpoint(Path(source), None))
-    from grpo_fast.policy import load_policy
-
+        return trained_policy(config, Path(source))
     return load_policy(config.model)
 
 
 def locate(source: Path) -> tuple[Path, Path | None]:
-    """(run's directory, checkpoint's directory or none for the newest).
+    """(run's directory, checkpoint's directory); the latter is None for a whole run.
 
     Raises:
         FileNotFoundError: no run's configuration lies in `source` or above it.
@@ -56,19 +50,16 @@ def locate(source: Path) -> tuple[Path, Path | None]:
     )
 
 
-def _load_checkpoint(run_dir: Path, checkpoint_dir: Path | None) -> Checkpoint:
-    from grpo_fast.run_record.checkpoint import CheckpointStore
+def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> Policy:
+    """The policy with the weights of one checkpoint of a run, by default the newest.
 
+    Raises:
+        FileNotFoundError: the run has no checkpoint yet.
+    """
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
-    checkpoint = store.load_latest() if checkpoint_dir is None else store.load(checkpoint_dir)
-    if checkpoint is None:
+    found = store.load_latest() if checkpoint is None else store.load(checkpoint)
+    if found is None:
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet; let it reach its first, or its end")
-    return checkpoint
-
-
-def _restored(config: TrainConfig, checkpoint: Checkpoint) -> Policy:
-    from grpo_fast.policy import load_policy
-
     policy = load_policy(config.model)
-    policy.load_trainable(checkpoint.tensors["trainable"])
+    policy.load_trainable(found.tensors["trainable"])
     return policy

@@ -20,7 +20,7 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
 
     Args:
         document: the foreign configuration as plain data.
-        source: `axolotl`, `trl` or `nemo_rl`; none: told by the keys.
+        source: `axolotl`, `trl` or `nemo_rl`; by default recognised by the keys.
 
     Raises:
         ValueError: the configuration is ours already.

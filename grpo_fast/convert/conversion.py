@@ -73,7 +73,7 @@ class Entry:
 
     key: str  # dotted, as in the source
     value: Any
-    rule: Rule | None  # none: not a key that this converter knows
+    rule: Rule | None  # None for a key that the converter does not know
     note: str = ""  # how the value is put in our terms
 
 

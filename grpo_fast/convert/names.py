@@ -28,7 +28,7 @@ Places = dict[str, Any]  # dotted name here -> value
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so
 # anyway, and raises ValueError, with the remedy, for a value without an equivalent.
 Translate = Callable[[Any, Mapping[str, Any]], Places]
-Rule = str | Translate | Absent  # a string is the place of the value as it is; null leaves ours
+Rule = str | Translate | Absent  # a string is a place: the value stays, null sets nothing
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 

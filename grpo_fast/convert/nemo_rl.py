@@ -45,7 +45,7 @@ def read_nemo_rl(document: Mapping[str, Any]) -> ForeignConfig:
         if isinstance(value, str) and "${" in value:
             rule = Absent("refers to something outside this file; set it by hand")
         entries.append(Entry(key, value, rule))
-    # What the loss is, is told by several keys of its section.
+    # Several keys of this section say together what the loss is.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
     return ForeignConfig("NeMo-RL", preference, entries, siblings)
 

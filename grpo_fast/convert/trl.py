@@ -27,7 +27,7 @@ DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", 
 
 
 def read_trl(document: Mapping[str, Any]) -> ForeignConfig:
-    """A `DPOConfig` is told from a `GRPOConfig` by its keys."""
+    """Each key with its rule; keys that only a `DPOConfig` has make it one."""
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     defaults = dict(DEFAULTS)
@@ -114,7 +114,7 @@ def _preference_loss(value: Any, siblings: Mapping[str, Any]) -> Places:
 
 
 def _term(name: str) -> Translate:
-    """A constant of the preference loss; null and zero leave ours as it is."""
+    """A constant of the preference loss; null and zero set nothing."""
     return lambda value, _: {f"preference.loss.{name}": value} if value else {}
 
 

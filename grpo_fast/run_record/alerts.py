@@ -20,7 +20,7 @@ ALERTS_FILE = "alerts.jsonl"
 
 
 class AlertsConfig(Section):
-    """When to warn. A threshold is compared with a mean over `window` steps; none switches its alert off."""
+    """When to warn. A threshold is compared with a mean over `window` steps; null switches its alert off."""
 
     window: PositiveInt = Field(10, description="steps that a figure is averaged over")
     clear_margin: Fraction = Field(
@@ -127,8 +127,8 @@ class AlertRule:
     """An alert is raised while its figure is on the wrong side of its threshold."""
 
     name: str  # its threshold's key in the configuration
-    healthy: float | None  # where a healthy run's figure lies, which says the wrong side; None: twice as high
-    figure: Callable[[MetricWindow, AlertsConfig], float | None]  # None: not known yet, or not measured
+    healthy: float | None  # a healthy run's figure; it lies on the right side; None for twice the threshold
+    figure: Callable[[MetricWindow, AlertsConfig], float | None]  # None where it is not measured yet
     seen: str  # str.format over `value` and `threshold`
     remedy: str
 

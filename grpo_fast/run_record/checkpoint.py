@@ -70,7 +70,7 @@ class CheckpointStore:
         """
         Args:
             root: holds the checkpoints; made by the first save.
-            keep: checkpoints to keep; what a killed save left is removed at once. None: only read here.
+            keep: checkpoints to keep; what a killed save left is removed at once. None to read only.
 
         Raises:
             ValueError: `keep` below 1.
@@ -124,7 +124,7 @@ class CheckpointStore:
         return path
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint; none when there is none.
+        """The newest checkpoint, if there is one.
 
         Raises:
             DamagedCheckpoint: the newest is damaged. The message names the newest intact one.

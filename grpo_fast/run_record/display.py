@@ -103,8 +103,8 @@ class State:
     rewards: tuple[float, ...] = ()
     evaluations: tuple[str, ...] = ()  # the first and the latest
     remaining: float | None = None  # seconds
-    updated: float = 0.0  # time.monotonic() of the last news
-    rollout: Rollout | None = None  # None: nothing is being generated
+    updated: float = 0.0  # time.monotonic() of the last update
+    rollout: Rollout | None = None  # None while nothing is generated
 
 
 class Display:
@@ -112,7 +112,7 @@ class Display:
 
     Args:
         total_steps: optimiser steps of the whole run.
-        console: where to write; None: standard output.
+        console: where to write; by default standard output.
         start_step: steps that an earlier process of a resumed run has done.
     """
 

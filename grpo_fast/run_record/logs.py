@@ -104,7 +104,7 @@ class SampleRecord:
 
     prompt: str
     completion: str
-    rewards: Mapping[str, float | None]  # by function; None: not applicable
+    rewards: Mapping[str, float | None]  # by function; None where not applicable
     reward: float  # the weighted total
     advantage: float  # mean over the tokens
     truncated: bool  # stopped by max_completion_length
