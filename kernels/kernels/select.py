@@ -40,7 +40,7 @@ from torch import Tensor
 
 from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE
 from .balance import balance, log_levels
-from .sparse_config import SparseConfig, sparse_config
+from .sparse_config import SparseConfig
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, LogitGradient
@@ -100,19 +100,6 @@ class Pairs:
             "error_bound": torch.where(error > 0, error / (BF16_ROUNDING * self.norm), 0.0),
         }
 
-    def hidden_bound(
-        self, slope: Tensor | float, weight_norm: Tensor | float, left_out: Tensor | None = None
-    ) -> Tensor:
-        """(N,) float32: the most by which a row's hidden gradient can differ from the dense one, in L2.
-
-        Args:
-            slope: largest dz/d(x·w) of the row, |logit_scale|·inv_temperature: () or (N,).
-            weight_norm: max_v ‖W_v‖.
-            left_out: as for `metrics`.
-        """
-        left_out = self.left_out if left_out is None else left_out
-        return self.mass_gradient.abs() * left_out * slope * weight_norm
-
 
 def select_pairs(
     problem: HeadProblem,
@@ -122,7 +109,7 @@ def select_pairs(
     *,
     tolerance: float,
     split_rows: bool = False,
-    config: SparseConfig | None = None,
+    config: SparseConfig,
 ) -> Pairs:
     """Live pairs for upstream gradients of the log-probability and the log-sum-exp.
 
@@ -137,7 +124,7 @@ def select_pairs(
             what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
             part.
         split_rows: set rows with more live tiles than the list has room for per row apart, as `dense_rows`.
-        config: capacities and blocks; by default what is shipped for the dtype.
+        config: capacities and blocks.
 
     Raises:
         ValueError: for a negative tolerance, or a tile_lse of another shape.
@@ -149,7 +136,6 @@ def select_pairs(
         raise ValueError(f"tolerance is {tolerance}; give 0 (exact) or more (1: the rounding of bfloat16)")
     if tile_lse.shape != (tiles, rows):
         raise ValueError(f"tile_lse is {tuple(tile_lse.shape)}, expected {(tiles, rows)}: (tiles, rows)")
-    config = config or sparse_config(problem.hidden.dtype)
     target_gradient, mass_gradient = of_rows.target, -of_rows.mass  # a copy: dense rows are taken out of it
     # A row's entries beside the target's sum to mass·(1 − p). A row of NaN is left out of the norm.
     total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(logprob)

@@ -17,7 +17,7 @@ from . import LEVELS, TILE
 
 @dataclass(frozen=True)
 class SparseConfig:
-    """Tiles, warps and capacities. `depth` is the step of a product's inner loop."""
+    """Tiles, warps and capacities. `depth` is the step of a product's inner loop. Defaults: of bfloat16."""
 
     pair_rows: int = 128  # gathered rows per program of the pair gradient
     pair_depth: int = 64
@@ -72,17 +72,6 @@ class SparseConfig:
     def chunk_workspace_pairs(self, rows: int, tiles: int, itemsize: int) -> int:
         """Pairs whose logit gradients are held at one time."""
         return rows + min(self.chunk_pairs(rows, itemsize), self.pair_capacity(rows, tiles))
-
-
-HALF = SparseConfig()
-"""bfloat16 and float16."""
-
-FULL = SparseConfig(pair_rows=64, pair_depth=32, weight_columns=64, weight_depth=32, weight_stages=2)
-"""float32, multiplied in float32: correct first, the tensor cores have no such product."""
-
-
-def sparse_config(dtype: torch.dtype) -> SparseConfig:
-    return FULL if dtype == torch.float32 else HALF
 
 
 def persistent_programs(device: torch.device, per_multiprocessor: int) -> int:

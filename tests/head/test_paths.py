@@ -281,9 +281,8 @@ def test_keeping_changes_nothing_where_there_is_a_softcap(on_kernels, make_call)
 @pytest.fixture
 def crowded(on_kernels, make_call, monkeypatch):
     """Makes a call whose last 8 of 16 rows are live in all of 8 tiles; and the rows that go the dense way."""
-    from grpo_fast.kernels.sparse_config import FULL
-
     from grpo_fast.head import accelerated
+    from grpo_fast.head.tuning import sizes_for
 
     select, dense, dense_rows = accelerated.select_pairs, accelerated._dense, []
 
@@ -292,7 +291,8 @@ def crowded(on_kernels, make_call, monkeypatch):
         return dense(rows, *rest)
 
     def make(**limits):
-        config = replace(FULL, least_pairs=1, least_entries=1, **limits)
+        shipped = sizes_for((9, 0), torch.float32, 16, True).sparse
+        config = replace(shipped, least_pairs=1, least_entries=1, **limits)
         monkeypatch.setattr(accelerated, "select_pairs", lambda *a, **k: select(*a, **k | {"config": config}))
         monkeypatch.setattr(accelerated, "_dense", counted)
         call = make_call((16,), 1000, 16, spread=30.0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from grpo_fast.kernels import BF16_ROUNDING, PAIR_SHARE, TILE
 from grpo_fast.kernels.select import Pairs, select_pairs
-from grpo_fast.kernels.sparse_config import HALF
+from grpo_fast.kernels.sparse_config import SparseConfig
 
+HALF = SparseConfig()
 SHAPES = {
     "peaked": {"peak": 60.0, "spread": 1.0},
     "mixed": {"peak": 30.0},

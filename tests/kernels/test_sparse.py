@@ -9,12 +9,13 @@ import torch
 from grpo_fast.kernels import sparse, sparse_rows
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import sparse_backward
-from grpo_fast.kernels.sparse_config import FULL, HALF, SparseConfig
+from grpo_fast.kernels.sparse_config import SparseConfig
 
 from grpo_fast.head.problem import Wanted
+from grpo_fast.head.tuning import sizes_for
 
 # Small blocks and many entries at a time: the interpreter pays per program and per step.
-QUICK = replace(HALF, pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
+QUICK = SparseConfig(pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
 
 
 def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **wanted):
@@ -27,6 +28,11 @@ def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **wanted)
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def row_bound(pairs, left_out: torch.Tensor) -> torch.Tensor:
+    """(N,) the most by which a row's logit gradient is off, in L1: what its certificate says."""
+    return pairs.mass_gradient.abs() * left_out
 
 
 def straightforward(head) -> dict[str, float]:
@@ -61,7 +67,7 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
     pairs, got = run(head, tolerance)
 
     slope = 1.0 if head.inv_temperature is None else head.inv_temperature * head.logit_scale
-    bound = pairs.hidden_bound(slope, head.weight.norm(dim=1).max(), got.left_out)
+    bound = row_bound(pairs, got.left_out) * slope * head.weight.norm(dim=1).max()
     error = (got.hidden.double() - head.d_hidden).norm(dim=1)
     assert (error <= bound + 1e-6 * head.d_hidden.norm(dim=1)).all()
     within = pairs.metrics(got.left_out)["error_bound"] <= tolerance * (1 + 1e-4)
@@ -81,10 +87,10 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
 
     pairs, got = run(head, 1.0, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
 
-    certified = pairs.hidden_bound(1.0, head.weight.double().norm(dim=1).max(), got.left_out).norm()
+    certified = (row_bound(pairs, got.left_out) * head.weight.double().norm(dim=1).max()).norm()
     rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
     assert relative(got.hidden, head.d_hidden) <= rounded + certified / head.d_hidden.norm() + 1e-5
-    certified = pairs.hidden_bound(1.0, head.hidden.double().norm(dim=1)).sum()
+    certified = (row_bound(pairs, pairs.left_out) * head.hidden.double().norm(dim=1)).sum()
     assert relative(got.weight, head.d_weight) <= dense["weight"] + certified / head.d_weight.norm() + 1e-5
 
 
@@ -137,7 +143,7 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
         for t in (head.hidden, head.weight)
     )
 
-    config = replace(FULL, row_entries=64)
+    config = replace(sizes_for((9, 0), torch.float32, 48, True).sparse, row_entries=64)
     _, got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config)
 
     assert relative(got.hidden, head.d_hidden) < 1e-6
