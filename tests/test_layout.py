@@ -44,7 +44,7 @@ if __name__ == "__main__":
     print(grpo_fast.kernels.__file__)
 """
 BENCHMARKS = """
-from grpo_fast.benchmarks.workload import load_lengths
+from grpo_fast.benchmarks.models import load_lengths
 from grpo_fast.cli import main
 
 assert load_lengths().prompts
