@@ -77,31 +77,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["without hub kernels", "with hub kernels"])
-def hub_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    if not request.param:
-        return None
+@pytest.fixture(scope="module")
+def hub_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("hub_kernels")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(target),
-        HUB_KERNELS,
-    ]
-    if subprocess.run(pip, capture_output=True).returncode:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, HUB_KERNELS]
+    if subprocess.run([str(word) for word in pip], capture_output=True).returncode:
         pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
     return target
-
-
-@pytest.fixture(scope="module")
-def environments(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """The Python and the site-packages of an environment with each kind of installation."""
-    return {mode: install(checkout, mode, tmp_path_factory.mktemp(mode)) for mode in ("regular", "editable")}
 
 
 def install(checkout: Path, mode: str, folder: Path) -> tuple[Path, Path]:
@@ -117,33 +99,19 @@ def install(checkout: Path, mode: str, folder: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("mode", ["regular", "editable"])
-def test_an_installed_package_loads_kernels_and_transformers(
-    mode: str,
-    checkout: Path,
-    environments: dict[str, tuple[Path, Path]],
-    hub_kernels: Path | None,
-    tmp_path: Path,
+def test_an_installed_package_loads_kernels_and_transformers_beside_the_hubs(
+    mode: str, checkout: Path, hub_kernels: Path, tmp_path: Path
 ):
-    python, packages = environments[mode]
+    python, packages = install(checkout, mode, tmp_path)
 
     elsewhere = run(python, "-c", PROBE + BENCHMARKS, cwd=tmp_path, path=hub_kernels)
     assert str(packages if mode == "regular" else checkout) in elsewhere
     assert "usage: grpo-fast bench" in elsewhere
-    assert str(checkout) in run(python, "-c", PROBE, cwd=checkout, path=hub_kernels)
 
 
-@pytest.mark.parametrize(
-    ("command", "hub_kernels"),
-    [(["pytest"], True), (["python", "-m", "pytest"], False)],
-    indirect=["hub_kernels"],
-    ids=["pytest, with hub kernels", "python -m pytest, without hub kernels"],
-)
-def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(
-    command: list[str], checkout: Path, hub_kernels: Path | None
-):
-    executable = Path(sys.executable).parent / command[0]
-    printed = run(executable, *command[1:], "tests/test_probe.py", cwd=checkout, path=hub_kernels)
-    assert "3 passed" in printed
+def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(checkout: Path, hub_kernels: Path):
+    pytest_command = Path(sys.executable).parent / "pytest"
+    assert "3 passed" in run(pytest_command, "tests/test_probe.py", cwd=checkout, path=hub_kernels)
 
 
 def test_type_checkers_see_the_public_names():

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from grpo_fast.cli import main
 from grpo_fast.cli.doctor import examine
 
 
@@ -21,11 +22,10 @@ def run(*arguments: str, **settings) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_working_installation_is_healthy_and_says_what_it_has():
-    done = run("--json")
+def test_a_working_installation_is_healthy_and_says_what_it_has(capsys):
+    assert main(["doctor", "--json"]) == 0
 
-    record = json.loads(done.stdout)
-    assert done.returncode == 0, done.stdout
+    record = json.loads(capsys.readouterr().out)
     assert record["healthy"]
     assert {"torch", "triton", "vllm", "flash-attn"} <= {finding["name"] for finding in record["libraries"]}
     assert any(finding["name"] == "cpu" and "threads" in finding["detail"] for finding in record["devices"])
