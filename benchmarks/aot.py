@@ -329,10 +329,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, choices=sorted(SHARED_MEMORY), default=90)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
     options = parser.parse_args(arguments)
-    cases = {name: run for name, run in shipped_cases(options.capability).items() if options.only in name}
+    shipped = shipped_cases(options.capability)
+    cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
     rows = reports(options.capability, cases)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))

@@ -22,14 +22,6 @@ def run_pytest(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_benchmark_runs_here_or_says_why_not():
-    quick = "not TRL and not Liger"  # whose imports take longer than all the rest
-    printed = run_pytest("benchmarks", "--benchmark-disable", "-rs", "-k", quick)
-
-    assert "passed" in printed
-    assert "QuACK on full logits: needs a CUDA device" in printed
-
-
 def test_a_run_is_compared_with_a_saved_one(tmp_path):
     few = ("benchmarks/bench_cpu.py", "-k", "packing", "--benchmark-only", "--benchmark-max-time=0.05")
     storage = f"--benchmark-storage={tmp_path}"

@@ -131,12 +131,12 @@ def test_without_a_seed_two_calls_differ_and_the_global_random_state_is_left_alo
 
 
 def test_any_end_token_ends_a_completion_stays_in_it_and_is_no_truncation(engine, policy, prompts):
-    groups = engine.generate(prompts, 16, replace(SAMPLING, max_completion_length=40, temperature=1.5))
+    groups = engine.generate(prompts, 16, replace(SAMPLING, max_completion_length=12, temperature=1.5))
 
     for completion in completions(groups):
         assert not ENDS & set(completion.token_ids[:-1])
         assert completion.truncated == (completion.token_ids[-1] not in ENDS)
-        assert not completion.truncated or len(completion.token_ids) == 40
+        assert not completion.truncated or len(completion.token_ids) == 12
         assert len(completion.logprobs) == len(completion.token_ids)
         assert completion.text == policy.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     assert {completion.token_ids[-1] for completion in completions(groups)} > ENDS

@@ -174,7 +174,8 @@ def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypa
             entered.append(tag)
             yield
 
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=Worker))
+    package = SimpleNamespace(gpu_worker=SimpleNamespace(Worker=Worker))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker", package)
 
     def load() -> list[str]:
         entered.clear()

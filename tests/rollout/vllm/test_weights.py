@@ -259,7 +259,6 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(140))]
 ROUNDING = {"float32": 1e-2, "bfloat16": 0.3}
 LORA = LoraConfig(r=4, alpha=16.0)
 WAYS = {
-    "packed": ("portable", {"dtype": "bfloat16", "plain": False}),
     "packed, untied": ("portable", {"dtype": "float32", "plain": False, "tied": False}),
     "plain": ("direct", {"dtype": "bfloat16", "plain": True}),
     "shared": ("shared", {"dtype": "float32", "plain": True, "share_weights": True}),
