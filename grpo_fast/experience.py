@@ -17,7 +17,7 @@ from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rollout.types import Completion, Engine, Sampling
 
-PREFETCH_FROM = 0.9  # share of completions that have ended when the trainer's tensors may start to come back
+PREFETCH_FROM = 0.9  # share of completions that have ended when reloading the trainer's tensors may start
 
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 Advantage = float | tuple[float, ...]  # of a completion, or of each of its tokens

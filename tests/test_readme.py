@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,13 @@ def test_its_tables_are_those_of_the_checked_in_records(capsys):
     code = main(["readme", "--check"])
 
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"
+
+
+def test_every_file_that_contributing_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.(?:py|md|toml))`", text))
+
+    assert len(named) > 20
+    assert [
+        path for path in named if not ((ROOT / path).is_file() or (ROOT / "grpo_fast" / path).is_file())
+    ] == []
