@@ -151,7 +151,7 @@ def prime_rl() -> None:
 
     if not hasattr(prime_rl, "__version__"):  # a checkout has it in its project file only
         project = Path("pyproject.toml").read_text()
-        (prime_rl.__version__,) = re.findall(r'^version = "(.+)"', project, re.MULTILINE)
+        prime_rl.__version__ = re.findall(r'^version = "(.+)"', project, re.MULTILINE)[0]
     models = types.ModuleType("prime_rl.trainer.models")
     models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
     sys.modules[models.__name__] = models
