@@ -187,7 +187,8 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(
     codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
     minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
 
-    smaller = minibatch.repacked(trainer.update._pack(samples, 30), 30)
+    trainer.update.budget.limit = 30
+    smaller = trainer.update.fitted(minibatch, Attempt())
 
     assert len(smaller.batches) > len(minibatch.batches)
     for batch in smaller.batches:

@@ -5,9 +5,9 @@ its own. A dispatch mode notes every storage that appears and goes. The allocati
 sizes, and each grows linearly with the input tokens T and the targets N: runs at three sizes give its line,
 and the bytes alive in any other batch are one product with a matrix.
 
-Held against the allocator (tests/plan/test_prediction.py) the peak is 0 to 3.3 % low for Llama, Qwen2 and
-Gemma 2, with checkpointing, and with LoRA (6 % for Gemma 2). torch's own MemTracker under fake tensors is 12
-to 16 % low without checkpointing, as it does not look into operators, fails on LoRA, and runs anew per size.
+tests/plan/test_prediction.py holds it against the allocator. torch's own MemTracker under fake tensors does
+not look into operators, which leaves it far too low without checkpointing; it fails on LoRA, and runs anew
+for every size.
 """
 
 from __future__ import annotations
