@@ -20,12 +20,13 @@ from .tables import OURS, STATES, Shape, label, number
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Cells = Sequence[Measurement]
 SIZE = (5.2, 3.2)  # inches at 72 dpi: the SVG scales
 BAR = 0.24  # inches of height each
 MOST_ZOOM = 100.0
 _DASHES = ("-", (0, (4, 2)), (0, (1.2, 1.6)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_NAMES = {"tokens": "tokens N", "hidden": "hidden size H", "vocabulary": "vocabulary V"}
+_TEXT = {"color": INK, "size": 9}
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Quantity:
     more_is_better: bool = False
 
 
-TIME = Quantity("Time, ms", lambda cell: None if cell.time is None else cell.time.median)
+TIME = Quantity("Time, ms", lambda cell: cell.time and cell.time.median)
 MEMORY = Quantity(
     "Peak memory beyond the inputs, MiB",
     lambda cell: None if cell.peak_bytes is None else cell.peak_bytes / 2**20,
@@ -84,12 +85,11 @@ class Slice:
         return sorted({cell.shape[self.axis] for cell in self.cells})
 
 
-def slices(cells: Sequence[Measurement], axis: str) -> list[Slice]:
+def slices(cells: Cells, axis: str) -> list[Slice]:
     """Groups that vary along one numeric axis alone, with at least two values of it; the longest first."""
     groups: dict[str, Slice] = {}
     for cell in cells:
-        value = cell.shape.get(axis)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if type(cell.shape.get(axis)) in (int, float):
             fixed = {name: part for name, part in cell.shape.items() if name != axis}
             groups.setdefault(repr(fixed), Slice(axis, fixed, [])).cells.append(cell)
     return sorted((g for g in groups.values() if len(g.places) > 1), key=lambda group: -len(group.places))
@@ -99,11 +99,10 @@ def styles_of(names: Sequence[str]) -> dict[str, Style]:
     """Ours in the first colour, told apart by dashes; the others in the rest, told apart by all three."""
     ours = [name for name in names if name.startswith(OURS)]
     others = [name for name in names if not name.startswith(OURS)]
-    colours = SERIES[1:]
     found = {name: Style(SERIES[0], _DASHES[i % 3], _MARKERS[i % 7]) for i, name in enumerate(ours)}
     for i, name in enumerate(others):
-        cycle = i // len(colours)
-        found[name] = Style(colours[i % len(colours)], _DASHES[cycle % 3], _MARKERS[(i + cycle) % 7])
+        cycle, colour = divmod(i, len(SERIES) - 1)
+        found[name] = Style(SERIES[1 + colour], _DASHES[cycle % 3], _MARKERS[(i + cycle) % 7])
     return found
 
 
@@ -116,17 +115,16 @@ def swatch(style: Style, name: str) -> str:
     return _svg(figure, "swatch", name)
 
 
-def bars(cells: Sequence[Measurement], quantity: Quantity, title: str) -> Plot | None:
+def bars(cells: Cells, quantity: Quantity, title: str) -> Plot | None:
     """One shape: the best value on top; ours stand out, and the product's time is a dashed line."""
     found = [(cell, value) for cell in cells if (value := quantity.value(cell)) is not None]
     if not found:
         return None
     found.sort(key=lambda pair: pair[1], reverse=not quantity.more_is_better)
-    failed = [(cell, 0.0) for cell in cells if cell.status in STATES]
     product = _product(cells) if quantity is TIME else None
     all_ours = all(cell.implementation.startswith(OURS) for cell, _ in found)
-    found = failed + found
-    figure, axes = _figure((SIZE[0], 0.5 + BAR * len(found)))
+    found = [(cell, 0.0) for cell in cells if cell.status in STATES] + found
+    figure, axes = _bar_figure([cell for cell, _ in found])
     for place, (cell, value) in enumerate(found):
         ours = all_ours or cell.implementation.startswith(OURS)
         axes.barh(place, value, height=0.62, color=SERIES[0 if ours else 5], alpha=0.85 if ours else 0.5)
@@ -135,46 +133,53 @@ def bars(cells: Sequence[Measurement], quantity: Quantity, title: str) -> Plot |
             axes.hlines(place, cell.time.lower, cell.time.upper, color=INK, linewidth=1.0)
             end = max(end, cell.time.upper)
         text = STATES.get(cell.status) or number(value) + "  wrong result" * is_wrong(cell.accuracy)
-        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", color=INK, size=9)
-    axes.set_yticks(range(len(found)), [_plain(cell.implementation) for cell, _ in found])
+        axes.annotate(text, (end, place), (4, 0), textcoords="offset points", va="center", **_TEXT)
     if product is not None:
         axes.axvline(product, color=INK, linestyle=_DASHES[2], linewidth=1.3, zorder=3)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
     return Plot(quantity.title, title, _svg(figure, "bars", quantity.title, title))
+
+
+def phases(cells: Cells, title: str) -> Plot | None:
+    """One shape: the parts of a repetition, end to end."""
+    found = [cell for cell in reversed(cells) if cell.phases]
+    if not found:
+        return None
+    names = tuple(dict.fromkeys(name for cell in reversed(found) for name in cell.phases))[: len(SERIES)]
+    figure, axes = _bar_figure(found)
+    for place, cell in enumerate(found):
+        widths = [1e3 * cell.phases.get(name, 0.0) for name in names]
+        starts = list(accumulate(widths, initial=0.0))[:-1]
+        axes.barh(place, widths, left=starts, height=0.62, color=SERIES[: len(names)])
+    return Plot("Time by phase, ms", title, _svg(figure, "phases", title), names)
 
 
 def lines(group: Slice, quantity: Quantity, styles: dict[str, Style], detail: str) -> Plot | None:
     """A quantity against one number of the shape, both on logarithmic axes."""
     if not any(quantity.value(cell) for cell in group.cells):
         return None
-    figure, axes = _figure(SIZE)
-    for name in dict.fromkeys(cell.implementation for cell in group.cells):
-        mine = [cell for cell in group.cells if cell.implementation == name]
+    name = group.axis.replace("_", " ")
+    figure, axes = _figure(SIZE, name)
+    for implementation in dict.fromkeys(cell.implementation for cell in group.cells):
+        style = styles[implementation]
+        mine = [cell for cell in group.cells if cell.implementation == implementation]
         points = sorted((cell.shape[group.axis], value) for cell in mine if (value := quantity.value(cell)))
+        style.draw(axes, *_columns(points), linestyle=style.dash, markersize=4.5, zorder=3,
+                   linewidth=2.2 if implementation == OURS else 1.3)  # fmt: skip
         full = [cell.shape[group.axis] for cell in mine if cell.status == OOM]
-        how = {"linestyle": styles[name].dash, "linewidth": 2.2 if name == OURS else 1.3}
-        styles[name].draw(
-            axes, *_columns(points), markersize=4.5, zorder=3 if name.startswith(OURS) else 2, **how
-        )
-        on_top = axes.get_xaxis_transform()
-        styles[name].draw(axes, full, [0.97] * len(full), marker="x", transform=on_top)
+        style.draw(axes, full, [0.97] * len(full), marker="x", transform=axes.get_xaxis_transform())
     if quantity is TIME:
         products = [_product([c for c in group.cells if c.shape[group.axis] == x]) for x in group.places]
         axes.plot(group.places, [x or math.nan for x in products], color=INK, linestyle=_DASHES[2])
     _logarithmic(axes)
-    axes.set_xticks(group.places, [_thousands(place) for place in group.places])
+    axes.set_xticks(group.places, [number(place) for place in group.places])
     axes.set_xticks([], minor=True)
-    name = _NAMES.get(group.axis, group.axis.replace("_", " "))
-    axes.set_xlabel(name, color=INK, size=9.5)
     title = f"{quantity.title}, against {name}"
     return Plot(title, detail, _svg(figure, title, label(group.fixed)))
 
 
-def pareto(
-    cells: Sequence[Measurement], error: str, words: str, styles: dict[str, Style], title: str
-) -> Plot | None:
+def pareto(cells: Cells, error: str, words: str, styles: dict[str, Style], title: str) -> Plot | None:
     """One shape: error against time. The line joins what nothing else beats in both."""
     found = [
         (cell.time.median, value, cell.implementation)
@@ -183,32 +188,29 @@ def pareto(
     ]
     if len(found) < 2:
         return None
-    figure, axes = _figure(SIZE)
+    figure, axes = _figure(SIZE, "time, ms")
     front: list[tuple[float, float]] = []
-    for time, value, _ in sorted(found):
+    for time, value, name in sorted(found):
+        styles[name].draw(axes, [time], [value], markersize=7)
         if not front or value < front[-1][1]:
             front.append((time, value))
-    for time, value, name in found:
-        styles[name].draw(axes, [time], [value], markersize=7)
-    axes.set_yscale("log")
-    axes.set_xscale("log")
-    axes.set_xlim(front[0][0] / 1.25, 1.25 * max(time for time, _, _ in found))
+    right = 1.25 * max(time for time, _, _ in found)
+    axes.set_xlim(front[0][0] / 1.25, right)
     # At least two decades, so that rounding noise does not look like a difference.
     low, high = (of(value for _, value, _ in found) for of in (min, max))
     margin = max(1.4, math.sqrt(MOST_ZOOM * low / high))
     axes.set_ylim(low / margin, high * margin)
-    _decimal_ticks(axes)
-    edges = [(front[0][0], axes.get_ylim()[1]), *front, (axes.get_xlim()[1], front[-1][1])]
+    _logarithmic(axes)
+    edges = [(front[0][0], high * margin), *front, (right, front[-1][1])]
     axes.step(*_columns(edges), where="post", color=INK, linewidth=1.0, zorder=1)
-    if LIMITS[error] < axes.get_ylim()[1]:
+    if LIMITS[error] < high * margin:
         axes.axhline(LIMITS[error], color=INK, linestyle=_DASHES[1], linewidth=1.0)
-        axes.annotate("wrong above", (1, LIMITS[error]), (-2, 3), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", color=INK, size=8.5)  # fmt: skip
-    axes.set_xlabel("time, ms", color=INK, size=9.5)
+        axes.annotate("wrong above", (right, LIMITS[error]), (-2, 3), textcoords="offset points",
+                      ha="right", **_TEXT)  # fmt: skip
     return Plot(f"{words}, against time", title, _svg(figure, "pareto", error, title))
 
 
-def roofline(cells: Sequence[Measurement], copy_rate: float, styles: dict[str, Style]) -> Plot | None:
+def roofline(cells: Cells, copy_rate: float, styles: dict[str, Style]) -> Plot | None:
     """Achieved TFLOP/s against FLOPs per byte, beneath the fastest product and copy of the run.
 
     Args:
@@ -220,7 +222,7 @@ def roofline(cells: Sequence[Measurement], copy_rate: float, styles: dict[str, S
     copy = max([copy_rate, *(cell.ceilings.get(BYTES, 0.0) for cell in cells)]) / 1e12
     if not found or not peak or not copy:
         return None
-    figure, axes = _figure(SIZE)
+    figure, axes = _figure(SIZE, "FLOPs per byte that must be moved")
     ridge = peak / copy
     left = min(ridge / 4, *(intensity / 2 for _, intensity, _ in found))
     right = max(ridge * 4, *(intensity * 2 for _, intensity, _ in found))
@@ -228,7 +230,6 @@ def roofline(cells: Sequence[Measurement], copy_rate: float, styles: dict[str, S
     for name, intensity, rate in found:
         styles[name].draw(axes, [intensity], [rate], markersize=6, alpha=0.85)
     _logarithmic(axes)
-    axes.set_xlabel("FLOPs per byte that must be moved", color=INK, size=9.5)
     detail = (
         f"ceilings measured here: {number(peak)} TFLOP/s, {number(1e3 * copy)} GB/s; "
         "of a dense computation, so leaving work out can rise above"
@@ -236,27 +237,11 @@ def roofline(cells: Sequence[Measurement], copy_rate: float, styles: dict[str, S
     return Plot("TFLOP/s, against arithmetic intensity", detail, _svg(figure, "roofline"))
 
 
-def phases(cells: Sequence[Measurement], title: str) -> Plot | None:
-    """One shape: the parts of a repetition, end to end."""
-    found = [cell for cell in reversed(cells) if cell.phases]
-    if not found:
-        return None
-    names = tuple(dict.fromkeys(name for cell in reversed(found) for name in cell.phases))[: len(SERIES)]
-    figure, axes = _figure((SIZE[0], 0.6 + BAR * len(found)))
-    for place, cell in enumerate(found):
-        widths = [1e3 * cell.phases.get(name, 0.0) for name in names]
-        starts = [0.0, *accumulate(widths)][: len(widths)]
-        axes.barh(place, widths, left=starts, height=0.62, color=SERIES[: len(names)])
-    axes.set_yticks(range(len(found)), [_plain(cell.implementation) for cell in found])
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    return Plot("Time by phase, ms", title, _svg(figure, "phases", title), names)
-
-
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _product(cells: Sequence[Measurement]) -> float | None:
+def _product(cells: Cells) -> float | None:
     """Milliseconds of X Wᵀ at the one shape of the cells."""
     known = (cell.ceilings["product_seconds"] for cell in cells if "product_seconds" in cell.ceilings)
     seconds = next(known, None)
@@ -268,7 +253,7 @@ def _svg(figure: Any, *what: str) -> str:
     return to_svg(figure, "p" + hashlib.sha256(repr(what).encode()).hexdigest()[:10])
 
 
-def _figure(size: tuple[float, float]) -> tuple[Any, Axes]:
+def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Any, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
@@ -278,43 +263,29 @@ def _figure(size: tuple[float, float]) -> tuple[Any, Axes]:
     axes.spines["bottom"].set_color(GRID)
     axes.tick_params(which="both", colors=INK, labelsize=9.5, length=0, pad=4)
     axes.set_axisbelow(True)
+    axes.set_xlabel(x_label, **_TEXT)
+    return figure, axes
+
+
+def _bar_figure(cells: Cells) -> tuple[Any, Axes]:
+    """With a place for each measurement, from below."""
+    figure, axes = _figure((SIZE[0], 0.55 + BAR * len(cells)))
+    names = [cell.implementation.replace("$", r"\$") for cell in cells]  # dollars are no formulas
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
     return figure, axes
 
 
 def _logarithmic(axes: Axes) -> None:
+    """Both axes, with plain numbers; more of them where there are few decades."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _decimal_ticks(axes)
-
-
-def _decimal_ticks(axes: Axes) -> None:
-    """Plain numbers instead of powers where a plain number is short; grid lines at the labelled ones."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
-        few = low > 0 and math.log10(high / low) < 2.2
+        few = math.log10(high / low) < 2.2
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=9))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color=GRID, linewidth=0.8)
-
-
-def _short(value: float) -> str:
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-3 or abs(value) >= 1e6:
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _thousands(value: float) -> str:
-    """16384 -> 16k, 151936 -> 152k."""
-    if value < 1000:
-        return f"{value:g}"
-    return f"{value / (1024 if value % 1024 == 0 else 1000):.0f}k"
-
-
-def _plain(text: str) -> str:
-    """Dollars are no formulas."""
-    return text.replace("$", r"\$")

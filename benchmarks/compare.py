@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from .measure import OK, SKIPPED, Spread
-from .record import Measurement, Record, read
+from .record import Measurement, read
 from .tables import console, label
 
+Pairs = Sequence[tuple[Measurement, Measurement]]
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles
-ALLOCATOR_NOISE = 0.05, 1 << 20  # share and bytes; torch counts the same every time
-DRIVER_NOISE = 0.20, 32 << 20
+MEMORY_NOISE = {  # share and bytes
+    "allocator": (0.05, 1 << 20),  # torch counts the same every time
+    "driver": (0.20, 32 << 20),
+}
 ERROR_FACTOR = 1.5
 ERROR_FLOORS = {"logprob": 1e-6, "loss": 1e-5, "hidden_gradient": 1e-4, "weight_gradient": 1e-4}
 ERROR_FLOOR = 1e-6  # of any other error
@@ -59,27 +62,44 @@ def main(options: argparse.Namespace) -> int:
             "compare records of one subcommand"
         )
     screen = console()
+
+    def say(text: str, style: str = "") -> None:
+        screen.print(text, style=style, markup=False, soft_wrap=True)
+
+    pairs = pairs_of(before.cells, after.cells)
     for difference in environment_changes(before.environment, after.environment):
-        screen.print(difference, markup=False, style="yellow", soft_wrap=True)
-    slowdown = ceiling_slowdown(before.cells, after.cells)
-    if slowdown is not None and abs(slowdown - 1) > SMALLEST:
-        screen.print(
-            f"the ceilings took {slowdown:.2f} times as long in the second run: the machine itself changed "
-            "its speed",
-            style="yellow",
-            soft_wrap=True,
-        )
-    found = changes(before.cells, after.cells)
+        say(difference, "yellow")
+    slowdown = ceiling_slowdown(pairs)
+    if abs(slowdown - 1) > SMALLEST:
+        say(f"the ceilings took {slowdown:.2f} times as long in the second run: the machine itself changed "
+            "its speed", "yellow")  # fmt: skip
+    found = changes(pairs)
     for change in found:
-        screen.print(str(change), markup=False, style="red" if change.worse else "green", soft_wrap=True)
-    screen.print(_summary(before, after, found), soft_wrap=True)
-    return 1 if any(change.worse for change in found) else 0
+        say(str(change), "red" if change.worse else "green")
+    alone = max(len(before.cells), len(after.cells)) - len(pairs)
+    left_out = f", {alone} skipped or in one alone" if alone else ""
+    worse = sum(change.worse for change in found)
+    say(f"{len(pairs)} measurements in both{left_out}; {worse} regressions beyond noise")
+    return 1 if worse else 0
 
 
-def changes(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[Change]:
-    """Of everything measured in both; what one run skipped, or had no time for, is not compared."""
+def pairs_of(before: Sequence[Measurement], after: Sequence[Measurement]) -> Pairs:
+    """Everything measured in both; what one run skipped, or had no time for, is not compared."""
+
+    def by_key(cells: Sequence[Measurement]) -> dict[tuple[str, str], Measurement]:
+        return {
+            (cell.implementation, json.dumps(cell.shape, sort_keys=True)): cell
+            for cell in cells
+            if cell.status != SKIPPED
+        }
+
+    old = by_key(before)
+    return [(old[key], new) for key, new in by_key(after).items() if key in old]
+
+
+def changes(pairs: Pairs) -> list[Change]:
     found = []
-    for old, new in _pairs(before, after):
+    for old, new in pairs:
         differences = [*_state(old, new), *_size(old, new), *_errors(old, new)]
         if SIZE not in new.metrics:  # another size would have another time
             differences += [*_time(old, new), *_memory(old, new)]
@@ -99,36 +119,27 @@ def environment_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterat
             yield f"{name}: {old} → {new}"
 
 
-def ceiling_slowdown(before: Sequence[Measurement], after: Sequence[Measurement]) -> float | None:
-    """The median factor of what no implementation of ours has part in; None where it was not measured."""
+def ceiling_slowdown(pairs: Pairs) -> float:
+    """The median factor of what no implementation of ours has part in; 1 where it was not measured."""
     factors = []
-    for old, new in _pairs(before, after):
+    for old, new in pairs:
         for name in old.ceilings.keys() & new.ceilings.keys():
             ratio = new.ceilings[name] / old.ceilings[name]
             factors.append(1 / ratio if name.endswith("per_second") else ratio)
-    return statistics.median(factors) if factors else None
+    return statistics.median(factors or [1.0])
 
 
-def _pairs(
-    before: Sequence[Measurement], after: Sequence[Measurement]
-) -> Iterator[tuple[Measurement, Measurement]]:
-    old = {_key(cell): cell for cell in before}
-    for new in after:
-        match = old.get(_key(new))
-        if match is not None and SKIPPED not in (match.status, new.status):
-            yield match, new
+def noise(a: Spread, b: Spread) -> float:
+    """How far apart two medians of the same distribution lie at most, 99 times in a hundred; milliseconds.
+
+    In widths of the middle half, which few samples tell badly: 4.3 for 3 samples, 1.8 for 9, 1.0 for 25. The
+    factor was fitted to simulated normal samples; heavier tails need less.
+    """
+    width = (a.upper - a.lower + b.upper - b.lower) / 2
+    return (0.6 + 11 / min(a.samples, b.samples)) * width
 
 
-def _key(cell: Measurement) -> tuple[str, str]:
-    return cell.implementation, json.dumps(cell.shape, sort_keys=True)
-
-
-def _summary(before: Record, after: Record, found: Sequence[Change]) -> str:
-    shared = sum(1 for _ in _pairs(before.cells, after.cells))
-    alone = max(len(before.cells), len(after.cells)) - shared
-    worse = sum(change.worse for change in found)
-    left_out = f", {alone} skipped or in one alone" if alone else ""
-    return f"{shared} measurements in both{left_out}; {worse} regressions beyond noise"
+# Each yields what changed, and whether it became worse ----------------------------------------------------
 
 
 def _state(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
@@ -146,30 +157,15 @@ def _size(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
 def _time(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
     if old.time is None or new.time is None:
         return
-    moved = new.time.median - old.time.median
-    if abs(moved) > max(SMALLEST * old.time.median, noise(old.time, new.time)):
-        yield (
-            f"{old.time.median:.3f} → {new.time.median:.3f} ms, {moved / old.time.median:+.1%}",
-            moved > 0,
-        )
-
-
-def noise(a: Spread, b: Spread) -> float:
-    """How far apart two medians of the same distribution lie at most, 99 times in a hundred; milliseconds.
-
-    In widths of the middle half, which few samples tell badly: 4.3 for 3 samples, 1.8 for 9, 1.0 for 25. The
-    factor was fitted to simulated normal samples; heavier tails need less.
-    """
-    width = (a.upper - a.lower + b.upper - b.lower) / 2
-    return (0.6 + 11 / min(a.samples, b.samples)) * width
+    a, b = old.time.median, new.time.median
+    if abs(b - a) > max(SMALLEST * a, noise(old.time, new.time)):
+        yield f"{a:.3f} → {b:.3f} ms, {b / a - 1:+.1%}", b > a
 
 
 def _memory(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
     """By torch's count where it counts, else by the driver's or the system's."""
-    if old.memory is None or new.memory is None:
-        return
-    for name, (share, least) in (("allocator", ALLOCATOR_NOISE), ("driver", DRIVER_NOISE)):
-        a, b = getattr(old.memory, name), getattr(new.memory, name)
+    for name, (share, least) in MEMORY_NOISE.items():
+        a, b = getattr(old.memory, name, None), getattr(new.memory, name, None)
         if a is not None and b is not None:
             if abs(b - a) > max(least, share * a):
                 yield f"{a / 2**20:,.0f} → {b / 2**20:,.0f} MiB", b > a

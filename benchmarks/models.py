@@ -11,120 +11,80 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Len
 from pydantic import PositiveInt, TypeAdapter
+from torch import nn
 
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
+from grpo_fast.plan.measure import random_policy
+from grpo_fast.plan.model_shape import with_layers
 from grpo_fast.policy import Policy, Sample
-from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.load import resolve_attention
 
-from .problem import DTYPES
 from .session import positive
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 TokenCounts = Annotated[tuple[PositiveInt, ...], Len(min_length=1)]
 LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+_TOY = _SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+_WORDS = _SMALL | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.3}
+_SORT = _SMALL | {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+                  "tie_word_embeddings": True}  # fmt: skip
+ARCHITECTURES = SHAPES | {
+    "toy": ("llama", _TOY | {"max_position_embeddings": 32_768}),
+    "sort": ("qwen2", _SORT),
+    "words": ("llama", _WORDS),  # its weights are large enough for rewards to move them
+}
+
+
+# Command line ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """The sizes of a decoder with gated MLP and grouped attention."""
+class Defaults:
+    """What a subcommand measures where no model and no size is asked for, on a GPU and on a CPU."""
 
-    name: str
-    family: str  # transformers' model type
-    sizes: Mapping[str, Any]  # what its configuration says, under transformers' names
+    gpu_models: tuple[str, ...]
+    cpu_model: str
+    cpu_layers: int | None
+    sizes: Mapping[str, tuple[int, int, str]]  # of an option: on a GPU, on a CPU, what it counts
 
-    @property
-    def vocabulary(self) -> int:
-        return self.sizes["vocab_size"]
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        cut = "" if self.cpu_layers is None else f" (on a CPU {self.cpu_layers})"
+        parser.add_argument(
+            "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
+        )
+        parser.add_argument("--layers", type=positive, help=f"only so many of its layers{cut}")
+        for name, (gpu, cpu, what) in self.sizes.items():
+            option = "--" + name.replace("_", "-")
+            parser.add_argument(option, type=positive, help=f"{what} ({gpu}; on a CPU {cpu})")
 
-    @property
-    def hidden(self) -> int:
-        return self.sizes["hidden_size"]
-
-    @property
-    def layers(self) -> int:
-        return self.sizes["num_hidden_layers"]
-
-    @property
-    def attention_width(self) -> int:
-        """Of all heads together."""
-        heads = self.sizes["num_attention_heads"]
-        return heads * self.sizes.get("head_dim", self.hidden // heads)
-
-    @property
-    def head_parameters(self) -> int:
-        return self.vocabulary * self.hidden
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of the matrices that every token meets, the head and the embedding left out."""
-        shared = self.sizes["num_key_value_heads"] / self.sizes["num_attention_heads"]
-        attention = self.hidden * round(self.attention_width * (2 + 2 * shared))
-        return self.layers * (attention + 3 * self.hidden * self.sizes["intermediate_size"])
-
-    def update_flops(
-        self, lengths: Sequence[tuple[int, int]], *, layers: bool = True, head: bool = True
-    ) -> float:
-        """Of forward and backward of whole sequences, (prompt, completion) tokens each.
-
-        The head meets completions only. 2 FLOPs a token and parameter forward, 2 for the activations'
-        gradient, 2 for the weight's where it is trained; causal attention's two products are 6 A L² a layer
-        of attention width A. Recomputation, adapters and prompts shared between sequences are not counted:
-        this is what the update is worth, not what it costs.
-
-        Args:
-            layers: whether the layers' weights take a gradient.
-            head: whether the head's does.
-        """
-        tokens = sum(prompt + completion for prompt, completion in lengths)
-        scored = sum(completion for _, completion in lengths)
-        squares = sum((prompt + completion) ** 2 for prompt, completion in lengths)
-        products = (4 + 2 * layers) * self.layer_parameters * tokens
-        products += (4 + 2 * head) * self.head_parameters * scored
-        return products + 6.0 * self.layers * self.attention_width * squares
-
-
-_TOY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32_768,
-}
-ARCHITECTURES = {
-    name: Architecture(name, family, sizes)
-    for name, (family, sizes) in (SHAPES | {"toy": ("llama", _TOY)}).items()
-}
-
-
-def architecture_of(name: str, layers: int | None) -> Architecture:
-    """The named one, cut to its first layers where a number is given."""
-    found = ARCHITECTURES[name]
-    if layers is None or layers >= found.layers:
+    def chosen_models(self, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+        """`model` and `layers` of each, as a shape has them."""
+        usual = self.gpu_models if device.type == "cuda" else (self.cpu_model,)
+        cut = self.cpu_layers if device.type == "cpu" and not options.model else None
+        layers = options.layers or cut
+        found = []
+        for name in options.model or usual:
+            all_layers = ARCHITECTURES[name][1]["num_hidden_layers"]
+            found.append({"model": name, "layers": min(layers or all_layers, all_layers)})
         return found
-    return replace(found, sizes={**found.sizes, "num_hidden_layers": layers})
 
-
-def add_model_arguments(parser: argparse.ArgumentParser, layers_on_cpu: int) -> None:
-    parser.add_argument(
-        "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
-    )
-    parser.add_argument(
-        "--layers", type=positive, help=f"only so many of its layers (on a CPU {layers_on_cpu})"
-    )
+    def chosen_sizes(self, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
+        return {
+            name: getattr(options, name) or (gpu if device.type == "cuda" else cpu)
+            for name, (gpu, cpu, _) in self.sizes.items()
+        }
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,77 +96,55 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_models(
-    options: argparse.Namespace, usual: Sequence[str], usual_layers: int | None
-) -> list[Architecture]:
-    """Those asked for, or the usual ones, cut to their first layers where a number is given."""
-    layers = options.layers or (None if options.model else usual_layers)
-    return [architecture_of(name, layers) for name in options.model or usual]
+def model_section(options: argparse.Namespace, name: str, device: torch.device) -> ModelConfig:
+    """The named architecture, trained as the options say."""
+    return ModelConfig(
+        path=name,
+        dtype=options.dtype,
+        device=device.type,
+        lora=LoraConfig(r=options.lora) if options.lora else None,
+        train_lm_head=not options.frozen,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
 
 
-def training_options(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of `make_policy`; and what they say in a shape."""
+def training_shape(options: argparse.Namespace) -> dict[str, Any]:
+    """What of the training a shape says."""
     trained = "all but the head" if options.frozen else "all"
-    made = {
-        "lora_rank": options.lora,
-        "freeze_head": options.frozen,
-        "gradient_checkpointing": options.gradient_checkpointing,
-    }
-    return made, {
+    return {
         "trained": f"LoRA r = {options.lora}" if options.lora else trained,
         "gradient_checkpointing": options.gradient_checkpointing,
+        "dtype": options.dtype,
     }
 
 
-def make_policy(
-    architecture: Architecture,
-    *,
-    dtype: str,
-    device: torch.device,
-    seed: int,
-    freeze_head: bool = False,
-    lora_rank: int | None = None,
-    gradient_checkpointing: bool = False,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-) -> Policy:
-    """A policy of random weights, set up as `load_policy` sets up a real one.
-
-    Args:
-        freeze_head: no gradient for the head; tied, none for the embedding either.
-        lora_rank: adapters of this rank on every layer, all else frozen.
-        tokenizer: only generation needs one.
-    """
-    from transformers import AutoModelForCausalLM
-
-    register()
-    attention = resolve_attention("auto", device, dtype)
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            model_config(architecture, tokenizer),
-            dtype=DTYPES[dtype],
-            attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
-        )
-    if lora_rank is not None:
-        import peft
-
-        adapters = peft.LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, adapters)
-    elif freeze_head:
-        model.get_output_embeddings().requires_grad_(False)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(model.train(), tokenizer, attention=attention)
+# Models ---------------------------------------------------------------------------------------------------
 
 
-def model_config(architecture: Architecture, tokenizer: PreTrainedTokenizerFast | None = None) -> object:
-    """transformers' configuration; end and padding as the tokenizer has them."""
+def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
+    """transformers' configuration; the last two tokens are padding and the end, as of `make_tokenizer`."""
     from transformers import AutoConfig
 
-    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    if tokenizer is not None:
-        ends |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return AutoConfig.for_model(architecture.family, **{**architecture.sizes, **ends})
+    family, sizes = ARCHITECTURES[name]
+    ends = {"pad_token_id": sizes["vocab_size"] - 2, "eos_token_id": sizes["vocab_size"] - 1}
+    found = AutoConfig.for_model(family, **sizes, **ends, bos_token_id=None)
+    return found if layers is None else with_layers(found, layers)
+
+
+def vocabulary_of(name: str) -> int:
+    return ARCHITECTURES[name][1]["vocab_size"]
+
+
+def make_policy(model: ModelConfig, layers: int | None = None, seed: int = 0) -> Policy:
+    """Of random weights and without a tokenizer; else as `load_policy` would make it.
+
+    Args:
+        model: its path is one of `ARCHITECTURES`.
+    """
+    device = torch.device(model.device)
+    attention = resolve_attention("auto", device, model.dtype)
+    torch.manual_seed(seed)
+    return random_policy(architecture(model.path, layers), model, attention=attention, device=device)
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
@@ -214,13 +152,50 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(vocabulary - 2)}
-    words |= {"<pad>": vocabulary - 2, "<eos>": vocabulary - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    words = [*(f"w{i}" for i in range(vocabulary - 2)), "<pad>", "<eos>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="w0"
     )
+
+
+def save_model(
+    folder: Path, name: str = "words", layers: int | None = None, dtype: str = "float32", seed: int = 0
+) -> None:
+    """Random weights and their tokenizer, as `from_pretrained` takes them."""
+    policy = make_policy(ModelConfig(path=name, dtype=dtype, device="cpu"), layers, seed)
+    policy.tokenizer = make_tokenizer(vocabulary_of(name))
+    policy.save_pretrained(folder)
+
+
+def update_flops(model: PreTrainedModel, lengths: Sequence[tuple[int, int]]) -> float:
+    """Of forward and backward of whole sequences, (prompt, completion) tokens each.
+
+    The head meets completions only. 2 FLOPs a token and parameter forward, 2 for the activations' gradient, 2
+    for the weight's where it is trained; causal attention's two products are 6 A L² a layer of attention
+    width A. Recomputation, adapters and prompts shared between sequences are not counted: this is what the
+    update is worth, not what it costs.
+    """
+    tokens = sum(prompt + completion for prompt, completion in lengths)
+    scored = sum(completion for _, completion in lengths)
+    squares = sum((prompt + completion) ** 2 for prompt, completion in lengths)
+    config = model.config
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    flops = 6.0 * config.num_hidden_layers * width * squares
+
+    def products(weight: nn.Parameter, rows: int) -> float:
+        return (4 + 2 * weight.requires_grad) * weight.numel() * rows
+
+    for name, weight in model.named_parameters():
+        if ".layers." in name and weight.ndim == 2 and "lora_" not in name:
+            flops += products(weight, tokens)
+    return flops + products(model.get_output_embeddings().weight, scored)
+
+
+# Sequences ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -231,21 +206,13 @@ class Lengths:
     prompts: TokenCounts
     completions: TokenCounts
 
-    def draw(
-        self, prompts: int, group: int, seed: int, *, longest: int | None = None
-    ) -> list[tuple[int, int]]:
-        """(prompt, completion) tokens of each sequence, group after group.
-
-        Args:
-            longest: completions are cut off there, as by a maximum length.
-        """
+    def draw(self, prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
+        """(prompt, completion) tokens of each sequence, group after group."""
         generator = random.Random(seed)
         drawn = []
         for _ in range(prompts):
             prompt = generator.choice(self.prompts)
-            for _ in range(group):
-                completion = generator.choice(self.completions)
-                drawn.append((prompt, completion if longest is None else min(completion, longest)))
+            drawn += [(prompt, generator.choice(self.completions)) for _ in range(group)]
         return drawn
 
 

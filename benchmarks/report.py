@@ -6,28 +6,19 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.run_record.report import page_style
 
 from . import charts
-from .charts import Plot, Quantity, Slice, slices
+from .charts import Plot, Slice
 from .measure import SKIPPED
 from .record import Measurement, Record, read
-from .tables import (
-    EXPLANATION,
-    ShapeTable,
-    conclusions,
-    label,
-    shape_tables,
-    shapes_of,
-    skipped,
-    split_axes,
-)
+from .tables import EXPLANATION, conclusions, label, shape_tables, shapes_of, skipped, split_axes
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MOST_PLOTS = 6  # of one sort: the longest slices, the first shapes
@@ -36,32 +27,6 @@ TITLES = {"head": "LM head", "kernels": "Kernels", "step": "Policy update", "rol
 FRONTS = {"hidden_gradient": "Relative error of dX", "logprob": "Largest error of log p, nats"}
 _FIRST_AXES = ("tokens", "vocabulary", "hidden")
 Draw = Callable[[], Plot | None]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Plots under one heading."""
-
-    title: str
-    plots: list[Plot]
-    left_out: int
-
-
-@dataclass(frozen=True)
-class Section:
-    """One record, ready to be written down."""
-
-    title: str
-    file: str
-    record: Record
-    facts: dict[str, str]
-    common: str  # what all shapes agree on
-    legend: list[tuple[str, str]]  # name, swatch
-    has_product: bool
-    groups: list[Group]
-    tables: list[ShapeTable]
-    skipped: list[tuple[str, str]]  # implementation, reason
-    provenance: dict[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,65 +66,66 @@ def _own(svg: str, number: int) -> str:
     return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>r{number}-", svg)
 
 
-def _section(path: Path, record: Record) -> Section:
+def _section(path: Path, record: Record) -> dict[str, Any]:
+    """One record, as the template takes it."""
     measured = [cell for cell in record.cells if cell.status != SKIPPED]
     concluded = conclusions(measured)
     drawn = [cell for cell in measured if cell not in concluded] or measured
     # Where the ceilings are measurements too, they bound the others instead of standing among them.
     drawn = [cell for cell in drawn if cell.ceilings] or drawn
     constant, varying = split_axes(drawn or record.cells)
-    names = list(dict.fromkeys(cell.implementation for cell in drawn))
-    styles = charts.styles_of(names)
+    styles = charts.styles_of(list(dict.fromkeys(cell.implementation for cell in drawn)))
     everywhere = {cell.implementation for cell in measured}
     others = [cell for cell in measured if cell.shape not in shapes_of(concluded)]
-    return Section(
-        title=TITLES.get(record.kind, record.kind),
-        file=path.name,
-        record=record,
-        facts=_facts(record),
-        common=label(constant) if varying else "",
-        legend=[(name, charts.swatch(styles[name], name)) for name in names],
-        has_product=any("product_seconds" in cell.ceilings for cell in measured),
-        groups=[group for group in _groups(record, drawn, varying) if group.plots],
-        tables=shape_tables(concluded) + shape_tables(others, varying),
-        skipped=[(name, reason) for name, reason in skipped(record.cells) if name not in everywhere],
-        provenance=_provenance(record),
-    )
+    return {
+        "title": TITLES.get(record.kind, record.kind),
+        "record": record,
+        "facts": [path.name, *filter(None, (label(constant) if varying else "", *_origin(record)))],
+        "legend": {name: charts.swatch(style, name) for name, style in styles.items()},
+        "has_product": any("product_seconds" in cell.ceilings for cell in measured),
+        "groups": [_first(title, draws) for title, draws in _plots(record, drawn, varying, styles).items()],
+        "tables": shape_tables(concluded) + shape_tables(others, varying),
+        "skipped": [(name, reason) for name, reason in skipped(record.cells) if name not in everywhere],
+        "provenance": dict(_provenance(record)),
+    }
 
 
-def _groups(record: Record, cells: Sequence[Measurement], varying: Sequence[str]) -> list[Group]:
-    styles = charts.styles_of(list(dict.fromkeys(cell.implementation for cell in cells)))
+def _plots(
+    record: Record, cells: Sequence[Measurement], varying: Sequence[str], styles: dict[str, charts.Style]
+) -> dict[str, list[Draw]]:
+    """By heading; not yet drawn."""
     shapes = [
         ([cell for cell in cells if cell.shape == shape], label(shape, varying) or label(shape))
         for shape in shapes_of(cells)
     ]
-    sizes = _sizes(cells)
+    sizes = [(part, label(part.fixed, varying)) for part in _sizes(cells)]
     copy_rate = 1e9 * record.environment.get("copy_gigabytes_per_second", 0.0)
-
-    def at_shape(quantity: Quantity) -> list[Draw]:
-        return [partial(charts.bars, found, quantity, title) for found, title in shapes]
-
-    def against_size(quantity: Quantity) -> list[Draw]:
-        return [partial(charts.lines, part, quantity, styles, label(part.fixed, varying)) for part in sizes]
-
+    bars = {
+        quantity: [partial(charts.bars, found, quantity, title) for found, title in shapes]
+        for quantity in (charts.GROUP, charts.TIME, charts.THROUGHPUT, charts.MEMORY)
+    }
+    lines = {
+        quantity: [partial(charts.lines, part, quantity, styles, title) for part, title in sizes]
+        for quantity in (charts.TIME, charts.MEMORY)
+    }
     fronts = [
         partial(charts.pareto, found, error, words, styles, title)
         for found, title in shapes
         for error, words in FRONTS.items()
     ]
-    return [
-        _group("Largest group that fits", at_shape(charts.GROUP)),
-        _group("Time at one shape", at_shape(charts.TIME)),
-        _group("Throughput at one shape", at_shape(charts.THROUGHPUT)),
-        _group("Time against size", against_size(charts.TIME)),
-        _group("Memory", against_size(charts.MEMORY) or at_shape(charts.MEMORY)),
-        _group("Accuracy against time", fronts),
-        _group("Roofline", [partial(charts.roofline, cells, copy_rate, styles)]),
-        _group("Phases", [partial(charts.phases, found, title) for found, title in shapes]),
-    ]
+    return {
+        "Largest group that fits": bars[charts.GROUP],
+        "Time at one shape": bars[charts.TIME],
+        "Throughput at one shape": bars[charts.THROUGHPUT],
+        "Time against size": lines[charts.TIME],
+        "Memory": lines[charts.MEMORY] or bars[charts.MEMORY],
+        "Accuracy against time": fronts,
+        "Roofline": [partial(charts.roofline, cells, copy_rate, styles)],
+        "Phases": [partial(charts.phases, found, title) for found, title in shapes],
+    }
 
 
-def _group(title: str, draws: Sequence[Draw]) -> Group:
+def _first(title: str, draws: Sequence[Draw]) -> dict[str, Any]:
     """The first plots that have something to show; the rest is not even drawn."""
     plots: list[Plot] = []
     waiting = list(draws)
@@ -167,46 +133,37 @@ def _group(title: str, draws: Sequence[Draw]) -> Group:
         plot = waiting.pop(0)()
         if plot is not None:
             plots.append(plot)
-    return Group(title, plots, len(waiting))
+    return {"title": title, "plots": plots, "left_out": len(waiting)}
 
 
 def _sizes(cells: Sequence[Measurement]) -> list[Slice]:
     """An axis after the other, the longest slice of each first, so that none is crowded out."""
     axes = dict.fromkeys([*_FIRST_AXES, *(name for cell in cells for name in cell.shape)])
-    by_axis = [slices(cells, axis) for axis in axes]
-    longest = max(map(len, by_axis), default=0)
-    return [found[i] for i in range(longest) for found in by_axis if i < len(found)]
+    by_axis = [charts.slices(cells, axis) for axis in axes]
+    return [part for part in chain.from_iterable(zip_longest(*by_axis)) if part is not None]
 
 
-def _facts(record: Record) -> dict[str, str]:
+def _origin(record: Record) -> Iterator[str | None]:
     found = record.environment
-    git, copy = found.get("git"), found.get("copy_gigabytes_per_second")
-    facts = {
-        "Device": found.get("benchmark_device"),
-        "torch": found.get("versions", {}).get("torch"),
-        "Copy bandwidth": copy and f"{copy:,.0f} GB/s",
-        "Measured": str(found.get("started", ""))[:10],
-        "Revision": git and git["revision"][:10] + (" with changes" if git["changed"] else ""),
-    }
-    return {name: value for name, value in facts.items() if value}
+    yield found.get("benchmark_device")
+    yield f"torch {found.get('versions', {}).get('torch', 'unknown')}"
+    yield str(found.get("started", ""))[:10]
+    if git := found.get("git"):
+        yield git["revision"][:10] + " with changes" * git["changed"]
 
 
-def _provenance(record: Record) -> dict[str, str]:
+def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     """Everything needed to judge the run or to repeat it."""
-    found = record.environment
+    found = dict(record.environment)
     states = [state for state in record.gpu_states if state]
-    rows: dict[str, Any] = {
-        "Repeat": shlex.join(found.get("command", [])),
-        "Started": found.get("started"),
-        "Device": f"{found.get('benchmark_device')} ({found.get('device')})",
-        "System": f"{found.get('system')}, Python {found.get('python')}, CUDA {found.get('cuda') or 'none'}",
-        "Packages": ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items()),
-        "Revision": (found.get("git") or {}).get("revision"),
-        "First and last clocks": "; ".join(
-            ", ".join(f"{k} {v}" for k, v in state.items()) for state in (*states[:1], *states[-1:])
-        ),
-        "Rows": "; ".join(record.notes),
-        "Options": json.dumps(record.options, ensure_ascii=False),
-        "Stopped": record.stopped,
+    found |= {
+        "command": shlex.join(found.get("command", [])),
+        "first and last clocks": [*states[:1], *states[-1:]],
+        "rows": record.notes,
+        "options": record.options,
+        "stopped": record.stopped,
     }
-    return {name: str(value) for name, value in rows.items() if value}
+    for name, value in found.items():
+        if value:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            yield name.replace("_", " ").capitalize(), text

@@ -21,6 +21,7 @@ Shape = dict[str, Any]
 DASH = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
 OURS = "ours"
+STATES = {"oom": "out of memory", "failed": "failed"}
 ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
 _RATES = {
     FLOPS: ("TFLOP/s", 1e12),
@@ -32,8 +33,8 @@ _IN_THE_RECORD_ALONE = (
     *("output_bytes", "product_seconds", "first_call_seconds"),
     *("left_out_mean", "left_out_max"),
 )
+_BOUNDS = "_lower", "_upper"  # of a metric's interval
 _LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}
-_FLAGS = {"trainable": ("trainable head", "frozen head")}
 EXPLANATION = (
     "Times are medians of repetitions that took turns (A B C A B C), in milliseconds. TFLOP/s and GB/s of a "
     "head are of a dense computation: leaving work out raises them. |Δlogp|: largest error in nats; |Δloss|: "
@@ -42,13 +43,12 @@ EXPLANATION = (
 )
 
 
+# Shapes and numbers ---------------------------------------------------------------------------------------
+
+
 def shapes_of(cells: Sequence[Measurement]) -> list[Shape]:
     """Each once, in the order of the measurements."""
-    found: list[Shape] = []
-    for cell in cells:
-        if cell.shape not in found:
-            found.append(cell.shape)
-    return found
+    return list({repr(cell.shape): cell.shape for cell in cells}.values())
 
 
 def conclusions(cells: Sequence[Measurement]) -> list[Measurement]:
@@ -75,8 +75,8 @@ def label(shape: Shape, names: Sequence[str] | None = None) -> str:
 
 def _words(name: str, value: object) -> str:
     """Nothing for what is not there."""
-    if name in _FLAGS:
-        return _FLAGS[name][0 if value else 1]
+    if name == "trainable":
+        return "trainable head" if value else "frozen head"
     if value is None or isinstance(value, bool):
         return name.replace("_", " ") if value else ""
     if name in ("mode", "dtype", "model"):
@@ -95,6 +95,9 @@ def number(value: object) -> str:
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:#.3g}".rstrip(".")
+
+
+# Tables ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,33 +132,28 @@ def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = Non
         names: the parts of a shape that tell it apart.
     """
     found = []
-    for shape in shapes_of(cells):
+    for shape in shapes_of([cell for cell in cells if cell.status != SKIPPED]):
         here = [cell for cell in cells if cell.shape == shape and cell.status != SKIPPED]
-        here.sort(key=lambda cell: (cell.time is None, 0.0 if cell.time is None else cell.time.median))
+        here.sort(key=lambda cell: (cell.time is None, cell.time.median if cell.time else 0.0))
         heads = [head for head, text in _COLUMNS.items() if any(text(cell) for cell in here)]
         rows = [
             Row(
                 cell.implementation,
                 [_COLUMNS[head](cell) for head in heads],
                 _remark(cell),
-                "" if cell.status == OK else STATES[cell.status],
+                STATES.get(cell.status, ""),
                 is_wrong(cell.accuracy),
             )
             for cell in here
         ]
-        if rows:
-            title = label(shape, names) or label(shape)
-            found.append(ShapeTable(title, heads, rows, any(cell.time for cell in here)))
+        title = label(shape, names) or label(shape)
+        found.append(ShapeTable(title, heads, rows, any(cell.time for cell in here)))
     return found
-
-
-def _quartiles(cell: Measurement) -> str:
-    return "" if cell.time is None else f"{number(cell.time.lower)}{DASH}{number(cell.time.upper)}"
 
 
 def _multiple(cell: Measurement) -> str:
     seconds = cell.ceilings.get("product_seconds")
-    return "" if cell.time is None or not seconds else f"{cell.time.median / seconds / 1e3:.2f}"
+    return f"{cell.time.median / seconds / 1e3:.2f}" if cell.time and seconds else ""
 
 
 def _rate(name: str, cell: Measurement) -> str:
@@ -163,7 +161,7 @@ def _rate(name: str, cell: Measurement) -> str:
 
 
 def _mebibytes(part: str, cell: Measurement) -> str:
-    count = None if cell.memory is None else getattr(cell.memory, part)
+    count = getattr(cell.memory, part, None)
     return "" if count is None else f"{count / 2**20:,.0f}"
 
 
@@ -172,34 +170,26 @@ def _error(name: str, cell: Measurement) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Measurement], str]] = {
-    "ms": lambda cell: "" if cell.time is None else number(cell.time.median),
-    "quartiles": _quartiles,
+    "ms": lambda cell: number(cell.time.median) if cell.time else "",
+    "quartiles": lambda cell: DASH.join(map(number, (cell.time.lower, cell.time.upper))) if cell.time else "",
     f"{TIMES} X Wᵀ": _multiple,
     **{unit: partial(_rate, name) for name, (unit, _) in _RATES.items()},
     **{f"{part} MiB": partial(_mebibytes, part) for part in ("allocator", "driver")},
     **{symbol: partial(_error, name) for name, symbol in ERRORS.items()},
 }
-STATES = {"oom": "out of memory", "failed": "failed"}
 
 
 def _remark(cell: Measurement) -> str:
-    """What has no column of its own."""
+    """What has no column of its own; a metric with its interval, whose bounds are none to a reader."""
     parts = [cell.reason]
     parts += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
-    shown = [name for name in cell.metrics if name not in (*_RATES, *_IN_THE_RECORD_ALONE)]
-    parts += [_metric(name, cell.metrics).replace("_", " ") for name in shown]
+    for name, value in cell.metrics.items():
+        if name not in (*_RATES, *_IN_THE_RECORD_ALONE) and not name.endswith(_BOUNDS):
+            bounds = [f"{cell.metrics[name + end]:.2f}" for end in _BOUNDS if name + end in cell.metrics]
+            interval = f" ({' to '.join(bounds)})" if bounds else ""
+            parts.append(f"{name.replace('_', ' ')} {number(value)}{interval}")
     parts += [f"error of {name} {value:.1e}" for name, value in cell.accuracy.items() if name not in ERRORS]
     return "; ".join(filter(None, parts))
-
-
-def _metric(name: str, metrics: dict[str, float]) -> str:
-    """A value; of an exponent with its interval, whose bounds are no metrics of their own to a reader."""
-    if name.endswith(("_exponent_lower", "_exponent_upper")):
-        return ""
-    interval = ""
-    if f"{name}_lower" in metrics:
-        interval = f" ({metrics[f'{name}_lower']:.2f} to {metrics[f'{name}_upper']:.2f})"
-    return f"{name} {number(metrics[name])}{interval}"
 
 
 def console() -> Console:

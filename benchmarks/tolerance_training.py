@@ -10,126 +10,139 @@ from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from grpo_fast import linear_logprob
+from grpo_fast import linear_grpo_loss
+from grpo_fast.data import load_prompts
+from grpo_fast.data.config import DatasetConfig
+from grpo_fast.groups import group_advantages
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
+from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
+from grpo_fast.policy.config import ModelConfig, OptimizerConfig
+from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run_record.logs import provenance
 
+from .models import make_policy, make_tokenizer, vocabulary_of
 from .record import write_json
+from .step import LOSS, full_logits_loss
 
-VOCABULARY, STRIDE = 2048, 128  # 16 tiles; each of the task's symbols lies in one of its own
+TOY = "sort"
+VOCABULARY, STRIDE = vocabulary_of(TOY), 128  # 16 tiles; each of the task's symbols lies in one of its own
 DIGITS, LENGTH = 10, 5
-ARROW, END = STRIDE * DIGITS, STRIDE * (DIGITS + 1)
+ARROW, END = STRIDE * DIGITS, VOCABULARY - 1
 PROMPTS, GROUP, WARM_STEPS, WARM_BATCH = 16, 8, 150, 128
-Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden (N, H), weight (V, H), targets (N,)) -> (N,)."""
-
-
-def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = (hidden @ weight.T).float()
-    return logits.log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-
-
-def head(tolerance: float) -> Logprobs:
-    return lambda *problem: linear_logprob(*problem, tolerance=tolerance).logprob
-
-
 FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLERANCE:g}"
-VARIANTS = {FULL: full_logits, EXACT: head(0.0), CERTIFIED: head(DEFAULT_TOLERANCE)}
+TOLERANCES = {FULL: None, EXACT: 0.0, CERTIFIED: DEFAULT_TOLERANCE}
+Tokens = tuple[int, ...]
 
 
-def make_model() -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
+# The toy --------------------------------------------------------------------------------------------------
 
 
-def make_prompts(count: int, rng: torch.Generator) -> Tensor:
-    """(count, LENGTH + 1) digits and an arrow."""
-    digits = torch.randint(0, DIGITS, (count, LENGTH), generator=rng) * STRIDE
-    return torch.cat([digits, torch.full((count, 1), ARROW)], 1)
+def make_toy(seed: int) -> Policy:
+    policy = make_policy(ModelConfig(path=TOY, dtype="float32", device="cpu"), seed=seed)
+    policy.tokenizer = make_tokenizer(VOCABULARY)
+    return policy
 
 
-def answers(prompts: Tensor) -> Tensor:
-    """(count, LENGTH + 1) what should follow, the end with it."""
-    ordered = prompts[:, :LENGTH].sort(1).values
-    return torch.cat([ordered, torch.full((len(prompts), 1), END)], 1)
+def draw_prompt(chance: random.Random) -> Tokens:
+    """Digits and an arrow."""
+    return (*(STRIDE * chance.randrange(DIGITS) for _ in range(LENGTH)), ARROW)
 
 
-def completion_logprobs(model: Any, tokens: Tensor, logprobs: Logprobs) -> Tensor:
-    """(count, LENGTH + 1) log-probabilities of what follows the prompt."""
-    hidden = model.model(input_ids=tokens).last_hidden_state[:, LENGTH:-1]
-    targets = tokens[:, LENGTH + 1 :]
-    flat = logprobs(hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, targets.reshape(-1))
-    return flat.view(targets.shape)
+def answer(prompt: Tokens) -> Tokens:
+    """What should follow, the end with it."""
+    return (*sorted(prompt[:LENGTH]), END)
 
 
-def warm_start(model: Any, rng: torch.Generator) -> None:
-    """Supervised, on demonstrations of which a third are right."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def reward(prompt: Tokens, completion: Completion) -> float:
+    """1 where all that follows the prompt is right."""
+    return float(completion.token_ids == answer(prompt))
+
+
+def warm_start(policy: Policy, chance: random.Random) -> None:
+    """Supervised, on demonstrations of which a third are right: on-policy GRPO with an advantage of one."""
+    optimizer = PolicyOptimizer(
+        policy.trainable(), OptimizerConfig(learning_rate=1e-3, max_grad_norm=None), total_steps=WARM_STEPS
+    )
     for _ in range(WARM_STEPS):
-        prompts = make_prompts(WARM_BATCH, rng)
-        shown = answers(prompts)
-        wrong = torch.rand(WARM_BATCH, generator=rng) > 1 / 3
-        shuffled = torch.rand(WARM_BATCH, LENGTH, generator=rng).argsort(1)
-        shown[:, :LENGTH] = torch.where(
-            wrong[:, None], prompts[:, :LENGTH].gather(1, shuffled), shown[:, :LENGTH]
-        )
-        loss = -completion_logprobs(model, torch.cat([prompts, shown], 1), full_logits).mean()
-        optimizer.zero_grad()
-        loss.backward()
+        samples = []
+        for group_id in range(WARM_BATCH):
+            prompt = draw_prompt(chance)
+            wrong = (*chance.sample(prompt[:LENGTH], LENGTH), END)
+            shown = answer(prompt) if chance.random() < 1 / 3 else wrong
+            samples.append(Sample(prompt, shown, 1.0, group_id, (0.0,) * len(shown)))
+        loss_of(FULL, policy, samples).backward()
         optimizer.step()
 
 
-@torch.no_grad()
-def sample(model: Any, prompts: Tensor, rng: torch.Generator) -> Tensor:
-    """Prompts with LENGTH + 1 tokens sampled at temperature 1."""
-    tokens = prompts
-    for _ in range(LENGTH + 1):
-        hidden = model.model(input_ids=tokens).last_hidden_state[:, -1]
-        p = (hidden @ model.lm_head.weight.T).float().softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(p, 1, generator=rng)], 1)
-    return tokens
+# GRPO -----------------------------------------------------------------------------------------------------
 
 
-def rewards_of(tokens: Tensor) -> Tensor:
-    """1 where all that follows the prompt is right."""
-    return (tokens[:, LENGTH + 1 :] == answers(tokens[:, : LENGTH + 1])).all(1).float()
+def sample(
+    policy: Policy, prompts: Sequence[Tokens], group: int, max_tokens: int, seed: int
+) -> list[list[Completion]]:
+    engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
+    return engine.generate(prompts, group, Sampling(max_tokens, temperature=1.0, seed=seed))
 
 
-def policy_loss(logprobs: Tensor, tokens: Tensor, rewards: Tensor) -> Tensor:
-    """GRPO, one update per sample: the ratio is one and its gradient the log-probability's."""
-    groups = rewards.view(-1, GROUP)
-    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-    mask = (tokens[:, LENGTH + 1 :] == END).cumsum(1) - (tokens[:, LENGTH + 1 :] == END).int() == 0
-    return -((logprobs - logprobs.detach()).exp() * advantages.view(-1, 1) * mask).sum() / mask.sum()
+def samples_of(
+    prompts: Sequence[Tokens], groups: Sequence[Sequence[Completion]], advantages: Tensor
+) -> list[Sample]:
+    """
+    Args:
+        advantages: of each group's completions.
+    """
+    return [
+        Sample(prompt, completion.token_ids, advantage, group_id, completion.logprobs)
+        for group_id, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        for completion, advantage in zip(group, advantages[group_id].tolist(), strict=True)
+    ]
 
 
-def gradient(model: Any, loss: Tensor) -> Tensor:
+def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
+    """GRPO's, one update per sample: the ratio is one and its gradient the log-probability's."""
+    tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
+    (batch,) = pack(samples, max_tokens=tokens, share_prompts=policy.shares_prompts, device=policy.device)
+    hidden, head = policy.hidden_states(batch), policy.head
+    if variant == FULL:
+        return full_logits_loss(head, hidden, batch, LOSS)
+    return linear_grpo_loss(
+        hidden,
+        head.weight,
+        batch.targets,
+        batch.advantages,
+        sequence_ids=batch.sequence_ids,
+        num_sequences=batch.num_sequences,
+        config=LOSS,
+        tolerance=TOLERANCES[variant],
+        **head.options,
+    ).loss
+
+
+def gradient(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
     """All parameters' gradients in one vector."""
-    found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
-    return torch.cat([g.flatten().float() for g in found])
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss_of(variant, policy, samples), trained)
+    return torch.cat([g.flatten().double() for g in found])
 
 
-def difference(model: Any, loss: Callable[[Logprobs], Tensor]) -> dict[str, float] | None:
+def difference(policy: Policy, samples: Sequence[Sample]) -> dict[str, float] | None:
     """Of the whole-model gradients with the certified backward and with full logits; None if that is zero."""
-    exact = gradient(model, loss(full_logits)).double()
+    exact = gradient(FULL, policy, samples)
     if not exact.any():
         return None
-    certified = gradient(model, loss(VARIANTS[CERTIFIED])).double()
+    certified = gradient(CERTIFIED, policy, samples)
     cosine = torch.nn.functional.cosine_similarity(exact, certified, dim=0)
     return {
         "one_minus_cosine": 1 - cosine.item(),
@@ -137,23 +150,25 @@ def difference(model: Any, loss: Callable[[Logprobs], Tensor]) -> dict[str, floa
     }
 
 
-def train(model: Any, logprobs: Logprobs, steps: int, seed: int) -> dict[str, Any]:
+def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]:
     """Mean rewards of every step, and gradient differences at the run's start, middle and end."""
-    rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0)
+    chance = random.Random(seed)
+    settings = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.0)
+    optimizer = PolicyOptimizer(policy.trainable(), settings, total_steps=steps)
     history, differences = [], {}
     for step in range(steps):
-        tokens = sample(model, make_prompts(PROMPTS, rng).repeat_interleave(GROUP, 0), rng)
-        rewards = rewards_of(tokens)
-
-        def loss(of: Logprobs, tokens: Tensor = tokens, rewards: Tensor = rewards) -> Tensor:
-            return policy_loss(completion_logprobs(model, tokens, of), tokens, rewards)
-
+        prompts = [draw_prompt(chance) for _ in range(PROMPTS)]
+        groups = sample(policy, prompts, GROUP, LENGTH + 1, seed=1000 * seed + step)
+        rewards = torch.tensor(
+            [
+                [reward(prompt, completion) for completion in group]
+                for prompt, group in zip(prompts, groups, strict=True)
+            ]
+        )
+        samples = samples_of(prompts, groups, group_advantages(rewards).advantages)
         if step in (0, steps // 2, steps - 1):
-            differences[step] = difference(model, loss)
-        optimizer.zero_grad()
-        loss(logprobs).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            differences[step] = difference(policy, samples)
+        loss_of(variant, policy, samples).backward()
         optimizer.step()
         history.append(rewards.mean().item())
     return {"rewards": history, "gradient": differences, "final": statistics.mean(history[-10:])}
@@ -161,15 +176,14 @@ def train(model: Any, logprobs: Logprobs, steps: int, seed: int) -> dict[str, An
 
 def train_all(seed: int, steps: int) -> dict[str, dict[str, Any]]:
     """Every variant from the same warm start, on the same prompts."""
-    torch.manual_seed(seed)
-    start = make_model()
-    warm_start(start, torch.Generator().manual_seed(seed))
+    start = make_toy(seed)
+    warm_start(start, random.Random(seed))
     runs = {}
-    for name, logprobs in VARIANTS.items():
+    for variant in TOLERANCES:
         began = time.monotonic()
-        runs[name] = train(copy.deepcopy(start), logprobs, steps, seed)
+        runs[variant] = train(copy.deepcopy(start), variant, steps, seed)
         seconds = time.monotonic() - began
-        print(f"seed {seed}, {name}: {runs[name]['final']:.3f}, {seconds:.0f} s", flush=True)
+        print(f"seed {seed}, {variant}: {runs[variant]['final']:.3f}, {seconds:.0f} s", flush=True)
     return runs
 
 
@@ -192,24 +206,16 @@ def real_model(path: str, count: int, group: int, seed: int) -> dict[str, Any]:
 
     All of the model's weights take part, its tied head too.
     """
-    from .sample_rows import load_model, read_prompts, sampled
-
-    options = argparse.Namespace(model=path, dtype="float32", task="chain_sum", count=count, seed=seed)
-    name, model, tokenizer = load_model(options)
-    prompts = read_prompts(options)
-    sequences = sampled(model, tokenizer, prompts, group, max_tokens=24, seed=seed)
-    rng = torch.Generator().manual_seed(seed)
-    advantages = torch.cat(
-        [torch.randn(1, generator=rng).expand(len(ids) - start) for ids, start in sequences]
-    ).to(model.device)
-    targets = torch.cat([ids[start:] for ids, start in sequences])
-
-    def loss(of: Logprobs) -> Tensor:
-        states = (model.base_model(input_ids=ids[None]).last_hidden_state[0] for ids, _ in sequences)
-        hidden = torch.cat([rows[start - 1 : -1] for rows, (_, start) in zip(states, sequences, strict=True)])
-        return -(of(hidden, model.get_output_embeddings().weight, targets) * advantages).mean()
-
-    return {"model": name, "tokens": len(targets), "float32": difference(model, loss)}
+    policy = load_policy(ModelConfig(path=path, dtype="float32"))
+    rows = load_prompts(
+        DatasetConfig(source="reasoning_gym:chain_sum", size=count, seed=seed), policy.tokenizer
+    )
+    prompts = [row.token_ids for row in rows]
+    groups = sample(policy, prompts, group, 24, seed)
+    advantages = torch.randn(count, group, generator=torch.Generator().manual_seed(seed))
+    samples = samples_of(prompts, groups, advantages)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    return {"model": path, "tokens": tokens, "float32": difference(policy, samples)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.model:
         found["real_model"] = real_model(options.model, count=2, group=6, seed=0)
         print(found["real_model"], flush=True)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in TOLERANCES}
     for seed in range(options.seeds):
         for variant, run in train_all(seed, options.steps).items():
             runs[variant].append(run)

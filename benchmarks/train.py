@@ -9,96 +9,244 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .contest import TOKENS, Limits
-from .measure import NO_TIME, OK, SKIPPED, Memory, failure_of, memory_of, summarise
-from .models import ARCHITECTURES, Architecture, architecture_of
+from .contest import TOKENS, Limits, medians
+from .measure import NO_TIME, OK, SKIPPED, Memory, Stopwatch, failure_of, memory_of, summarise, synchronize
+from .models import Defaults, save_model, vocabulary_of
 from .peers import choose_names
 from .record import Measurement
 from .rollout import ENGINES
 from .session import add_common_arguments, check_common, positive, run_session
-from .train_runs import STEPS, StepSizes, StepTime
-from .train_tasks import Task, random_task
+from .trainers import in_phase, random_prompts, share_of_digits, trl_trainer
 
 KIND = "train"
-_MODELS = {"cuda": ("Qwen2.5-0.5B",), "cpu": ("toy",)}
-_SIZES = {"cuda": (16, 16, 96, 512, 16_384), "cpu": (2, 4, 16, 16, 512)}
+DEFAULTS = Defaults(
+    ("Qwen2.5-0.5B",),
+    "toy",
+    cpu_layers=None,
+    sizes={
+        "prompts": (16, 2, "of a step"),
+        "group": (16, 4, "completions a prompt"),
+        "prompt": (96, 16, "tokens of a prompt"),
+        "completion": (512, 16, "tokens of a completion at most"),
+        "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
+    },
+)
+GENERATE, REWARD, UPDATE, PREPARE = "generate", "reward", "update", "log-probabilities and padding"
+_TRL_PHASES = {
+    "_generate_single_turn": GENERATE,
+    "_calculate_rewards": REWARD,
+    "_generate_and_score_completions": PREPARE,
+    "training_step": UPDATE,
+}
+_LEARNING_RATE = 1e-6
+_CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and what a step samples and trains on."""
+
+    model: str  # an architecture's name
+    layers: int
+    prompts: int
+    group: int
+    prompt: int  # tokens
+    completion: int  # tokens at most
+    micro_batch_tokens: int
+    engine: str  # "transformers" or "vllm", in the trainer's process, for both
+    dtype: str
+    seed: int
+
+    def all_prompts(self) -> tuple[str, ...]:
+        vocabulary = vocabulary_of(self.model)
+        return random_prompts(16 * self.prompts, self.prompt, vocabulary, self.seed)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One training step."""
+
+    seconds: float
+    phases: dict[str, float]
+    tokens: float  # sampled
+
+
+def ours_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterator[StepTime]:
+    """Steps of our trainer, with its own clock."""
+    from grpo_fast.config import TrainConfig
+    from grpo_fast.run import build_grpo_trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = Path(folder, "prompts.jsonl")
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in setting.all_prompts()))
+        config = TrainConfig.model_validate(
+            {
+                "output_dir": f"{folder}/run",
+                "seed": setting.seed,
+                "max_steps": steps,
+                "prompts_per_step": setting.prompts,
+                "micro_batch_tokens": setting.micro_batch_tokens,
+                "model": {"path": str(model), "dtype": setting.dtype, "device": device.type},
+                "dataset": {"source": str(prompts), "chat": False},
+                "rewards": [{"reward": f"{share_of_digits.__module__}:{share_of_digits.__name__}"}],
+                "rollout": {
+                    "engine": setting.engine,
+                    "num_generations": setting.group,
+                    "max_completion_length": setting.completion,
+                },
+                "loss": {"loss_type": "dapo", "epsilon_low": _CLIP_LOW, "epsilon_high": _CLIP_HIGH},
+                "advantage": {"skip_flat_groups": False},
+                "optimizer": {"learning_rate": _LEARNING_RATE},
+            }
+        )
+        trainer = build_grpo_trainer(config)
+        with trainer.engine:
+            for _ in range(steps):
+                synchronize(device)
+                start = time.perf_counter()
+                result = trainer.train_step()
+                synchronize(device)
+                seconds = time.perf_counter() - start
+                phases = {name.removeprefix("time/"): spent for name, spent in result.timings.items()
+                          if name.startswith("time/") and name != "time/step"}  # fmt: skip
+                length = result.metrics["completion/length_mean"]
+                yield StepTime(seconds, phases, length * setting.prompts * setting.group)
+
+
+def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterable[StepTime]:
+    """Steps of TRL's GRPOTrainer, told by its callbacks; phases by the methods that do them.
+
+    TRL's loop cannot be left between steps, so all of them are run before the first is handed on.
+    """
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    watch = Stopwatch(device, wall=True)
+    times: list[tuple[float, dict[str, float]]] = []
+
+    class Clock(TrainerCallback):
+        update = ExitStack()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.start()
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.update.enter_context(watch.phase(UPDATE))
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.update.close()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            times.append(watch.stop())
+
+    batch = setting.prompts * setting.group
+    fitting = max(1, setting.micro_batch_tokens // (setting.prompt + setting.completion))
+    at_once = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= fitting)
+    options = {
+        "max_steps": steps,
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": batch // at_once,
+        "num_generations": setting.group,
+        "max_completion_length": setting.completion,
+        "loss_type": "dapo",
+        "epsilon": _CLIP_LOW,
+        "epsilon_high": _CLIP_HIGH,
+        "beta": 0.0,
+        "learning_rate": _LEARNING_RATE,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "bf16": setting.dtype == "bfloat16",
+        "use_vllm": setting.engine == "vllm",
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": setting.engine == "vllm" and device.type == "cuda",
+        "use_cpu": device.type == "cpu",
+        "seed": setting.seed,
+        "logging_steps": 1,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trl_trainer(
+            GRPOTrainer, folder, str(model), tokenizer,
+            prompts=setting.all_prompts(), reward=share_of_digits, **options,
+        )  # fmt: skip
+        trainer.add_callback(Clock())
+        for name, phase in _TRL_PHASES.items():
+            setattr(trainer, name, in_phase(getattr(trainer, name), watch, phase))
+        trainer.train()
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
+    return [StepTime(*taken, length * batch) for taken, length in zip(times, lengths, strict=True)]
+
+
+STEPS: dict[str, Callable[[Path, Setting, int, torch.device], Iterable[StepTime]]] = {
+    "ours": ours_steps,
+    "TRL": trl_steps,
+}
+
+
+@dataclass
 class TrainBout:
     """The trainers on one model, in turns of a few steps."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        sizes: StepSizes,
-        names: list[str],
-        device: torch.device,
-        *,
-        steps: int,
-        turns: int,
-    ) -> None:
-        asked = {name: value for name, value in vars(sizes).items() if name != "seed"}
-        self.shape: dict[str, Any] = {"model": architecture.name, "layers": architecture.layers} | asked
-        self._architecture = architecture
-        self._sizes = sizes
-        self._device = device
-        self._steps = steps
-        self._turns = turns
-        self._found: dict[str, list[StepTime]] = {name: [] for name in names}
-        self._memory: dict[str, Memory] = {}
-        self._failures: dict[str, tuple[str, str]] = {}
+    setting: Setting
+    device: torch.device
+    names: list[str]
+    steps: int  # of a turn that count
+    turns: int
+    _found: dict[str, list[StepTime]] = field(default_factory=dict)
+    _memory: dict[str, Memory] = field(default_factory=dict)
+    _failures: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self.setting).items() if name != "seed"}
 
     def measure(self, limits: Limits) -> None:
+        setting = self.setting
         with tempfile.TemporaryDirectory() as folder:
             try:
-                task = random_task(
-                    Path(folder),
-                    self._architecture,
-                    self._sizes.dtype,
-                    self._sizes.seed,
-                    prompts=16 * self._sizes.prompts,
-                    words=self._sizes.prompt,
-                )
+                save_model(Path(folder), setting.model, setting.layers, setting.dtype, setting.seed)
             except Exception as error:  # no memory or disk for the model
-                self._failures = dict.fromkeys(self._found, failure_of(error))
-            for _ in range(self._turns):
-                for name in self._found:
+                self._failures = dict.fromkeys(self.names, failure_of(error))
+            for _ in range(self.turns):
+                for name in self.names:
                     if not limits.passed and name not in self._failures:
-                        self._turn(name, task)
+                        self._turn(name, Path(folder))
 
-    def results(self) -> list[Measurement]:
-        return [self._result(name, steps) for name, steps in self._found.items()]
-
-    def _turn(self, name: str, task: Task) -> None:
+    def _turn(self, name: str, model: Path) -> None:
         """One step to warm up, then those that count."""
         taken: list[StepTime] = []
-
-        def run() -> None:
-            for index, step in enumerate(STEPS[name](task, self._sizes, 1 + self._steps, self._device)):
-                if index:
-                    taken.append(step)
-
-        try:
-            self._memory[name] = memory_of(run, self._device)  # of the last turn: the first imports, too
+        try:  # the memory is the last turn's: the first imports, too
+            self._memory[name] = memory_of(
+                lambda: taken.extend(STEPS[name](model, self.setting, 1 + self.steps, self.device)),
+                self.device,
+            )
         except Exception as error:
             self._failures[name] = failure_of(error)
         finally:
-            self._found[name] += taken
+            self._found.setdefault(name, []).extend(taken[1:])
             gc.collect()  # a trainer holds itself in cycles, and the next one needs its memory
+
+    def results(self) -> list[Measurement]:
+        return [self._result(name, self._found.get(name, [])) for name in self.names]
 
     def _result(self, name: str, steps: list[StepTime]) -> Measurement:
         state, reason = self._failures.get(name, (OK, "") if steps else (SKIPPED, NO_TIME))
         if state != OK:
             return Measurement(name, self.shape, state, reason)
         seconds = [step.seconds for step in steps]
-        names = {phase: None for step in steps for phase in step.phases}
         tokens = statistics.median(step.tokens for step in steps)
         return Measurement(
             implementation=name,
@@ -106,29 +254,17 @@ class TrainBout:
             seconds=seconds,
             time=summarise(seconds),
             memory=self._memory.get(name),
-            phases={p: statistics.median(step.phases.get(p, 0.0) for step in steps) for p in names},
-            metrics={TOKENS: tokens / statistics.median(seconds), "tokens": float(tokens)},
+            phases=medians([step.phases for step in steps]),
+            metrics={TOKENS: tokens / statistics.median(seconds), "tokens": tokens},
         )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=3)
-    parser.add_argument(
-        "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
-    )
-    parser.add_argument("--layers", type=positive, help="only so many of its layers")
+    DEFAULTS.add_arguments(parser)
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what generates (transformers)")
     parser.add_argument(
         "--steps", type=positive, default=3, help="steps of a turn that count (3); --repeats: turns"
-    )
-    parser.add_argument("--prompts", type=positive, help="of a step (16; on a CPU 2)")
-    parser.add_argument("--group", type=positive, help="completions a prompt (16; on a CPU 4)")
-    parser.add_argument("--prompt", type=positive, help="tokens of a prompt (96; on a CPU 16)")
-    parser.add_argument(
-        "--completion", type=positive, help="tokens of a completion at most (512; on a CPU 16)"
-    )
-    parser.add_argument(
-        "--micro-batch-tokens", type=positive, help="of a forward and backward (16384; CPU 512)"
     )
 
 
@@ -142,22 +278,17 @@ def main(options: argparse.Namespace) -> int:
     disable_progress_bar()
     device = check_common(options)
     names = choose_names(list(STEPS), options.impl)
-    given = options.prompts, options.group, options.prompt, options.completion, options.micro_batch_tokens
-    prompts, group, prompt, completion, budget = (
-        value or usual for value, usual in zip(given, _SIZES[device.type], strict=True)
-    )
-    if group < 2:
-        raise ValueError(f"--group must be at least 2 to compare completions, got {group}")
-    sizes = StepSizes(prompts, group, prompt, completion, budget, options.engine, options.dtype, options.seed)
+    sizes = DEFAULTS.chosen_sizes(options, device)
+    if sizes["group"] < 2:
+        raise ValueError(f"--group must be at least 2 to compare completions, got {sizes['group']}")
     bouts = [
         TrainBout(
-            architecture_of(model, options.layers),
-            sizes,
-            names,
+            Setting(**model, **sizes, engine=options.engine, dtype=options.dtype, seed=options.seed),
             device,
-            steps=options.steps,
-            turns=options.repeats,
+            names,
+            options.steps,
+            options.repeats,
         )
-        for model in options.model or _MODELS[device.type]
+        for model in DEFAULTS.chosen_models(options, device)
     ]
     return run_session(KIND, options, device, bouts)

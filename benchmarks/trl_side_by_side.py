@@ -8,8 +8,7 @@ is completed: its cells are not run again.
 Each trainer samples for itself, so a difference may also come from the data: weights drift apart by rounding
 (Adam turns a gradient entry that is rounding noise into a whole step, up to the learning rate), and where a
 random draw falls between the two distributions another token is sampled. From that step on the runs train on
-different data. The table then says at which step it happened and compares the steps before it.
---same-samples lets the second and third trainer take what the first sampled, and compares all steps.
+different data: the steps before it are compared.
 """
 
 from __future__ import annotations
@@ -19,14 +18,18 @@ import gc
 import json
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import disable_progress_bars
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoTokenizer, set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
@@ -34,34 +37,129 @@ from grpo_fast.integrations.host_loss import LOSS_TYPES
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
 from .machine import environment
+from .measure import memory_of
+from .models import save_model
 from .record import write_json
-from .train_runs import TRL, Run, Setting, train
-from .train_tasks import Task, save_model, sums_task, words_task
+from .tables import console
+from .trainers import Task, sums_task, trl_trainer, words_task
 
-HEADER = (
-    "| loss | variant | compared | loss | grad norm | worst metric | its difference | s/step | peak MiB |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
-PRECISIONS = ("float32", "bfloat16")
+SEED = 7
+TRL = "TRL"
 VARIANTS: dict[str, tuple[type[GRPOTrainer], Callable[[], AbstractContextManager[None]]]] = {
     TRL: (GRPOTrainer, nullcontext),
     "patched": (GRPOTrainer, patched),
     "FastGRPOTrainer": (FastGRPOTrainer, nullcontext),
 }
 _TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
+_HEADS = "variant", "compared", "loss", "grad norm", "worst metric", "its difference", "s/step", "peak MiB"
 
 
-def side_by_side(setting: Setting, task: Task, steps: int, same_samples: bool = False) -> dict[str, Run]:
-    """The three trainers, one after the other; in bfloat16 also TRL's in float32, for the size of rounding.
+# One trainer ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a trainer with TRL's interface is compared with another."""
+
+    loss_type: str
+    lora: bool = False
+    precision: str = "float32"  # of the forward: "bfloat16" is TRL's autocast over float32 weights
+    options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
+
+    @property
+    def name(self) -> str:
+        return f"{self.loss_type}, {'LoRA' if self.lora else 'full'}, {self.precision}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one trainer logged."""
+
+    history: list[dict[str, float]]  # one entry a step
+    samples: list[Tensor]  # (B, T) int64 a generation: prompts and what was sampled after them
+    seconds: float
+    peak_bytes: int | None = None  # beyond what was held before the trainer was made
+
+
+def train(
+    setting: Setting,
+    trainer: Callable[..., GRPOTrainer],
+    task: Task,
+    steps: int,
+    samples: list[Tensor] | None = None,
+) -> Run:
+    """One run of one trainer class, from the same weights and seed as any other.
+
+    Two micro-batches a step, two steps a generation, KL, a clip range that is reached.
 
     Args:
-        same_samples: the others train on what the first sampled.
+        samples: those of another run, to train on in place of sampling.
     """
+    options = {
+        "max_steps": steps,
+        "use_cpu": not torch.cuda.is_available(),
+        "loss_type": setting.loss_type,
+        "importance_sampling_level": "sequence" if setting.loss_type == "luspo" else "token",
+        "beta": 0.05,
+        "epsilon": 0.05,
+        "epsilon_high": 1.05 if setting.loss_type == "cispo" else 0.08,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 4,
+        "bf16": setting.precision == "bfloat16",
+        "logging_steps": 1,
+        "seed": SEED,
+        **task.options,
+        **(task.lora_options if setting.lora else {}),
+        **setting.options,
+    }
+    found: list[Run] = []
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            set_seed(SEED)
+            tokenizer = AutoTokenizer.from_pretrained(task.model)
+            built = trl_trainer(
+                trainer, folder, str(task.model), tokenizer,
+                prompts=task.prompts, reward=task.reward, lora=setting.lora, **options,
+            )  # fmt: skip
+            sampled = watch_sampling(built.model, samples)
+            start = time.perf_counter()
+            built.train()
+            seconds = time.perf_counter() - start
+        history = [entry for entry in built.state.log_history if "loss" in entry]
+        found.append(Run(history, sampled, seconds))
+
+    memory = memory_of(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return replace(found[0], peak_bytes=memory.best)
+
+
+def watch_sampling(model: Any, samples: list[Tensor] | None) -> list[Tensor]:
+    """The list fills with what `generate` returns, which is `samples`, one by one, where given."""
+    sample = model.generate
+    seen: list[Tensor] = []
+    replayed = iter(samples or ())
+
+    def generate(*args: Any, **kwargs: Any) -> Tensor:
+        result = sample(*args, **kwargs) if samples is None else next(replayed).to(model.device)
+        seen.append(result.cpu())
+        torch.manual_seed(SEED + len(seen))  # TRL shuffles next, and sampling drew what a replay did not
+        return result
+
+    model.generate = generate
+    return seen
+
+
+# Several, compared ----------------------------------------------------------------------------------------
+
+
+def side_by_side(setting: Setting, task: Task, steps: int) -> dict[str, Run]:
+    """The three trainers, one by one; in bfloat16 TRL's in float32 too, for the size of rounding."""
     runs: dict[str, Run] = {}
     for name, (trainer, context) in VARIANTS.items():
-        samples = runs[TRL].samples if runs and same_samples else None
         with context():
-            runs[name] = train(setting, trainer, task, steps, samples)
+            runs[name] = train(setting, trainer, task, steps)
         gc.collect()
     if setting.precision == "bfloat16":
         exact = replace(setting, precision="float32")
@@ -95,26 +193,19 @@ def _gap(mine: float | None, other: float | None) -> float:
 
 
 def first_flip(a: Run, b: Run) -> int | None:
-    """The first step (from 0) that trains on another sampled token; None: every token is the same.
-
-    Rounding moves the weights apart by some 1e-7 of a step, and now and then a random draw falls between
-    the two distributions. From that token on the runs see other data: their numbers are no longer comparable.
-    """
+    """The first step (from 0) that trains on another sampled token; None: every token is the same."""
     per_generation = -(-len(a.history) // max(1, len(a.samples)))
-    for generation, (mine, other) in enumerate(zip(a.samples, b.samples, strict=True)):
-        if not torch.equal(mine, other):
-            return generation * per_generation
-    return None
+    equal = [torch.equal(mine, other) for mine, other in zip(a.samples, b.samples, strict=True)]
+    return None if all(equal) else equal.index(False) * per_generation
 
 
 def compared(base: Run, run: Run) -> dict[str, Any]:
     """A run's numbers beside those of the run it should equal."""
     flip = first_flip(base, run)
-    kept = len(base.history) if flip is None else flip
     return {
-        "steps_compared": kept,
+        "steps_compared": len(base.history) if flip is None else flip,
         "first_step_with_another_token": flip,
-        "differences": differences(base.history[:kept], run.history[:kept]),
+        "differences": differences(base.history[:flip], run.history[:flip]),
         "seconds_per_step": run.seconds / len(run.history),
         "peak_bytes": run.peak_bytes,
         "loss": [entry["loss"] for entry in run.history],
@@ -123,60 +214,56 @@ def compared(base: Run, run: Run) -> dict[str, Any]:
     }
 
 
-def measure(setting: Setting, task: Task, steps: int, same_samples: bool) -> dict[str, Any]:
-    """One cell of the record."""
-    runs = side_by_side(setting, task, steps, same_samples)
-    return {
-        **asdict(setting),
-        "name": setting.name,
-        "steps": steps,
-        "same_samples": same_samples,
-        "variants": {name: compared(runs[TRL], run) for name, run in runs.items()},
-    }
+# The command ----------------------------------------------------------------------------------------------
 
 
 def run_cells(
-    settings: Sequence[Setting], task: Task, model: str, steps: int, same_samples: bool, path: Path | None
+    settings: Sequence[Setting], task: Task, model: str, steps: int, path: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Cell by cell; those that `path` has already come first.
 
     Raises:
         ValueError: the file is of another model.
     """
-    cells: list[dict[str, Any]] = []
+    document: dict[str, Any] = {"model": model, "cells": []}
     if path is not None and path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["model"] != model:
             raise ValueError(
                 f"{path} holds cells of --model {document['model']}, not {model}: give another file"
             )
-        cells = document["cells"]
+    cells = document["cells"]
     yield from cells
-    done = {(cell["name"], cell["steps"], cell["same_samples"]) for cell in cells}
-    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    about.pop("command", None)  # full of local paths; the cells say what was run
+    done = [(cell["name"], cell["steps"]) for cell in cells]
+    document["environment"] = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for setting in settings:
-        if (setting.name, steps, same_samples) in done:
+        if (setting.name, steps) in done:
             continue
-        cells.append(measure(setting, task, steps, same_samples))
+        runs = side_by_side(setting, task, steps)
+        variants = {name: compared(runs[TRL], run) for name, run in runs.items()}
+        cells.append({**asdict(setting), "name": setting.name, "steps": steps, "variants": variants})
         if path is not None:
-            write_json(path, {"model": model, "environment": about, "cells": cells})
+            write_json(path, document)
         yield cells[-1]
 
 
-def rows(cell: dict[str, Any]) -> Iterator[str]:
-    """Markdown."""
+def table_of(cell: dict[str, Any]) -> Table:
+    """A trainer a row."""
+    table = Table(*_HEADS, title=cell["name"])
     for name, found in cell["variants"].items():
-        gaps = found["differences"]
-        metrics = {key: gap for key, gap in gaps.items() if key not in ("loss", "grad_norm")}
-        worst = max(metrics, key=metrics.__getitem__, default=None)
-        numbers = "| - | - | - | - "
-        if worst is not None:
-            where = worst if metrics[worst] else "-"
-            numbers = f"| {gaps['loss']:.1e} | {gaps['grad_norm']:.1e} | {where} | {metrics[worst]:.1e} "
-        memory = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / 2**20:.0f}"
-        steps = f"{found['steps_compared']} of {cell['steps']}"
-        yield f"| {cell['name']} | {name} | {steps} {numbers}| {found['seconds_per_step']:.2f} | {memory} |"
+        gaps = dict(found["differences"])
+        shown = [f"{gaps.pop(key, math.nan):.1e}" for key in ("loss", "grad_norm")]
+        worst = max(gaps, key=gaps.__getitem__, default="")
+        table.add_row(
+            name,
+            f"{found['steps_compared']} of {cell['steps']}",
+            *shown,
+            worst,
+            f"{gaps.get(worst, math.nan):.1e}",
+            f"{found['seconds_per_step']:.2f}",
+            f"{(found['peak_bytes'] or math.nan) / 2**20:.0f}",
+        )
+    return table
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -189,8 +276,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--loss", nargs="+", choices=LOSS_TYPES, default=LOSS_TYPES)
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=("full", "lora"))
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("float32",))
-    parser.add_argument("--same-samples", action="store_true", help="all train on what TRL sampled")
+    parser.add_argument("--precision", nargs="+", choices=("float32", "bfloat16"), default=("float32",))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(given)
     disable_progress_bars()
@@ -207,10 +293,8 @@ def main(given: Sequence[str] | None = None) -> None:
             task = words_task(Path(folder))
         else:
             task = sums_task(options.model)
-        print(HEADER, flush=True)
-        cells = run_cells(settings, task, options.model, options.steps, options.same_samples, options.json)
-        for cell in cells:
-            print(*rows(cell), sep="\n", flush=True)
+        for cell in run_cells(settings, task, options.model, options.steps, options.json):
+            console().print(table_of(cell))
 
 
 if __name__ == "__main__":

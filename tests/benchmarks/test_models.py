@@ -4,49 +4,57 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import (
-    ARCHITECTURES,
-    Architecture,
+    architecture,
     load_lengths,
+    make_policy,
     make_samples,
     make_tokenizer,
-    model_config,
+    update_flops,
+    vocabulary_of,
 )
+from grpo_fast.policy import pack
+from grpo_fast.policy.config import LoraConfig, ModelConfig
+
+WIDTH, LAYERS = 32, 2  # of attention in the architecture `words`
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_parameters_are_counted_as_the_model_has_them(architecture: Architecture):
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config(architecture))
-    of_layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2)
-
-    assert architecture.layer_parameters == of_layers
-    assert architecture.head_parameters == model.get_output_embeddings().weight.numel()
-
-
-def test_an_updates_flops_are_three_times_a_forwards():
-    toy = ARCHITECTURES["toy"]
+@pytest.mark.parametrize("trained", [{}, {"train_lm_head": False}, {"lora": LoraConfig(r=1)}], ids=str)
+def test_an_updates_flops_are_those_of_its_products_and_of_half_of_the_attention(trained):
+    model = ModelConfig(path="words", dtype="float32", device="cpu", **trained)
+    policy = make_policy(model)
     lengths = [(3, 5), (3, 9)]
-    tokens, scored, squares = 20, 14, 8**2 + 12**2
-    forward = 2 * toy.layer_parameters * tokens + 2 * toy.head_parameters * scored
-    attention = 2 * toy.layers * toy.attention_width * squares  # half of two products of 2 A L², being causal
+    samples, _ = make_samples(lengths, 2, vocabulary_of("words"), seed=0)
+    (batch,) = pack(samples, max_tokens=100, share_prompts=False, device="cpu")
 
-    assert toy.update_flops(lengths) == 3 * (forward + attention)
-    frozen = toy.update_flops(lengths, layers=False, head=False)
-    assert frozen == 2 * forward + 3 * attention
+    with FlopCounterMode(display=False) as counter:
+        loss = (policy.hidden_states(batch) @ policy.head.weight.T).sum()
+        loss.backward()
+
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(counts[op] for op in (torch.ops.aten.mm, torch.ops.aten.addmm) if op in counts)
+    inputs = [(prompt - 1, completion) for prompt, completion in lengths]  # the last token is no input
+    attention = 3 * 2 * LAYERS * WIDTH * (7**2 + 11**2)  # two products of 2 A L², half of each being causal
+    if "lora" in trained:  # adapters are not counted; an embedding without gradient spares the first product
+        assert update_flops(policy.base_model, inputs) - attention == pytest.approx(products, rel=0.25)
+    else:
+        assert update_flops(policy.base_model, inputs) - attention == products
+
+
+def test_an_architecture_is_cut_to_its_first_layers():
+    assert architecture("SmolLM2-135M").num_hidden_layers == 30
+    assert architecture("SmolLM2-135M", 2).num_hidden_layers == 2
 
 
 def test_lengths_are_drawn_by_group_and_repeat_with_the_seed():
     lengths = load_lengths()
 
-    drawn = lengths.draw(3, 4, seed=1, longest=100)
+    drawn = lengths.draw(3, 4, seed=1)
 
-    assert drawn == lengths.draw(3, 4, seed=1, longest=100)
+    assert drawn == lengths.draw(3, 4, seed=1) != lengths.draw(3, 4, seed=2)
     assert [len({prompt for prompt, _ in drawn[i : i + 4]}) for i in (0, 4, 8)] == [1, 1, 1]
-    assert max(completion for _, completion in drawn) <= 100
     assert "GSM8K" in lengths.source
 
 
@@ -71,9 +79,9 @@ def test_samples_share_the_prompt_of_their_group_and_their_counts_are_the_steps(
     assert max(token for s in samples for token in (*s.prompt_ids, *s.completion_ids)) < 48
 
 
-def test_the_tokenizer_has_a_word_a_token_and_an_end():
-    tokenizer = make_tokenizer(20)
+def test_the_tokenizer_has_a_word_a_token_and_the_architectures_end():
+    tokenizer, toy = make_tokenizer(vocabulary_of("toy")), architecture("toy")
 
     assert tokenizer("w3 w17")["input_ids"] == [3, 17]
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (18, 19)
-    assert len(tokenizer) == 20
+    assert len(tokenizer) == toy.vocab_size
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (toy.pad_token_id, toy.eos_token_id)

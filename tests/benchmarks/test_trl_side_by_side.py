@@ -15,13 +15,13 @@ if importlib.metadata.version("trl").split(".")[:2] != ["1", "16"] and not torch
     pytest.skip("only TRL 1.16's own head runs on a CPU", allow_module_level=True)
 
 from benchmarks import trl_side_by_side
-from benchmarks.train_runs import Run, Setting, watch_sampling
-from benchmarks.train_tasks import words_task
-from benchmarks.trl_side_by_side import differences, first_flip
+from benchmarks.trainers import words_task
+from benchmarks.trl_side_by_side import Run, Setting, compared, differences, watch_sampling
 
 
-def run_of(*samples: list[int], steps: int = 4) -> Run:
-    return Run([{"loss": 0.0}] * steps, [torch.tensor([sample]) for sample in samples], 1.0, None)
+def run_of(losses: list[float], *samples: list[int]) -> Run:
+    history = [{"loss": loss, "grad_norm": 1.0} for loss in losses]
+    return Run(history, [torch.tensor([sample]) for sample in samples], 1.0)
 
 
 def test_a_difference_is_the_largest_over_the_steps_and_relative_above_one():
@@ -41,24 +41,17 @@ def test_a_name_that_one_trainer_logs_alone_is_refused():
         differences([{"loss": 1.0}], [{"loss": 1.0, "kl": 0.0}])
 
 
-def test_the_first_step_on_another_token_is_the_first_of_its_generation():
-    base = run_of([1, 2], [3, 4])
+@pytest.mark.parametrize(
+    ("samples", "flip"), [([[1, 2], [3, 4]], None), ([[1, 2], [3, 5]], 2), ([[0, 2], [3, 4]], 0)]
+)
+def test_steps_from_the_first_generation_with_another_token_on_are_not_compared(samples, flip):
+    base = run_of([0, 0, 0, 0], [1, 2], [3, 4])
 
-    assert first_flip(base, run_of([1, 2], [3, 4])) is None
-    assert first_flip(base, run_of([1, 2], [3, 5])) == 2
-    assert first_flip(base, run_of([0, 2], [3, 4])) == 0
+    found = compared(base, run_of([0, 0.5, 9, 9] if flip else [0, 0.5, 0, 0], *samples))
 
-
-def test_steps_after_another_token_are_not_compared():
-    base = Run([{"loss": 0.0, "grad_norm": 1.0}] * 4, run_of([1], [2]).samples, 1.0, None)
-    run = Run(
-        [*base.history[:2], *[{"loss": 9.0, "grad_norm": 1.0}] * 2], run_of([1], [3]).samples, 1.0, None
-    )
-
-    found = trl_side_by_side.compared(base, run)
-
-    assert (found["steps_compared"], found["first_step_with_another_token"]) == (2, 2)
-    assert found["differences"]["loss"] == 0
+    assert found["first_step_with_another_token"] == flip
+    assert found["steps_compared"] == (4 if flip is None else flip)
+    assert found["differences"] == ({} if flip == 0 else {"loss": 0.5, "grad_norm": 0})
 
 
 def test_given_samples_take_the_place_of_sampling():
@@ -81,35 +74,27 @@ def test_given_samples_take_the_place_of_sampling():
     assert torch.equal(torch.rand(3), next_draws)  # what is shuffled after sampling is shuffled alike
 
 
-def test_a_record_is_completed_and_finished_cells_are_not_run_again(tmp_path, monkeypatch):
-    path, measured = tmp_path / "record.json", []
-
-    def measure(setting: Setting, *_: object) -> dict[str, object]:
-        measured.append(setting.name)
-        return {"name": setting.name, "steps": 2, "same_samples": False}
-
-    monkeypatch.setattr(trl_side_by_side, "measure", measure)
-    monkeypatch.setattr(trl_side_by_side, "environment", lambda _: {})
-    task, both = words_task(tmp_path), [Setting("grpo"), Setting("dapo")]
-
-    first = list(trl_side_by_side.run_cells(both[:1], task, "m", 2, False, path))
-    second = list(trl_side_by_side.run_cells(both, task, "m", 2, False, path))
-
-    assert measured == ["grpo, full, float32", "dapo, full, float32"]
-    assert second[:1] == first and json.loads(path.read_text())["cells"] == second
-    with pytest.raises(ValueError, match="holds cells of --model m, not n"):
-        list(trl_side_by_side.run_cells(both, task, "n", 2, False, path))
-
-
-def test_the_command_prints_a_row_for_each_trainer(tmp_path: Path, capsys):
+def test_the_command_compares_each_trainer_and_completes_its_record(tmp_path: Path, capsys, monkeypatch):
     record = tmp_path / "record.json"
+    options = ["--steps", "2", "--loss", "grpo", "--tuning", "full", "--json", str(record)]
 
-    options = "--steps 2 --loss grpo --tuning full --precision bfloat16 --json"
-    trl_side_by_side.main([*options.split(), str(record)])
+    trl_side_by_side.main([*options, "--precision", "bfloat16"])
 
-    rows = capsys.readouterr().out.splitlines()[2:]
-    variants = ["TRL", "patched", "FastGRPOTrainer", "TRL in float32"]
-    assert [row.split("|")[2].strip() for row in rows] == variants
+    printed = capsys.readouterr().out
     (cell,) = json.loads(record.read_text())["cells"]
-    assert list(cell["variants"]) == variants
+    assert list(cell["variants"]) == ["TRL", "patched", "FastGRPOTrainer", "TRL in float32"]
+    assert all(f"\u2502 {name}" in printed for name in cell["variants"])
     assert cell["variants"]["patched"]["differences"]["loss"] < 0.05
+
+    def side_by_side(setting: Setting, *_: object) -> dict[str, Run]:
+        assert setting.name == "grpo, full, float32"
+        return {"TRL": run_of([0.0], [1])}
+
+    monkeypatch.setattr(trl_side_by_side, "side_by_side", side_by_side)
+    trl_side_by_side.main([*options, "--precision", "bfloat16", "float32"])
+    assert [found["precision"] for found in json.loads(record.read_text())["cells"]] == [
+        "bfloat16",
+        "float32",
+    ]
+    with pytest.raises(ValueError, match="holds cells of --model random, not m"):
+        list(trl_side_by_side.run_cells([], words_task(tmp_path), "m", 2, record))

@@ -63,7 +63,7 @@ def run_worker(tmp_path: Path) -> Callable[..., None]:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, for TRL's trainers."""
-    from benchmarks.train_tasks import save_model
+    from benchmarks.models import save_model
 
     folder = tmp_path_factory.mktemp("tiny")
     save_model(folder)

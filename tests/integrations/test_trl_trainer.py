@@ -20,9 +20,8 @@ from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, set_seed  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
-from benchmarks.train_runs import Setting, train  # noqa: E402
-from benchmarks.train_tasks import small_words, words_task  # noqa: E402
-from benchmarks.trl_side_by_side import differences, side_by_side  # noqa: E402
+from benchmarks.trainers import small_words, words_task  # noqa: E402
+from benchmarks.trl_side_by_side import Setting, differences, side_by_side, train  # noqa: E402
 from grpo_fast.integrations.host_loss import LOSS_TYPES  # noqa: E402
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks.train_runs import Setting, train
-from benchmarks.train_tasks import words_task
-from benchmarks.trl_side_by_side import differences
+from benchmarks.trainers import words_task
+from benchmarks.trl_side_by_side import Setting, differences, train
 from grpo_fast.integrations.host_loss import HostLoss
 from grpo_fast.integrations.trl import FastGRPOTrainer
 from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
