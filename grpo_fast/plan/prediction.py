@@ -11,7 +11,8 @@ from grpo_fast.plan.model_shape import BLOCK_TOKENS, ModelShape
 from grpo_fast.plan.setup import MicroBatch, Setup, StepSizes, largest_micro_batch
 from grpo_fast.plan.stand_ins import Column
 from grpo_fast.plan.trace import Timeline, Traces
-from grpo_fast.rollout.handover import PARTS, Part
+from grpo_fast.rollout.config import Part
+from grpo_fast.rollout.handover import PARTS
 from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
 from grpo_fast.rollout.transformers import CPU_BATCH_TOKENS
 

@@ -13,7 +13,8 @@ from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.policy.packing import _sharing_pays
-from grpo_fast.rollout.handover import PARTS, Part
+from grpo_fast.rollout.config import Part
+from grpo_fast.rollout.handover import PARTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

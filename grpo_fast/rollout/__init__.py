@@ -24,15 +24,8 @@ __all__ = [
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
     """How a run's rollouts are drawn."""
-    return Sampling(
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        stop=tuple(config.stop),
-        seed=seed,
-    )
+    keys = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "stop")
+    return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed)
 
 
 def require_engine(config: RolloutConfig) -> None:
@@ -69,14 +62,10 @@ def make_engine(
         kv_cache_bytes: planned for keys and values; vLLM's share of the memory decides otherwise.
 
     Raises:
-        ValueError: a setting contradicts the device or the policy.
-        ImportError: vLLM is asked for and not installed, or of an unknown version.
+        ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
     """
     require_engine(config)
-    engine = config.engine
-    if engine == "auto":
-        engine = "vllm" if policy.device.type == "cuda" and _has_vllm() else "transformers"
-    if engine == "vllm":
+    if config.engine == "vllm" or (config.engine == "auto" and policy.device.type == "cuda" and _has_vllm()):
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length, kv_cache_bytes=kv_cache_bytes)

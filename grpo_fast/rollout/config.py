@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from grpo_fast.section import Fraction, PositiveInt, Section
 
+Part = Literal["gradients", "optimizer", "master", "reference"]
+"""What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
+
 
 class AdaptiveLengthConfig(Section):
     """`rollout.max_completion_length` is where the limit starts; it then follows the completions' lengths."""
@@ -105,7 +108,7 @@ class RolloutConfig(Section):
 class MemoryConfig(Section):
     """What is offloaded while completions are drawn."""
 
-    offload: Literal["auto", "none"] | list[Literal["gradients", "optimizer", "master", "reference"]] = Field(
+    offload: Literal["auto", "none"] | list[Part] = Field(
         "auto",
         description="what of the trainer is offloaded to the host while the engine generates: gradient "
         "buffers, Adam's moments, float32 masters, the reference model. auto: in this order, until the "

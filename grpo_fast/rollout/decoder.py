@@ -143,7 +143,7 @@ class SharedPrefixDecoder:
             layer.keep(rows, self.grid.prompts if lost else None)
 
     def memory(self) -> int:
-        return sum(layer.nbytes() for layer in self.layers)
+        return sum(part.nbytes for layer in self.layers for part in (*layer.own, *layer.prefix))
 
     def attend(self, layer: SuffixLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One query a row against its prompt and its own tokens.
@@ -158,7 +158,7 @@ class SharedPrefixDecoder:
         query = query.unflatten(1, (keys.shape[1], -1))  # (R, Hkv, rep, D)
         packed = self.grid.spread(query).transpose(1, 2)  # (U, Hkv, n, rep, D)
         bias = None if self.bias is None else self.bias[:, None, None]
-        prefix = partial_attention(packed.flatten(2, 3), layer.prefix_keys, layer.prefix_values, bias)
+        prefix = partial_attention(packed.flatten(2, 3), *layer.prefix, bias=bias)
         outs, lses = (self.grid.collect(x.unflatten(2, (-1, query.shape[2])).transpose(1, 2)) for x in prefix)
         own, own_lses = partial_attention(query, keys, values)
         return torch.lerp(own, outs, torch.sigmoid(lses - own_lses)).flatten(1, 2)
@@ -167,8 +167,8 @@ class SharedPrefixDecoder:
 class SuffixLayer(DynamicLayer):
     """One layer's keys and values: U prefixes, read-only, and the R rows' own tokens in a growing buffer.
 
-    `keys` and `values` (R, heads, t, D) are views of the buffer's first t tokens, which `torch.cat`, as
-    in the parent, would copy at each token.
+    `keys` and `values` (R, heads, t, D) are views of the buffers' first t tokens, which `torch.cat`, as in
+    the parent, would copy at each token.
     """
 
     def __init__(self, prefix: DynamicLayer, rows: int, max_new: int) -> None:
@@ -177,43 +177,37 @@ class SuffixLayer(DynamicLayer):
         # CPUs multiply fp32 batches as fast as bf16 ones; converting at each step would cost more.
         self.dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
         self.device = keys.device
-        self.prefix_keys, self.prefix_values = keys.to(self.dtype), values.to(self.dtype)  # (U, heads, P, D)
-        self.max_new = max_new
-        self.key_buffer, self.value_buffer = (
-            part.new_empty((rows, part.shape[1], min(FIRST_CAPACITY, max_new), part.shape[-1]))
-            for part in (self.prefix_keys, self.prefix_values)
-        )
-        self._show(0)
+        self.prefix = (keys.to(self.dtype), values.to(self.dtype))  # (U, heads, P, D)
+        self.max_new, self.length = max_new, 0
+        self.own = [self._buffer(rows, part, FIRST_CAPACITY) for part in self.prefix]
+        self._show()
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.length == self.key_buffer.shape[-2]:
-            self.key_buffer, self.value_buffer = self._grown(self.key_buffer), self._grown(self.value_buffer)
-        self.key_buffer[:, :, self.length] = key_states[:, :, 0]
-        self.value_buffer[:, :, self.length] = value_states[:, :, 0]
-        return self._show(self.length + 1)
+        if self.length == self.own[0].shape[-2]:
+            full, rows = self.own, len(key_states)
+            self.own = [self._buffer(rows, part, 2 * self.length) for part in full]
+            for longer, part in zip(self.own, full, strict=True):
+                longer[:, :, : self.length] = part
+        for buffer, states in zip(self.own, (key_states, value_states), strict=True):
+            buffer[:, :, self.length] = states[:, :, 0]
+        self.length += 1
+        return self._show()
 
     def keep(self, rows: Tensor, prefixes: Tensor | None) -> None:
-        """Select rows of the buffer and, unless none is given, of the prefixes."""
-        self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
-        self._show(self.length)
+        """Select rows of the buffers and, unless none is given, of the prefixes."""
+        self.own = [buffer[rows] for buffer in self.own]
         if prefixes is not None:
-            self.prefix_keys, self.prefix_values = self.prefix_keys[prefixes], self.prefix_values[prefixes]
+            self.prefix = (self.prefix[0][prefixes], self.prefix[1][prefixes])
+        self._show()
 
-    def nbytes(self) -> int:
-        parts = (self.key_buffer, self.value_buffer, self.prefix_keys, self.prefix_values)
-        return sum(part.nbytes for part in parts)
+    def _buffer(self, rows: int, like: Tensor, capacity: int) -> Tensor:
+        return like.new_empty((rows, like.shape[1], min(capacity, self.max_new), like.shape[-1]))
 
-    def _grown(self, buffer: Tensor) -> Tensor:
-        longer = buffer.new_empty((*buffer.shape[:2], min(2 * self.length, self.max_new), buffer.shape[-1]))
-        longer[:, :, : self.length] = buffer
-        return longer
-
-    def _show(self, length: int) -> tuple[Tensor, Tensor]:
-        self.length = length
-        keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
+    def _show(self) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, :, : self.length] for buffer in self.own)
         self.keys, self.values = keys, values
         return keys, values
 

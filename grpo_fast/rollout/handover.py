@@ -19,25 +19,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.out_of_memory import is_out_of_memory
-from grpo_fast.rollout.config import MemoryConfig
+from grpo_fast.rollout.config import MemoryConfig, Part
 from grpo_fast.rollout.types import Engine
 from grpo_fast.run_record.logs import Clock
 
 logger = logging.getLogger(__name__)
-Part = Literal["gradients", "optimizer", "master", "reference"]
-PARTS: tuple[Part, ...] = ("gradients", "optimizer", "master", "reference")
-"""What can be offloaded; where not all of it needs to be, in this order: the cheapest to move first."""
+PARTS: tuple[Part, ...] = get_args(Part)
 SMALLEST = 2**12  # bytes; smaller tensors stay: many copies for nothing
-MARGIN = (
-    2**30
-)  # bytes left free beyond the engine's need: cached blocks that are in part used stay with torch
+MARGIN = 2**30  # bytes left free beyond the engine's need: torch keeps cached blocks that are in part used
 EVERYTHING = sys.maxsize  # more bytes than there are
 
 
@@ -129,7 +125,6 @@ class Offloader:
         device: where the parts work.
         offload: the parts to offload; "auto": those it takes to make room, which is none on a CPU.
         free_bytes: what the device has left for anybody; None: as CUDA says.
-        smallest: bytes below which a tensor stays on the device.
     """
 
     def __init__(
@@ -139,24 +134,19 @@ class Offloader:
         device: torch.device,
         offload: Literal["auto"] | Sequence[Part],
         free_bytes: Callable[[], int] | None = None,
-        smallest: int = SMALLEST,
     ) -> None:
+        self.smallest = SMALLEST
+        self.adapts = offload == "auto"  # the parts are chosen by the room that is needed
         self._parts = parts
         self._device = device
-        self._offload = offload
+        self._offload = PARTS if offload == "auto" else offload
         self._free_bytes = free_bytes or partial(free_bytes_on, device)
-        self.smallest = smallest
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}  # on the CPU, by part and name
         self._copying: list[tuple[Tensor, Tensor]] = []  # (tensor, its buffer)
         self._offloaded: list[tuple[Tensor, Tensor]] = []
-        self._freed: dict[int, tuple[Tensor, int]] = {}  # bytes of the tensor's storage
+        self._freed: list[tuple[Tensor, int]] = []  # (tensor, bytes of its storage)
         self._reloaded: torch.cuda.Event | None = None
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the parts are chosen by the room that is needed."""
-        return self._offload == "auto"
 
     def start_offload(self, needed: int = 0) -> None:
         """Start the copies to the host, unless they are under way.
@@ -168,10 +158,15 @@ class Offloader:
             return
         self.await_reload()
         copying: list[tuple[Tensor, Tensor]] = []
-        for part in self._chosen(needed):
-            for name, tensor in self._on_device(part).items():
+        missing = needed + MARGIN - self._free_bytes() if needed else 0
+        for part in PARTS:
+            if part not in self._offload or (self.adapts and missing <= 0):
+                continue
+            tensors = self._on_device(part)
+            missing -= sum(tensor.nbytes for tensor in tensors.values())
+            for name, tensor in tensors.items():
                 if part == "gradients":
-                    self._freed[id(tensor)] = (tensor, tensor.untyped_storage().nbytes())
+                    self._freed.append((tensor, tensor.untyped_storage().nbytes()))
                     tensor.untyped_storage().resize_(0)
                 else:
                     copying.append((tensor, self._buffer(f"{part}.{name}", tensor)))
@@ -192,9 +187,9 @@ class Offloader:
     def start_reload(self) -> None:
         """Start to copy everything back. `await_reload` makes the current stream wait for it."""
         self._copying = []
-        for tensor, size in self._freed.values():
+        for tensor, size in self._freed:
             tensor.untyped_storage().resize_(size)
-        self._freed = {}
+        self._freed = []
         homes = [torch.empty_like(buffer, device=self._device) for _, buffer in self._offloaded]
         with self._on_stream():
             for home, (_, buffer) in zip(homes, self._offloaded, strict=True):
@@ -219,19 +214,7 @@ class Offloader:
 
     def offloaded_bytes(self) -> int:
         """Bytes that are not on the device now."""
-        return sum(buffer.nbytes for _, buffer in self._offloaded) + sum(n for _, n in self._freed.values())
-
-    def _chosen(self, needed: int) -> list[Part]:
-        if not self.adapts:
-            return [part for part in PARTS if part in self._offload]
-        chosen: list[Part] = []
-        missing = needed + MARGIN - self._free_bytes() if needed else 0
-        for part in PARTS:
-            size = sum(tensor.nbytes for tensor in self._on_device(part).values())
-            if size and missing > 0:
-                chosen.append(part)
-                missing -= size
-        return chosen
+        return sum(buffer.nbytes for _, buffer in self._offloaded) + sum(size for _, size in self._freed)
 
     def _on_device(self, part: Part) -> dict[str, Tensor]:
         """Tensors of the part that are on the device and worth a copy."""

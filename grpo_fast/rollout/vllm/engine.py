@@ -7,7 +7,6 @@ cached, and goes on.
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import itertools
@@ -16,8 +15,8 @@ import secrets
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,27 +31,13 @@ from grpo_fast.rollout.vllm.checks import (
     require_same_tokenizer,
     unregistered_tensors,
 )
-from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle, require_room
-from grpo_fast.rollout.vllm.start import (
-    Started,
-    shares_weights,
-    sleep_level,
-    start,
-    stopped,
-    uses_adapters,
-)
-from grpo_fast.rollout.vllm.weights import (
-    AdapterSync,
-    MergedSync,
-    fingerprint,
-    size_in_bytes,
-    storage_of,
-)
+from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle
+from grpo_fast.rollout.vllm.start import choose, start, stopped
+from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, size_in_bytes, storage_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
+    from vllm import LLM, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from grpo_fast.policy import Policy
@@ -63,6 +48,7 @@ NOT_SHARED = (
     "be freed while the trainer works"
 )
 GREEDY_PROBE = Sampling(max_completion_length=1, temperature=0.0)
+Key = tuple[int, int]  # a completion's prompt, and its number among the prompt's
 _calls = itertools.count()
 
 
@@ -79,7 +65,7 @@ class VLLMEngine:
     def __init__(
         self,
         policy: Policy,
-        config: VLLMConfig | None = None,
+        config: VLLMConfig,
         *,
         max_length: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -97,39 +83,31 @@ class VLLMEngine:
             ValueError: a setting that this device or policy cannot have, or a model that vLLM computes
                 differently from the policy.
         """
-        config = config or VLLMConfig()
         self._policy = policy
         self._in_parallel = config.tensor_parallel_size > 1
-        adapters = uses_adapters(policy, config)
-        level, shares = sleep_level(policy, config, adapters), shares_weights(policy, config, adapters)
-        self._started: Started | None = start(
-            policy,
-            config,
-            max_length=max_length,
-            kv_cache_bytes=kv_cache_bytes,
-            adapters=adapters,
-            sleeps=policy.device.type == "cuda" and level != 0,
-            shares=shares,
+        choices = choose(policy, config)
+        self._weights_sleep = choices.weights_sleep
+        self._llm: LLM | None
+        self._llm, placements, self._weight_bytes = start(
+            policy, config, choices, max_length=max_length, kv_cache_bytes=kv_cache_bytes
         )
         try:
-            self._cycle = SleepCycle(self._vllm, 0, require_room)
-            self._sync: MergedSync | AdapterSync = (
-                AdapterSync(self._vllm)
-                if adapters
-                else MergedSync(self._vllm, self._started.model, policy, self._started.placements)
+            self._cycle = SleepCycle(self._vllm, 0)
+            self._sync = WeightSync(
+                self._vllm, self._worker.get_model(), policy, placements, adapters=choices.adapters
             )
-            self._started.placements = []  # of a weight that vLLM repacked they would keep the memory
+            del placements  # of a weight that vLLM repacked they would keep the memory
             self.sync_way, self.sync_reason = self._sync.way, self._sync.reason
             shared = self.sync_way in ("shared", "adapter")
             if config.share_weights is True and not shared:
                 raise ValueError(f"rollout.vllm.share_weights = true: {self.sync_reason}; set it to auto")
-            if shares and not shared:
+            if choices.shares and not shared:
                 logger.warning(NOT_SHARED, self.sync_reason)
-            if level == "auto":
-                level = 1 if shared else 2
+            level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._cycle.level = level
+            self._probe = probe_tokens(policy)[: self.max_length - 1]
             self.sync(policy)
-            require_agreement(policy, self._probe_tokens(), self._probe())
+            require_agreement(policy, self._probe, self._probe_logprobs())
             if level == 2:
                 self._rehearse()
         except BaseException:
@@ -149,91 +127,75 @@ class VLLMEngine:
         *,
         observer: RolloutObserver | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each tokenised prompt, in the order of the prompts.
+        """As the protocol says. All are in flight at once, and those of a prompt share its KV cache.
 
-        All are in flight at once, and those of a prompt share its KV cache. Each has a seed of its own, made
-        of `sampling.seed`, its prompt's number and its own: the same call gives the same tokens, up to the
-        rounding that other batches bring. The global random state is left alone. Whatever ends the call
-        early, nothing stays behind in vLLM.
-
-        Raises:
-            RuntimeError: the engine sleeps, or is closed.
-            ValueError: an empty prompt, `n` below 1, or a prompt that leaves no room for its completion.
-            FloatingPointError: the model's logits hold NaN.
+        Each has a seed of its own, made of `sampling.seed`, its prompt's number and its own: the same call
+        gives the same tokens, up to the rounding that other batches bring. Whatever ends the call early,
+        nothing stays behind in vLLM.
         """
-        vllm, tokenizer = self._vllm, self._policy.tokenizer
+        vllm, tokenizer, longest = self._vllm, self._policy.tokenizer, sampling.max_completion_length
         self._cycle.require_awake()
         check_prompts(prompts, n)
         if sampling.seed is None and self._in_parallel:
             raise ValueError("sampling.seed = None: tensor-parallel processes must draw alike; give a seed")
         for index, prompt in enumerate(prompts):
-            self._check_length(index, len(prompt), sampling.max_completion_length)
+            if len(prompt) + longest > self.max_length:
+                raise ValueError(
+                    f"prompts[{index}] has {len(prompt)} tokens, and with up to {longest} more exceeds the "
+                    f"{self.max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
+                    "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
+                )
         if sampling.stop:
             require_same_tokenizer(tokenizer, vllm.get_tokenizer())
         if fingerprint(self._policy) != self._synced:
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
-        params = sampling_parameters(sampling, self._policy.eos_token_ids)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        with self._requests() as requests:
-            for index, prompt in enumerate(prompts):
-                for number in range(n):
-                    own = copy.copy(params)
-                    own.seed = request_seed(seed, index, number)
-                    requests.add(prompt, (index, number), own)
-            for finished in requests.finished():
-                for (index, number), output in finished:
-                    collector.add(index, number, completion_of(output.outputs[0], tokenizer))
+        keys = itertools.product(range(len(prompts)), range(n))
+        requests = ((key, prompts[key[0]], self._params(sampling, request_seed(seed, *key))) for key in keys)
+        with closing(self._run(requests)) as steps:
+            for finished in steps:
+                for key, output in finished:
+                    collector.add(*key, completion_of(output.outputs[0], tokenizer))
                 if collector.report_due:
-                    collector.report(requests.tokens())
+                    collector.report(self._tokens_in_flight())
         return collector.groups()
 
     def sleep(self) -> None:
-        """Free the memory; does nothing when asleep."""
-        self._running()
+        self._require_open()
         self._cycle.sleep()
 
     def sync(self, policy: Policy) -> None:
-        """Take over the policy's weights, asleep or awake, and forget everything computed with older ones.
-
-        Asleep, memory is taken for the weights alone, so that the trainer's can be freed before the KV cache
-        comes back.
+        """As the protocol says.
 
         Raises:
-            ValueError: another policy than the engine was made with.
             RuntimeError: no memory for the weights, or cached keys and values that cannot be dropped.
         """
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
-        self._running()
-        if policy.device.type == "cuda":
+        vllm, on_gpu = self._vllm, policy.device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
         self._cycle.wake_weights()
-        self._sync(policy, everything=self._cycle.weights_dropped)
-        if policy.device.type == "cuda":
+        self._sync(everything=self._cycle.weights_dropped)
+        if on_gpu:
             torch.cuda.synchronize(policy.device)
         self._cycle.weights_loaded()
-        if not self._vllm.reset_prefix_cache():
+        if not vllm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps cached keys and values of older weights: requests are in flight")
         self._synced = fingerprint(policy)
 
     def wake(self) -> None:
-        """Be ready to generate; does nothing when awake.
-
-        Raises:
-            RuntimeError: the weights were dropped and not synced since, or there is no memory to wake in.
-        """
-        self._running()
+        self._require_open()
         self._cycle.wake()
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights besides the policy's own, and the KV cache."""
-        started, phase = self._running(), self._cycle.phase
-        if self._cycle.level == 0:
-            phase = Phase.AWAKE  # a pause frees nothing
-        weights_freed = phase is Phase.ASLEEP and started.weights_sleep
+        self._require_open()
+        phase = self._cycle.phase if self._cycle.level > 0 else Phase.AWAKE  # a pause frees nothing
+        weights_freed = phase is Phase.ASLEEP and self._weights_sleep
         return {
-            "weights": 0 if weights_freed else started.weight_bytes,
+            "weights": 0 if weights_freed else self._weight_bytes,
             "kv_cache": size_in_bytes(self._kv_tensors()) if phase is Phase.AWAKE else 0,
         }
 
@@ -242,13 +204,13 @@ class VLLMEngine:
 
         vLLM takes torch.distributed down as it goes, also where it was there before.
         """
-        if self._started is None:
+        if self._llm is None:
             return
         vllm = self._vllm
         with suppress(RuntimeError):  # no room: what sleeps, vLLM cannot free; it goes with the process
             self._cycle.weights_loaded()
             self._cycle.wake()
-        self._started = None
+        self._llm = None
         for name in ("_sync", "_cycle"):
             vars(self).pop(name, None)  # what refers to vLLM's memory keeps it
         try:
@@ -270,58 +232,100 @@ class VLLMEngine:
 
     @property
     def _vllm(self) -> LLMEngine:
-        return self._running().engine
-
-    def _running(self) -> Started:
-        if self._started is None:
+        if self._llm is None:
             raise RuntimeError("the vLLM engine is closed")
-        return self._started
+        return self._llm.llm_engine
 
-    def _requests(self) -> Requests:
-        return Requests(self._vllm, self._policy.device, self._sync.adapter)
+    @property
+    def _worker(self) -> Any:
+        return self._vllm.model_executor.driver_worker.worker
 
-    def _check_length(self, index: int, length: int, max_new: int) -> None:
-        if length + max_new > self.max_length:
-            raise ValueError(
-                f"prompts[{index}] has {length} tokens, and with up to {max_new} more exceeds the "
-                f"{self.max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
-                "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
-            )
+    def _require_open(self) -> None:
+        _ = self._vllm
 
     def _kv_tensors(self) -> Iterator[Tensor]:
-        for cache in self._running().worker.model_runner.kv_caches:
+        for cache in self._worker.model_runner.kv_caches:
             yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
 
-    def _probe_tokens(self) -> list[int]:
-        return probe_tokens(self._policy)[: self.max_length - 1]
+    def _run(
+        self, requests: Iterable[tuple[Key, Sequence[int], SamplingParams]]
+    ) -> Generator[list[tuple[Key, Any]]]:
+        """After each step of vLLM, what has ended with it; closing the iterator aborts what has not.
 
-    def _probe(self) -> Tensor:
-        """(T - 1,) log-probabilities of a fixed text."""
-        params = sampling_parameters(GREEDY_PROBE, self._policy.eos_token_ids)
+        Args:
+            requests: keys, prompts and how completions are drawn.
+
+        Yields:
+            Keys and vLLM's outputs.
+        """
+        vllm, adapter, call = self._vllm, self._sync.adapter, next(_calls)
+        on_gpu = self._policy.device.type == "cuda"
+        in_flight: dict[str, Key] = {}
+        try:
+            for key, prompt, params in requests:
+                # vLLM runs a batch ahead: the last one still names requests of this call in the next one.
+                name = f"{call}-{key[0]}-{key[1]}"
+                in_flight[name] = key
+                vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
+            while in_flight:
+                # vLLM draws from torch's global random states even where seeds are given: they stay.
+                with held_interrupts(), torch.random.fork_rng([self._policy.device] if on_gpu else []):
+                    outputs = vllm.step()
+                yield [(in_flight.pop(o.request_id), o) for o in outputs if o.finished]
+        finally:
+            if in_flight:
+                vllm.abort_request(list(in_flight))
+
+    def _params(self, sampling: Sampling, seed: int | None = None) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_completion_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed,
+            stop=list(sampling.stop),
+            include_stop_str_in_output=True,
+            stop_token_ids=list(self._policy.eos_token_ids),
+            ignore_eos=True,  # `stop_token_ids` names them all
+            logprobs=0,  # of the drawn token alone
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _tokens_in_flight(self) -> int:
+        """Drawn so far by the requests that have not ended."""
+        states = self._vllm.output_processor.request_states.values()
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+    def _probe_logprobs(self) -> Tensor:
+        """(T - 1,) of a fixed text's tokens but the first."""
+        params = self._params(GREEDY_PROBE)
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        tokens = self._probe_tokens()
-        with self._requests() as requests:
-            requests.add(tokens, (0, 0), params)
-            ((_, output),) = [item for step in requests.finished() for item in step]
-        pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        ((_, output),) = itertools.chain.from_iterable(self._run([((0, 0), self._probe, params)]))
+        pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 
     def _rehearse(self) -> None:
         """Sleep and wake once at level 2; where something does not survive it, repair it and use level 1."""
         kv = {storage_of(tensor) for tensor in self._kv_tensors()}
-        unregistered = unregistered_tensors(self._running().model, without=kv)
+        unregistered = unregistered_tensors(self._worker.get_model(), without=kv)
         values = [tensor.detach().to("cpu", copy=True) for tensor in unregistered]
-        before = self._probe()
+        before = self._probe_logprobs()
         self.sleep()
         self.sync(self._policy)
         self.wake()
-        if agree(before, self._probe(), self._policy.base_model.dtype):
+        if agree(before, self._probe_logprobs(), self._policy.base_model.dtype):
             return
         with torch.inference_mode():  # in which vLLM may have made them
             for tensor, value in zip(unregistered, values, strict=True):
                 tensor.copy_(value)
         self._cycle.level = 1
-        require_agreement(self._policy, self._probe_tokens(), self._probe())
+        require_agreement(self._policy, self._probe, self._probe_logprobs())
         warnings.warn(
             f"{type(self._policy.base_model).__name__} does not survive vLLM's sleep level 2: something of "
             "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
@@ -338,28 +342,6 @@ def request_seed(seed: int, prompt: int, number: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def sampling_parameters(sampling: Sampling, eos_ids: Sequence[int]) -> SamplingParams:
-    """For vLLM, but for the seed, which each request has its own."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        stop_token_ids=list(eos_ids),
-        ignore_eos=True,  # `stop_token_ids` names them all
-        logprobs=0,  # of the drawn token alone
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
 def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:
     """Raises FloatingPointError where a log-probability is not a number."""
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
@@ -372,49 +354,6 @@ def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion
         [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return Completion(token_ids, logprobs, text, truncated=output.finish_reason == "length")
-
-
-class Requests:
-    """Requests in flight in one vLLM; leaving the context aborts those that have not ended.
-
-    Args:
-        device: where it samples.
-        adapter: LoRA that the requests use.
-    """
-
-    def __init__(self, engine: LLMEngine, device: torch.device, adapter: LoRARequest | None) -> None:
-        self._engine = engine
-        self._forked = [device] if device.type == "cuda" else []
-        self._adapter = adapter
-        # vLLM runs a batch ahead: the last one still names requests of this call when the next call begins.
-        self._call = next(_calls)
-        self._open: dict[str, tuple[int, int]] = {}
-
-    def __enter__(self) -> Requests:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._open:
-            self._engine.abort_request(list(self._open))
-            self._open.clear()
-
-    def add(self, prompt: Sequence[int], key: tuple[int, int], params: SamplingParams) -> None:
-        name = f"{self._call}-{key[0]}-{key[1]}"
-        self._open[name] = key
-        self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=self._adapter)
-
-    def finished(self) -> Iterator[list[tuple[tuple[int, int], Any]]]:
-        """After each step of the engine, what has ended with it: (key, vLLM's output)."""
-        while self._open:
-            # vLLM draws from torch's global random states even where seeds are given: they stay as they are.
-            with held_interrupts(), torch.random.fork_rng(devices=self._forked):
-                outputs = self._engine.step()
-            yield [(self._open.pop(output.request_id), output) for output in outputs if output.finished]
-
-    def tokens(self) -> int:
-        """Drawn so far by the requests in flight."""
-        states = self._engine.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
 @contextmanager

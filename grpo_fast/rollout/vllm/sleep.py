@@ -13,7 +13,7 @@ out of the pool as they load, never enter it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,41 +36,33 @@ class Phase(Enum):
 class SleepCycle:
     """Where in the cycle an engine is.
 
-    Args:
-        engine: what sleeps.
+    Attributes:
         level: 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both.
-        require_room: raises where there is no memory to wake a tag in, before vLLM would, half-way.
+        weights_dropped: they hold nothing until `weights_loaded`.
     """
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        level: Literal[0, 1, 2],
-        require_room: Callable[[str], None] = lambda tag: None,
-    ) -> None:
-        self.engine = engine
+    def __init__(self, engine: LLMEngine, level: Literal[0, 1, 2]) -> None:
         self.level = level
-        self._require_room = require_room
         self.phase = Phase.AWAKE
         self.weights_dropped = False
+        self._engine = engine
 
     def require_awake(self) -> None:
         """Raises RuntimeError where a request would wait for ever."""
         if self.phase is not Phase.AWAKE:
             raise RuntimeError(f"generate() on an engine that is {self.phase.value}; call wake() first")
-        if self.engine.is_sleeping():
+        if self._engine.is_sleeping():
             raise RuntimeError("vLLM was put to sleep behind the engine's back; use the engine's own sleep()")
 
     def sleep(self) -> None:
         """Does nothing unless awake."""
-        if self.phase is not Phase.AWAKE:
-            return
-        self.phase = Phase.ASLEEP  # first: if it fails, nothing may generate until a wake has succeeded
-        self.weights_dropped = self.level == 2
-        self.engine.sleep(level=self.level)
+        if self.phase is Phase.AWAKE:
+            self.phase = Phase.ASLEEP  # first: if it fails, nothing may generate until a wake has succeeded
+            self.weights_dropped = self.level == 2
+            self._engine.sleep(level=self.level)
 
     def wake_weights(self) -> None:
-        """Take memory for the weights; at level 2 they hold nothing until they are loaded."""
+        """Take memory for the weights; does nothing unless asleep."""
         if self.phase is Phase.ASLEEP:
             if self.level > 0:
                 self._wake("weights")
@@ -91,15 +83,15 @@ class SleepCycle:
             raise RuntimeError("wake() on an engine whose weights were dropped; call sync() first")
         self.wake_weights()
         self._wake("kv_cache" if self.level > 0 else "scheduling")
-        if self.engine.is_sleeping():
+        if self._engine.is_sleeping():
             raise RuntimeError("vLLM did not wake up completely; call wake() again once memory is free")
         self.phase = Phase.AWAKE
 
     def _wake(self, tag: str) -> None:
         try:
             if self.level > 0:
-                self._require_room(tag)
-            self.engine.wake_up(tags=[tag])
+                require_room(tag)
+            self._engine.wake_up(tags=[tag])
         except Exception as error:
             raise RuntimeError(
                 f"vLLM could not take back its memory ({tag}): {error}; free some and call wake() again, or "
@@ -133,10 +125,7 @@ def require_room(tag: str) -> None:
 
 
 def require_empty_pool() -> None:
-    """
-    Raises:
-        RuntimeError: an engine that was closed has left memory there, and vLLM takes an empty pool only.
-    """
+    """Raises RuntimeError where a closed engine has left memory there: vLLM takes an empty pool only."""
     if held := bytes_in_pool():
         raise RuntimeError(
             f"an earlier vLLM engine of this process still holds {held / GIB:.2f} GiB of vLLM's memory pool, "

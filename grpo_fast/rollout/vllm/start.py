@@ -25,7 +25,7 @@ from torch import nn
 from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.rollout.config import VLLMConfig
-from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_version, require_vllm
+from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import (
     Placement,
@@ -39,7 +39,6 @@ from grpo_fast.rollout.vllm.weights import (
 
 if TYPE_CHECKING:
     from vllm import LLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     from grpo_fast.policy import Policy
 
@@ -65,44 +64,40 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _running: list[object] = []
 
 
-@dataclass
-class Started:
-    """A running vLLM and what was seen while it loaded."""
+@dataclass(frozen=True)
+class Choices:
+    """What policy and configuration say of weights and sleep before vLLM starts."""
 
-    llm: LLM
-    placements: list[Placement]
-    weight_bytes: int  # as loaded, in memory of vLLM's own
-    weights_sleep: bool  # that memory is freed too, not the KV cache alone
-
-    @property
-    def engine(self) -> LLMEngine:
-        return self.llm.llm_engine
+    adapters: bool  # LoRA as an adapter; merged, decoding needs no LoRA kernels, and any rank will do
+    shares: bool  # policy and vLLM use one copy of the weights wherever the layout allows it
+    level: Literal["auto", 0, 1, 2]  # of sleep; auto: by the way that the weights will take
 
     @property
-    def worker(self) -> Any:
-        return self.engine.model_executor.driver_worker.worker
-
-    @property
-    def model(self) -> nn.Module:
-        return self.worker.get_model()
+    def weights_sleep(self) -> bool:
+        """Whether vLLM's sleep frees its weights, and not the KV cache alone."""
+        return self.level != 0 and not self.shares
 
 
-def uses_adapters(policy: Policy, config: VLLMConfig) -> bool:
-    """Whether LoRA reaches vLLM as an adapter.
-
-    Merged is the default: decoding needs no LoRA kernels, and any rank and target will do.
+def choose(policy: Policy, config: VLLMConfig) -> Choices:
     """
-    if config.lora_sync == "auto":
-        return False
-    if not policy.has_adapters:
+    Raises:
+        ValueError: a setting that this device or policy cannot have.
+    """
+    on_gpu, adapters = policy.device.type == "cuda", config.lora_sync == "adapter"
+    if config.lora_sync != "auto" and not policy.has_adapters:
         raise ValueError(
             f"rollout.vllm.lora_sync = {config.lora_sync!r}, but the policy has no LoRA; leave it at auto"
         )
-    return config.lora_sync == "adapter"
-
-
-def shares_weights(policy: Policy, config: VLLMConfig, adapters: bool) -> bool:
-    """Whether to try; `auto` does on a GPU, as a CPU packs its weights."""
+    if not on_gpu and config.sleep_level not in ("auto", 0):
+        raise ValueError(
+            f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
+            "keeps its memory; leave it at auto"
+        )
+    if config.sleep_level == 2 and adapters:
+        raise ValueError(
+            "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
+            "sleep_level to 1, or lora_sync to merged"
+        )
     obstacle = None
     if config.tensor_parallel_size > 1:
         obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
@@ -113,45 +108,26 @@ def shares_weights(policy: Policy, config: VLLMConfig, adapters: bool) -> bool:
         obstacle = "vLLM lays out experts in its own way; leave them to its sleep"
     if config.share_weights is True and obstacle is not None:
         raise ValueError(f"rollout.vllm.share_weights = true: {obstacle}, or share_weights to auto")
-    wanted = policy.device.type == "cuda" if config.share_weights == "auto" else config.share_weights
-    return bool(wanted) and obstacle is None
-
-
-def sleep_level(policy: Policy, config: VLLMConfig, adapters: bool) -> Literal["auto", 0, 1, 2]:
-    """The level as configured, "auto" where it depends on how weights are sent."""
-    if policy.device.type != "cuda":
-        if config.sleep_level not in ("auto", 0):
-            raise ValueError(
-                f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
-                "keeps its memory; leave it at auto"
-            )
-        return 0
-    if config.sleep_level == 2 and adapters:
-        raise ValueError(
-            "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
-            "sleep_level to 1, or lora_sync to merged"
-        )
-    return config.sleep_level
+    wanted = on_gpu if config.share_weights == "auto" else config.share_weights  # a CPU packs its weights
+    return Choices(adapters, wanted and obstacle is None, config.sleep_level if on_gpu else 0)
 
 
 def start(
     policy: Policy,
     config: VLLMConfig,
+    choices: Choices,
     *,
     max_length: int | None = None,
     kv_cache_bytes: int | None = None,
-    adapters: bool = False,
-    sleeps: bool = False,
-    shares: bool = False,
-) -> Started:
+) -> tuple[LLM, list[Placement], int]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
     Args:
         max_length: tokens of the longest prompt and its completion, unless the configuration says.
         kv_cache_bytes: planned for keys and values, unless the configuration says.
-        adapters: load the base alone and be ready for a LoRA adapter.
-        sleeps: put weights and KV cache into memory that can be freed and taken back.
-        shares: let policy and vLLM use one copy of the weights wherever the layout allows it.
+
+    Returns:
+        vLLM, where its loader put each weight, and the bytes of weights in memory of vLLM's own.
 
     Raises:
         ImportError: vLLM is missing or of an unknown version.
@@ -159,8 +135,7 @@ def start(
         ValueError: the environment or the configuration contradicts itself.
     """
     require_vllm()
-    on_gpu = policy.device.type == "cuda"
-    weights_sleep = sleeps and not shares
+    on_gpu, sleeps = policy.device.type == "cuda", choices.level != 0
     placements: list[Placement] = []
     weight_bytes = 0
 
@@ -168,32 +143,34 @@ def start(
         nonlocal placements, weight_bytes
         base = policy.base_weights()
         detached = ((name, weight.detach()) for name, weight in base.items())
-        placements = watch_loading(model.load_weights, detached if adapters else checkpoint_weights(policy))
-        if shares:
+        weights = detached if choices.adapters else checkpoint_weights(policy)
+        placements = watch_loading(model.load_weights, weights)
+        if choices.shares:
             placements = share(model, base, placements)
-        own = {storage_of(p) for p in policy.model.parameters()} if shares else set()
-        weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=own)
+        shared = {storage_of(parameter) for parameter in policy.model.parameters()}
+        weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=shared)
 
     logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
-    alone, compiles = config.tensor_parallel_size == 1, not runs_eagerly(policy.device, config)
-    with starting(alone=alone), _model_folder(policy, compiles=compiles) as folder, _loading_by(load):
+    arguments = engine_arguments(policy, config, choices.adapters, max_length, kv_cache_bytes)
+    with (
+        starting(alone=config.tensor_parallel_size == 1),
+        _model_folder(policy, compiles=not arguments["enforce_eager"]) as folder,
+        _loading_by(load),
+    ):
         from vllm import LLM
         from vllm.platforms import current_platform
 
         require_device(policy.device, current_platform.device_type, config)
         require_processes(config)
-        arguments = engine_arguments(policy, config, max_length, kv_cache_bytes)
-        if adapters:
-            arguments |= adapter_arguments(policy)
-        if weights_sleep:
+        if choices.weights_sleep:
             require_empty_pool()
         if on_gpu:
             torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
-        with weights_outside_the_pool() if sleeps and shares else nullcontext():
+        with weights_outside_the_pool() if sleeps and choices.shares else nullcontext():
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
     if on_gpu:
         torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
-    return Started(llm, placements, weight_bytes, weights_sleep)
+    return llm, placements, weight_bytes
 
 
 def require_device(device: torch.device, platform: str, config: VLLMConfig) -> None:
@@ -227,11 +204,11 @@ def require_processes(config: VLLMConfig) -> None:
     Raises:
         ValueError: there are more or fewer processes than vLLM will use, or not those of torchrun.
     """
-    wanted = config.tensor_parallel_size
-    if wanted > 1 and int(os.environ.get("WORLD_SIZE", "1")) != wanted:
+    wanted, launched = config.tensor_parallel_size, os.environ.get("WORLD_SIZE", "1")
+    if wanted > 1 and int(launched) != wanted:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {wanted} needs as many processes, not "
-            f"{os.environ.get('WORLD_SIZE', '1')}; start the run with torchrun --nproc-per-node {wanted}"
+            f"rollout.vllm.tensor_parallel_size = {wanted} needs as many processes, not {launched}; start "
+            f"the run with torchrun --nproc-per-node {wanted}"
         )
     found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else wanted
     if found != wanted:
@@ -241,20 +218,21 @@ def require_processes(config: VLLMConfig) -> None:
         )
 
 
-def runs_eagerly(device: torch.device, config: VLLMConfig) -> bool:
-    return device.type == "cpu" if config.enforce_eager is None else config.enforce_eager
-
-
 def engine_arguments(
-    policy: Policy, config: VLLMConfig, max_length: int | None, kv_cache_bytes: int | None
+    policy: Policy, config: VLLMConfig, adapters: bool, max_length: int | None, kv_cache_bytes: int | None
 ) -> dict[str, Any]:
-    """What `LLM` is called with, besides model, sleep and adapters."""
+    """What `LLM` is called with, besides model and sleep.
+
+    Raises:
+        ValueError: LoRA of a rank that vLLM does not take, or a float32 head for a vLLM without one.
+    """
+    on_cpu = policy.device.type == "cpu"
     arguments: dict[str, Any] = {
         "load_format": LOAD_FORMAT,
         "dtype": str(policy.base_model.dtype).removeprefix("torch."),
         "seed": 0,  # requests bring their own
         "max_model_len": config.max_model_length or max_length or -1,  # -1: the model's, or what fits
-        "enforce_eager": runs_eagerly(policy.device, config),
+        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # its own neutral defaults, not the model's
@@ -263,39 +241,33 @@ def engine_arguments(
     if config.max_sequences is not None:
         arguments["max_num_seqs"] = config.max_sequences
     if config.fp32_head:
-        require_version(FP32_HEAD_SINCE, "rollout.vllm.fp32_head = true")
+        if problem := version_problem(installed_version(), FP32_HEAD_SINCE):
+            raise ValueError(f"rollout.vllm.fp32_head = true: {problem}; or leave it out")
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = config.tensor_parallel_size
         arguments["distributed_executor_backend"] = "external_launcher"
-    return arguments | cache_arguments(policy.device, config, kv_cache_bytes)
-
-
-def cache_arguments(device: torch.device, config: VLLMConfig, planned: int | None) -> dict[str, Any]:
-    """How much memory is for keys and values: as configured, else as planned, else by a share.
-
-    vLLM refuses to start where its share, by default 92 % of the device, is not free, even when a size is
-    given instead: the share must leave out what the trainer holds already.
-    """
-    size = planned if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
-    if device.type == "cpu":
-        return {"kv_cache_memory_bytes": int(CPU_KV_GIB * GIB) if size is None else size}
-    free, total = torch.cuda.mem_get_info(device)
-    free_share = FREE_SHARE * free / total
+    if adapters:
+        loras: dict[str, Any] = policy.model.peft_config
+        rank = max(lora.r for lora in loras.values())
+        if rank > LORA_RANKS[-1]:
+            raise ValueError(
+                f"model.lora.r = {rank} exceeds the {LORA_RANKS[-1]} that vLLM takes; set lora_sync to merged"
+            )
+        allowed = next(allowed for allowed in LORA_RANKS if allowed >= rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": allowed}
+    size = kv_cache_bytes if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
+    if size is None and on_cpu:
+        size = int(CPU_KV_GIB * GIB)
     if size is not None:
-        return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": free_share}
-    return {"gpu_memory_utilization": config.gpu_memory_utilization or free_share}
-
-
-def adapter_arguments(policy: Policy) -> dict[str, Any]:
-    configs: dict[str, Any] = policy.model.peft_config
-    rank = max(config.r for config in configs.values())
-    fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
-    if not fitting:
-        raise ValueError(
-            f"model.lora.r = {rank} exceeds the {LORA_RANKS[-1]} that vLLM takes; set lora_sync to merged"
-        )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0]}
+        arguments["kv_cache_memory_bytes"] = size
+    if not on_cpu:
+        # vLLM refuses to start where its share, by default 92 % of the device, is not free, even when a size
+        # is given instead: the share leaves out what the trainer holds already.
+        free, total = torch.cuda.mem_get_info(policy.device)
+        configured = config.gpu_memory_utilization if size is None else None
+        arguments["gpu_memory_utilization"] = configured or FREE_SHARE * free / total
+    return arguments
 
 
 @contextmanager
@@ -379,14 +351,21 @@ def starting(*, alone: bool) -> Iterator[None]:
                 warnings.simplefilter("ignore", category)
             yield
     except BaseException:
-        _leave_no_groups(had_groups)
-        _running.clear()
+        if torch.distributed.is_initialized() and not had_groups:  # which the next start would trip over
+            from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+            destroy_model_parallel()
+            destroy_distributed_environment()
+        stopped()
         raise
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
         restore_rng(*rng)
-        _restore_environment(environment)
+        # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
+        own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+        os.environ.clear()
+        os.environ.update(environment | own)
         if settings and torch.cuda.is_initialized():
             # vLLM limits how blocks are split while it loads, and before 0.31 drops every other setting.
             torch._C._accelerator_setAllocatorSettings(settings)
@@ -395,24 +374,3 @@ def starting(*, alone: bool) -> Iterator[None]:
 def stopped() -> None:
     """The engine is gone; another may start."""
     _running.clear()
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    """What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes."""
-    for name in {*before, *os.environ}:
-        if name.startswith("VLLM_") or os.environ.get(name) == before.get(name):
-            continue
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
-
-
-def _leave_no_groups(had_groups: bool) -> None:
-    """A start that failed leaves its process groups, which the next one would trip over."""
-    if had_groups or not torch.distributed.is_initialized():
-        return
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    destroy_distributed_environment()

@@ -13,7 +13,7 @@ which part of which weight went where. From that follows the cheapest way for ne
 from __future__ import annotations
 
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
 Weights = Iterable[tuple[str, Tensor]]
+Way = Literal["shared", "direct", "portable", "adapter"]
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,6 @@ def size_in_bytes(tensors: Iterable[Tensor], *, without: Collection[int] = ()) -
     return sum(size for storage, size in storages.items() if storage not in without)
 
 
-def still_used(model: nn.Module, placements: Iterable[Placement]) -> list[Placement]:
-    """The placements in memory that the model still uses: a repacked weight is elsewhere."""
-    tensors = [*model.parameters(), *model.buffers()]
-    storages = {storage_of(tensor) for tensor in tensors if tensor.numel()}
-    return [place for place in placements if storage_of(place.target) in storages]
-
-
 @torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
 @torch.no_grad()
 def share(
@@ -130,12 +124,11 @@ def share(
     by_storage: dict[int, list[Placement]] = defaultdict(list)
     for place in placements:
         by_storage[storage_of(place.target)].append(place)
-    times_loaded = Counter(place.name for place in placements)
+    loaded = [place.name for place in placements]
     moved = {}
     for storage, parts in by_storage.items():
-        if not _is_plain(owners.get(storage, [])) or not all(
-            times_loaded[part.name] == 1 and _is_whole(part, weights.get(part.name)) for part in parts
-        ):
+        whole = all(loaded.count(p.name) == 1 and _is_whole(p, weights.get(p.name)) for p in parts)
+        if not (whole and _is_plain(owners[storage])):
             continue
         tensor, first = owners[storage][0].data, weights[parts[0].name]
         if len(parts) == 1 and first.numel() == tensor.numel():
@@ -143,12 +136,10 @@ def share(
         else:
             home = torch.empty_like(tensor, requires_grad=False).copy_(tensor)
         for part in parts:
-            shape = weights[part.name].shape
-            place_in_home = home.view(-1)[part.target.storage_offset() :][: part.target.numel()].view(shape)
-            weights[part.name].data = place_in_home
-            moved[part.name] = replace(
-                part, target=place_in_home, size=tuple(shape), stride=place_in_home.stride()
-            )
+            shape, start = weights[part.name].shape, part.target.storage_offset()
+            view = home.view(-1)[start : start + part.target.numel()].view(shape)
+            weights[part.name].data = view
+            moved[part.name] = replace(part, target=view, size=tuple(shape), stride=view.stride())
         for owner in owners[storage]:
             owner.data = home
     return [moved.get(place.name, place) for place in placements]
@@ -163,14 +154,10 @@ def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
 
 
 def _is_whole(place: Placement, weight: Tensor | None) -> bool:
-    return (
-        weight is not None
-        and weight.is_contiguous()
-        and place.target.is_contiguous()
-        and place.target.numel() == weight.numel()
-        and place.target.dtype == weight.dtype
-        and place.target.device == weight.device
-    )
+    def kind(tensor: Tensor) -> object:
+        return tensor.is_contiguous(), tensor.numel(), tensor.dtype, tensor.device
+
+    return weight is not None and weight.is_contiguous() and kind(place.target) == kind(weight)
 
 
 def has_experts(policy: Policy) -> bool:
@@ -196,13 +183,14 @@ def fingerprint(policy: Policy) -> tuple[int, ...]:
     return tuple(parameter._version for parameter in policy.trainable().values())
 
 
-class MergedSync:
-    """Full fine-tuning, and LoRA merged in float32, one layer at a time, the policy left as it is.
+class WeightSync:
+    """The policy's weights into vLLM, again and again; LoRA merged in float32, or as an adapter.
 
     Args:
         engine: vLLM's.
         model: the model inside it.
         placements: where its loader put the weights, after sharing.
+        adapters: whether LoRA goes there as an adapter.
 
     Attributes:
         way: how weights get there.
@@ -210,74 +198,98 @@ class MergedSync:
         adapter: what requests must name.
     """
 
-    adapter = None
-
     def __init__(
-        self, engine: LLMEngine, model: nn.Module, policy: Policy, placements: Sequence[Placement]
+        self,
+        engine: LLMEngine,
+        model: nn.Module,
+        policy: Policy,
+        placements: Iterable[Placement],
+        *,
+        adapters: bool = False,
     ) -> None:
+        self.adapter: LoRARequest | None = None
         self._engine = engine
+        self._policy = policy
         self._packed_ties = packed_ties(model)
-        # Experts have other names in the policy: all of them are copied, whatever trains.
-        self._changing = None if has_experts(policy) else policy.changing_weights()
-        self._placements = by_name(still_used(model, placements))
-        self.way, self.reason = self._choose(model, policy, by_name(placements))
+        self._placements: dict[str, list[Placement]] = defaultdict(list)
+        for place in placements:
+            self._placements[place.name].append(place)
+        self.way: Way = "adapter"
+        self.reason = "rollout.vllm.lora_sync = 'adapter'"
+        if not adapters:
+            self.way, self.reason = self._choose(model)
+        if self.way != "direct":
+            self._placements.clear()  # of a weight that vLLM repacked they would keep the memory
 
-    def __call__(self, policy: Policy, *, everything: bool) -> None:
+    def __call__(self, *, everything: bool) -> None:
         """Take over the weights. `everything`: also what training leaves alone, because vLLM dropped it."""
-        if self.way == "portable":
-            self._reload(policy)
+        if self.way == "adapter":
+            self._send_adapter()
+        elif self.way == "portable":
+            self._reload()
         elif self.way == "direct":
-            self._copy(policy, everything)
+            self._copy(everything)
+
+    def _choose(self, model: nn.Module) -> tuple[Way, str]:
+        """The cheapest way that reaches everything vLLM reads."""
+        if self._engine.model_config.use_mla:
+            return "portable", "vLLM derives other weights from those of latent attention"
+        if problem := self._misplaced(model, "loading"):
+            return "portable", problem
+        placed = ((name, w, place) for name, w in self._weights() for place in self._placements[name])
+        copied = next((name for name, weight, place in placed if not place.aliases(weight)), None)
+        if copied is None:
+            return "shared", "every weight is the same memory in both"
+        # The portable way must leave the same values at the same places, or it is the one to take.
+        self._reload()
+        if problem := self._misplaced(model, "vLLM's own reload"):
+            return "portable", problem
+        return "direct", f"{copied} has memory of its own in vLLM"
+
+    def _misplaced(self, model: nn.Module, action: str) -> str | None:
+        """Which weight vLLM does not hold as it is where its loader had copied it to."""
+        used = {storage_of(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
+        for name, weight in self._weights():
+            places = self._placements[name]
+            if not places:
+                return f"{name} is not loaded by plain copies"
+            if not used.issuperset(storage_of(place.target) for place in places):
+                return f"{name} is repacked after {action}"
+            if not all(place.holds(weight) for place in places):
+                return f"{name} is transformed after {action}"
+        return None
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        return checkpoint_weights(self._policy)
 
     @torch.no_grad()
-    def _copy(self, policy: Policy, everything: bool) -> None:
-        for name, weight in checkpoint_weights(policy):
-            if everything or self._changing is None or name in self._changing:
-                for place in self._placements.get(name, ()):
-                    if not place.aliases(weight):
-                        place.load(weight)
+    def _copy(self, everything: bool) -> None:
+        # Experts have other names in the policy: all of them are copied, whatever trains.
+        every = everything or has_experts(self._policy)
+        changing = self._policy.changing_weights()
+        for name, weight in self._weights():
+            for place in self._placements[name] if every or name in changing else ():
+                if not place.aliases(weight):
+                    place.load(weight)
 
-    def _reload(self, policy: Policy) -> None:
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_weights(policy)})
+    def _reload(self) -> None:
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
         for module in self._packed_ties:
             module.quant_method.process_weights_after_loading(module)
 
-    def _choose(
-        self, model: nn.Module, policy: Policy, loaded: Mapping[str, Sequence[Placement]]
-    ) -> tuple[Literal["shared", "direct", "portable"], str]:
-        """Compare each of the policy's weights with what vLLM holds, tensor by tensor."""
-        if self._engine.model_config.use_mla:
-            return "portable", "vLLM derives other weights from those of latent attention"
-        own_memory = None
-        for name, weight in checkpoint_weights(policy):
-            places = loaded.get(name, ())
-            if not places:
-                return "portable", f"{name} is not loaded by plain copies"
-            if len(self._placements.get(name, ())) < len(places):
-                return "portable", f"{name} is repacked after loading"
-            if not all(place.holds(weight) for place in places):
-                return "portable", f"{name} is transformed after loading"
-            if own_memory is None and not all(place.aliases(weight) for place in places):
-                own_memory = name
-        if own_memory is None:
-            return "shared", "every weight is the same memory in both"
-        # The portable way must leave the same values at the same places, or it is the one to take.
-        self._reload(policy)
-        places = [place for parts in self._placements.values() for place in parts]
-        if len(still_used(model, places)) < len(places):
-            return "portable", "vLLM's own reload moves the weights"
-        for name, weight in checkpoint_weights(policy):
-            if not all(place.holds(weight) for place in self._placements[name]):
-                return "portable", f"vLLM's own reload leaves other values in {name}"
-        return "direct", f"{own_memory} has memory of its own in vLLM"
+    def _send_adapter(self) -> None:
+        """As a new adapter each time, through a folder of a few MB, which every version of vLLM reads."""
+        from vllm.lora.request import LoRARequest
 
-
-def by_name(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
-    """By the checkpoint's name of their weight."""
-    groups: dict[str, list[Placement]] = defaultdict(list)
-    for place in placements:
-        groups[place.name].append(place)
-    return dict(groups)
+        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        with tempfile.TemporaryDirectory(prefix="grpo-fast-adapter-") as folder:
+            self._policy.model.save_pretrained(folder)
+            request = LoRARequest(f"policy-{number}", number, folder)
+            if self.adapter is not None:
+                self._engine.remove_lora(self.adapter.lora_int_id)
+            if not self._engine.add_lora(request):
+                raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
+        self.adapter = request
 
 
 def packed_ties(model: nn.Module) -> list[Any]:
@@ -294,30 +306,3 @@ def packed_ties(model: nn.Module) -> list[Any]:
                 ties.append(module)
             seen.add(id(weight))
     return ties
-
-
-class AdapterSync:
-    """LoRA's matrices as a new adapter each time; vLLM keeps the base it was started with.
-
-    The adapter goes through a folder of safetensors, a few MB, which every version of vLLM reads.
-    """
-
-    way = "adapter"
-    reason = "rollout.vllm.lora_sync = 'adapter'"
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self.adapter: LoRARequest | None = None
-
-    def __call__(self, policy: Policy, *, everything: bool) -> None:
-        from vllm.lora.request import LoRARequest
-
-        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
-        with tempfile.TemporaryDirectory(prefix="grpo-fast-adapter-") as folder:
-            policy.model.save_pretrained(folder)
-            request = LoRARequest(f"policy-{number}", number, folder)
-            if self.adapter is not None:
-                self._engine.remove_lora(self.adapter.lora_int_id)
-            if not self._engine.add_lora(request):
-                raise RuntimeError("vLLM did not take the adapter; set rollout.vllm.lora_sync to merged")
-        self.adapter = request

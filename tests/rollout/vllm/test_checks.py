@@ -1,7 +1,10 @@
+"""What the engine asks of vLLM before anything depends on it, and what a sleep may drop, on one engine."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,36 +17,56 @@ from grpo_fast.rollout.vllm.checks import (
     require_same_tokenizer,
     unregistered_tensors,
 )
+from grpo_fast.rollout.vllm.weights import Placement
 
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12)]
 
 
 @pytest.fixture(scope="module")
-def direct(served_folder, running_vllm) -> Iterator[SimpleNamespace]:
-    """An engine that lies in memory as on a GPU."""
-    with running_vllm(served_folder(), dtype="float32", plain=True) as (engine, policy):
+def direct(saved_model, running_vllm) -> Iterator[SimpleNamespace]:
+    """An engine that lies in memory as on a GPU, its head frozen."""
+    options = {"dtype": "float32", "plain": True, "head": False}
+    with running_vllm(saved_model(tied=False), **options) as (engine, policy):
         yield SimpleNamespace(engine=engine, policy=policy)
 
 
-def test_a_model_that_level_two_leaves_whole_stays_there(direct, monkeypatch):
-    monkeypatch.setattr(direct.engine._cycle, "level", 2)
-    direct.engine._rehearse()
+@pytest.fixture
+def dropping(direct, monkeypatch):
+    """`dropping(drop)`: the engine's sleep is of level 2 and ends with `drop`, as a CPU drops nothing."""
 
-    assert direct.engine._cycle.level == 2
-    assert direct.engine.generate(PROMPTS, 1, SAMPLING)
+    def dropping(drop) -> None:
+        sleep = direct.engine._vllm.sleep
+
+        def dropping_sleep(level: int) -> None:
+            sleep(level=level)
+            if level == 2:
+                drop()
+
+        monkeypatch.setattr(direct.engine._vllm, "sleep", dropping_sleep)
+        monkeypatch.setattr(direct.engine._cycle, "level", 2)
+
+    return dropping
+
+
+def step(direct, shake, largest_difference) -> float:
+    """Nats between policy and engine after an update."""
+    engine, policy = direct.engine, direct.policy
+    engine.sleep()
+    shake(policy)
+    engine.sync(policy)
+    engine.wake()
+    return largest_difference(policy, PROMPTS, engine.generate(PROMPTS, 2, SAMPLING))
 
 
 def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
-    direct, shake, largest_difference, monkeypatch
+    direct, dropping, shake, largest_difference, monkeypatch
 ):
-    """The CPU drops nothing, so the test does, and frozen weights with the others."""
-    engine, policy, vllm = direct.engine, direct.policy, direct.engine._vllm
-    sleep, calls = vllm.sleep, []
+    engine, vllm = direct.engine, direct.engine._vllm
+    calls: list[tuple[Any, ...]] = []
 
-    def dropping(level: int) -> None:
-        sleep(level=level)
-        for parameter in engine._running().model.parameters():
+    def drop() -> None:
+        for parameter in engine._worker.get_model().parameters():  # frozen ones with the others
             parameter.data.fill_(torch.nan)
         for cache in engine._kv_tensors():
             cache.fill_(1e4)  # attention masks what a block does not hold yet by a factor of 0
@@ -54,56 +77,61 @@ def test_weights_and_cached_keys_that_level_two_drops_come_back_whole(
             vllm, name, lambda **given: calls.append((name, *given.values())) or call(**given)
         )
 
-    monkeypatch.setattr(vllm, "sleep", dropping)
+    dropping(drop)
     for name in ("sleep", "wake_up", "reset_prefix_cache"):
         noted(name)
-    monkeypatch.setattr(engine._cycle, "level", 2)
-    engine.sleep()
-    shake(policy)
-    engine.sync(policy)
-    engine.wake()
 
-    assert largest_difference(policy, PROMPTS, engine.generate(PROMPTS, 2, SAMPLING)) < 1e-3
+    assert step(direct, shake, largest_difference) < 1e-3
     wakes = [("wake_up", ["weights"]), ("reset_prefix_cache",), ("wake_up", ["kv_cache"])]
     assert calls == [("sleep", 2), *wakes]
 
 
+def test_a_model_that_level_two_leaves_whole_stays_there(direct, dropping):
+    dropping(lambda: None)
+    direct.engine._rehearse()
+
+    assert direct.engine._cycle.level == 2
+    assert direct.engine.generate(PROMPTS, 1, SAMPLING)
+
+
 def test_a_model_that_level_two_damages_is_repaired_and_put_to_level_one(
-    direct, shake, largest_difference, monkeypatch
+    direct, dropping, shake, largest_difference, monkeypatch
 ):
-    """The CPU drops nothing, so the test does: a scale that the model keeps as a plain attribute."""
-    engine, policy, vllm = direct.engine, direct.policy, direct.engine._vllm
-    layer = engine._running().model.model.layers[0].mlp
-    scale, forward, sleep = torch.ones(()), layer.forward, vllm.sleep
-
-    def dropping(level: int) -> None:
-        sleep(level=level)
-        if level == 2:
-            scale.fill_(torch.nan)
-
-    monkeypatch.setattr(layer, "scale", scale, raising=False)
+    layer, scale = direct.engine._worker.get_model().model.layers[0].mlp, torch.ones(())
+    forward = layer.forward
+    monkeypatch.setattr(layer, "scale", scale, raising=False)  # a plain attribute
     monkeypatch.setattr(layer, "forward", lambda x: forward(x) * scale)
-    monkeypatch.setattr(vllm, "sleep", dropping)
-    monkeypatch.setattr(engine._cycle, "level", 2)
+    dropping(lambda: scale.fill_(torch.nan))
     with pytest.warns(UserWarning, match="does not survive"):
-        engine._rehearse()
+        direct.engine._rehearse()
 
-    assert engine._cycle.level == 1
-    assert scale == 1
-    shake(policy)
-    engine.sleep()
-    engine.sync(policy)
-    engine.wake()
-    assert largest_difference(policy, PROMPTS, engine.generate(PROMPTS, 2, SAMPLING)) < 1e-3
+    assert (direct.engine._cycle.level, scale) == (1, 1)
+    assert step(direct, shake, largest_difference) < 1e-3
+
+
+def test_frozen_weights_are_sent_again_only_when_they_were_dropped(
+    direct, dropping, shake, largest_difference, monkeypatch
+):
+    sent: set[str] = set()
+    load = Placement.load
+    monkeypatch.setattr(Placement, "load", lambda self, weight: sent.add(self.name) or load(self, weight))
+    everything = {name for name, _ in direct.policy.named_weights()}
+
+    step(direct, shake, largest_difference)
+    assert sent == everything - {"lm_head.weight"}
+    sent.clear()
+    dropping(lambda: None)
+    step(direct, shake, largest_difference)
+    assert sent == everything
 
 
 def test_a_model_that_vllm_computes_differently_is_refused(direct, monkeypatch):
-    norm = direct.engine._running().model.model.norm
+    norm, engine = direct.engine._worker.get_model().model.norm, direct.engine
     # A tenth of the logits and less: at 1, one random model in twenty hardly differs.
     monkeypatch.setattr(norm, "variance_epsilon", 100.0)
 
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*rollout\.engine"):
-        require_agreement(direct.policy, direct.engine._probe_tokens(), direct.engine._probe())
+        require_agreement(direct.policy, engine._probe, engine._probe_logprobs())
 
 
 def test_agreement_is_up_to_rounding_of_the_dtype_and_never_with_what_is_no_number():

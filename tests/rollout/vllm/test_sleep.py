@@ -12,7 +12,6 @@ import torch
 from grpo_fast.policy.out_of_memory import is_out_of_memory
 from grpo_fast.rollout.vllm.sleep import (
     GIB,
-    Phase,
     SleepCycle,
     bytes_in_pool,
     require_empty_pool,
@@ -22,19 +21,16 @@ from grpo_fast.rollout.vllm.sleep import (
 
 
 class Device:
-    """A GPU's free memory, and on it vLLM's pool, whose waking fails half-way when there is too little.
+    """A GPU's free memory, and on it vLLM's pool, whose waking fails half-way when there is too little."""
 
-    Args:
-        fails: the call that fails once.
-    """
-
-    def __init__(self, fails: str | None = None) -> None:
-        self.free, self.calls, self.fails, self.paused = 10 * GIB, [], fails, False
+    def __init__(self) -> None:
+        self.free, self.cached, self.paused = 10 * GIB, 0, False
+        self.calls: list[str] = []
+        self.fails: str | None = None  # the call that fails once
+        sizes = [("weights", 1), ("kv_cache", 2), ("kv_cache", 3), ("graph", 1)]
         self.pointer_to_data = {
             place: SimpleNamespace(handle=(0, size * GIB, place, 0), tag=tag, is_asleep=False)
-            for place, (tag, size) in enumerate(
-                [("weights", 1), ("kv_cache", 2), ("kv_cache", 3), ("graph", 1)]
-            )
+            for place, (tag, size) in enumerate(sizes)
         }
 
     def sleep(self, level: int) -> None:
@@ -55,6 +51,10 @@ class Device:
     def is_sleeping(self) -> bool:
         return self.paused or any(data.is_asleep for data in self.pointer_to_data.values())
 
+    def empty_cache(self) -> None:
+        self._call("empty")
+        self.free, self.cached = self.free + self.cached, 0
+
     def _call(self, name: str) -> None:
         self.calls.append(name)
         if name == self.fails:
@@ -68,7 +68,7 @@ def device(monkeypatch) -> Device:
     allocator = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=device))
     monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", allocator)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (device.free, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", device.empty_cache)
     return device
 
 
@@ -80,12 +80,14 @@ def device(monkeypatch) -> Device:
         (2, ["sleep 2", "wake weights", "wake kv_cache"]),
     ],
 )
-def test_each_level_drives_its_tags_in_order_and_repeated_calls_drive_none(level, calls):
-    device = Device()
+def test_each_level_drives_its_tags_in_order_and_repeated_calls_drive_none(device, level, calls):
     cycle = SleepCycle(device, level)
     for verb in (cycle.wake, cycle.sleep, cycle.sleep, cycle.wake_weights, cycle.wake_weights, cycle.sleep):
         verb()
-    cycle.weights_loaded()
+    if level == 2:
+        with pytest.raises(RuntimeError, match=r"sync\(\)"):
+            cycle.wake()
+        cycle.weights_loaded()
     cycle.wake()
     cycle.wake()
 
@@ -93,22 +95,9 @@ def test_each_level_drives_its_tags_in_order_and_repeated_calls_drive_none(level
     cycle.require_awake()
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_only_level_two_needs_its_weights_loaded_before_it_wakes(level):
-    cycle = SleepCycle(Device(), level)
-    cycle.sleep()
-    if level == 2:
-        with pytest.raises(RuntimeError, match=r"sync\(\)"):
-            cycle.wake()
-        cycle.weights_loaded()
-    cycle.wake()
-
-    assert cycle.phase is Phase.AWAKE
-
-
 @pytest.mark.parametrize("fails", ["sleep 2", "wake weights", "wake kv_cache"])
-def test_a_step_that_failed_keeps_it_from_generating_and_can_be_asked_for_again(fails):
-    device = Device(fails)
+def test_a_step_that_failed_keeps_it_from_generating_and_can_be_asked_for_again(device, fails):
+    device.fails = fails
     cycle = SleepCycle(device, 2)
     steps = (cycle.sleep, cycle.wake_weights, cycle.weights_loaded, cycle.wake)
 
@@ -134,7 +123,7 @@ def test_a_tag_brings_back_its_own_memory_and_the_first_one_what_has_no_tag_of_o
 
 
 def test_without_room_vllm_is_not_asked_to_wake_and_with_room_it_then_wakes(device):
-    cycle = SleepCycle(device, 1, require_room)
+    cycle = SleepCycle(device, 1)
     cycle.sleep()
     cycle.wake_weights()
     device.free = 4 * GIB
@@ -144,17 +133,9 @@ def test_without_room_vllm_is_not_asked_to_wake_and_with_room_it_then_wakes(devi
     assert is_out_of_memory(no.value)
     assert device.calls == ["sleep 1", "wake weights", "empty"]  # torch's cache was given back, to no avail
 
-    device.free = 5 * GIB
+    device.cached = GIB
     cycle.wake()
     cycle.require_awake()
-
-
-def test_what_torch_had_cached_may_make_the_room(device, monkeypatch):
-    device.sleep(1)
-    device.free = 0
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(device, "free", 6 * GIB))
-
-    require_room("kv_cache")
 
 
 def test_a_pool_that_an_earlier_engine_left_full_is_refused(device):
@@ -163,6 +144,7 @@ def test_a_pool_that_an_earlier_engine_left_full_is_refused(device):
 
     device.pointer_to_data.clear()
     require_empty_pool()
+    require_room("kv_cache")
 
 
 def test_shared_weights_load_outside_the_pool_and_everything_else_in_it(monkeypatch):

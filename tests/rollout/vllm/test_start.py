@@ -14,25 +14,19 @@ import torch
 from grpo_fast.config_io import load_config
 from grpo_fast.rollout import Sampling, make_engine, vllm
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
-from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, version_problem
+from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
 from grpo_fast.rollout.vllm.engine import VLLMEngine, request_seed
 from grpo_fast.rollout.vllm.sleep import GIB, SleepCycle
 from grpo_fast.rollout.vllm.start import (
-    adapter_arguments,
-    cache_arguments,
     cached_model_folder,
+    choose,
     engine_arguments,
     require_device,
     require_processes,
-    shares_weights,
-    sleep_level,
     starting,
     stopped,
-    uses_adapters,
 )
 from grpo_fast.run import build_trainer
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = False) -> Any:
@@ -45,19 +39,13 @@ def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = Fal
     )
 
 
-def asked(device: str, max_length: int | None = 9, **settings: Any) -> dict[str, Any]:
-    return engine_arguments(policy(device), VLLMConfig(kv_cache_gib=1, **settings), max_length, None)
-
-
-@pytest.fixture
-def a_gpu(monkeypatch) -> None:
-    """With 60 of 80 bytes free."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
-
-
 @pytest.fixture
 def installed(monkeypatch):
-    return lambda version: monkeypatch.setattr(vllm, "installed_version", lambda: version)
+    def installed(version: str | None) -> None:
+        for module in (vllm, start):
+            monkeypatch.setattr(module, "installed_version", lambda: version)
+
+    return installed
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.1.post1", "0.32.0+cpu", "0.33.0rc1"])
@@ -66,35 +54,31 @@ def test_known_versions_are_taken(version):
 
 
 @pytest.mark.parametrize("version", [None, "0.23.9", "0.34.0", "1.0.0", "dev"])
-def test_unknown_versions_are_named_with_the_remedy(version):
-    problem = version_problem(version)
-
-    assert problem is not None and (version or "not installed") in problem
-    assert "pip install 'vllm>=0.24,<0.34'" in problem
-
-
-@pytest.mark.parametrize("version", [None, "0.5.0"])
 def test_a_missing_or_unknown_vllm_is_refused_by_name_and_passed_over_by_auto(version, model, installed):
     installed(version)
-    with pytest.raises(ImportError, match=r"pip install.*rollout\.engine"):
+    with pytest.raises(ImportError, match=rf"{version or 'not installed'}.*pip install.*rollout\.engine"):
         require_vllm()
 
-    on_gpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=GPU)
+    on_gpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cuda"))
     with pytest.warns(UserWarning, match="transformers") if version else nullcontext():
         assert make_engine(RolloutConfig(), on_gpu).name == "transformers"
 
 
-def test_auto_stays_with_transformers_on_a_cpu(model, monkeypatch):
-    monkeypatch.setattr(vllm, "installed_version", lambda: 1 / 0)
-    on_cpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=CPU)
+def test_auto_stays_with_transformers_on_a_cpu(model, installed):
+    installed("0.32.0")
+    on_cpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cpu"))
 
     assert make_engine(RolloutConfig(), on_cpu).name == "transformers"
 
 
-def test_an_engine_in_a_process_of_its_own_is_refused(monkeypatch, installed):
+def test_an_engine_in_a_process_of_its_own_or_with_a_setting_of_the_other_engine_is_refused(
+    monkeypatch, installed
+):
     installed("0.32.0")
-    monkeypatch.setenv(IN_PROCESS, "1")
+    with pytest.raises(ValueError, match=r"max_batch_tokens = 9.*rollout\.vllm\.kv_cache_gib"):
+        make_engine(RolloutConfig(engine="vllm", max_batch_tokens=9), policy("cpu"))
 
+    monkeypatch.setenv(IN_PROCESS, "1")
     with pytest.raises(ValueError, match=IN_PROCESS):
         require_vllm()
 
@@ -107,11 +91,6 @@ def test_a_missing_engine_is_told_before_a_policy_is_loaded_for_it(monkeypatch, 
         build_trainer(load_config("quickstart", ["rollout.engine=vllm"]))
 
 
-def test_a_setting_of_the_other_engine_is_refused():
-    with pytest.raises(ValueError, match=r"max_batch_tokens = 9.*rollout\.vllm\.kv_cache_gib"):
-        make_engine(RolloutConfig(engine="vllm", max_batch_tokens=9), policy("cpu"))
-
-
 def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_settings_are_taken_back(monkeypatch):
     given = {"VLLM_LOGGING_LEVEL": "info", "PYTORCH_ALLOC_CONF": "expandable_segments:True", "KEPT": "before"}
     for name, value in given.items():
@@ -120,7 +99,7 @@ def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_setting
 
     with starting(alone=True):
         inside = dict(os.environ)
-        os.environ["KEPT"], os.environ["ADDED"] = "after", "x"
+        os.environ["KEPT"], os.environ["ADDED"], os.environ["VLLM_OWN"] = "after", "x", "y"
         del os.environ["PYTORCH_ALLOC_CONF"]
     stopped()
 
@@ -128,13 +107,14 @@ def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_setting
     assert inside["VLLM_USE_FLASHINFER_SAMPLER"] == inside[IN_PROCESS] == "0"
     assert inside["GLOO_SOCKET_IFNAME"] == "lo"
     assert inside["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ.pop("VLLM_OWN") == "y"
     assert {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} == before
 
 
 def test_a_vllm_that_fails_as_it_stops_fails_no_run(caplog):
     engine, core = VLLMEngine.__new__(VLLMEngine), SimpleNamespace(shutdown=lambda: 1 / 0)
     engine._policy, engine._cycle = policy("cpu"), SleepCycle(SimpleNamespace(), 0)
-    engine._started = SimpleNamespace(engine=SimpleNamespace(engine_core=core))
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
 
     engine.close()
     engine.close()
@@ -165,43 +145,53 @@ def test_a_cache_that_cannot_be_written_holds_no_model(monkeypatch, tmp_path: Pa
     assert cached_model_folder(tmp_path) == tmp_path
 
 
+SHARE = {"gpu_memory_utilization": 0.375}
+LAUNCHED = {"distributed_executor_backend": "external_launcher"}
+
+
 @pytest.mark.parametrize(
-    ("device", "settings", "planned", "expected"),
+    ("device", "settings", "planned", "longest", "expected"),
     [
-        (CPU, {}, None, {"kv_cache_memory_bytes": GIB}),
-        (CPU, {"kv_cache_gib": 2.0}, None, {"kv_cache_memory_bytes": 2 * GIB}),
+        # Memory for keys and values: by the configuration, then the plan, then a share.
+        ("cpu", {}, None, None, {"kv_cache_memory_bytes": GIB, "enforce_eager": True, "max_model_len": -1}),
+        ("cpu", {"kv_cache_gib": 2.0}, None, 50, {"kv_cache_memory_bytes": 2 * GIB, "max_model_len": 50}),
         # A share goes with every size: vLLM refuses to start where its default of 92 % is not free.
-        (GPU, {"kv_cache_gib": 2.0}, 7, {"kv_cache_memory_bytes": 2 * GIB, "gpu_memory_utilization": 0.375}),
-        (
-            GPU,
-            {"gpu_memory_utilization": 0.3},
-            7,
-            {"kv_cache_memory_bytes": 7, "gpu_memory_utilization": 0.375},
-        ),
-        (GPU, {"gpu_memory_utilization": 0.3}, None, {"gpu_memory_utilization": 0.3}),
-        (GPU, {}, None, {"gpu_memory_utilization": 0.375}),
+        ("cuda", {"kv_cache_gib": 2.0}, 7, None, SHARE | {"kv_cache_memory_bytes": 2 * GIB}),
+        ("cuda", {"gpu_memory_utilization": 0.3}, 7, None, SHARE | {"kv_cache_memory_bytes": 7}),
+        ("cuda", {"gpu_memory_utilization": 0.3}, None, None, {"gpu_memory_utilization": 0.3}),
+        ("cuda", {}, None, None, SHARE | {"enforce_eager": False}),
+        ("cuda", {"enforce_eager": True}, None, None, {"enforce_eager": True}),
+        ("cpu", {"enforce_eager": False}, None, None, {"enforce_eager": False}),
+        ("cpu", {"max_model_length": 99}, None, 50, {"max_model_len": 99}),
+        ("cuda", {"max_sequences": 3}, None, None, {"max_num_seqs": 3}),
+        ("cuda", {"tensor_parallel_size": 2}, None, None, {"tensor_parallel_size": 2} | LAUNCHED),
     ],
 )
-def test_memory_for_keys_and_values_goes_by_configuration_then_plan_then_share(
-    a_gpu, device, settings, planned, expected
+def test_vllm_is_started_by_configuration_then_plan_then_device(
+    monkeypatch, device, settings, planned, longest, expected
 ):
-    assert cache_arguments(device, VLLMConfig(**settings), planned) == expected
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
+
+    arguments = engine_arguments(policy(device), VLLMConfig(**settings), False, longest, planned)
+
+    assert expected.items() <= arguments.items()
+    assert ("kv_cache_memory_bytes" in arguments) == (device == "cpu" or "kv_cache_memory_bytes" in expected)
+    assert ("gpu_memory_utilization" in arguments) == (device == "cuda")
+    assert not {"enable_lora", "hf_overrides"} & arguments.keys()
 
 
-@pytest.mark.parametrize(
-    ("configured", "known", "expected"), [(99, 50, 99), (None, 50, 50), (None, None, -1)]
-)
-def test_the_longest_text_goes_by_configuration_then_by_the_data_then_by_the_model(
-    configured, known, expected
-):
-    assert asked("cpu", known, max_model_length=configured)["max_model_len"] == expected
+def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_takes(installed):
+    def arguments(adapters: bool = True, rank: int = 12) -> dict[str, Any]:
+        return engine_arguments(policy("cpu", rank=rank), VLLMConfig(fp32_head=True), adapters, 9, None)
 
-
-def test_only_a_cpu_runs_eagerly_unless_told(a_gpu):
-    cases = {("cpu", None): True, ("cuda", None): False, ("cuda", True): True, ("cpu", False): False}
-
-    for (device, eager), expected in cases.items():
-        assert asked(device, enforce_eager=eager)["enforce_eager"] is expected
+    installed("0.26.0")
+    assert arguments(False)["hf_overrides"] == {"head_dtype": "float32"}
+    assert [arguments(rank=rank)["max_lora_rank"] for rank in (8, 12, 16, 512)] == [8, 16, 16, 512]
+    with pytest.raises(ValueError, match=r"lora\.r = 600"):
+        arguments(rank=600)
+    installed("0.25.1")
+    with pytest.raises(ValueError, match=r"fp32_head.*0\.25\.1.*0\.26"):
+        arguments(False)
 
 
 @pytest.mark.parametrize(
@@ -211,93 +201,63 @@ def test_only_a_cpu_runs_eagerly_unless_told(a_gpu):
         ("cpu", "cuda", 1, r"one for cuda.*model\.device"),
         ("cpu", "", 1, r"finds none.*model\.device"),
         ("cuda:1", "cuda", 1, "CUDA_VISIBLE_DEVICES = 1"),
+        ("cpu", "cpu", 1, None),
+        ("cuda:1", "cuda", 2, None),
     ],
 )
 def test_vllm_must_work_where_the_policy_lies(monkeypatch, device, platform, parallel, key):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    require_device(CPU, "cpu", VLLMConfig())
-    require_device(torch.device("cuda:1"), "cuda", VLLMConfig(tensor_parallel_size=2))
-
-    with pytest.raises(ValueError, match=key):
+    with pytest.raises(ValueError, match=key) if key else nullcontext():
         require_device(torch.device(device), platform, VLLMConfig(tensor_parallel_size=parallel))
 
 
-def test_tensor_parallelism_wants_a_process_for_each_gpu(a_gpu, monkeypatch):
+def test_the_processes_are_those_that_vllm_will_use(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    require_processes(VLLMConfig())
     with pytest.raises(ValueError, match=r"tensor_parallel_size = 2.*torchrun"):
         require_processes(VLLMConfig(tensor_parallel_size=2))
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     require_processes(VLLMConfig(tensor_parallel_size=2))
-    assert asked("cuda", tensor_parallel_size=2)["distributed_executor_backend"] == "external_launcher"
 
-
-def test_a_torch_distributed_of_another_size_is_refused_before_vllm_joins_it(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-
     with pytest.raises(ValueError, match=r"3 processes.*tensor_parallel_size = 1"):
         require_processes(VLLMConfig())
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.25.1"])
-def test_a_float32_head_wants_a_vllm_that_has_one(a_gpu, version, installed):
-    installed("0.26.0")
-    assert asked("cuda", fp32_head=True)["hf_overrides"] == {"head_dtype": "float32"}
-
-    installed(version)
-    with pytest.raises(ValueError, match=rf"fp32_head.*0\.26.*{version}"):
-        asked("cuda", fp32_head=True)
-
-
-def test_adapters_get_the_next_rank_that_vllm_takes():
-    assert adapter_arguments(policy(rank=12))["max_lora_rank"] == 16
-    with pytest.raises(ValueError, match=r"lora\.r = 600"):
-        adapter_arguments(policy(rank=600))
-
-
-def test_lora_is_merged_unless_asked_for_as_an_adapter():
-    assert not uses_adapters(policy(rank=8), VLLMConfig())
-    assert uses_adapters(policy(rank=8), VLLMConfig(lora_sync="adapter"))
-    with pytest.raises(ValueError, match="lora_sync = 'merged'"):
-        uses_adapters(policy(), VLLMConfig(lora_sync="merged"))
-
-
 @pytest.mark.parametrize(
-    ("device", "rank", "adapters", "config", "expected"),
-    [
-        ("cuda", None, False, {}, True),
-        ("cpu", None, False, {}, False),
-        ("cpu", None, False, {"share_weights": True}, True),
-        ("cuda", None, False, {"share_weights": False}, False),
-        ("cuda", 8, True, {}, True),
-        ("cuda", 8, False, {}, False),
-        ("cuda", None, False, {"tensor_parallel_size": 2}, False),
+    ("device", "options", "config", "expected"),
+    [  # (LoRA as an adapter, shared weights, sleep level)
+        ("cuda", {}, {}, (False, True, "auto")),
+        ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False, 2)),
+        ("cuda", {}, {"tensor_parallel_size": 2}, (False, False, "auto")),
+        ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False, 1)),
+        ("cuda", {"rank": 8}, {}, (False, False, "auto")),
+        ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, "auto")),
+        ("cpu", {}, {}, (False, False, 0)),
+        ("cpu", {}, {"share_weights": True}, (False, True, 0)),
     ],
 )
-def test_weights_are_shared_where_they_can_be(device, rank, adapters, config, expected):
-    assert shares_weights(policy(device, rank=rank), VLLMConfig(**config), adapters) is expected
+def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, options, config, expected):
+    choices = choose(policy(device, **options), VLLMConfig(**config))
+
+    assert (choices.adapters, choices.shares, choices.level) == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "parallel", "key"),
-    [({"rank": 8}, 1, "lora_sync"), ({}, 4, "tensor_parallel_size = 4"), ({"experts": True}, 1, "experts")],
+    ("device", "options", "config", "key"),
+    [
+        ("cuda", {"rank": 8}, {"share_weights": True}, "share_weights = true.*lora_sync"),
+        ("cuda", {}, {"share_weights": True, "tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
+        ("cuda", {"experts": True}, {"share_weights": True}, "share_weights = true.*experts"),
+        ("cuda", {}, {"lora_sync": "merged"}, "lora_sync = 'merged'"),
+        ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
+        ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops the base"),
+    ],
 )
-def test_weights_that_cannot_be_shared_are_refused_only_when_asked_for(options, parallel, key):
-    config = VLLMConfig(share_weights=True, tensor_parallel_size=parallel)
-    with pytest.raises(ValueError, match=f"share_weights = true.*{key}"):
-        shares_weights(policy(**options), config, False)
-
-    assert not shares_weights(policy(**options), VLLMConfig(tensor_parallel_size=parallel), False)
-
-
-def test_sleep_levels_that_cannot_work_are_refused():
-    assert sleep_level(policy("cpu"), VLLMConfig(), False) == 0
-    assert sleep_level(policy(), VLLMConfig(), False) == "auto"
-    with pytest.raises(ValueError, match="sleep_level = 1 needs a GPU"):
-        sleep_level(policy("cpu"), VLLMConfig(sleep_level=1), False)
-    with pytest.raises(ValueError, match="sleep_level = 2 drops the base"):
-        sleep_level(policy(rank=8), VLLMConfig(sleep_level=2), True)
+def test_what_cannot_be_is_refused_when_asked_for(device, options, config, key):
+    with pytest.raises(ValueError, match=key):
+        choose(policy(device, **options), VLLMConfig(**config))
 
 
 def test_every_completion_has_a_seed_of_its_own(rng):
