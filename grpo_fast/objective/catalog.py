@@ -17,14 +17,9 @@ RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token"]
 SamplerCorrection = Literal[
-    "none",
-    "token_truncate",
-    "token_mask",
-    "sequence_truncate",
-    "sequence_mask",
-    "geometric_truncate",
-    "geometric_mask",
-]
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask",
+    "geometric_truncate", "geometric_mask",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,123 +27,73 @@ class LossFacts:
     """One row of the catalogue."""
 
     paper: str
-    surrogate: str  # its name in `surrogates.SURROGATES`
     aggregation: Aggregation
-    level: RatioLevel = "token"  # of the importance ratio, unless the config chooses another
-    choosable_levels: tuple[RatioLevel, ...] = ("token",)
+    surrogate: str  # its name in `surrogates.SURROGATES`
     epsilon: tuple[float | None, float | None] | None = None  # the paper's (low, high); None: no clipping
-    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
+    fields: tuple[str, ...] = ()  # configuration fields that this loss alone, or few, read
+    choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
 
+    @property
+    def level(self) -> RatioLevel:
+        return self.choosable_levels[0]
 
-_RANGE_FIELDS = frozenset({"epsilon_low", "epsilon_high"})
-_clip = partial(
-    LossFacts,
-    surrogate="clip",
-    choosable_levels=("token", "sequence", "sequence_token"),
-    epsilon=(0.2, 0.2),
-    fields=_RANGE_FIELDS | {"delta"},
-)
+
+_RANGE = ("epsilon_low", "epsilon_high")
+_SAPO = ("sapo_temperature_pos", "sapo_temperature_neg")
+_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+_CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
+_KL_COV = ("kl_cov_ratio", "kl_cov_coef")
+_DPPO = (*_RANGE, "dppo_ratio_max")
+_ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
+_clip = partial(LossFacts, surrogate="clip", epsilon=(0.2, 0.2), fields=(*_RANGE, "delta"))
+_gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
 
 CATALOG: dict[str, LossFacts] = {
-    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", aggregation="sequence_mean"),
-    "bnpo": _clip(
-        "tokens normalised over a batch, as in TRL; over a step it is dapo", aggregation="token_mean"
-    ),
-    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", aggregation="constant_length"),
-    "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", aggregation="token_mean"),
-    "gspo": _clip(
-        "GSPO, arXiv 2507.18071, eq. 5 and 7",
-        aggregation="sequence_mean",
-        level="sequence",
-        choosable_levels=("sequence",),
-        epsilon=(3e-4, 4e-4),
-    ),
-    "gspo_token": _clip(
-        "GSPO-token, arXiv 2507.18071, eq. 13 and 14",
-        aggregation="sequence_mean",
-        level="sequence_token",
-        choosable_levels=("sequence_token",),
-        epsilon=(3e-4, 4e-4),
-    ),
+    "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", choosable_levels=_ANY),
+    "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean", choosable_levels=_ANY),
+    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length", choosable_levels=_ANY),
+    "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", "token_mean", choosable_levels=_ANY),
+    "gspo": _gspo("GSPO, arXiv 2507.18071, eq. 5 and 7", choosable_levels=("sequence",)),
+    "gspo_token": _gspo("GSPO-token, arXiv 2507.18071, eq. 13 and 14", choosable_levels=("sequence_token",)),
     "luspo": _clip(
         "LUSPO, arXiv 2602.05261",
         aggregation="sequence_sum",
-        level="sequence",
-        choosable_levels=("sequence", "sequence_token"),
         epsilon=(2e-3, 2.5e-3),
+        choosable_levels=("sequence", "sequence_token"),
     ),
     "rloo": _clip(
         "RLOO, arXiv 2402.14740, eq. 8, with PPO's clip on the ratio of the whole completion",
         aggregation="sequence_mean",
-        level="product",
-        choosable_levels=(),
+        choosable_levels=("product",),
     ),
     "reinforce_plus_plus_baseline": _clip(
-        "REINFORCE++-baseline, arXiv 2501.03262", aggregation="token_mean", kl_estimator="k2"
+        "REINFORCE++-baseline, arXiv 2501.03262", "token_mean", choosable_levels=_ANY, kl_estimator="k2"
     ),
-    "gmpo": LossFacts(
-        "GMPO, arXiv 2507.20673, eq. 4",
-        "geometric_mean",
-        "sequence_mean",
-        epsilon=(0.4, 0.4),
-        fields=_RANGE_FIELDS,
-    ),
+    "gmpo": LossFacts("GMPO, arXiv 2507.20673, eq. 4", "sequence_mean", "geometric_mean", (0.4, 0.4), _RANGE),
     "cispo": LossFacts(
         "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the ceiling is absolute as in arXiv 2510.13786",
-        "cispo",
-        "token_mean",
+        aggregation="token_mean",
+        surrogate="cispo",
         epsilon=(None, 5.0),
-        fields=frozenset({"epsilon_high"}),
+        fields=("epsilon_high",),
     ),
-    "sapo": LossFacts(
-        "SAPO, arXiv 2511.20347, eq. 5 and 6",
-        "sapo",
-        "sequence_mean",
-        fields=frozenset({"sapo_temperature_pos", "sapo_temperature_neg"}),
-    ),
-    "vespo": LossFacts(
-        "VESPO, arXiv 2602.10693",
-        "vespo",
-        "token_mean",
-        fields=frozenset({"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}),
-    ),
+    "sapo": LossFacts("SAPO, arXiv 2511.20347, eq. 5 and 6", "sequence_mean", "sapo", fields=_SAPO),
+    "vespo": LossFacts("VESPO, arXiv 2602.10693", "token_mean", "vespo", fields=_VESPO),
     "gpg": LossFacts(
         "GPG, arXiv 2504.02546, eq. 5",
-        "reinforce",
-        "token_mean",
-        choosable_levels=(),
+        aggregation="token_mean",
+        surrogate="reinforce",
         forbids_kl="GPG is defined without a reference model; use loss_type='reinforce' to add one",
     ),
-    "reinforce": LossFacts("REINFORCE, Williams 1992", "reinforce", "sequence_sum", choosable_levels=()),
+    "reinforce": LossFacts("REINFORCE, Williams 1992", "sequence_sum", "reinforce"),
     "clip_cov": _clip(
-        "Clip-Cov, arXiv 2505.22617, eq. 11",
-        aggregation="token_mean",
-        surrogate="clip_cov",
-        choosable_levels=("token",),
-        fields=_RANGE_FIELDS | {"clip_cov_ratio", "clip_cov_low", "clip_cov_high"},
+        "Clip-Cov, arXiv 2505.22617, eq. 11", "token_mean", surrogate="clip_cov", fields=(*_RANGE, *_CLIP_COV)
     ),
-    "kl_cov": LossFacts(
-        "KL-Cov, arXiv 2505.22617, eq. 12",
-        "kl_cov",
-        "token_mean",
-        fields=frozenset({"kl_cov_ratio", "kl_cov_coef"}),
-    ),
-    "dppo_tv": LossFacts(
-        "DPPO-Binary-TV, arXiv 2602.04879",
-        "dppo_tv",
-        "token_mean",
-        epsilon=(0.15, 0.15),
-        fields=_RANGE_FIELDS | {"dppo_ratio_max"},
-    ),
-    "dppo_kl": LossFacts(
-        "DPPO-Binary-KL, arXiv 2602.04879",
-        "dppo_kl",
-        "token_mean",
-        epsilon=(0.05, 0.05),
-        fields=_RANGE_FIELDS | {"dppo_ratio_max"},
-    ),
+    "kl_cov": LossFacts("KL-Cov, arXiv 2505.22617, eq. 12", "token_mean", "kl_cov", fields=_KL_COV),
+    "dppo_tv": LossFacts("DPPO-Binary-TV, arXiv 2602.04879", "token_mean", "dppo_tv", (0.15, 0.15), _DPPO),
+    "dppo_kl": LossFacts("DPPO-Binary-KL, arXiv 2602.04879", "token_mean", "dppo_kl", (0.05, 0.05), _DPPO),
 }
 
 LOSS_TYPES = tuple(CATALOG)
@@ -274,12 +219,7 @@ class GRPOLossConfig:
     @property
     def needs_entropy(self) -> bool:
         """Whether `LossInputs.entropy` must be there."""
-        return self.differentiates_entropy or self.top_entropy_quantile < 1
-
-    @property
-    def differentiates_entropy(self) -> bool:
-        """Whether the loss has a gradient in the entropy, and not only a use for its value."""
-        return self.entropy_coef != 0 or self.use_adaptive_entropy
+        return self.entropy_coef != 0 or self.use_adaptive_entropy or self.top_entropy_quantile < 1
 
     @property
     def needs_sampler(self) -> bool:
@@ -288,24 +228,24 @@ class GRPOLossConfig:
 
     def _resolve(self) -> None:
         facts = self.facts
-        refuse_unread(self, _LOSS_SPECIFIC - facts.fields, f"is not read by loss_type = {self.loss_type!r}")
+        unread = _LOSS_SPECIFIC.difference(facts.fields)
+        refuse_unread(self, unread, f"is not read by loss_type = {self.loss_type!r}")
         if facts.epsilon is not None:
             low, high = facts.epsilon if self.epsilon_low is None else (self.epsilon_low, self.epsilon_low)
             object.__setattr__(self, "epsilon_low", low)
             object.__setattr__(self, "epsilon_high", high if self.epsilon_high is None else self.epsilon_high)
         if self.importance_sampling_level not in (None, *facts.choosable_levels):
-            allowed = ", ".join(repr(level) for level in facts.choosable_levels) or "none"
             raise ValueError(
                 f"importance_sampling_level = {self.importance_sampling_level!r} contradicts loss_type = "
-                f"{self.loss_type!r}, whose ratio is fixed by its paper (allowed: {allowed}); leave it out, "
-                "or choose loss_type='gspo' for a sequence-level ratio"
+                f"{self.loss_type!r}, whose ratio is fixed by its paper (allowed: "
+                f"{', '.join(facts.choosable_levels)}); leave it out, or choose loss_type='gspo' for a "
+                "sequence-level ratio"
             )
         if self.beta != 0 and facts.forbids_kl:
             raise ValueError(
                 f"beta = {self.beta} with loss_type = {self.loss_type!r}: {facts.forbids_kl}, or set beta = 0"
             )
-        level = self.sampler_correction.partition("_")[0]
-        if self.loss_type == "vespo" and level not in ("none", "token"):
+        if self.loss_type == "vespo" and not self.sampler_correction.startswith(("none", "token_")):
             raise ValueError(
                 f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = 'vespo', which "
                 "multiplies token ratios into a sequence weight of its own; use 'token_truncate', "
@@ -326,32 +266,28 @@ class GRPOLossConfig:
         check_ranges(self, _POSITIVE, lambda value: value > 0, "give a finite number above zero")
         shares = ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio")
         check_ranges(self, shares, lambda value: 0 <= value <= 1, "give a share between 0 and 1")
+        if self.kl_in_reward and self.use_bias_correction_kl:
+            raise ValueError(
+                "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "
+                "True takes it from the reward; set one of them to false"
+            )
+        if self.needs_sampler and self.sampler_clip_min is None and self.sampler_clip_max is None:
+            raise ValueError(
+                f"sampler_correction = {self.sampler_correction!r} has no bound: sampler_clip_min and "
+                "sampler_clip_max are both null; set at least one"
+            )
         ceiling = 1 + (self.epsilon_high or 0.0)
         if self.delta is not None and self.delta <= ceiling:
             raise ValueError(
                 f"delta = {self.delta} must exceed 1 + epsilon_high = {ceiling}, or it undoes the clip; "
                 "raise delta or leave it out"
             )
-        if self.kl_in_reward and self.use_bias_correction_kl:
-            raise ValueError(
-                "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "
-                "True takes it from the reward; set one of them to false"
-            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(
                 f"entropy_coef_min = {self.entropy_coef_min} exceeds entropy_coef_max = "
                 f"{self.entropy_coef_max}; swap them"
             )
-        if self.clip_cov_low >= self.clip_cov_high:
-            raise ValueError(
-                f"clip_cov_low = {self.clip_cov_low} must be below clip_cov_high = {self.clip_cov_high}; "
-                "lower it"
-            )
-        low, high = self.sampler_clip_min, self.sampler_clip_max
-        if self.needs_sampler and low is None and high is None:
-            raise ValueError(
-                f"sampler_correction = {self.sampler_correction!r} has no bound: sampler_clip_min and "
-                "sampler_clip_max are both null; set at least one"
-            )
-        if low is not None and high is not None and low >= high:
-            raise ValueError(f"sampler_clip_min = {low} must be below sampler_clip_max = {high}; lower it")
+        for lower, upper in (("clip_cov_low", "clip_cov_high"), ("sampler_clip_min", "sampler_clip_max")):
+            low, high = getattr(self, lower), getattr(self, upper)
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")

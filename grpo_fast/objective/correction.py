@@ -40,15 +40,8 @@ def sampler_weights(
     elif level == "geometric":
         log_ratio = segments.spread(segments.mean(log_ratio))
     ratio = log_ratio.exp()
-    low, high = config.sampler_clip_min, config.sampler_clip_max
-    if action == "truncate":
-        return ratio.clamp(low, high)
-    inside = torch.ones_like(segments.mask)
-    if low is not None:
-        inside &= ratio >= low
-    if high is not None:
-        inside &= ratio <= high
-    return ratio.masked_fill(~inside, 0.0)
+    bounded = ratio.clamp(config.sampler_clip_min, config.sampler_clip_max)
+    return bounded if action == "truncate" else torch.where(bounded == ratio, ratio, 0)
 
 
 def off_policy_keep(

@@ -36,38 +36,30 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> float:
 class EntropyController:
     """Steers `entropy_coef` between optimiser steps. Skywork-OR1, arXiv 2505.22312, section 4.
 
-    The coefficient rises by `delta` after a step whose mean entropy was at or below `target`, falls by it
-    after any other, and acts only while the last entropy seen was at or below `target`.
+    The coefficient rises by `entropy_coef_delta` after a step whose mean entropy was at or below
+    `entropy_target`, falls by it after any other, and acts only while the last step's was at or below it.
     """
 
+    config: GRPOLossConfig
     coef: float
-    target: float
-    minimum: float
-    maximum: float
-    delta: float
     last_entropy: float = float("inf")
 
     @classmethod
     def of(cls, config: GRPOLossConfig) -> EntropyController:
-        return cls(
-            config.entropy_coef,
-            config.entropy_target,
-            config.entropy_coef_min,
-            config.entropy_coef_max,
-            config.entropy_coef_delta,
-        )
+        return cls(config, coef=config.entropy_coef)
 
     @property
     def active_coef(self) -> float:
         """The coefficient for the coming step, to be put into the config by `dataclasses.replace`."""
-        return self.coef if self.last_entropy <= self.target else 0.0
+        return self.coef if self.last_entropy <= self.config.entropy_target else 0.0
 
     def update(self, entropy: float) -> None:
         """Take in a finished step's mean entropy over the tokens the bonus acted on, nats."""
-        if entropy <= self.target:
-            self.coef = min(self.coef + self.delta, self.maximum)
+        config = self.config
+        if entropy <= config.entropy_target:
+            self.coef = min(self.coef + config.entropy_coef_delta, config.entropy_coef_max)
         else:
-            self.coef = max(self.coef - self.delta, self.minimum)
+            self.coef = max(self.coef - config.entropy_coef_delta, config.entropy_coef_min)
         self.last_entropy = entropy
 
     def state_dict(self) -> dict[str, float]:

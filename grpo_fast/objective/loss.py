@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -77,9 +77,7 @@ def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
         ValueError: the name is unknown, or the path does not lead to a function.
     """
     config = GRPOLossConfig(loss_type=loss) if isinstance(loss, str) else loss
-    if config.is_custom:
-        return _load_custom(config.loss_type)
-    return lambda inputs: policy_loss(inputs, config)
+    return _load_custom(config.loss_type) if config.is_custom else partial(policy_loss, config=config)
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,66 +19,6 @@ from torch.nn.functional import logsigmoid
 
 from grpo_fast.objective.catalog import check_ranges, refuse_unread
 from grpo_fast.objective.types import LossOutputs, present
-
-# ------------------------------------------------------------------------------- catalogue and configuration
-
-
-@dataclass(frozen=True)
-class PreferenceFacts:
-    """One row of the catalogue."""
-
-    paper: str
-    beta: float | None = 0.1  # the usual value; None: the loss has no beta
-    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
-    needs_reference: bool = True
-    averaged: bool = False  # log-probabilities per token instead of per sequence
-    paired: bool = True  # chosen and rejected completions of one prompt
-    couples: bool = False  # a pair's loss depends on the other pairs of the step
-    takes_margins: bool = True
-
-
-_SMOOTHED = frozenset({"label_smoothing"})
-
-PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
-    "sigmoid": PreferenceFacts("DPO, arXiv 2305.18290, eq. 7"),
-    "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", fields=_SMOOTHED),
-    "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", fields=_SMOOTHED),
-    "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
-    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
-    "aot": PreferenceFacts(
-        "AOT, arXiv 2406.05882, paired", fields=_SMOOTHED, couples=True, takes_margins=False
-    ),
-    "aot_unpaired": PreferenceFacts(
-        "AOT, arXiv 2406.05882, unpaired", fields=_SMOOTHED, couples=True, takes_margins=False
-    ),
-    "kto": PreferenceFacts(
-        "KTO, arXiv 2402.01306, section 4",
-        fields=frozenset({"desirable_weight", "undesirable_weight"}),
-        paired=False,
-        takes_margins=False,
-    ),
-    "simpo": PreferenceFacts(
-        "SimPO, arXiv 2405.14734, eq. 6",
-        beta=2.0,
-        fields=_SMOOTHED | {"gamma"},
-        needs_reference=False,
-        averaged=True,
-    ),
-    "orpo": PreferenceFacts(
-        "ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", needs_reference=False, averaged=True
-    ),
-    "cpo": PreferenceFacts(
-        "CPO, arXiv 2401.08417, eq. 3", fields=_SMOOTHED | {"cpo_alpha"}, needs_reference=False
-    ),
-    "sft": PreferenceFacts(
-        "likelihood of the chosen completions, as in TRL; a term beside another loss",
-        beta=None,
-        needs_reference=False,
-        takes_margins=False,
-    ),
-}
-
-_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
 
 
 @dataclass(frozen=True)
@@ -186,9 +127,6 @@ class PreferenceLossConfig:
         return usual.pop() if usual else 1.0
 
 
-# ------------------------------------------------------------------------------------------------- the loss
-
-
 @dataclass(frozen=True)
 class PreferenceTotals:
     """Counts over a whole optimiser step, so that its micro-batches' losses add up to the step's loss."""
@@ -217,6 +155,48 @@ class PreferenceInputs:
     totals: PreferenceTotals | None = None  # None: this micro-batch is the whole step
 
 
+def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
+    """The weighted sum of the configured losses, each a mean over the step's pairs (KTO: completions).
+
+    Args:
+        inputs: C chosen and R rejected completions.
+        config: which losses; its `beta` is the one in force.
+
+    Returns:
+        The loss, and metrics as in `LossOutputs`: `rewards/*` are those of the first loss.
+
+    Raises:
+        ValueError: an input that a loss needs is missing, or one is given that it has no place for.
+    """
+    _check(inputs, config)
+    totals = inputs.totals or PreferenceTotals(
+        len(inputs.chosen_logprobs), len(inputs.rejected_logprobs), int(inputs.chosen_lengths.sum())
+    )
+    examples = max(1, totals.num_chosen if config.paired else totals.num_chosen + totals.num_rejected)
+    scored = [_scored(facts, inputs, present(config.beta), totals) for facts in config.facts]
+    loss, metrics = inputs.chosen_logprobs.new_zeros(()), _metrics(scored[0], config)
+    for (name, weight), facts, s in zip(config.objectives, config.facts, scored, strict=True):
+        losses = facts.loss(s, config)
+        if inputs.weights is not None:
+            losses = losses * inputs.weights.detach()
+        part = losses.sum() / examples
+        loss = loss + weight * part
+        if len(scored) > 1:
+            metrics[f"loss/{name}"] = part.detach()
+    return LossOutputs(loss, metrics)
+
+
+def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
+
+    Clamped at zero and without gradient, as the paper has it (section 4).
+    """
+    return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
+
+
+# --------------------------------------------------------------------------------- formulas: (C,) per pair
+
+
 @dataclass(frozen=True)
 class Scored:
     """A micro-batch as one loss sees it."""
@@ -237,63 +217,14 @@ class Scored:
         """(C,) z, the log-odds that the chosen completion is preferred, less the margin."""
         return self.beta * (self.chosen - self.rejected) - self.margin
 
-    @property
-    def kl(self) -> Tensor:
-        """() KTO's reference point."""
-        return present(self.inputs.kl)
-
-
-def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> LossOutputs:
-    """The weighted sum of the configured losses, each a mean over the step's pairs (KTO: completions).
-
-    Args:
-        inputs: C chosen and R rejected completions.
-        config: which losses; its `beta` is the one in force.
-
-    Returns:
-        The loss, and metrics as in `LossOutputs`: `rewards/*` are those of the first loss.
-
-    Raises:
-        ValueError: an input that a loss needs is missing, or one is given that it has no place for.
-    """
-    _check(inputs, config)
-    totals = inputs.totals or PreferenceTotals(
-        len(inputs.chosen_logprobs), len(inputs.rejected_logprobs), int(inputs.chosen_lengths.sum())
-    )
-    examples = max(1, totals.num_chosen if config.paired else totals.num_chosen + totals.num_rejected)
-    loss = inputs.chosen_logprobs.new_zeros(())
-    metrics: dict[str, Tensor] = {}
-    for name, weight in config.objectives:
-        losses = LOSSES[name](_scored(name, inputs, config, totals), config)
-        if inputs.weights is not None:
-            losses = losses * inputs.weights.detach()
-        part = losses.sum() / examples
-        loss = loss + weight * part
-        if len(config.objectives) > 1:
-            metrics[f"loss/{name}"] = part.detach()
-    first = _scored(config.loss_types[0], inputs, config, totals)
-    return LossOutputs(loss, metrics | _metrics(first, config))
-
-
-def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
-
-    Clamped at zero and without gradient, as the paper has it (section 4).
-    """
-    return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
-
-
-def _sigmoid(s: Scored, config: PreferenceLossConfig) -> Tensor:
-    return -logsigmoid(s.logits)
-
 
 def _smoothed(logits: Tensor, config: PreferenceLossConfig) -> Tensor:
-    """Cross-entropy with a label that is right with probability 1 − ε."""
+    """Cross-entropy with a label that is right with probability 1 − label_smoothing; −log σ(z) without."""
     flipped = config.label_smoothing
     return -(1 - flipped) * logsigmoid(logits) - flipped * logsigmoid(-logits)
 
 
-def _cdpo(s: Scored, config: PreferenceLossConfig) -> Tensor:
+def _logistic(s: Scored, config: PreferenceLossConfig) -> Tensor:
     return _smoothed(s.logits, config)
 
 
@@ -327,8 +258,8 @@ def _aot_unpaired(s: Scored, config: PreferenceLossConfig) -> Tensor:
 
 def _kto(s: Scored, config: PreferenceLossConfig) -> Tensor:
     """(C + R,), the chosen first."""
-    gain = torch.sigmoid(s.beta * (s.chosen - s.kl))
-    relief = torch.sigmoid(s.beta * (s.kl - s.rejected))
+    kl = present(s.inputs.kl)
+    gain, relief = torch.sigmoid(s.beta * (s.chosen - kl)), torch.sigmoid(s.beta * (kl - s.rejected))
     return torch.cat([config.desirable_weight * (1 - gain), config.undesirable_weight * (1 - relief)])
 
 
@@ -353,26 +284,10 @@ def _sft(s: Scored, config: PreferenceLossConfig) -> Tensor:
     return -s.inputs.chosen_logprobs * (s.totals.num_chosen / max(1, s.totals.chosen_tokens))
 
 
-LOSSES: dict[str, Callable[[Scored, PreferenceLossConfig], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "cdpo": _cdpo,
-    "robust": _robust,
-    "ipo": _ipo,
-    "hinge": _hinge,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "kto": _kto,
-    "simpo": _simpo,
-    "orpo": _orpo,
-    "cpo": _cpo,
-    "sft": _sft,
-}
-
-
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 − eˣ) for x ≤ 0, precise at both ends (Mächler 2012); a certain token (x = 0) stays finite."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
-    near = x > -0.6931471805599453
+    near = x > -math.log(2)
     # The branch not taken must be finite too, or its gradient is NaN.
     return torch.where(
         near,
@@ -381,17 +296,62 @@ def _log1mexp(x: Tensor) -> Tensor:
     )
 
 
+# ------------------------------------------------------------------------------------------------ catalogue
+
+
+@dataclass(frozen=True)
+class PreferenceFacts:
+    """One row of the catalogue."""
+
+    paper: str
+    loss: Callable[[Scored, PreferenceLossConfig], Tensor]
+    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
+    beta: float | None = 0.1  # the usual value; None: the loss has no beta
+    needs_reference: bool = True
+    averaged: bool = False  # log-probabilities per token instead of per sequence
+    paired: bool = True  # chosen and rejected completions of one prompt
+    couples: bool = False  # a pair's loss depends on the other pairs of the step
+    takes_margins: bool = True
+
+
+_EPSILON = frozenset({"label_smoothing"})
+_WEIGHTS = frozenset({"desirable_weight", "undesirable_weight"})
+_sorted = partial(PreferenceFacts, fields=_EPSILON, couples=True, takes_margins=False)
+_alone = partial(PreferenceFacts, needs_reference=False)
+
+PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
+    "sigmoid": PreferenceFacts("DPO, arXiv 2305.18290, eq. 7", _logistic),
+    "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", _logistic, _EPSILON),
+    "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _robust, _EPSILON),
+    "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", _ipo, averaged=True),
+    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods", _hinge),
+    "aot": _sorted("AOT, arXiv 2406.05882, paired", _aot),
+    "aot_unpaired": _sorted("AOT, arXiv 2406.05882, unpaired", _aot_unpaired),
+    "kto": PreferenceFacts(
+        "KTO, arXiv 2402.01306, section 4", _kto, _WEIGHTS, paired=False, takes_margins=False
+    ),
+    "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _simpo, _EPSILON | {"gamma"}, beta=2.0, averaged=True),
+    "orpo": _alone("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", _orpo, averaged=True),
+    "cpo": _alone("CPO, arXiv 2401.08417, eq. 3", _cpo, _EPSILON | {"cpo_alpha"}),
+    "sft": _alone("likelihood of the chosen completions, as in TRL", _sft, beta=None, takes_margins=False),
+}
+
+_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
+
+
+# ------------------------------------------------------------------------------ scores, metrics and checks
+
+
 def _scored(
-    name: str, inputs: PreferenceInputs, config: PreferenceLossConfig, totals: PreferenceTotals
+    facts: PreferenceFacts, inputs: PreferenceInputs, beta: float, totals: PreferenceTotals
 ) -> Scored:
-    facts = PREFERENCE_LOSSES[name]
     chosen, rejected = inputs.chosen_logprobs, inputs.rejected_logprobs
     if facts.needs_reference:
         chosen = chosen - present(inputs.ref_chosen_logprobs)
         rejected = rejected - present(inputs.ref_rejected_logprobs)
     if facts.averaged:
         chosen, rejected = chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
-    return Scored(chosen, rejected, present(config.beta), inputs, totals)
+    return Scored(chosen, rejected, beta, inputs, totals)
 
 
 def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
@@ -406,17 +366,17 @@ def _metrics(s: Scored, config: PreferenceLossConfig) -> dict[str, Tensor]:
         "logps/chosen": s.inputs.chosen_logprobs.detach().sum() / of_chosen,
         "logps/rejected": s.inputs.rejected_logprobs.detach().sum() / of_rejected,
     }
+    ranges = {"chosen": chosen, "rejected": rejected}
     if config.paired:
         metrics["rewards/accuracies"] = (chosen > rejected).to(chosen.dtype).sum() / of_chosen
-        metrics |= _range("rewards/margins", chosen - rejected)
+        ranges["margins"] = chosen - rejected
     else:
         share = (len(chosen) + len(rejected)) / (totals.num_chosen + totals.num_rejected)
-        metrics["kl"] = s.kl.detach() * share
-    return metrics | _range("rewards/chosen", chosen) | _range("rewards/rejected", rejected)
-
-
-def _range(name: str, values: Tensor) -> dict[str, Tensor]:
-    return {f"{name}_min": values.amin(), f"{name}_max": values.amax()} if values.numel() else {}
+        metrics["kl"] = present(s.inputs.kl).detach() * share
+    for name, rewards in ranges.items():
+        if rewards.numel():
+            metrics |= {f"rewards/{name}_min": rewards.amin(), f"rewards/{name}_max": rewards.amax()}
+    return metrics
 
 
 def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from grpo_fast.objective.types import LossOutputs, present
 RankingObjective = Literal["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
 
 # Fields that each objective reads, besides its name.
-_READS: dict[str, frozenset[str]] = {
-    "plackett_luce": frozenset({"score", "length_normalised", "temperature"}),
-    "pairwise": frozenset({"score", "length_normalised", "temperature"}),
-    "advantage": frozenset({"epsilon_low", "epsilon_high"}),
-    "advantage_likelihood": frozenset({"length_normalised", "temperature"}),
+_READS = {
+    "plackett_luce": {"score", "length_normalised", "temperature"},
+    "pairwise": {"score", "length_normalised", "temperature"},
+    "advantage": {"epsilon_low", "epsilon_high"},
+    "advantage_likelihood": {"length_normalised", "temperature"},
 }
 
 
@@ -51,11 +51,8 @@ class RankingLossConfig:
     epsilon_high: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.objective not in get_args(RankingObjective):
-            raise ValueError(
-                f"objective = {self.objective!r} is unknown; choose among "
-                f"{', '.join(get_args(RankingObjective))}"
-            )
+        if self.objective not in _READS:
+            raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
         unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
         refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
         if self.temperature is None and self.objective != "advantage":
@@ -162,19 +159,18 @@ def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Ten
 def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
     better, worse = _ordered_pairs(grades, group_ids)
-    losses = -logsigmoid(scores[better] - scores[worse])
-    counts = _group_sum(torch.ones_like(losses), group_ids[better], num_groups)
-    return _group_sum(losses, group_ids[better], num_groups) / counts.clamp(min=1)
+    return _group_mean(-logsigmoid(scores[better] - scores[worse]), group_ids[better], num_groups)
 
 
 def grade_advantages(grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
     """(S,) float64: grades with mean 0 and standard deviation 1 in their group, 0 in one that is all ties."""
     centred = grades - _group_mean(grades, group_ids, num_groups)[group_ids]
     deviation = _group_mean(centred.square(), group_ids, num_groups).sqrt()[group_ids]
-    highest = grades.new_full((num_groups,), -math.inf).scatter_reduce(0, group_ids, grades, "amax")
-    # Equal grades whose mean is rounded have a deviation, though not a spread.
-    below = _group_sum((grades < highest[group_ids]).to(grades.dtype), group_ids, num_groups)
-    spread = below[group_ids] > 0
+    lowest, highest = (
+        grades.new_zeros(num_groups).scatter_reduce(0, group_ids, grades, extreme, include_self=False)
+        for extreme in ("amin", "amax")
+    )
+    spread = (lowest < highest)[group_ids]  # equal grades whose mean is rounded have a deviation
     return torch.where(spread, centred / torch.where(spread, deviation, 1.0), 0.0)
 
 
@@ -243,9 +239,9 @@ def _group_sum(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
 
 
 def _group_mean(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    return _group_sum(values, group_ids, num_groups) / _group_sum(
-        torch.ones_like(values), group_ids, num_groups
-    )
+    """(G,), zero for a group without values."""
+    counts = _group_sum(torch.ones_like(values), group_ids, num_groups)
+    return _group_sum(values, group_ids, num_groups) / counts.clamp(min=1)
 
 
 def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,12 +254,11 @@ def _ordered_pairs(grades: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
 def _metrics(inputs: RankedInputs, total: int) -> dict[str, Tensor]:
     """Shares of the step's means over groups."""
     better, worse = _ordered_pairs(inputs.grades, inputs.group_ids)
-    logprobs = inputs.logprobs.detach()
+    logprobs, ids, groups = inputs.logprobs.detach(), inputs.group_ids, inputs.num_groups
     right = (logprobs[better] > logprobs[worse]).to(logprobs.dtype)
-    pairs = _group_sum(torch.ones_like(right), inputs.group_ids[better], inputs.num_groups)
-    accuracy = _group_sum(right, inputs.group_ids[better], inputs.num_groups)
+    flat = _group_sum(torch.ones_like(right), ids[better], groups) == 0
     return {
-        "ranking/pairwise_accuracy": (accuracy / pairs.clamp(min=1)).sum() / total,
-        "ranking/flat_groups": (pairs == 0).to(logprobs.dtype).sum() / total,
-        "logps/mean": _group_mean(logprobs, inputs.group_ids, inputs.num_groups).sum() / total,
+        "ranking/pairwise_accuracy": _group_mean(right, ids[better], groups).sum() / total,
+        "ranking/flat_groups": flat.to(logprobs.dtype).sum() / total,
+        "logps/mean": _group_mean(logprobs, ids, groups).sum() / total,
     }

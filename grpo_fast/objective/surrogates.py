@@ -225,16 +225,11 @@ def _trust_region(
 
 
 SURROGATES: dict[str, Callable[[PolicyTokens, GRPOLossConfig], Surrogate]] = {
-    "clip": clip,
-    "geometric_mean": geometric_mean,
-    "cispo": cispo,
-    "sapo": sapo,
-    "vespo": vespo,
-    "reinforce": reinforce,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
+    function.__name__: function
+    for function in (
+        *(clip, geometric_mean, cispo, sapo, vespo, reinforce),
+        *(clip_cov, kl_cov, dppo_tv, dppo_kl),
+    )
 }
 
 
