@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from pydantic import ValidationError
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.convert import Conversion, convert
-from grpo_fast.convert.names import ABSENT, MOVED, NAMES, translate
+from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
+from grpo_fast.convert.rules import translate
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import short
 
 RECIPES = Path(__file__).parent / "recipes"
-
 Pairs = list[tuple[str, Any]]
 
 
@@ -104,8 +105,7 @@ def config_path(name: str | Path) -> Path:
     """
     path = Path(name)
     recipe = RECIPES / f"{name}.yaml"
-    candidates = [path, path / CONFIG_FILE, *([recipe] if path.name == str(name) else [])]
-    for candidate in candidates:
+    for candidate in (path, path / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
         if candidate.is_file():
             return candidate
     known = sorted(file.stem for file in RECIPES.glob("*.yaml"))
@@ -129,18 +129,10 @@ def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConf
     raise ConfigError(source, problems)
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key of the configuration."""
-
-    description: str
-    free_form: bool  # a mapping whose keys are the user's
-
-
 @cache
-def keys() -> dict[str, Key]:
-    """All keys by dotted name, sections before what they hold; list positions are left out."""
-    found: dict[str, Key] = {}
+def keys() -> dict[str, Mapping[str, Any]]:
+    """The JSON schema of each key by dotted name, sections before what they hold, without list positions."""
+    found: dict[str, Mapping[str, Any]] = {}
     schema = TrainConfig.model_json_schema()
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:
@@ -149,37 +141,40 @@ def keys() -> dict[str, Key]:
         for inner in (*node.get("anyOf", ()), *filter(None, [node.get("items")])):
             walk(inner, prefix)
         for key, child in node.get("properties", {}).items():
-            found[prefix + key] = Key(child.get("description", ""), "additionalProperties" in child)
+            found[prefix + key] = child
             walk(child, f"{prefix}{key}.")
 
     walk(schema, "")
     return found
 
 
+def free_form(name: str) -> bool:
+    """Whether a key holds a mapping whose keys are the user's."""
+    return "additionalProperties" in keys().get(name, ())
+
+
 def is_key(name: str) -> bool:
     """Whether a dotted name is a key; free-form mappings take any."""
     name = _without_positions(name)
-    return name in keys() or any(key.free_form and name.startswith(f"{k}.") for k, key in keys().items())
+    return name in keys() or any(name.startswith(f"{key}.") for key in filter(free_form, keys()))
 
 
-def nearest_keys(name: str, extra: Sequence[str] = (), limit: int = 3) -> list[str]:
-    """Up to `limit` known names that a misspelt one may mean, the likeliest first.
+def nearest_keys(name: str, limit: int = 3) -> list[str]:
+    """Up to `limit` keys or flat names of other tools that a misspelt one may mean, the likeliest first.
 
-    Keys of the same section come first, then names alike as a whole, then the same last part elsewhere.
-    `extra`: further names to choose from.
+    Keys of the same section come first, then the same last part elsewhere, then names alike.
     """
-    name = _without_positions(name)
     parent, _, leaf = name.rpartition(".")
-    known = (*keys(), *extra)
-    leaves: dict[str, list[str]] = {}
-    for key in known:
-        leaves.setdefault(key.rpartition(".")[2], []).append(key)
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
-    found = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, limit, 0.7)]
-    found += leaves.get(leaf, [])
-    found += difflib.get_close_matches(name, known, limit, 0.75)
-    found += [full for near in difflib.get_close_matches(leaf, leaves, limit, 0.75) for full in leaves[near]]
-    return list(dict.fromkeys(found))[:limit]
+
+    def likeness(key: str) -> float:
+        section, _, last = key.rpartition(".")
+        alike, whole = (SequenceMatcher(None, *pair).ratio() for pair in ((leaf, last), (name, key)))
+        if section == parent and alike >= 0.7:
+            return 3 + alike
+        return 2 + alike if last == leaf else 1 + whole if whole >= 0.75 else alike if alike >= 0.75 else 0
+
+    scores = {key: likeness(key) for key in (*keys(), *MOVED)}
+    return [key for key in sorted(scores, key=scores.__getitem__, reverse=True)[:limit] if scores[key]]
 
 
 def _without_positions(name: str) -> str:
@@ -243,8 +238,7 @@ def _with(node: Any, place: str, value: Any, here: str = "") -> Any:
 
 def _merged(place: str, below: Any, above: Any) -> Any:
     """`above` over `below`, key by key in sections; a mapping with keys of the user's choice is replaced."""
-    key = keys().get(place)
-    if not (isinstance(below, dict) and isinstance(above, dict)) or (key and key.free_form):
+    if not (isinstance(below, dict) and isinstance(above, dict)) or free_form(place):
         return above
     return below | {key: _merged(f"{place}.{key}", below.get(key), item) for key, item in above.items()}
 
@@ -270,16 +264,18 @@ def _parse_overrides(tokens: Sequence[str]) -> Pairs:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """A YAML or JSON file that holds a mapping, or nothing."""
+    source = str(path)
     try:
         text = path.read_text(encoding="utf-8")
-        document = json.loads(text) if path.suffix == ".json" else _parse_yaml(text, str(path))
+        document = json.loads(text) if path.suffix == ".json" else _parse_yaml(text, source)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
+        raise ConfigError(source, [Problem("the file", f"cannot be read: {error}")]) from None
     if not isinstance(document, dict | None):
-        problem = Problem("the file", "holds no mapping; write `key: value` lines", document)
-        raise ConfigError(str(path), [problem])
+        raise ConfigError(
+            source, [Problem("the file", "holds no mapping; write `key: value` lines", document)]
+        )
     return {str(key): value for key, value in (document or {}).items()}
 
 
@@ -305,6 +301,8 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
+    """Writes a value that stands in two places twice."""
+
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -335,7 +333,7 @@ def _unknown(name: str, value: Any) -> Problem:
     bare = _without_positions(parent)
     found = [
         f"{parent}{key.removeprefix(bare)}" if parent and key.startswith(f"{bare}.") else key
-        for key in nearest_keys(name, extra=tuple(MOVED))
+        for key in nearest_keys(_without_positions(name))
     ]
     hint = f"did you mean {' or '.join(found)}?" if found else "`train CONFIG --print-config` lists all"
     return Problem(name, f"no such key; {hint}", value)
@@ -365,8 +363,8 @@ def _name(location: Sequence[str | int], data: Any) -> str:
 
 def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
     first = items[0]
-    key = keys().get(_without_positions(name))
-    described = f" ({key.description})" if key and key.description else ""
+    description = keys().get(_without_positions(name), {}).get("description")
+    described = f" ({description})" if description else ""
     if first["type"] == "missing":
         return Problem(name, f"is required{described}")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Callable, Iterable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
 def load_callable(path: str, key: str) -> Callable[..., Any]:
-    """The function at `package.module:function`; `key` is the configuration's, for the error.
+    """The function or class at `package.module:name` or `path/to/file.py:name`.
+
+    Args:
+        key: the configuration's, for the error.
 
     Raises:
-        ValueError: the path leads to no function.
+        ValueError: the path leads to nothing that can be called.
     """
-    module, colon, name = path.partition(":")
+    place, colon, name = path.rpartition(":")
     try:
         if not colon:
             raise ImportError("there is no ':' in it")
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(
-            f"{key} = {path!r} cannot be imported ({error}); write it as 'package.module:function' and see "
-            "that the module is on the Python path (PYTHONPATH=. for a file of this folder)"
+            f"{key} = {path!r} cannot be imported ({type(error).__name__}: {error}); write it as "
+            "package.module:function, of a module on the Python path, or as path/to/file.py:function"
         ) from error
-    if not callable(function):
-        raise ValueError(f"{key} = {path!r} is a {type(function).__name__}, not a function")
-    return function
+    if not hasattr(module, name):
+        public = [known for known, value in vars(module).items() if callable(value) and known[0] != "_"]
+        raise ValueError(f"{key} = {path!r}: {place} has no {name!r}: {choices(name, public)}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise ValueError(f"{key} = {path!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    name = f"grpo_fast_user_{path.stem}_{abs(hash(path)):x}"
+    module = sys.modules[name] = ModuleType(name)  # dataclasses and typing look a class's module up there
+    module.__file__ = str(path)
+    try:
+        SourceFileLoader(name, str(path)).exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def choices(name: str, known: Iterable[str]) -> str:

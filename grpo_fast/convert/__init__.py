@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.axolotl import read_axolotl
-from grpo_fast.convert.conversion import Conversion, Row, convert_config
+from grpo_fast.convert.conversion import Conversion
 from grpo_fast.convert.nemo_rl import read_nemo_rl
 from grpo_fast.convert.trl import read_trl
 
-__all__ = ["Conversion", "Row", "convert", "recognise"]
+__all__ = ["Conversion", "convert", "recognise"]
 
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": read_nemo_rl}
 
@@ -25,7 +25,7 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
     Raises:
         ValueError: the configuration is ours already.
     """
-    return convert_config(READERS[source or recognise(document)](document))
+    return READERS[source or recognise(document)](document)
 
 
 def recognise(document: Mapping[str, Any]) -> str:

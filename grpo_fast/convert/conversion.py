@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from grpo_fast.convert.names import Absent, Places, Rule, translate
+from grpo_fast.convert.rules import Absent, Places, Rule, translate
 from grpo_fast.objective.catalog import CATALOG
 from grpo_fast.section import short
 
@@ -75,96 +75,73 @@ class Entry:
     value: Any
     rule: Rule | None  # None for a key that the converter does not know
     note: str = ""  # how the value is put in our terms
+    missing: bool = False  # the value is what the source means by a missing key
 
 
-@dataclass(frozen=True)
-class ForeignConfig:
-    """A foreign configuration, each key with its rule."""
+def convert_entries(
+    source: str, entries: Sequence[Entry], siblings: Mapping[str, Any], *, preference: bool
+) -> Conversion:
+    """Our configuration from foreign keys; every key is in the account.
 
-    source: str
-    preference: bool  # trains on fixed pairs instead of the policy's own completions
-    entries: Sequence[Entry]
-    siblings: Mapping[str, Any]  # all keys by the names that the rules know
-    defaults: Sequence[Entry] = ()  # what missing keys mean there, where ours would mean something else
-
-
-@dataclass
-class _Account:
-    """A conversion under way."""
-
-    preference: bool
-    places: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    set_by: dict[str, str] = field(default_factory=dict)  # place -> the key that set it
-
-    def take(self, entry: Entry, siblings: Mapping[str, Any]) -> None:
-        """Set the places of a key, unless another key has set them or the run would not read them."""
-        try:
-            places = self._places(entry, siblings)
-        except (ValueError, TypeError) as error:
-            self.rows.append(Row(entry.key, entry.value, "not applicable", reason=str(error)))
-            return
-        reason = entry.note if places else "it is so here anyway"
-        self._set(entry, places, "renamed" if any(p != entry.key for p in places) else "taken", reason)
-
-    def take_default(self, entry: Entry, siblings: Mapping[str, Any]) -> None:
-        """Write down what a missing key means, unless another key has set its place."""
-        try:
-            places = self._places(entry, siblings)
-        except ValueError:
-            return
-        if places and not places.keys() & self.places.keys():
-            self._set(entry, places, "written for a default", entry.note)
-
-    def _set(self, entry: Entry, places: Places, outcome: Outcome, reason: str) -> None:
-        self.places.update(places)
-        self.set_by.update(dict.fromkeys(places, entry.key))
-        self.rows.append(Row(entry.key, entry.value, outcome, tuple(places), reason))
-
-    def _places(self, entry: Entry, siblings: Mapping[str, Any]) -> Places:
-        """Raises ValueError with the reason why the key has no place."""
-        if entry.rule is None:
-            raise ValueError("is not a key that this converter knows")
-        if isinstance(entry.rule, Absent):
-            raise ValueError(entry.rule.reason)
-        places = translate(entry.rule, entry.value, siblings)
-        for place, value in places.items():
-            if place in self.places and self.places[place] != value:
-                raise ValueError(f"{place} is {short(self.places[place])} by {self.set_by[place]}")
-            self._check_read(place, value)
-        return places
-
-    def _check_read(self, place: str, value: Any) -> None:
-        """Raises ValueError where the place would be refused beside the algorithm and the loss."""
-        section, _, name = place.rpartition(".")
-        if self.preference:
-            if place.partition(".")[0] in SAMPLING:
-                raise ValueError("training on fixed completions does not read it")
-            return
-        facts = CATALOG.get(self.places.get("loss.loss_type", "dapo"))
-        if section != "loss" or facts is None:
-            return
-        unread = name in _LOSS_SPECIFIC and name not in facts.fields
-        if name == "importance_sampling_level":
-            unread = value not in facts.choosable_levels
-        if unread:
-            raise ValueError(f"the loss that is chosen does not read loss.{name}")
-
-
-def convert_config(foreign: ForeignConfig) -> Conversion:
-    """Our configuration from a foreign one; every key is in the account."""
-    account = _Account(foreign.preference)
-    if foreign.preference:
-        account.places["algorithm"] = "dpo"
-        account.set_by["algorithm"] = "the kind of file"
+    Args:
+        source: whose configuration it is.
+        entries: each key with its rule.
+        siblings: all values by the names that the rules know.
+        preference: the run trains on fixed pairs instead of the policy's own completions.
+    """
+    places: Places = {"algorithm": "dpo"} if preference else {}
+    set_by = dict.fromkeys(places, "the kind of file")
+    rows: list[Row] = []
     # The loss first: which of its terms are read depends on it.
-    for entry in sorted(foreign.entries, key=lambda entry: "loss_type" not in entry.key):
-        account.take(entry, foreign.siblings)
-    for entry in foreign.defaults:
-        account.take_default(entry, {**foreign.siblings, entry.key: entry.value})
-    required = [p for p in REQUIRED if not (foreign.preference and p in SAMPLING)]
-    missing = [place for place in required if place not in account.places]
-    places = {**{place: REQUIRED[place] for place in missing}, **account.places}
+    for entry in sorted(entries, key=lambda entry: "loss_type" not in entry.key):
+        beside = {**siblings, entry.key: entry.value} if entry.missing else siblings
+        try:
+            found = _found(entry, beside)
+            for place, value in found.items():
+                if place in places and places[place] != value:
+                    raise ValueError(f"{place} is {short(places[place])} by {set_by[place]}")
+                _check_read(place, value, places.get("loss.loss_type", "dapo"), preference)
+        except (ValueError, TypeError) as error:
+            if not entry.missing:
+                rows.append(Row(entry.key, entry.value, "not applicable", reason=str(error)))
+            continue
+        if entry.missing and (not found or found.keys() & places.keys()):
+            continue
+        renamed: Outcome = "renamed" if any(place != entry.key for place in found) else "taken"
+        reason = entry.note if found else "it is so here anyway"
+        outcome = "written for a default" if entry.missing else renamed
+        rows.append(Row(entry.key, entry.value, outcome, tuple(found), reason))
+        places |= found
+        set_by |= dict.fromkeys(found, entry.key)
+    required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
+    missing = [place for place in required if place not in places]
+    places = {**{place: REQUIRED[place] for place in missing}, **places}
     if "max_steps" not in places:  # the source counts epochs; ours has a default that nobody chose
         missing.append("max_steps")
-    return Conversion(foreign.source, places, tuple(account.rows), tuple(missing))
+    return Conversion(source, places, tuple(rows), tuple(missing))
+
+
+def _found(entry: Entry, siblings: Mapping[str, Any]) -> Places:
+    """Raises ValueError with the reason why the key has no place."""
+    if entry.rule is None:
+        raise ValueError("is not a key that this converter knows")
+    if isinstance(entry.rule, Absent):
+        raise ValueError(entry.rule.reason)
+    return translate(entry.rule, entry.value, siblings)
+
+
+def _check_read(place: str, value: Any, loss_type: Any, preference: bool) -> None:
+    """Raises ValueError where the place would be refused beside the algorithm and the loss."""
+    section, _, name = place.rpartition(".")
+    if preference:
+        if place.partition(".")[0] in SAMPLING:
+            raise ValueError("training on fixed completions does not read it")
+        return
+    facts = CATALOG.get(loss_type) if isinstance(loss_type, str) else None
+    if section != "loss" or facts is None:
+        return
+    unread = name in _LOSS_SPECIFIC and name not in facts.fields
+    if name == "importance_sampling_level":
+        unread = value not in facts.choosable_levels
+    if unread:
+        raise ValueError(f"the loss that is chosen does not read loss.{name}")

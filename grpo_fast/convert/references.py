@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def resolve(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves with their references replaced; one that leads nowhere stays as it is written."""
-    return {name: _resolved(name, value, leaves) for name, value in leaves.items()}
+    """The leaves with their references replaced; one that leads nowhere or in a circle stays as written."""
+    return {name: _resolved(name, value, leaves, frozenset()) for name, value in leaves.items()}
 
 
 def with_defaults(
@@ -38,15 +39,13 @@ def with_defaults(
     return _over(merged, {key: value for key, value in document.items() if key != "defaults"})
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _over(merged[key], value) if both else value
-    return merged
+def _over(below: Any, above: Any) -> Any:
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
 
 
-def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozenset[str] = frozenset()) -> Any:
+def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozenset[str]) -> Any:
     """`waiting`: the keys whose value waits for this one; a reference to one of them is a circle."""
     while isinstance(value, str) and (match := _INNERMOST.search(value)):
         found = _look_up(name, match.group(1), leaves, waiting | {name})
@@ -58,9 +57,14 @@ def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozens
 
 
 def _look_up(name: str, reference: str, leaves: Mapping[str, Any], waiting: frozenset[str]) -> Any:
+    """What a reference in the value of `name` stands for; `...`: nothing that is known."""
     function, colon, arguments = reference.partition(":")
     if colon:
-        return _product(arguments) if function.strip() == "mul" else ...
+        try:
+            product = math.prod(map(float, arguments.split(",")), start=1.0)
+        except ValueError:
+            return ...
+        return ... if function.strip() != "mul" else int(product) if product.is_integer() else product
     target = reference.strip()
     if target.startswith("."):
         dots = len(target) - len(target.lstrip("."))
@@ -69,13 +73,3 @@ def _look_up(name: str, reference: str, leaves: Mapping[str, Any], waiting: froz
         return ...
     # Resolved under its own name, to which a relative reference in it is relative.
     return _resolved(target, leaves[target], leaves, waiting)
-
-
-def _product(arguments: str) -> Any:
-    product = 1.0
-    for argument in arguments.split(","):
-        try:
-            product *= float(argument)
-        except ValueError:
-            return ...
-    return int(product) if product == int(product) else product

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.conversion import Entry, ForeignConfig
-from grpo_fast.convert.names import NAMES, Absent, Places, Rule, Translate, translate
+from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
+from grpo_fast.convert.names import NAMES
+from grpo_fast.convert.rules import Absent, Places, Rule, Translate, load_yaml, rules_of, translate
 from grpo_fast.objective.pairs import PREFERENCE_LOSSES
 
 # What a missing key means there, where ours would mean something else.
@@ -26,22 +27,18 @@ STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
 
 
-def read_trl(document: Mapping[str, Any]) -> ForeignConfig:
+def read_trl(document: Mapping[str, Any]) -> Conversion:
     """Each key with its rule; keys that only a `DPOConfig` has make it one."""
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
+    entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
     defaults = dict(DEFAULTS)
     if document.get("use_vllm"):
         defaults["vllm_importance_sampling_correction"] = True
     if document.get("beta") and not preference:
         defaults["use_bias_correction_kl"] = True
-    return ForeignConfig(
-        "TRL",
-        preference,
-        [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()],
-        document,
-        default_entries("TRL", defaults, document, rules),
-    )
+    entries += default_entries("TRL", defaults, document, rules)
+    return convert_entries("TRL", entries, document, preference=preference)
 
 
 def default_entries(
@@ -51,7 +48,7 @@ def default_entries(
     if not any(document.get(key) for key in BATCH):
         defaults = {**defaults, "per_device_train_batch_size": 8}
     missing = [key for key in defaults if document.get(key) is None]
-    return [Entry(key, defaults[key], rules[key], f"{source}'s default") for key in missing]
+    return [Entry(key, defaults[key], rules[key], f"{source}'s default", missing=True) for key in missing]
 
 
 def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, Rule], dict[str, str]]:
@@ -113,20 +110,8 @@ def _preference_loss(value: Any, siblings: Mapping[str, Any]) -> Places:
     return {"preference.loss.loss_type": names[0] if len(names) == 1 else names}
 
 
-def _term(name: str) -> Translate:
-    """A constant of the preference loss; null and zero set nothing."""
-    return lambda value, _: {f"preference.loss.{name}": value} if value else {}
-
-
 # What these names mean when training is on fixed pairs.
 PREFERENCE: dict[str, Rule] = {
+    **dict(rules_of(load_yaml("trl.yaml")["preference"])),
     "loss_type": _preference_loss,
-    "beta": _term("beta"),
-    "rl_beta": _term("beta"),
-    "label_smoothing": _term("label_smoothing"),
-    "dpo_label_smoothing": _term("label_smoothing"),
-    "kto_desirable_weight": _term("desirable_weight"),
-    "kto_undesirable_weight": _term("undesirable_weight"),
-    "loss_weights": _term("loss_weights"),
-    "simpo_gamma": _term("gamma"),
 }

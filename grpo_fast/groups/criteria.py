@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,45 +17,11 @@ from grpo_fast.lookup import choices, load_callable
 HASH_BITS = 10
 EMBEDDING_WIDTH = 2**HASH_BITS
 
-
-@dataclass(frozen=True)
-class Criterion:
-    """One criterion over N prompts."""
-
-    kind: Literal["vector", "number", "label"]
-    values: Tensor  # vector: (N, D) float32 of length one; number: (N,) float32 in [0, 1]; label: (N,) int64
-    weight: float = 1.0
-
-    @property
-    def tells_apart(self) -> bool:
-        """Whether any two prompts differ: a constant criterion would only dilute the others."""
-        return bool((self.values != self.values[:1]).any())
-
-    def distance(self, rows: Tensor, others: Tensor) -> Tensor:
-        """(R, O) float32 in [0, 1] between prompts by position; vectors at right angles or more are at 1."""
-        a, b = self.values[rows], self.values[others]
-        if self.kind == "vector":
-            return (1 - a @ b.T).clamp(0, 1)
-        if self.kind == "number":
-            return (a[:, None] - b[None]).abs()
-        return (a[:, None] != b[None]).float()
+Distance = Callable[[Tensor, Tensor], Tensor]  # positions (R,), (O,) -> (R, O) float32 in [0, 1]
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """Weighted mean of the distances of several criteria."""
-
-    criteria: tuple[Criterion, ...]  # those that tell prompts apart
-
-    def distance(self, rows: Tensor, others: Tensor) -> Tensor:
-        """(R, O) float32 in [0, 1] between prompts by position."""
-        total = sum(criterion.weight for criterion in self.criteria)
-        parts = [criterion.weight / total * criterion.distance(rows, others) for criterion in self.criteria]
-        return sum(parts, torch.zeros(len(rows), len(others)))
-
-
-def make_likeness(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0) -> Likeness:
-    """The distance that the configured strategy groups by.
+def prompt_distance(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int = 0) -> Distance:
+    """The distance that the configured strategy groups by: the weighted mean over its criteria.
 
     Args:
         prompts: N.
@@ -67,8 +32,25 @@ def make_likeness(prompts: Sequence[Prompt], config: GroupConfig, example_turns:
         ValueError: a criterion that is unknown, or that does not fit the prompts.
     """
     wanted = config.criteria or [CriterionConfig(by="embedding")]
-    criteria = [_criterion(prompts, item, config, example_turns) for item in wanted]
-    return Likeness(tuple(criterion for criterion in criteria if criterion.tells_apart))
+    criteria = [(item.weight, _values(prompts, item.by, config, example_turns)) for item in wanted]
+    # A criterion by which all prompts are equal would only dilute the others.
+    criteria = [(weight, values) for weight, values in criteria if (values != values[:1]).any()]
+    total = sum(weight for weight, _ in criteria)
+
+    def distance(rows: Tensor, others: Tensor) -> Tensor:
+        parts = [weight / total * _distances(values[rows], values[others]) for weight, values in criteria]
+        return sum(parts, torch.zeros(len(rows), len(others)))
+
+    return distance
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """(R, O) float32 between vectors of length one (R, D), numbers in [0, 1] or int64 labels (R,)."""
+    if a.ndim == 2:
+        return (1 - a @ b.T).clamp(0, 1)  # vectors at right angles or more are at 1
+    if a.is_floating_point():
+        return (a[:, None] - b[None]).abs()
+    return (a[:, None] != b[None]).float()
 
 
 def conversation_prefix(
@@ -93,6 +75,13 @@ def conversation_prefix(
 def own_turns(turns: Sequence[Message], example_turns: int) -> Sequence[Message]:
     """A row's own turns: without the system message and the configuration's examples."""
     return turns[(turns[0]["role"] == "system") + example_turns :]
+
+
+def text_of(prompt: Prompt, example_turns: int = 0) -> str:
+    """A prompt as text: its own turns, one a line, where it is a conversation."""
+    if isinstance(prompt.prompt, str):
+        return prompt.prompt
+    return "\n".join(turn["content"] for turn in own_turns(prompt.prompt, example_turns))
 
 
 def label_ids(keys: Iterable[Hashable | None]) -> Tensor:
@@ -125,79 +114,60 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
     return normalize(flat.view(-1, EMBEDDING_WIDTH))
 
 
-def _criterion(
-    prompts: Sequence[Prompt], item: CriterionConfig, config: GroupConfig, example_turns: int
-) -> Criterion:
-    if item.by == "embedding":
-        return Criterion("vector", _embed(prompts, config.embedding, example_turns), item.weight)
-    if item.by == "length":
-        return _numbers([len(prompt.token_ids) for prompt in prompts], item)
-    if item.by == "prefix":
-        keys = [conversation_prefix(prompt, config.prefix_turns, example_turns) for prompt in prompts]
-        return Criterion("label", label_ids(keys), item.weight)
-    if item.by.startswith("column:"):
-        return _column(prompts, item)
-    if ":" in item.by:
-        found = load_callable(item.by, "groups.criteria.by")(prompts)
-        values = _tensor(found, len(prompts), f"groups.criteria.by = {item.by!r}")
-        if values.ndim == 1:
-            return _numbers(values.tolist(), item)
-        return Criterion("vector", normalize(values), item.weight)
-    raise ValueError(
-        f"groups.criteria.by = {item.by!r} is unknown; choose embedding, prefix, length or column:NAME, or "
-        "give your own function as 'module:function'"
-    )
+def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_turns: int) -> Tensor:
+    """What a criterion knows of each prompt, as `_distances` takes it."""
+    source = f"groups.criteria.by = {by!r}"
+    if by == "embedding":
+        return _embed(prompts, config.embedding, example_turns)
+    if by == "length":
+        return _over_range([len(prompt.token_ids) for prompt in prompts], source)
+    if by == "prefix":
+        return label_ids(conversation_prefix(p, config.prefix_turns, example_turns) for p in prompts)
+    if by.startswith("column:"):
+        return _column(prompts, by.removeprefix("column:"), source)
+    if ":" not in by:
+        raise ValueError(
+            f"{source} is unknown; choose embedding, prefix, length or column:NAME, or give your own "
+            "function as 'module:function'"
+        )
+    values = _tensor(load_callable(by, "groups.criteria.by")(prompts), len(prompts), source)
+    return normalize(values) if values.ndim == 2 else _over_range(values.tolist(), source)
 
 
 def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Tensor:
+    source = f"groups.embedding = {embedding!r}"
     if embedding == "tfidf":
         return tfidf([prompt.token_ids for prompt in prompts])
     if ":" not in embedding:
-        raise ValueError(
-            f"groups.embedding = {embedding!r} is unknown; use tfidf, or give your own function as "
-            "'module:function'"
-        )
+        raise ValueError(f"{source} is unknown; use tfidf, or your own function as 'module:function'")
     texts = [text_of(prompt, example_turns) for prompt in prompts]
-    found = load_callable(embedding, "groups.embedding")(texts)
-    values = _tensor(found, len(prompts), f"groups.embedding = {embedding!r}")
+    values = _tensor(load_callable(embedding, "groups.embedding")(texts), len(prompts), source)
     if values.ndim != 2:
-        raise ValueError(f"groups.embedding = {embedding!r} gave one number a text; return one vector a text")
+        raise ValueError(f"{source} gave one number a text; return one vector a text")
     return normalize(values)
 
 
-def text_of(prompt: Prompt, example_turns: int = 0) -> str:
-    """A prompt as text: its own turns, one a line, where it is a conversation."""
-    if isinstance(prompt.prompt, str):
-        return prompt.prompt
-    return "\n".join(turn["content"] for turn in own_turns(prompt.prompt, example_turns))
-
-
-def _column(prompts: Sequence[Prompt], item: CriterionConfig) -> Criterion:
-    name = item.by.removeprefix("column:")
+def _column(prompts: Sequence[Prompt], name: str, source: str) -> Tensor:
+    """Numbers of a column where it has nothing else, labels otherwise."""
     if name not in prompts[0].columns:
-        raise ValueError(
-            f"groups.criteria.by = {item.by!r}: there is no such column: {choices(name, prompts[0].columns)}"
-        )
+        raise ValueError(f"{source}: there is no such column: {choices(name, prompts[0].columns)}")
     values: list[Any] = [prompt.columns.get(name) for prompt in prompts]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return _numbers(values, item)
-    keys = (None if value is None else repr(value) for value in values)
-    return Criterion("label", label_ids(keys), item.weight)
+        return _over_range(values, source)
+    return label_ids(None if value is None else repr(value) for value in values)
 
 
-def _numbers(values: Sequence[float], item: CriterionConfig) -> Criterion:
+def _over_range(values: Sequence[float], source: str) -> Tensor:
     """Numbers over their range, so that the largest distance is one."""
     numbers = torch.tensor(values, dtype=torch.float64)
     if not numbers.isfinite().all():
-        raise ValueError(
-            f"groups.criteria.by = {item.by!r} holds values that are not finite; clean the column"
-        )
+        raise ValueError(f"{source} holds values that are not finite; clean the column")
     low, high = numbers.min(), numbers.max()
-    spread = high - low if high > low else torch.ones(())
-    return Criterion("number", ((numbers - low) / spread).float(), item.weight)
+    return ((numbers - low) / (high - low if high > low else 1.0)).float()
 
 
 def _tensor(values: Any, n: int, source: str) -> Tensor:
+    """What a user's function returned, (n,) or (n, D) float32."""
     try:
         tensor = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

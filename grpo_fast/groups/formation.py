@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.groups.config import GroupConfig
-from grpo_fast.groups.criteria import Likeness, conversation_prefix, label_ids, make_likeness
+from grpo_fast.groups.criteria import Distance, conversation_prefix, prompt_distance
 from grpo_fast.lookup import load_callable
 
-Distance = Callable[[Tensor, Tensor], Tensor]  # positions (R,), (O,) -> (R, O) float32
 Groups = list[list[int]]  # positions; the first of a group is its leader
 
 # Equal vectors are at a distance of about 1e-7, not zero.
@@ -30,7 +28,7 @@ class Grouping:
     members: tuple[tuple[int, ...], ...]  # positions of each group; every position once
     rows: tuple[int, ...]  # `Prompt.index` of each position
     min_group_size: int = 2
-    likeness: Likeness | None = None  # where prompts are grouped by distance
+    distance: Distance | None = None  # where prompts are grouped by one
 
     @cached_property
     def group_of(self) -> dict[int, int]:
@@ -56,10 +54,10 @@ class Grouping:
     def spread(self, positions: Sequence[int]) -> float | None:
         """Mean distance between two prompts; None without distances, or for fewer than two prompts."""
         n = len(positions)
-        if self.likeness is None or n < 2:
+        if self.distance is None or n < 2:
             return None
         places = torch.tensor(positions)
-        distances = self.likeness.distance(places, places)
+        distances = self.distance(places, places)
         return (distances.sum() - distances.diagonal().sum()).item() / (n * (n - 1))
 
 
@@ -75,52 +73,43 @@ def form_groups(prompts: Sequence[Prompt], config: GroupConfig, *, example_turns
         ValueError: a strategy that does not fit the prompts, or a function that cannot be imported or that
             returns something else than one key for each prompt.
     """
-    min_size, max_size = config.min_group_size, config.max_group_size
-    likeness = None
-    keys: list[Hashable | None]
+    distance = None
     if config.strategy in ("similarity", "combined"):
-        likeness = make_likeness(prompts, config, example_turns)
-        groups = leader_clusters(
-            len(prompts), likeness.distance, radius=1 - config.similarity_threshold, max_size=max_size
-        )
-        nearest = config.leftovers == "nearest"
-        groups = settle_leftovers(
-            groups, likeness.distance, min_size=min_size, max_size=max_size, nearest=nearest
-        )
+        distance = prompt_distance(prompts, config, example_turns)
+        radius = 1 - config.similarity_threshold
+        groups = leader_clusters(len(prompts), distance, radius=radius, max_size=config.max_group_size)
+        groups = settle_leftovers(groups, distance, config)
     elif config.strategy == "prompt":
         groups = [[position] for position in range(len(prompts))]
     elif config.strategy == "prefix":
-        keys = [conversation_prefix(prompt, config.prefix_turns, example_turns) for prompt in prompts]
-        if all(key is None for key in keys):
-            raise ValueError(
-                "groups.strategy = 'prefix' finds no prompt with earlier turns; it is for conversations of "
-                "several turns: use another strategy"
-            )
-        groups = key_groups(label_ids(keys).tolist(), min_size=min_size, max_size=max_size)
+        groups = key_groups(_prefixes(prompts, config, example_turns), config)
     else:
-        keys = _own_keys(prompts, config.strategy)
-        groups = key_groups(label_ids(keys).tolist(), min_size=min_size, max_size=max_size)
-    return Grouping(
-        members=tuple(map(tuple, groups)),
-        rows=tuple(prompt.index for prompt in prompts),
-        min_group_size=config.min_group_size,
-        likeness=likeness,
-    )
+        groups = key_groups(_own_keys(prompts, config.strategy), config)
+    rows = tuple(prompt.index for prompt in prompts)
+    return Grouping(tuple(map(tuple, groups)), rows, config.min_group_size, distance)
+
+
+def _prefixes(prompts: Sequence[Prompt], config: GroupConfig, example_turns: int) -> list[Hashable | None]:
+    keys = [conversation_prefix(prompt, config.prefix_turns, example_turns) for prompt in prompts]
+    if all(key is None for key in keys):
+        raise ValueError(
+            "groups.strategy = 'prefix' finds no prompt with earlier turns; it is for conversations of "
+            "several turns: use another strategy"
+        )
+    return list(keys)
 
 
 def _own_keys(prompts: Sequence[Prompt], path: str) -> list[Hashable | None]:
     keys = load_callable(path, "groups.strategy")(prompts)
+    returned = f"groups.strategy = {path!r} returned"
     if not isinstance(keys, list | tuple) or len(keys) != len(prompts):
         got = f"{len(keys)} keys" if isinstance(keys, list | tuple) else f"a {type(keys).__name__}"
-        raise ValueError(
-            f"groups.strategy = {path!r} returned {got} for {len(prompts)} prompts; return a list with "
-            "one key each"
-        )
+        raise ValueError(f"{returned} {got} for {len(prompts)} prompts; return a list with one key each")
     for place, key in enumerate(keys):
         if not isinstance(key, Hashable):
             raise ValueError(
-                f"groups.strategy = {path!r} returned a {type(key).__name__} for prompt {place}; a key is "
-                "text or a number, or None for a baseline of its own"
+                f"{returned} a {type(key).__name__} for prompt {place}; a key is text or a number, or None "
+                "for a baseline of its own"
             )
     return list(keys)
 
@@ -134,57 +123,50 @@ def leader_clusters(n: int, distance: Distance, *, radius: float, max_size: int)
     groups: Groups = []
     for start in range(0, n, BLOCK):
         block = torch.arange(start, min(start + BLOCK, n))
-        open_groups = [group for group in groups if len(group) < max_size]
-        leaders = torch.tensor([group[0] for group in open_groups], dtype=torch.int64)
+        known = [group for group in groups if len(group) < max_size]
         # A prompt of the block may come to lead: its distances stand in a column of their own.
+        columns: Groups = [*known, *([] for _ in block)]
+        leaders = torch.tensor([group[0] for group in known], dtype=torch.int64)
         distances = distance(block, torch.cat([leaders, block]))
-        led: Groups = [*open_groups, *([] for _ in block)]
-        full = torch.zeros(len(led))
-        full[len(leaders) :] = torch.inf
+        has_room = torch.arange(len(columns)) < len(known)
         for row, position in enumerate(block.tolist()):
-            gap, nearest = (distances[row] + full).min(0)
+            gap, nearest = distances[row].where(has_room, torch.inf).min(0)
             column = int(nearest)
             if gap > radius + ROUNDING:
-                column = len(leaders) + row
-                groups.append(led[column])
-            led[column].append(position)
-            full[column] = torch.inf if len(led[column]) >= max_size else 0.0
+                column = len(known) + row
+                groups.append(columns[column])
+            columns[column].append(position)
+            has_room[column] = len(columns[column]) < max_size
     return groups
 
 
-def settle_leftovers(
-    groups: Groups, distance: Distance, *, min_size: int, max_size: int, nearest: bool
-) -> Groups:
-    """Prompts of groups below `min_size` join the nearest leader with room, or become groups of one."""
-    kept = [list(group) for group in groups if len(group) >= min_size]
-    loose = sorted(position for group in groups if len(group) < min_size for position in group)
-    if not nearest or not kept:
-        return [*kept, *([position] for position in loose)]
-    leaders = torch.tensor([group[0] for group in kept])
-    full = torch.tensor([torch.inf if len(group) >= max_size else 0.0 for group in kept])
+def settle_leftovers(groups: Groups, distance: Distance, config: GroupConfig) -> Groups:
+    """Prompts of groups that are too small join the nearest leader with room, or become groups of one."""
+    kept = [list(group) for group in groups if len(group) >= config.min_group_size]
+    loose = sorted(p for group in groups if len(group) < config.min_group_size for p in group)
     alone: Groups = []
     for position in loose:
-        gap, column = (distance(torch.tensor([position]), leaders)[0] + full).min(0)
-        if gap == torch.inf:
+        room = [group for group in kept if len(group) < config.max_group_size]
+        if config.leftovers == "own" or not room:
             alone.append([position])
-            continue
-        kept[column].append(position)
-        full[column] = torch.inf if len(kept[column]) >= max_size else 0.0
+        else:
+            leaders = torch.tensor([group[0] for group in room])
+            room[int(distance(torch.tensor([position]), leaders).argmin())].append(position)
     return [*kept, *alone]
 
 
-def key_groups(labels: Sequence[int], *, min_size: int, max_size: int) -> Groups:
-    """Prompts of one label together, in as few even parts as `max_size` allows.
+def key_groups(keys: Sequence[Hashable | None], config: GroupConfig) -> Groups:
+    """Prompts of one key together, in as few even parts as the largest size allows.
 
-    A part below `min_size` becomes groups of one.
+    A part below the smallest size becomes groups of one; None is no key that others could share.
     """
-    members: dict[int, list[int]] = {}
-    for position, label in enumerate(labels):
-        members.setdefault(label, []).append(position)
+    members: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(keys):
+        members.setdefault(object() if key is None else key, []).append(position)
     groups: Groups = []
     for group in members.values():
-        parts = -(-len(group) // max_size)
+        parts = -(-len(group) // config.max_group_size)
         for part in range(parts):
             chunk = group[part * len(group) // parts : (part + 1) * len(group) // parts]
-            groups += [chunk] if len(chunk) >= min_size else [[position] for position in chunk]
+            groups += [chunk] if len(chunk) >= config.min_group_size else [[place] for place in chunk]
     return groups

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
@@ -34,20 +35,15 @@ class GroupSampler(PromptSampler):
 
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Share of prompts that share a baseline, prompts a baseline, the distance of those that share."""
-        baselines = self.baseline_groups(prompts)
-        sizes = Counter(baselines)
+        groups: dict[int, list[int]] = {}
+        for prompt, baseline in zip(prompts, self.baseline_groups(prompts), strict=True):
+            groups.setdefault(baseline, []).append(self.grouping.position_of[prompt.index])
         metrics = {
-            "groups/sharing": sum(size for size in sizes.values() if size > 1) / len(prompts),
-            "groups/prompts_per_baseline": len(prompts) / len(sizes),
+            "groups/sharing": sum(len(group) for group in groups.values() if len(group) > 1) / len(prompts),
+            "groups/prompts_per_baseline": len(prompts) / len(groups),
         }
-        spreads = []
-        for baseline, size in sizes.items():
-            rows = [
-                p.index for p, own in zip(prompts, baselines, strict=True) if own == baseline and size > 1
-            ]
-            spread = self.grouping.spread([self.grouping.position_of[row] for row in rows])
-            spreads += [] if spread is None else [spread]
-        return metrics | ({"groups/embedding_spread": sum(spreads) / len(spreads)} if spreads else {})
+        spreads = [spread for group in groups.values() if (spread := self.grouping.spread(group)) is not None]
+        return metrics | ({"groups/embedding_spread": fmean(spreads)} if spreads else {})
 
     def state_dict(self) -> dict[str, Any]:
         # The groups themselves: another machine's rounding may form others.
@@ -109,7 +105,7 @@ def describe_groups(
         return f"{lines[0]}\n{alone}"
     example_turns = 2 * len(dataset.config.examples)
     grouping = form_groups(dataset, config, example_turns=example_turns)
-    lines += [*_sizes(grouping), *_batches(GroupSampler(dataset, prompts_per_step, grouping, seed))]
+    lines += [*_sizes(grouping), _batches(GroupSampler(dataset, prompts_per_step, grouping, seed))]
     largest = sorted(grouping.members, key=len, reverse=True)
     for group in (group for group in largest[:examples] if len(group) > 1):
         spread = grouping.spread(group)
@@ -121,28 +117,26 @@ def describe_groups(
 
 
 def _sizes(grouping: Grouping) -> list[str]:
-    sizes = Counter(len(group) for group in grouping.members)
-    together = sum(size * count for size, count in sizes.items() if size > 1)
-    share = 100 * together / len(grouping.rows)
-    lines = [f"{len(grouping.members)} groups; {share:.1f} % of the prompts share one with others"]
+    sizes = Counter(map(len, grouping.members))
+    share = 1 - sizes[1] / len(grouping.rows)
+    lines = [f"{len(grouping.members)} groups; {100 * share:.1f} % of the prompts share one with others"]
     lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
     spreads = [spread for group in grouping.members if (spread := grouping.spread(group)) is not None]
     if spreads:
-        lines.append(f"mean similarity within groups {1 - sum(spreads) / len(spreads):.2f}")
         # Of prompts spread evenly over the dataset: all pairs would be too many.
-        step = -(-len(grouping.rows) // COMPARED)
-        overall = grouping.spread(range(0, len(grouping.rows), step)) or 0.0
+        overall = grouping.spread(range(0, len(grouping.rows), -(-len(grouping.rows) // COMPARED))) or 0.0
+        lines.append(f"mean similarity within groups {1 - fmean(spreads):.2f}")
         lines.append(f"mean similarity of any two prompts {1 - overall:.2f}")
     return lines
 
 
-def _batches(sampler: GroupSampler) -> list[str]:
+def _batches(sampler: GroupSampler) -> str:
     """What the batches of the first epoch share: one that ends within a group parts it."""
     batches = max(1, len(sampler.dataset) // sampler.batch_size)
     metrics = [sampler.metrics(sampler.next()) for _ in range(batches)]
-    sharing = sum(m["groups/sharing"] for m in metrics) / batches
-    size = sum(m["groups/prompts_per_baseline"] for m in metrics) / batches
-    return [
-        f"in steps of {sampler.batch_size} prompts {100 * sharing:.1f} % share a baseline, "
-        f"{size:.2f} prompts on average"
-    ]
+    sharing = 100 * fmean(m["groups/sharing"] for m in metrics)
+    size = fmean(m["groups/prompts_per_baseline"] for m in metrics)
+    return (
+        f"in steps of {sampler.batch_size} prompts {sharing:.1f} % share a baseline, {size:.2f} prompts on "
+        "average"
+    )

@@ -19,15 +19,14 @@ from grpo_fast.rewards.types import RewardFunction
 
 
 class CallFailed(Exception):
-    """A call that gave no usable values. `sample`: which completion is to blame, where known."""
+    """A call that gave no usable values; its `__cause__` is what the function raised, if it did.
+
+    `sample`: which completion is to blame, where known.
+    """
 
     def __init__(self, problem: str, sample: int | None = None) -> None:
         super().__init__(problem)
         self.sample = sample
-
-
-class Raised(CallFailed):
-    """The function raised an exception, the `__cause__`."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,24 @@ class Runner:
         elif is_async(function):
             future = asyncio.run_coroutine_threadsafe(function(**arguments), self._event_loop())
         else:
-            future = _in_thread(lambda: function(**arguments))
+            future = in_thread(lambda: function(**arguments))
         return Call(name, future, timeout, time.monotonic() + timeout)
 
     def finish(self, call: Call) -> Any:
         """What the function returned.
 
         Raises:
-            Raised: it raised.
-            CallFailed: it has not returned in time.
+            CallFailed: it raised, or has not returned in time.
         """
         if not wait([call.future], max(0.0, call.deadline - time.monotonic())).done:
-            self._busy[call.name], reason = self._abandon(call)
+            reason = self._abandon(call)
             raise CallFailed(f"did not return within its timeout of {call.timeout:g} seconds{reason}")
         error = call.future.exception()
+        if error is None:
+            return call.future.result()
         if isinstance(error, CallFailed):
             raise error
-        if error is not None:
-            raise Raised(f"raised {type(error).__name__}: {error}") from error
-        return call.future.result()
+        raise CallFailed(f"raised {type(error).__name__}: {error}") from error
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         # One loop for all calls: clients that functions keep between calls are bound to it.
@@ -90,15 +88,18 @@ class Runner:
             weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
         return self._loop
 
-    def _abandon(self, call: Call) -> tuple[Future[Any], str]:
-        """What is done once the call holds no thread any more, and why it may still hold one."""
+    def _abandon(self, call: Call) -> str:
+        """Remember what may hold a thread from now on; why it does, where that is known."""
+        self._busy[call.name] = call.future
         if not call.future.cancel():
-            return call.future, ""
+            return ""
         # A cancelled coroutine ends when it awaits; the loop answers unless some function never does.
-        answer = asyncio.run_coroutine_threadsafe(_nothing(), self._event_loop())
+        self._busy[call.name] = answer = asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(0), self._event_loop()
+        )
         if wait([answer], 1.0).done:
-            return answer, ""
-        return answer, "; an async reward blocks the event loop: let it await, or make it a plain function"
+            return ""
+        return "; an async reward blocks the event loop: let it await, or make it a plain function"
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -118,24 +119,20 @@ def check_values(returned: Any, n: int) -> list[float]:
         raise CallFailed(f"must return a list of {n} numbers, got {type(returned).__name__}")
     if len(returned) != n:
         raise CallFailed(f"returned {len(returned)} values for {n} completions; return one each")
-    return [_number(value, index) for index, value in enumerate(returned)]
+    # A scalar of numpy or torch has an item.
+    values = [value.item() if hasattr(value, "item") else value for value in returned]
+    for index, value in enumerate(values):
+        if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+            raise CallFailed(
+                f"returned {value!r} for sample {index}; a value is a finite number, or None where the "
+                "reward does not apply",
+                index,
+            )
+    return [math.nan if value is None else float(value) for value in values]
 
 
-def _number(value: Any, index: int) -> float:
-    if value is None:
-        return math.nan
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise CallFailed(
-            f"returned {value!r} for sample {index}; a value is a finite number, or None where the reward "
-            "does not apply",
-            index,
-        )
-    return float(value)
-
-
-def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """What `work` returns or raises, from a daemon thread: nothing waits for one that hangs."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # a thread cannot be cancelled
 
@@ -147,7 +144,3 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), name="reward", daemon=True).start()
     return future
-
-
-async def _nothing() -> None:
-    pass

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,14 +17,20 @@ import torch
 from grpo_fast.data.types import Prompt
 from grpo_fast.lookup import choices
 from grpo_fast.rewards.builtins.options import column_options
-from grpo_fast.rewards.calls import Call, CallFailed, Raised, Runner, check_values, is_async
+from grpo_fast.rewards.calls import Call, CallFailed, Runner, check_values, is_async
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
-from grpo_fast.rewards.types import Batch, RewardError, RewardFunction, RewardResult, weighted_sum
+from grpo_fast.rewards.types import (
+    Batch,
+    RewardError,
+    RewardFunction,
+    RewardResult,
+    column_names,
+    weighted_sum,
+)
 from grpo_fast.rollout.types import Completion
 
 logger = logging.getLogger(__name__)
-NOTHING_PRECOMPUTED: Mapping[str, Sequence[float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}_{seen[name]}"
-        how = {key: getattr(config, key) for key in ("weight", "timeout", "on_error", "per_group")}
+        how = config.model_dump(include={"weight", "timeout", "on_error", "per_group"})
         rewards.append(Reward(name, function, options=options, **how))
     return RewardSet(rewards)
 
@@ -90,7 +95,7 @@ class RewardSet:
         prompts: Sequence[Prompt],
         completions: Sequence[Sequence[Completion]],
         *,
-        precomputed: Mapping[str, Sequence[float]] = NOTHING_PRECOMPUTED,
+        precomputed: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
         """Scores each prompt's completions: one row of the result a completion, group after group.
 
@@ -101,11 +106,24 @@ class RewardSet:
             RewardError: a function fails and is not to be skipped, or none applies to any sample.
             ValueError: there is no completion.
         """
-        batch = Batch.of(prompts, completions, _column_names(prompts))
+        batch = Batch.of(prompts, completions, column_names(prompts))
         if not len(batch):
             raise ValueError("completions is empty; there is nothing to score")
-        values, skipped = self._call_all(batch, precomputed)
-        table = torch.tensor(values, dtype=torch.float64).T.contiguous()
+        values: dict[str, Sequence[float]] = dict(precomputed or {})
+        skipped: dict[str, str] = {}
+        due = [reward for reward in self.rewards if reward.name not in values]
+        running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
+        for reward in sorted(due, key=lambda reward: reward.name in running):
+            call = running.get(reward.name) or self._start(reward, batch)
+            try:
+                values[reward.name] = check_values(self._runner.finish(call), len(batch))
+            except CallFailed as failure:
+                if reward.on_error == "fail":
+                    raise self._error(reward, failure, batch) from failure.__cause__
+                logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
+                values[reward.name] = [math.nan] * len(batch)
+                skipped[reward.name] = str(failure)
+        table = torch.tensor([values[name] for name in self.names], dtype=torch.float64).T.contiguous()
         if not skipped:
             self._report_unscored(table, batch)
         return RewardResult(table.float(), weighted_sum(table, self.weights), skipped)
@@ -122,26 +140,6 @@ class RewardSet:
         call = self._start(self.rewards[self.names.index(name)], batch)
         return check_values(self._runner.finish(call), len(batch))
 
-    def _call_all(
-        self, batch: Batch, precomputed: Mapping[str, Sequence[float]]
-    ) -> tuple[list[list[float]], dict[str, str]]:
-        """F lists of N values, and why some of them are all NaN."""
-        values = {name: list(found) for name, found in precomputed.items()}
-        skipped: dict[str, str] = {}
-        due = [reward for reward in self.rewards if reward.name not in precomputed]
-        running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
-        for reward in sorted(due, key=lambda reward: reward.name in running):
-            call = running.get(reward.name) or self._start(reward, batch)
-            try:
-                values[reward.name] = check_values(self._runner.finish(call), len(batch))
-            except CallFailed as failure:
-                if reward.on_error == "fail":
-                    raise self._error(reward, failure, batch) from failure.__cause__
-                logger.warning("reward %r %s; skipped for %d completions", reward.name, failure, len(batch))
-                values[reward.name] = [math.nan] * len(batch)
-                skipped[reward.name] = str(failure)
-        return [values[name] for name in self.names], skipped
-
     def _start(self, reward: Reward, batch: Batch, timeout: float | None = None) -> Call:
         arguments = batch.arguments(reward.name, reward.function, reward.options)
         limit = reward.timeout if timeout is None else timeout
@@ -150,9 +148,8 @@ class RewardSet:
     def _error(self, reward: Reward, failure: CallFailed, batch: Batch) -> RewardError:
         """Names the sample: the one with the wrong value, or the first that fails alone too."""
         sample = failure.sample
-        cause = failure.__cause__
-        if sample is None and isinstance(failure, Raised) and cause is not None:
-            sample = self._first_raising(reward, type(cause), batch)
+        if failure.__cause__ is not None:
+            sample = self._first_raising(reward, type(failure.__cause__), batch)
         where = "" if sample is not None else f"; the batch has {len(batch)} completions, the first is"
         return RewardError(reward.name, f"{failure}{where}\n{batch.describe(sample or 0)}", sample)
 
@@ -160,14 +157,14 @@ class RewardSet:
         """The first sample that raises the same when it is scored alone, searched for one timeout long."""
         deadline = time.monotonic() + reward.timeout
         for index in range(len(batch)):
+            left = max(0.0, deadline - time.monotonic())
             try:
-                left = max(0.0, deadline - time.monotonic())
                 self._runner.finish(self._start(reward, batch.one(index), left))
-            except Raised as failure:
+            except CallFailed as failure:
+                if failure.__cause__ is None:
+                    return None
                 if type(failure.__cause__) is error:
                     return index
-            except CallFailed:
-                return None
         return None
 
     def _report_unscored(self, table: torch.Tensor, batch: Batch) -> None:
@@ -183,11 +180,6 @@ class RewardSet:
         logger.warning("reward %r %s; the first is %s", names, problem, sample)
 
 
-def _column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Every column that some prompt has."""
-    return list({name: None for prompt in prompts for name in prompt.columns})
-
-
 class EarlyScores:
     """Calls the functions marked `per_group` on each group as it completes, while others still decode.
 
@@ -198,7 +190,7 @@ class EarlyScores:
     def __init__(self, rewards: RewardSet, prompts: Sequence[Prompt]) -> None:
         self._rewards = rewards
         self._prompts = prompts
-        self._columns = _column_names(prompts)
+        self._columns = column_names(prompts)
         self._values: dict[str, dict[int, list[float]]] = {r.name: {} for r in rewards.rewards if r.per_group}
         self._due: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._stopped = False
@@ -215,11 +207,8 @@ class EarlyScores:
         self._due.put(None)
         self._thread.join()
         groups = range(len(self._prompts))
-        return {
-            name: [value for index in groups for value in scored[index]]
-            for name, scored in self._values.items()
-            if len(scored) == len(groups)
-        }
+        complete = {name: scored for name, scored in self._values.items() if len(scored) == len(groups)}
+        return {name: [v for index in groups for v in scored[index]] for name, scored in complete.items()}
 
     def cancel(self) -> None:
         """Nobody wants the values any more."""
@@ -232,7 +221,6 @@ class EarlyScores:
             for name in list(self._values):
                 try:
                     values = self._rewards.score_group(name, self._prompts[index], completions, self._columns)
+                    self._values[name][index] = values
                 except (CallFailed, RewardError):
                     del self._values[name]
-                else:
-                    self._values[name][index] = values

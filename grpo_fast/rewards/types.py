@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.lookup import choices
 from grpo_fast.rollout.types import Completion
+from grpo_fast.section import short
 
 # TRL's contract: f(prompts, completions, completion_ids, **columns) -> one number or None a completion.
 # A function names the arguments that it wants. It may be async.
@@ -68,7 +69,7 @@ class Batch:
     def describe(self, index: int) -> str:
         """One sample, for an error message."""
         fields = {"prompt": self.prompts, "completion": self.completions, **self.columns}
-        lines = [f"\n  {name}: {_short(values[index])}" for name, values in fields.items()]
+        lines = [f"\n  {name}: {short(values[index], limit=300)}" for name, values in fields.items()]
         return f"sample {index}:{''.join(lines)}"
 
     def arguments(self, name: str, function: RewardFunction, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,26 +81,26 @@ class Batch:
         Raises:
             RewardError: a parameter without default that nothing provides.
         """
-        offered: dict[str, Any] = {
+        everything: dict[str, Any] = {
             **self.columns,
             "prompts": self.prompts,
             "completions": self.completions,
             "completion_ids": self.completion_ids,
         }
+        axolotls = {"context": self.columns, "labels": self.columns.get(ANSWER_COLUMN)}
+        offered = {key: value for key, value in axolotls.items() if value is not None} | everything
         chosen: dict[str, Any] = {}
         for parameter in inspect.signature(function).parameters.values():
             asked = parameter.name
             if parameter.kind is parameter.VAR_KEYWORD:
-                chosen |= offered
-            elif asked in options or parameter.kind is parameter.VAR_POSITIONAL:
-                continue
+                chosen |= everything
             elif asked in offered:
                 chosen[asked] = offered[asked]
-            elif asked == "context":
-                chosen[asked] = self.columns
-            elif asked == "labels" and ANSWER_COLUMN in self.columns:
-                chosen[asked] = self.columns[ANSWER_COLUMN]
-            elif parameter.default is parameter.empty:
+            elif (
+                asked not in options
+                and parameter.default is parameter.empty
+                and parameter.kind is not parameter.VAR_POSITIONAL
+            ):
                 raise RewardError(
                     name,
                     f"asks for {asked!r}, which is no column of the dataset: {choices(asked, self.columns)}. "
@@ -117,13 +118,13 @@ class RewardResult:
     skipped: Mapping[str, str]  # function that failed and was left out by `on_error: skip` -> why
 
 
+def column_names(prompts: Sequence[Prompt]) -> list[str]:
+    """Every column that some prompt has."""
+    return list({name: None for prompt in prompts for name in prompt.columns})
+
+
 def weighted_sum(table: Tensor, weights: Sequence[float]) -> Tensor:
     """(..., F) -> (...) float32: weight × value over the functions that apply, NaN where none does."""
     # In float64: two sums that are equal on paper must not differ by rounding.
     total = (table.double() * torch.tensor(weights, dtype=torch.float64, device=table.device)).nansum(-1)
     return total.where(table.isfinite().any(-1), torch.nan).float()
-
-
-def _short(value: Any, limit: int = 300) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

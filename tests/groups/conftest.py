@@ -28,13 +28,12 @@ def make_prompts(seed: int) -> Callable[..., list[Prompt]]:
 
 
 @pytest.fixture
-def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
-    """Puts a module on the path; gives `module:function`."""
+def write_function(tmp_path: Path) -> Callable[[str, str], str]:
+    """A file with a function of one argument that returns `body`; gives `path/to/file.py:function`."""
 
-    def write(function: str, code: str) -> str:
-        name = f"user_{tmp_path.name.replace('-', '_')}_{function}"
-        (tmp_path / f"{name}.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path)
-        return f"{name}:{function}"
+    def write(argument: str, body: str) -> str:
+        file = tmp_path / "mine.py"
+        file.write_text(f"def mine({argument}):\n    return {body}\n")
+        return f"{file}:mine"
 
     return write

@@ -109,11 +109,6 @@ def test_without_weight_or_reward_nothing_is_learnt_when_each_reward_is_scaled_b
     assert advantages[0, 1] == 0 and advantages.isfinite().all()
 
 
-def test_a_weighted_sum_leaves_out_what_does_not_apply():
-    table = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
-    torch.testing.assert_close(weighted_sum(table, [3.0, 0.5]), torch.tensor([4.0, 1.0, NAN]), equal_nan=True)
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [

@@ -10,16 +10,20 @@ import torch
 
 from grpo_fast.data import Prompt
 from grpo_fast.groups.config import CriterionConfig, GroupConfig
-from grpo_fast.groups.criteria import conversation_prefix, label_ids, make_likeness, tfidf
+from grpo_fast.groups.criteria import conversation_prefix, label_ids, prompt_distance, tfidf
+
+SIMILAR = GroupConfig(strategy="similarity")
 
 
-def combined(*criteria: CriterionConfig, **settings) -> GroupConfig:
-    return GroupConfig(strategy="combined", criteria=list(criteria), **settings)
+def combined(**weights: float) -> GroupConfig:
+    """Weights by criterion, `column_x` for `column:x`."""
+    criteria = [CriterionConfig(by=by.replace("_", ":"), weight=w) for by, w in weights.items()]
+    return GroupConfig(strategy="combined", criteria=criteria)
 
 
-def distances(prompts, config, **settings) -> torch.Tensor:
+def distances(prompts, config) -> torch.Tensor:
     everything = torch.arange(len(prompts))
-    return make_likeness(prompts, config, **settings).distance(everything, everything)
+    return prompt_distance(prompts, config)(everything, everything)
 
 
 def test_hashed_tfidf_has_the_cosines_of_the_exact_one_up_to_hashing_noise(seed):
@@ -49,62 +53,53 @@ def test_hashed_tfidf_has_the_cosines_of_the_exact_one_up_to_hashing_noise(seed)
     assert (found - expected).abs().max() < 0.3
 
 
-def test_what_all_prompts_have_counts_little():
-    template = list(range(20))
-    questions = [[*template, 100 + i // 2, 500 + i] for i in range(100)]  # two of each topic
-    first, same_topic, *others = tfidf(questions)
-    assert first @ same_topic > 2 * max(first @ other for other in others)
+def test_a_token_that_all_prompts_have_weighs_log_two():
     one, both = tfidf([[1], [1, 2]])
     assert (one @ both).item() == pytest.approx(math.log(2) / math.hypot(math.log(2), math.log(3)))
 
 
 def test_equal_prompts_are_at_no_distance_and_unlike_ones_at_the_largest():
     prompts = [Prompt(i, "", ids, {}) for i, ids in enumerate([(1, 2, 3), (1, 2, 3), (7, 8, 9)])]
-    found = distances(prompts, GroupConfig(strategy="similarity"))
+    found = distances(prompts, SIMILAR)
     assert found[0, 1] == pytest.approx(0, abs=1e-6)
     assert found[0, 2] > 0.8 and found.max() <= 1
 
 
-def test_criteria_add_up_with_normalised_weights(make_prompts):
+def test_criteria_add_up_with_normalised_weights_those_without_spread_aside(make_prompts):
     prompts = make_prompts(20)
-    config = combined(
-        CriterionConfig(by="column:level", weight=3.0), CriterionConfig(by="column:topic", weight=1.0)
-    )
     levels = [prompt.columns["level"] for prompt in prompts]
     topics = [prompt.columns["topic"] for prompt in prompts]
 
-    found = distances(prompts, config)
+    found = distances(prompts, combined(column_level=3.0, column_same=100.0, column_topic=1.0))
 
     for i, j in itertools.product(range(20), repeat=2):
         number = abs(levels[i] - levels[j]) / (max(levels) - min(levels))
         assert found[i, j] == pytest.approx(0.75 * number + 0.25 * (topics[i] != topics[j]), abs=1e-5)
-
-
-def test_a_criterion_without_spread_does_not_dilute_the_others_and_alone_finds_all_alike(make_prompts):
-    prompts = make_prompts(10)
-    level, same = CriterionConfig(by="column:level"), CriterionConfig(by="column:same", weight=100.0)
-    torch.testing.assert_close(distances(prompts, combined(level)), distances(prompts, combined(level, same)))
-    assert not distances(prompts, combined(same)).any()
+    assert not distances(prompts, combined(column_same=1.0)).any()
 
 
 def test_lengths_are_compared_over_their_range():
     prompts = [Prompt(i, "", tuple(range(n)), {}) for i, n in enumerate([2, 4, 10])]
-    found = distances(prompts, combined(CriterionConfig(by="length")))
-    torch.testing.assert_close(found[0], torch.tensor([0.0, 0.25, 1.0]))
+    torch.testing.assert_close(distances(prompts, combined(length=1.0))[0], torch.tensor([0.0, 0.25, 1.0]))
 
 
-def test_a_users_embedding_and_criterion_are_called_with_the_prompts(make_prompts, write_module):
+@pytest.mark.parametrize("by", ["embedding", "vector", "number"])
+def test_a_users_embedding_and_criterion_are_called_with_the_prompts(make_prompts, write_function, by):
     prompts = make_prompts(6)
-    embed = write_module("embed", "def embed(texts):\n    return [[len(t), 1.0] for t in texts]\n")
-    rate = write_module("rate", "def rate(prompts):\n    return [p.columns['level'] for p in prompts]\n")
+    body = {
+        "embedding": "[[len(t), 1.0] for t in these]",
+        "vector": "[[len(p.prompt), 1.0] for p in these]",
+        "number": "[p.columns['level'] for p in these]",
+    }[by]
+    path = write_function("these", body)
+    mine = GroupConfig(strategy="combined", criteria=[CriterionConfig(by=path)])
 
-    by_embedding = distances(prompts, GroupConfig(strategy="similarity", embedding=embed))
-    by_rate = distances(prompts, combined(CriterionConfig(by=rate)))
+    found = distances(prompts, SIMILAR.model_copy(update={"embedding": path}) if by == "embedding" else mine)
 
     vectors = torch.tensor([[len(p.prompt), 1.0] for p in prompts])
-    cosines = torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
-    torch.testing.assert_close(by_embedding, 1 - cosines, rtol=0, atol=1e-5)
-    torch.testing.assert_close(by_rate, distances(prompts, combined(CriterionConfig(by="column:level"))))
+    expected = 1 - torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
+    expected = distances(prompts, combined(column_level=1.0)) if by == "number" else expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def chat(*turns: str) -> Prompt:
@@ -117,6 +112,7 @@ def chat(*turns: str) -> Prompt:
     [
         (chat("s", "u1", "a1", "u2"), None, 0, ["u1", "a1"]),
         (chat("u1", "a1", "u2"), 1, 0, ["u1"]),
+        (chat("u1"), 1, 0, ["u1"]),
         (chat("s", "u0", "a0", "u1", "a1", "u2"), None, 2, ["u1", "a1"]),
         (chat("s", "u0", "a0", "u1"), None, 2, None),
         (chat("s", "u1"), None, 0, None),
@@ -133,33 +129,30 @@ def test_no_key_equals_nothing_not_even_another_one():
     assert label_ids(["a", None, "b", None, "a"]).tolist() == [0, 1, 2, 3, 0]
 
 
-def wrong(body: str) -> str:
-    return f"def wrong(argument):\n    return {body}\n"
-
-
 @pytest.mark.parametrize(
-    ("config", "code", "named"),
+    ("key", "value", "body", "named"),
     [
-        ({"criteria": "meaning"}, "", "choose embedding, prefix, length or column:NAME"),
-        ({"criteria": "column:levle"}, "", "did you mean 'level'"),
-        ({"criteria": "column:infinite"}, "", "column:infinite"),
-        ({"criteria": "nowhere:function"}, "", "nowhere:function"),
-        ({"criteria": "math:pi"}, "", "math:pi"),
-        ({"criteria": ""}, wrong("[1.0]"), r"shape \(1,\) for 3 prompts"),
-        ({"criteria": ""}, wrong("'text'"), "no array of numbers"),
-        ({"criteria": ""}, wrong("[float('nan')] * 3"), "not finite"),
-        ({"embedding": ""}, wrong("[1.0, 2.0, 3.0]"), "one vector a text"),
-        ({"embedding": "bert"}, "", r"groups\.embedding = 'bert'"),
+        ("by", "meaning", "", "choose embedding, prefix, length or column:NAME"),
+        ("by", "column:levle", "", "did you mean 'level'"),
+        ("by", "column:infinite", "", "column:infinite"),
+        ("by", "nowhere:function", "", "nowhere:function"),
+        ("by", "math:pi", "", "math:pi"),
+        ("by", "", "[1.0]", r"shape \(1,\) for 3 prompts"),
+        ("by", "", "'text'", "no array of numbers"),
+        ("by", "", "[float('nan')] * 3", "not finite"),
+        ("embedding", "", "[1.0, 2.0, 3.0]", "one vector a text"),
+        ("embedding", "bert", "", r"groups\.embedding = 'bert'"),
     ],
 )
 def test_a_criterion_or_embedding_that_does_not_fit_is_refused(
-    make_prompts, write_module, config, code, named
+    make_prompts, write_function, key, value, body, named
 ):
     prompts = make_prompts(3)
     for prompt in prompts:
         prompt.columns["infinite"] = math.inf
-    ((key, value),) = config.items()
-    value = write_module("wrong", code) if code else value
-    settings = GroupConfig(strategy="similarity", embedding=value) if key == "embedding" else None
+    value = write_function("argument", body) if body else value
+    config = {"strategy": "combined", "criteria": [{"by": value}]}
     with pytest.raises(ValueError, match=named):
-        make_likeness(prompts, settings or combined(CriterionConfig(by=value)))
+        prompt_distance(
+            prompts, GroupConfig(**({"strategy": "similarity", key: value} if key == "embedding" else config))
+        )

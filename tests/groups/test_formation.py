@@ -12,39 +12,36 @@ from grpo_fast.groups import formation
 from grpo_fast.groups.config import CriterionConfig, GroupConfig
 from grpo_fast.groups.formation import form_groups, key_groups, leader_clusters, settle_leftovers
 
-TOPIC = "def topic(prompts):\n    return [p.columns['topic'] for p in prompts]\n"
+COMBINED = [CriterionConfig(by="embedding"), CriterionConfig(by="column:level", weight=0.3)]
+STRATEGIES = {
+    "prompt": GroupConfig(),
+    "similarity": GroupConfig(strategy="similarity", similarity_threshold=0.2),
+    "nearest": GroupConfig(strategy="similarity", similarity_threshold=0.3, leftovers="nearest"),
+    "combined": GroupConfig(strategy="combined", criteria=COMBINED, similarity_threshold=0.3),
+    "own": GroupConfig(strategy="a:b", min_group_size=3, max_group_size=5),
+}
 
 
-def strategies(write_module) -> dict[str, GroupConfig]:
-    criteria = [CriterionConfig(by="embedding"), CriterionConfig(by="column:level", weight=0.3)]
-    return {
-        "prompt": GroupConfig(),
-        "similarity": GroupConfig(strategy="similarity", similarity_threshold=0.2),
-        "nearest": GroupConfig(strategy="similarity", similarity_threshold=0.3, leftovers="nearest"),
-        "combined": GroupConfig(strategy="combined", criteria=criteria, similarity_threshold=0.3),
-        "own": GroupConfig(strategy=write_module("topic", TOPIC), min_group_size=3, max_group_size=5),
-    }
+@pytest.fixture
+def by_topic(write_function) -> GroupConfig:
+    strategy = write_function("prompts", "[p.columns['topic'] for p in prompts]")
+    return GroupConfig(strategy=strategy, max_group_size=30)
 
 
-@pytest.mark.parametrize("name", ["prompt", "similarity", "nearest", "combined", "own"])
-def test_every_strategy_puts_every_prompt_into_one_group_of_allowed_size(make_prompts, write_module, name):
-    prompts = make_prompts(50)
-    config = strategies(write_module)[name]
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_puts_every_prompt_into_one_group_of_allowed_size(make_prompts, by_topic, name):
+    prompts, config = make_prompts(50), STRATEGIES[name]
+    strategy = by_topic.strategy if name == "own" else config.strategy
 
-    grouping = form_groups(prompts, config)
+    grouping = form_groups(prompts, config.model_copy(update={"strategy": strategy}))
 
     assert sorted(position for group in grouping.members for position in group) == list(range(50))
     sizes = {len(group) for group in grouping.members}
     assert sizes <= {1, *range(config.min_group_size, config.max_group_size + 1)}
     assert (sizes == {1}) == (name == "prompt")
-
-
-def test_members_are_as_similar_to_their_leader_as_the_threshold_says(make_prompts):
-    prompts = make_prompts(60)
-    grouping = form_groups(prompts, GroupConfig(strategy="similarity", similarity_threshold=0.25))
-    for group in grouping.members:
-        places = torch.tensor(group)
-        assert grouping.likeness.distance(places[:1], places).max() <= 0.75 + 1e-5
+    if name in ("similarity", "combined"):  # members are within the threshold of their leader
+        for group in map(torch.tensor, grouping.members):
+            assert grouping.distance(group[:1], group).max() <= 1 - config.similarity_threshold + 1e-5
 
 
 def conversations(count: int, rng: random.Random) -> list[Prompt]:
@@ -60,19 +57,21 @@ def conversations(count: int, rng: random.Random) -> list[Prompt]:
     return prompts
 
 
-def test_prompts_of_one_conversation_share_a_baseline_and_others_keep_their_own(seed):
+def test_prompts_of_one_conversation_share_a_baseline_and_others_keep_their_own(seed, make_prompts):
     prompts = conversations(40, random.Random(seed))
-    grouping = form_groups(prompts, GroupConfig(strategy="prefix", max_group_size=40), example_turns=2)
+    config = GroupConfig(strategy="prefix", max_group_size=40)
+    grouping = form_groups(prompts, config, example_turns=2)
     for group in grouping.members:
         stories = {prompts[position].prompt[3]["content"] for position in group}
         assert len(stories) == 1
         assert len(group) == 1 or not stories.pop().startswith("ask")
+    with pytest.raises(ValueError, match=r"no prompt with earlier turns.*use another strategy"):
+        form_groups(make_prompts(3), config)
 
 
-def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_module):
+def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, by_topic):
     prompts = make_prompts(30, topics=2)
-    topic = GroupConfig(strategy=write_module("topic", TOPIC), min_group_size=2, max_group_size=30)
-    grouping = form_groups(prompts, topic)
+    grouping = form_groups(prompts, by_topic)
     first = [p for p in prompts if p.columns["topic"] == "t0"]
     second = [p for p in prompts if p.columns["topic"] == "t1"]
 
@@ -85,43 +84,32 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, write_module):
     assert len(set(alone)) == 2 and min(alone) < 0 <= a
 
 
-def test_the_spread_of_a_group_is_the_mean_distance_of_its_pairs(make_prompts):
-    prompts = make_prompts(10)
-    grouping = form_groups(prompts, GroupConfig(strategy="similarity"))
-    places = [1, 4, 7]
-    pairs = [
-        grouping.likeness.distance(torch.tensor([a]), torch.tensor([b])).item()
-        for a in places
-        for b in places
-        if a != b
-    ]
-    assert grouping.spread(places) == pytest.approx(sum(pairs) / 6, abs=1e-5)
+def test_the_spread_of_a_group_is_the_mean_distance_of_its_pairs():
+    def distance(rows, others):  # whose diagonal is not zero, as rounding may leave it
+        return (rows[:, None] - others[None]).abs().add(0.25).float()
+
+    grouping = formation.Grouping(((1, 4, 9),), tuple(range(10)), distance=distance)
+
+    assert grouping.spread([1, 4, 9]) == pytest.approx((3 + 8 + 5) / 3 + 0.25)
+    assert grouping.spread([1, 4]) == pytest.approx(3.25)
     assert grouping.spread([1]) is None
-    assert form_groups(prompts, GroupConfig()).spread(places) is None
-
-
-def test_a_prefix_strategy_without_conversations_is_refused(make_prompts):
-    with pytest.raises(ValueError, match=r"no prompt with earlier turns.*use another strategy"):
-        form_groups(make_prompts(3), GroupConfig(strategy="prefix"))
+    assert formation.Grouping(((0, 1),), (0, 1)).spread([0, 1]) is None
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [
-        ("[1, 2]", "2 keys for 3 prompts"),
-        ("{1, 2, 3}", "a set"),
-        ("[[], 1, 2]", "a list for prompt 0"),
-    ],
+    [("[1, 2]", "2 keys for 3 prompts"), ("{1, 2, 3}", "a set"), ("[[], 1, 2]", "a list for prompt 0")],
 )
-def test_a_strategy_that_returns_no_key_for_each_prompt_is_refused(make_prompts, write_module, body, message):
-    path = write_module("wrong", f"def wrong(prompts):\n    return {body}\n")
+def test_a_strategy_that_returns_no_key_for_each_prompt_is_refused(
+    make_prompts, write_function, body, message
+):
     with pytest.raises(ValueError, match=message):
-        form_groups(make_prompts(3), GroupConfig(strategy=path))
+        form_groups(make_prompts(3), GroupConfig(strategy=write_function("prompts", body)))
 
 
 @pytest.fixture
-def points(seed: int) -> torch.Tensor:
-    return torch.rand(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def points(rng: torch.Generator) -> torch.Tensor:
+    return torch.rand(60, 2, generator=rng, dtype=torch.float64)
 
 
 def table_of(points: torch.Tensor) -> torch.Tensor:
@@ -157,37 +145,36 @@ def test_the_clusters_are_those_of_looking_at_one_prompt_after_the_other(
     assert found == one_by_one(points, radius, max_size)
 
 
+def settle(groups, points, nearest: bool, min_size: int, max_size: int) -> list[list[int]]:
+    leftovers = "nearest" if nearest else "own"
+    sizes = {"min_group_size": min_size, "max_group_size": max_size}
+    config = GroupConfig(strategy="similarity", leftovers=leftovers, **sizes)
+    return settle_leftovers(groups, distance_of(points), config)
+
+
 @pytest.mark.parametrize("nearest", [False, True])
-def test_settling_leftovers_loses_no_prompt_and_keeps_the_size_limits(points, nearest):
+def test_leftovers_join_the_nearest_group_with_room_if_asked_and_are_alone_otherwise(points, nearest):
+    table = table_of(points)
     groups = leader_clusters(60, distance_of(points), radius=0.15, max_size=5)
+    expected = [list(group) for group in groups if len(group) >= 3]
+    alone = []
+    for position in sorted(position for group in groups if len(group) < 3 for position in group):
+        room = [group for group in expected if len(group) < 5] if nearest else []
+        home = min(room, key=lambda group: table[position, group[0]].item(), default=None)
+        (alone if home is None else home).append([position] if home is None else position)
 
-    settled = settle_leftovers(groups, distance_of(points), min_size=3, max_size=5, nearest=nearest)
-
-    assert sorted(position for group in settled for position in group) == list(range(60))
-    assert all(len(group) == 1 or 3 <= len(group) <= 5 for group in settled)
-    kept = [group for group in groups if len(group) >= 3]
-    assert all(after[: len(before)] == before for before, after in zip(kept, settled, strict=False))
-
-
-def test_a_leftover_goes_to_the_nearest_group_with_room_if_asked_and_is_alone_otherwise():
-    line = torch.tensor([[0.0, 0.0], [0.1, 0.0], [1.0, 0.0], [1.1, 0.0], [0.4, 0.0], [0.45, 0.0]])
-
-    def settle(groups: list[list[int]], nearest: bool, min_size: int = 2) -> list[list[int]]:
-        return settle_leftovers(groups, distance_of(line), min_size=min_size, max_size=3, nearest=nearest)
-
-    groups = [[0, 1], [2, 3], [4], [5]]
-    assert settle(groups, nearest=True) == [[0, 1, 4], [2, 3, 5]]
-    assert settle(groups, nearest=False) == groups
-    assert settle([[0, 1], [2]], nearest=True, min_size=3) == [[0], [1], [2]]
+    assert settle(groups, points, nearest, 3, 5) == [*expected, *alone]
+    assert settle([[0, 1], [2]], points, nearest, 3, 3) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(
-    ("labels", "min_size", "expected"),
+    ("keys", "min_size", "expected"),
     [
         ([5, 5, 5, 5, 5, 2, 5, 2, 9], 2, [[0, 1, 2], [3, 4, 6], [5, 7], [8]]),
         ([1, 1, 2, 2, 2], 3, [[0], [1], [2, 3, 4]]),
         ([7, 7, 7, 7], 2, [[0, 1, 2, 3]]),
+        ([None, "a", None, "a"], 1, [[0], [1, 3], [2]]),
     ],
 )
-def test_keys_make_even_parts_and_those_below_the_smallest_size_fall_apart(labels, min_size, expected):
-    assert key_groups(labels, min_size=min_size, max_size=4) == expected
+def test_keys_make_even_parts_and_those_below_the_smallest_size_fall_apart(keys, min_size, expected):
+    assert key_groups(keys, GroupConfig(strategy="a:b", min_group_size=min_size)) == expected

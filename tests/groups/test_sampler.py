@@ -35,19 +35,13 @@ def draw(sampler: PromptSampler, batches: int) -> list[int]:
     return [prompt.index for _ in range(batches) for prompt in sampler.next()]
 
 
-def test_every_epoch_has_every_prompt_once_in_another_order(make_sampler_of):
-    sampler = make_sampler_of()
-    drawn = draw(sampler, 41)
-    epochs = [drawn[i : i + 41] for i in range(0, 82, 41)]
+def test_every_epoch_has_every_prompt_once_and_the_prompts_of_a_group_follow_each_other(make_sampler_of):
+    sampler = make_sampler_of(batch_size=41)
+    epochs = [draw(sampler, 1), draw(sampler, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(p.index for p in sampler.dataset)
     assert epochs[0] != epochs[1]
-
-
-def test_the_prompts_of_a_group_follow_each_other_so_that_batches_share_baselines(make_sampler_of):
-    sampler = make_sampler_of(batch_size=41)
-    order = draw(sampler, 1)
     for group in sampler.grouping.members:
-        places = sorted(order.index(sampler.dataset[position].index) for position in group)
+        places = sorted(epochs[1].index(sampler.dataset[position].index) for position in group)
         assert places == list(range(places[0], places[0] + len(group)))
 
 
@@ -84,22 +78,18 @@ def test_metrics_count_who_shares_and_how_far_apart_they_are(make_sampler_of):
     assert metrics["groups/embedding_spread"] == pytest.approx(sum(spreads) / len(spreads))
 
 
-def test_the_default_is_the_plain_sampler_which_costs_nothing(make_prompts, seed):
+def test_the_settings_choose_the_sampler_and_the_default_costs_nothing(make_prompts, seed):
     dataset = PromptDataset(tuple(make_prompts(9)), DatasetConfig(source="d"), LoadReport(9))
 
-    made = {
-        "plain": make_sampler(dataset, 4, GroupConfig(), None, ["r"], seed=seed),
-        "groups": make_sampler(dataset, 4, SIMILAR, None, ["r"], seed=seed),
-    }
-    made["curriculum"] = make_sampler(dataset, 4, GroupConfig(), CurriculumConfig(), ["r"], seed=seed)
+    def made(groups: GroupConfig, curriculum: CurriculumConfig | None = None) -> PromptSampler:
+        return make_sampler(dataset, 4, groups, curriculum, ["r"], seed=seed)
 
-    assert {name: type(sampler) for name, sampler in made.items()} == {
-        "plain": PromptSampler,
-        "groups": GroupSampler,
-        "curriculum": DifficultySampler,
-    }
-    batch = made["plain"].next()
-    assert made["plain"].baseline_groups(batch) is None and made["plain"].metrics(batch) == {}
+    plain = made(GroupConfig())
+    batch = plain.next()
+    assert type(plain) is PromptSampler
+    assert plain.baseline_groups(batch) is None and plain.metrics(batch) == {}
+    assert type(made(SIMILAR)) is GroupSampler
+    assert type(made(GroupConfig(), CurriculumConfig())) is DifficultySampler
 
 
 def test_the_examples_of_the_configuration_are_no_part_of_a_conversation(seed, make_prompts):
@@ -133,33 +123,34 @@ def config_file(toy: dict[str, Any], tmp_path: Path):
     return write
 
 
+def described(capsys, *arguments: str) -> str:
+    assert main(["groups", "describe", *arguments]) == 0
+    return capsys.readouterr().out
+
+
 def test_describe_shows_sizes_likeness_and_examples(config_file, capsys):
     groups = {"strategy": "similarity", "similarity_threshold": 0.3}
 
-    assert main(["groups", "describe", config_file(groups=groups), "--examples", "1"]) == 0
+    out = described(capsys, config_file(groups=groups), "--examples", "1")
 
-    out = capsys.readouterr().out
     assert "12 prompts" in out and "strategy similarity" in out
-    assert "3 groups; 100.0 % of the prompts share one with others" in out and "3 of size 4" in out
+    assert "3 groups; 100.0 % of the prompts" in out and "3 of size 4" in out
     assert "in steps of 4 prompts 100.0 % share a baseline, 4.00 prompts on average" in out
     assert out.count("group of 4 prompts, 24 completions, mean similarity") == 1
     shown = [line for line in out.splitlines() if line.startswith("  | ")]
     assert len(shown) == 4 and len({line[:12] for line in shown}) == 1
 
 
-def test_nothing_shared_and_a_strategy_that_does_not_fit_are_said_in_one_sentence(config_file, capsys):
-    assert main(["groups", "describe", config_file()]) == 0
-    assert "each prompt's 6 completions" in capsys.readouterr().out
-    assert main(["groups", "describe", config_file(), "groups.strategy=prefix"]) == 1
-    assert "use another strategy" in capsys.readouterr().err
-
-
-def test_stages_that_group_in_their_own_way_are_shown_each(config_file, capsys):
+def test_describe_tells_of_nothing_shared_of_a_strategy_that_does_not_fit_and_of_each_stage(
+    config_file, capsys
+):
     stages = [
         {"name": "first", "steps": 2},
         {"name": "second", "steps": 2, "overrides": {"groups": {"strategy": "similarity"}}},
         {"name": "third", "overrides": {"loss": {"beta": 0.1}, "groups": {"strategy": "similarity"}}},
     ]
-    assert main(["groups", "describe", config_file(stages=stages)]) == 0
-    out = capsys.readouterr().out
+    assert "each prompt's 6 completions" in described(capsys, config_file())
+    assert main(["groups", "describe", config_file(), "groups.strategy=prefix"]) == 1
+    assert "use another strategy" in capsys.readouterr().err
+    out = described(capsys, config_file(stages=stages))
     assert "stage first:" in out and "stage second:" in out and "stage third:" not in out

@@ -20,16 +20,21 @@ class Ends:
     def __call__(self, completions, **columns):
         return [float(text.endswith(self.letter)) for text in completions]
 
+class Silent:
+    pass
+
 ends_in_b = Ends("b")
 number = 3
 """
 
 
 @pytest.fixture
-def user_file(tmp_path):
-    path = tmp_path / "my_rewards.py"
-    path.write_text(USER_FILE)
-    return path
+def folder(tmp_path, monkeypatch):
+    """The working folder, with a file of rewards and a broken one."""
+    (tmp_path / "my_rewards.py").write_text(USER_FILE)
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def load(reward, **options):
@@ -42,43 +47,45 @@ def total(rewards, *completions):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "options", "completions", "name", "values"),
+    ("reward", "options", "completions", "name", "values"),
     [
-        ("shout", {"factor": 2.0}, ["HEY", "hey"], "shout", [2, 0]),
-        ("Ends", {"letter": "y"}, ["hey", "ho"], "Ends", [1, 0]),
-        ("ends_in_b", {}, ["ab", "ba"], "Ends", [1, 0]),
+        ("my_rewards.py:shout", {"factor": 2.0}, ["HEY", "hey"], "shout", [2, 0]),
+        ("my_rewards.py:Ends", {"letter": "y"}, ["hey", "ho"], "Ends", [1, 0]),
+        ("my_rewards.py:ends_in_b", {}, ["ab", "ba"], "Ends", [1, 0]),
+        ("my_rewards:shout", {}, ["HEY", "hey"], "shout", [1, 0]),
     ],
-    ids=["function with options", "class made with options", "object with a call"],
+    ids=["function with options", "class made with options", "object with a call", "module"],
 )
-def test_a_file_holds_rewards(user_file, attribute, options, completions, name, values):
-    rewards = load(f"{user_file}:{attribute}", **options)
+def test_a_file_or_a_module_holds_rewards(folder, monkeypatch, reward, options, completions, name, values):
+    monkeypatch.syspath_prepend(folder)
+    rewards = load(reward, **options)
     assert rewards.names == (name,)
     assert total(rewards, *completions) == values
 
 
-def test_a_function_of_a_module_is_imported(user_file, monkeypatch):
-    monkeypatch.syspath_prepend(user_file.parent)
-    assert total(load("my_rewards:shout"), "HEY") == [1]
-
-
-def test_weights_timeouts_and_error_policies_are_taken_over():
-    config = RewardConfig(reward="exact_match", weight=0.5, timeout=3.0, on_error="skip")
-    reward = load_rewards([config]).rewards[0]
-    assert (reward.weight, reward.timeout, reward.on_error) == (0.5, 3.0, "skip")
-
-
-def test_a_name_that_occurs_again_is_numbered():
-    configs = [RewardConfig(reward="regex_format", options={"pattern": p}) for p in ("a", "b", "c")]
-    assert load_rewards(configs).names == ("regex_format", "regex_format_2", "regex_format_3")
+def test_settings_are_taken_over_and_a_name_that_occurs_again_is_numbered():
+    settings = {"weight": 0.5, "timeout": 3.0, "on_error": "skip", "per_group": True}
+    patterns = [{"reward": "regex_format", "options": {"pattern": p}} for p in ("a", "b", "c")]
+    rewards = load_rewards(
+        [RewardConfig(**patterns[0], **settings), *map(RewardConfig.model_validate, patterns)]
+    )
+    assert rewards.names == ("regex_format", "regex_format_2", "regex_format_3", "regex_format_4")
+    assert {key: getattr(rewards.rewards[0], key) for key in settings} == settings
 
 
 @pytest.mark.parametrize(
-    ("reward", "options", "message"),
+    ("reward", "options", "named"),
     [
         ("exact_mach", {}, "'exact_match'"),
         ("rewards.accuracy", {}, "rewards:accuracy"),
-        ("no_such_module:reward", {}, "path/to/file.py:reward"),
-        ("no/file.py:reward", {}, "'no/file.py'"),
+        ("no_such_module:reward", {}, "path/to/file.py:function"),
+        ("no/file.py:reward", {}, "no/file.py"),
+        ("broken.py:reward", {}, "ModuleNotFoundError"),
+        ("my_rewards.py:shot", {}, "'shout'"),
+        ("my_rewards.py:number", {}, "not a function"),
+        ("my_rewards.py:shout", {"factr": 1}, "'factor'"),
+        ("my_rewards.py:Ends", {"lettr": 1}, "'letter'"),
+        ("my_rewards.py:Silent", {}, "__call__"),
         ("numeric_match", {"toleranc": 1}, "'tolerance'"),
         ("numeric_match", {"tolerance": -1}, "'numeric_match': tolerance"),
         ("regex_format", {}, "pattern"),
@@ -88,27 +95,7 @@ def test_a_name_that_occurs_again_is_numbered():
         ("tag_format", {"tags": "think"}, "tags"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(reward, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_cannot_be_loaded_is_refused(folder, reward, options, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
         load(reward, **options)
-
-
-@pytest.mark.parametrize(
-    ("attribute", "options", "message"),
-    [
-        ("shot", {}, "'shout'"),
-        ("number", {}, "is int"),
-        ("shout", {"factr": 1}, "'factor'"),
-        ("Ends", {"lettr": 1}, "'letter'"),
-    ],
-)
-def test_what_a_file_does_not_have_is_refused(user_file, attribute, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load(f"{user_file}:{attribute}", **options)
-
-
-def test_a_file_that_fails_to_load_says_why(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text("import no_such_package")
-    with pytest.raises(ValueError, match=r"broken\.py.*ModuleNotFoundError"):
-        load(f"{path}:reward")
+    assert reward.partition(":")[0] in str(caught.value)

@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import atexit
 import json
-import queue
 import subprocess
 import sys
 import threading
+from concurrent.futures import wait
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from grpo_fast.rewards.builtins.options import Completions, Scores, column, reward, texts
+from grpo_fast.rewards.builtins.options import AnswerReward, reward
 from grpo_fast.rewards.builtins.text import GSM8K_MARKER
+from grpo_fast.rewards.calls import in_thread
 
 SCRIPT = Path(__file__).with_name("math_worker.py")
 START_LIMIT = 120.0  # seconds that importing sympy may take on a busy machine
 
 
 @reward
-class MathVerify:
+class MathVerify(AnswerReward):
     """1 where the completion's final answer equals the gold one, 0 elsewhere, None where there is no gold.
 
     Gold answers are LaTeX with or without `$`, plain expressions, or GSM8K's text with `####`.
     """
 
-    answer_column: str = "answer"
     time_limit: Annotated[float, Field(gt=0)] = 5.0  # seconds for one completion; beyond: not equal
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
-        answers = column(columns, self.answer_column, "answer_column")
-        return [self._score(text, answer) for text, answer in zip(texts(completions), answers, strict=True)]
-
-    def _score(self, text: str, answer: Any) -> float | None:
-        gold = "" if answer is None else str(answer).rpartition(GSM8K_MARKER)[2].strip()
+    def score(self, text: str, answer: str) -> float | None:
+        gold = answer.rpartition(GSM8K_MARKER)[2].strip()
         equal = WORKER.ask([gold, text], self.time_limit) if gold else None
         return None if equal is None else float(equal)
 
@@ -50,7 +46,6 @@ class Worker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask(self, question: list[str], time_limit: float) -> bool | None:
         """The reply, or False when there is none in `time_limit` seconds or the process dies of the question.
@@ -62,8 +57,8 @@ class Worker:
             process = self._running()
             try:
                 print(json.dumps(question), file=process.stdin, flush=True)
-                reply = self._replies.get(timeout=time_limit)
-            except (queue.Empty, BrokenPipeError):
+                reply = _read_line(process, time_limit)
+            except BrokenPipeError:
                 reply = ""
             if reply:
                 return json.loads(reply)
@@ -74,7 +69,7 @@ class Worker:
         """Kills the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
             self._process = None
 
     def _running(self) -> subprocess.Popen[str]:
@@ -86,13 +81,7 @@ class Worker:
             stdout=subprocess.PIPE,
             encoding="utf-8",
         )
-        self._replies = queue.SimpleQueue()
-        threading.Thread(target=_pump, args=(self._process.stdout, self._replies), daemon=True).start()
-        try:
-            ready = self._replies.get(timeout=START_LIMIT)
-        except queue.Empty:
-            ready = ""
-        if not ready:
+        if not _read_line(self._process, START_LIMIT):
             self.stop()
             raise RuntimeError(
                 "the process for math_verify does not start; what it printed is above. Try: "
@@ -101,10 +90,11 @@ class Worker:
         return self._process
 
 
-def _pump(lines: Any, replies: queue.SimpleQueue[str]) -> None:
-    for line in lines:
-        replies.put(line)
-    replies.put("")  # the process has ended
+def _read_line(process: subprocess.Popen[str], time_limit: float) -> str:
+    """What the process writes next; nothing when it has ended, or writes nothing in `time_limit` seconds."""
+    assert process.stdout is not None
+    line = in_thread(process.stdout.readline)
+    return line.result() if wait([line], time_limit).done else ""
 
 
 WORKER = Worker()

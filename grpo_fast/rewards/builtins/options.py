@@ -26,6 +26,21 @@ def texts(completions: Completions) -> list[str]:
     return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
 
 
+@reward
+class AnswerReward:
+    """Scores each completion by the answer of its row; None where there is none."""
+
+    answer_column: str = "answer"
+
+    def __call__(self, completions: Completions, **columns: Any) -> Scores:
+        answers = column(columns, self.answer_column, "answer_column")
+        pairs = zip(texts(completions), answers, strict=True)
+        return [None if answer is None else self.score(text, str(answer)) for text, answer in pairs]
+
+    def score(self, text: str, answer: str) -> float | None:
+        raise NotImplementedError
+
+
 def column(columns: Mapping[str, Sequence[Any]], name: str, option: str) -> Sequence[Any]:
     """A column of the dataset; raises ValueError naming the option that asked for it."""
     if name not in columns:

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from grpo_fast.rewards.builtins.options import (
+    AnswerReward,
     Completions,
     GroupPattern,
     Pattern,
     Scores,
-    column,
     extract,
     reward,
     texts,
@@ -34,53 +34,36 @@ NUMBER = re.compile(
 
 
 @reward
-class ExactMatch:
+class ExactMatch(AnswerReward):
     """1 where the completion is the answer, spaces around aside; 0 elsewhere; None without an answer."""
 
-    answer_column: str = "answer"
     extract: GroupPattern | None = None  # the part of the completion that is compared; 0 where it is missing
     ignore_case: bool = False
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
-        answers = column(columns, self.answer_column, "answer_column")
-        return [self._score(text, answer) for text, answer in zip(texts(completions), answers, strict=True)]
-
-    def _score(self, text: str, answer: Any) -> float | None:
-        if answer is None:
-            return None
-        given, expected = extract(text, self.extract), str(answer).strip()
+    def score(self, text: str, answer: str) -> float:
+        given, expected = extract(text, self.extract), answer.strip()
         if given is not None and self.ignore_case:
             given, expected = given.casefold(), expected.casefold()
         return float(given == expected)
 
 
 @reward
-class NumericMatch:
+class NumericMatch(AnswerReward):
     """1 where the completion's number is the answer's, 0 elsewhere, None where the answer has no number.
 
     The number is the last one, or the first after the last `marker`. In an answer that has `####`, as those
     of GSM8K have, it is the first after that.
     """
 
-    answer_column: str = "answer"
     marker: str | None = None  # the completion must have it
     tolerance: Annotated[float, Field(ge=0)] = 0.0  # largest absolute difference
 
-    def __call__(self, completions: Completions, **columns: Any) -> Scores:
-        answers = column(columns, self.answer_column, "answer_column")
-        return [self._score(text, answer) for text, answer in zip(texts(completions), answers, strict=True)]
-
-    def _score(self, text: str, answer: Any) -> float | None:
-        answer = "" if answer is None else str(answer)
+    def score(self, text: str, answer: str) -> float | None:
         expected = number_in(answer, GSM8K_MARKER if GSM8K_MARKER in answer else None)
         if expected is None:
             return None
         given = number_in(text, self.marker)
-        if given is None:
-            return 0.0
-        if self.tolerance:
-            return float(abs(given - expected) <= Decimal(str(self.tolerance)))
-        return float(given == expected)
+        return float(given is not None and abs(given - expected) <= Decimal(str(self.tolerance)))
 
 
 def number_in(text: str, marker: str | None = None) -> Decimal | None:
@@ -111,16 +94,14 @@ class TagFormat:
         return [float(self._fits(self.prefix + text)) for text in texts(completions)]
 
     def _fits(self, text: str) -> bool:
-        rest = text.strip()
-        for tag in self.tags:
-            opening, closing = f"<{tag}>", f"</{tag}>"
-            if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
-                return False
-            inside, closed, rest = rest.removeprefix(opening).partition(closing)
-            if not closed or not inside.strip():
-                return False
-            rest = rest.lstrip()
-        return not rest
+        once = all(text.count(mark) == 1 for mark in marks(self.tags))
+        blocks = [rf"<{tag}>(?!\s*</{tag}>).*</{tag}>" for tag in map(re.escape, self.tags)]
+        return once and re.fullmatch(r"\s*".join(["", *blocks, ""]), text, re.DOTALL) is not None
+
+
+def marks(tags: Sequence[str]) -> list[str]:
+    """The opening and closing mark of each tag."""
+    return [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
 
 
 @reward
@@ -131,11 +112,9 @@ class TagFormatIncremental:
     prefix: str = ""  # what the prompt has begun already
 
     def __call__(self, completions: Completions, **columns: Any) -> Scores:
-        wanted = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
-        return [
-            sum((self.prefix + text).count(mark) == 1 for mark in wanted) / len(wanted)
-            for text in texts(completions)
-        ]
+        wanted = marks(self.tags)
+        found = [[(self.prefix + text).count(mark) for mark in wanted] for text in texts(completions)]
+        return [counts.count(1) / len(wanted) for counts in found]
 
 
 @reward
