@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,18 +78,8 @@ class Probe:
     layers: int
     prompt: int  # tokens
     completion: int
-    budget: int | None  # bytes beyond what the libraries take; None: all that the GPU has
+    budget: int  # bytes beyond what the libraries take
     size: int = 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a try; bytes are of model, optimizer and update together."""
-
-    status: str
-    reason: str = ""
-    seconds: float = 0.0  # of the second update: the first compiles, and makes the optimizer's state
-    memory: Memory | None = None
 
 
 # One try --------------------------------------------------------------------------------------------------
@@ -101,36 +91,40 @@ def preload(implementations: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
-def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> Outcome:
-    """Runs it in a child: beyond the budget it is out of memory, beyond the time it has failed."""
+def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> Measurement:
+    """Two updates in a child: beyond the budget it is out of memory, beyond the time it has failed.
+
+    Bytes are of model, optimizer and update together; the time is the second's, since the first compiles.
+    """
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(probe, sender), daemon=True)
     child.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(seconds) else Outcome(FAILED, "the time is up")
+        found = receiver.recv() if receiver.poll(seconds) else {"status": FAILED, "reason": "the time is up"}
     except EOFError:  # ended without a word: by the system, most likely for its memory
-        return Outcome(OOM, "the system ended the process")
+        found = {"status": OOM, "reason": "the system ended the process"}
     finally:
         child.kill()
         child.join()
         receiver.close()
+    return Measurement(probe.implementation, {}, **found)
 
 
 def _child(probe: Probe, sender: Connection) -> None:
     try:
-        outcome = _update_twice(probe)
+        found = _update_twice(probe)
     except Exception as error:
-        outcome = Outcome(*failure_of(error))
-    sender.send(outcome)
+        found = dict(zip(("status", "reason"), failure_of(error), strict=True))
+    sender.send(found)
 
 
-def _update_twice(probe: Probe) -> Outcome:
+def _update_twice(probe: Probe) -> dict[str, Any]:
+    """Of a measurement."""
     device = torch.device(probe.model.device)
     held = resident_bytes() or 0
-    if probe.budget is not None:
-        _bound(probe.budget, device)
+    _bound(probe.budget, device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
     samples, totals = make_samples(lengths, probe.size, vocabulary_of(probe.model.path), seed=0)
     update = step.Update(probe.model, probe.layers, samples, totals, sum(map(sum, lengths)))
@@ -140,11 +134,11 @@ def _update_twice(probe: Probe) -> Outcome:
         seconds, _ = watch.time(lambda: prepared.run(watch))
     prepared.close()
     if device.type == "cuda":
-        counted = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        return Outcome(OK, seconds=seconds, memory=Memory(*counted))
-    grown = max(0, (resident_bytes(peak=True) or 0) - held)
-    fits = probe.budget is None or grown <= probe.budget
-    return Outcome(OK if fits else OOM, seconds=seconds, memory=Memory(None, grown))
+        memory = Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    else:
+        memory = Memory(None, max(0, (resident_bytes(peak=True) or 0) - held))
+    status = OK if memory.best <= probe.budget else OOM
+    return {"status": status, "seconds": [seconds], "time": summarise([seconds]), "memory": memory}
 
 
 def _bound(budget: int, device: torch.device) -> None:
@@ -168,9 +162,7 @@ def predict_group(probe: Probe) -> int | None:
     from grpo_fast.config import TrainConfig
     from grpo_fast.plan import device_budget, plan
 
-    budget = device_budget()
-    if probe.budget is not None:
-        budget = replace(budget, total=probe.budget)
+    budget = replace(device_budget(), total=probe.budget)
     config = TrainConfig.model_validate(
         {
             "model": probe.model,
@@ -187,77 +179,60 @@ def predict_group(probe: Probe) -> int | None:
 # The search -----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Search:
-    """The largest size that fits, between one that does and one that does not."""
+def next_size(tried: Mapping[int, Measurement], largest: int) -> int | None:
+    """What to try next, from two on: twice the best, then the middle to the least that fails; None: done."""
+    fits, fails = sizes(tried, OK), sizes(tried, OOM)
+    if len(fits) + len(fails) < len(tried):  # something else went wrong
+        return None
+    best = max(fits, default=1)
+    if not fails:
+        return min(largest, 2 * best) if best < largest else None
+    return (best + min(fails)) // 2 if min(fails) > best + 1 else None
 
-    probe: Probe
-    largest: int
-    attempt: Callable[[Probe], Outcome]
-    fits: dict[int, Outcome] = field(default_factory=dict)
-    fails: dict[int, Outcome] = field(default_factory=dict)
-    broken: Outcome | None = None  # neither fits nor runs out of memory
 
-    @property
-    def next_size(self) -> int | None:
-        """What to try next, from two on; None: found."""
-        best = max(self.fits, default=1)
-        if not self.fails:
-            return None if best >= self.largest else min(self.largest, 2 * best)
-        least = min(self.fails)
-        return None if least == best + 1 else (best + least) // 2
-
-    def run(self, stop: Callable[[], bool]) -> None:
-        while not stop() and self.broken is None and (size := self.next_size) is not None:
-            outcome = self.attempt(replace(self.probe, size=size))
-            if outcome.status == OK:
-                self.fits[size] = outcome
-            elif outcome.status == OOM:
-                self.fails[size] = outcome
-            else:
-                self.broken = outcome
-
-    def result(self, shape: dict[str, Any]) -> Measurement:
-        name = self.probe.implementation
-        if self.broken is not None:
-            return Measurement(name, shape, self.broken.status, self.broken.reason)
-        if not self.fits:
-            missing = (OOM, "not even two completions fit") if self.fails else (SKIPPED, NO_TIME)
-            return Measurement(name, shape, *missing)
-        best = max(self.fits)
-        metrics = {"largest_group": float(best)}
-        if self.fails:
-            metrics["smallest_that_fails"] = float(min(self.fails))
-        found = bool(self.fails) and self.next_size is None
-        return Measurement(
-            name,
-            shape,
-            reason="" if found else "at least: the next size was not tried",
-            seconds=[self.fits[best].seconds],
-            time=summarise([self.fits[best].seconds]),
-            memory=self.fits[best].memory,
-            metrics=metrics,
-        )
+def sizes(tried: Mapping[int, Measurement], status: str) -> list[int]:
+    return [size for size, found in tried.items() if found.status == status]
 
 
 @dataclass
 class GroupBout:
-    """The search for one shape, one implementation after another."""
+    """The search at one shape, one implementation after another."""
 
     shape: dict[str, Any]
-    searches: list[Search]
+    probes: list[Probe]
+    largest: int
+    attempt: Callable[[Probe], Measurement]
+    tried: dict[str, dict[int, Measurement]] = field(default_factory=dict)  # by implementation and size
     predicted: list[Measurement] = field(default_factory=list)
 
     def measure(self, limits: Limits) -> None:
-        for search in self.searches:
-            if search.probe.implementation == step.OURS and not limits.passed:
-                self.predicted.append(self._predict(search.probe))
-            search.run(lambda: limits.passed)
+        for probe in self.probes:
+            if probe.implementation == step.OURS and not limits.passed:
+                self.predicted.append(self._prediction(probe))
+            tried = self.tried.setdefault(probe.implementation, {})
+            while not limits.passed and (size := next_size(tried, self.largest)) is not None:
+                tried[size] = self.attempt(replace(probe, size=size))
 
     def results(self) -> list[Measurement]:
-        return [*(search.result(self.shape) for search in self.searches), *self.predicted]
+        names = [probe.implementation for probe in self.probes]
+        return [*(self._result(name, self.tried.get(name, {})) for name in names), *self.predicted]
 
-    def _predict(self, probe: Probe) -> Measurement:
+    def _result(self, name: str, tried: dict[int, Measurement]) -> Measurement:
+        for found in tried.values():
+            if found.status not in (OK, OOM):
+                return replace(found, shape=self.shape)
+        fits, fails = sizes(tried, OK), sizes(tried, OOM)
+        if not fits:
+            missing = (OOM, "not even two completions fit") if fails else (SKIPPED, NO_TIME)
+            return Measurement(name, self.shape, *missing)
+        metrics = {"largest_group": float(max(fits))}
+        if fails:
+            metrics["smallest_that_fails"] = float(min(fails))
+        exact = fails and next_size(tried, self.largest) is None
+        reason = "" if exact else "at least: the next size was not tried"
+        return replace(tried[max(fits)], shape=self.shape, reason=reason, metrics=metrics)
+
+    def _prediction(self, probe: Probe) -> Measurement:
         try:
             group = predict_group(probe)
         except Exception as error:
@@ -284,21 +259,20 @@ def main(options: argparse.Namespace) -> int:
     """
     device = check_common(options)
     names = choose_names(list(step.IMPLEMENTATIONS), options.impl)
-    sizes = DEFAULTS.chosen_sizes(options, device)
-    largest = sizes.pop("largest")
+    tokens = DEFAULTS.chosen_sizes(options, device)
+    largest = tokens.pop("largest")
     memory = options.memory
-    if memory is not None and not memory > 0:
-        raise ValueError(f"--memory must be above 0 GiB, got {memory}")
-    if memory is None and device.type == "cpu":
-        memory = _CPU_GIB
-    budget = None if memory is None else int(memory * 2**30)
     if memory is None:
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if on_gpu else _CPU_GIB
+    if not memory > 0:
+        raise ValueError(f"--memory must be above 0 GiB, got {memory}")
+    budget = int(memory * 2**30)
     preload(names)
     bouts = []
     for model in DEFAULTS.chosen_models(options, device):
         section = model_section(options, model["model"], device)
-        probes = [Probe(name, section, model["layers"], **sizes, budget=budget) for name in names]
-        shape = {**model, **sizes, "memory_gib": memory, **training_shape(options)}
-        bouts.append(GroupBout(shape, [Search(probe, largest, run_probe) for probe in probes]))
+        probes = [Probe(name, section, model["layers"], **tokens, budget=budget) for name in names]
+        shape = {**model, **tokens, "memory_gib": memory, **training_shape(options)}
+        bouts.append(GroupBout(shape, probes, largest, run_probe))
     return run_session(KIND, options, device, bouts)

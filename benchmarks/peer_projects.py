@@ -86,51 +86,46 @@ def cce() -> None:
     """`linear_cross_entropy`, all but its `torch_compile` implementation."""
     import cut_cross_entropy
 
+    from grpo_fast import linear_logprob
+
     theirs = cut_cross_entropy.linear_cross_entropy
 
     def linear_cross_entropy(
-        e: Tensor, c: Tensor, targets: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
+        e: Tensor,
+        c: Tensor,
+        targets: Tensor,
+        bias: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        shift: int = 0,
+        return_lse: bool = False,
+        impl: str = "cce",
+        vocab_parallel_options: Any = None,
     ) -> Any:
-        if options.get("impl") == "torch_compile":
-            return theirs(e, c, targets, bias, *args, **options)
-        return _cce_loss(e, c, targets, bias, **options)
+        if impl == "torch_compile":
+            return theirs(e, c, targets, bias, softcap=softcap, reduction=reduction, shift=shift, impl=impl)
+        if shift:
+            e, targets = e[:, : -int(shift)], targets[:, int(shift) :]
+        group = None
+        if vocab_parallel_options is not None:
+            group = vocab_parallel_options.group or torch.distributed.group.WORLD
+        out = linear_logprob(
+            e,
+            c,
+            targets,
+            bias=bias,
+            softcap=softcap,
+            outputs=("logprob", "logsumexp"),
+            tolerance=0.0 if impl == "cce_exact" else None,
+            process_group=group,
+        )
+        loss = -out.logprob if reduction == "none" else -out.logprob.sum()
+        if reduction == "mean":
+            loss = loss / (targets != -100).sum()
+        return (loss, out.logsumexp) if return_lse else loss
 
     cut_cross_entropy.linear_cross_entropy = linear_cross_entropy
-
-
-def _cce_loss(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    shift: bool | int = 0,
-    return_lse: bool = False,
-    impl: str = "cce",
-    vocab_parallel_options: Any = None,
-) -> Any:
-    from grpo_fast import linear_logprob
-
-    if shift := int(shift):
-        e, targets = e[:, :-shift], targets[:, shift:]
-    options = vocab_parallel_options
-    group = None if options is None else options.group or torch.distributed.group.WORLD
-    out = linear_logprob(
-        e,
-        c,
-        targets,
-        bias=bias,
-        softcap=softcap,
-        outputs=("logprob", "logsumexp"),
-        tolerance=0.0 if impl == "cce_exact" else None,
-        process_group=group,
-    )
-    losses = -out.logprob
-    loss = losses if reduction == "none" else losses.sum()
-    if reduction == "mean":
-        loss = loss / (targets != -100).sum()
-    return (loss, out.logsumexp) if return_lse else loss
 
 
 @cache
@@ -170,17 +165,14 @@ def _stub(*names: str) -> frozenset[str]:
 
 
 VERL_DRIVER = """
+from types import SimpleNamespace
+
 import pytest
 import torch
-from linear_cross_entropy_case import TestLinearCrossEntropy as Case
+from test_linear_cross_entropy import TestLinearCrossEntropy as Case
 
 Case.__test__ = False
-
-
-class _Event:
-    def __init__(self, **_): pass
-    def record(self): pass
-    def elapsed_time(self, _): return 0.0
+EVENT = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 0.0)
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -189,7 +181,7 @@ def test_forward_and_backward(index, monkeypatch):
     if not torch.cuda.is_available():
         for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(torch.cuda, "Event", _Event)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: EVENT)
         full = case.generate_hyper
 
         def reduced():
@@ -199,6 +191,7 @@ def test_forward_and_backward(index, monkeypatch):
         case.generate_hyper = reduced
     case.verify_correctness(iterations=2)
 """
+ALWAYS, WITHOUT_GPU, UNLESS_LARGE = "always", "without a GPU", "without a GPU, unless --large"
 
 
 @dataclass(frozen=True)
@@ -206,15 +199,12 @@ class Suite:
     """A project's tests of what we replace."""
 
     url: str
-    distribution: str  # the installed package whose version is recorded
-    copied: dict[str, str]  # from the checkout into the scratch folder
+    copied: tuple[str, ...]  # from the checkout into the scratch folder
     tests: tuple[str, ...]  # pytest's arguments, in the scratch folder
     written: dict[str, str] = field(default_factory=dict)  # files of the scratch folder, and their text
     import_path: tuple[str, ...] = (".",)  # in the scratch folder
     on_cpu: tuple[tuple[str, str], ...] = ()  # replaced in the tests where there is no GPU
-    deselect: dict[str, str] = field(default_factory=dict)  # pattern of a test's name: why
-    gpu_only: dict[str, str] = field(default_factory=dict)  # the same, where there is no GPU
-    large: dict[str, str] = field(default_factory=dict)  # the same, unless --large
+    left_out: dict[str, tuple[str, str]] = field(default_factory=dict)  # pattern of a test's name: when, why
     failures: dict[str, str] = field(default_factory=dict)  # pattern of name and message: kind
 
 
@@ -227,16 +217,18 @@ TO_CPU = (
 SUITES = {
     "trl": Suite(
         url="https://github.com/huggingface/trl",
-        distribution="trl",
-        copied={"tests/test_kernels.py": "tests/test_kernels.py"},
+        copied=("tests/test_kernels.py",),
         tests=("tests/test_kernels.py",),
         written={
             "tests/__init__.py": "",
             "tests/testing_utils.py": "def require_torch_accelerator(test):\n    return test\n",
         },
-        deselect={
-            "TestLogProbEntropy": "tests a kernel on logits, which has no counterpart of ours",
-            "TestChunkedLogProbFunction::test_forward": "patches torch.mm and counts TRL's own chunks",
+        left_out={
+            "TestLogProbEntropy": (ALWAYS, "tests a kernel on logits, which has no counterpart of ours"),
+            "TestChunkedLogProbFunction::test_forward": (
+                ALWAYS,
+                "patches torch.mm and counts TRL's own chunks",
+            ),
         },
         failures={
             r"bfloat16|test_bias\[dtype1\]": "logits are float32, where the test rounds them to bfloat16",
@@ -245,60 +237,54 @@ SUITES = {
     ),
     "liger": Suite(
         url="https://github.com/linkedin/Liger-Kernel",
-        distribution="liger-kernel",
-        copied={
-            "test/__init__.py": "test/__init__.py",
-            "test/conftest.py": "test/conftest.py",
-            "test/utils.py": "test/utils.py",
-            "test/chunked_loss": "test/chunked_loss",
-        },
+        copied=("test",),
         tests=tuple(
             f"test/chunked_loss/test_{kind}_loss.py"
             for kind in ("grpo", "dpo", "orpo", "simpo", "cpo", "kto")
         ),
-        gpu_only={"triton_(grpo|loss)|triton.*grpo": "Liger's own Triton kernel on a GPU"},
-        large={"8-128-1024-4096": "large shape, some ten seconds a test on a CPU: --large"},
+        left_out={
+            "triton_(grpo|loss)|triton.*grpo": (WITHOUT_GPU, "Liger's own Triton kernel on a GPU"),
+            "8-128-1024-4096": (UNLESS_LARGE, "large shape, some ten seconds a test on a CPU: --large"),
+        },
         failures={
             "luspo.*dtype0.*4096": "the reference rounds logits to bfloat16, and luspo multiplies by lengths"
         },
     ),
     "cce": Suite(
         url="https://github.com/apple/ml-cross-entropy",
-        distribution="cut-cross-entropy",
-        copied={
-            "cut_cross_entropy": "cut_cross_entropy",
-            "tests/test_cce_loss_forward.py": "test_cce_loss_forward.py",
-            "tests/test_cce_loss_backward.py": "test_cce_loss_backward.py",
-            "tests/test_vocab_parallel.py": "test_vocab_parallel.py",
-        },
-        tests=("test_vocab_parallel.py", "test_cce_loss_forward.py", "test_cce_loss_backward.py"),
+        copied=("cut_cross_entropy", "tests"),
+        tests=tuple(
+            f"tests/test_{name}.py" for name in ("vocab_parallel", "cce_loss_forward", "cce_loss_backward")
+        ),
         on_cpu=TO_CPU,
-        deselect={
-            "torch_compile": "CCE's own torch.compile implementation",
-            "test_partition_n_into_range": "CCE's own arithmetic of ranges",
+        left_out={
+            "torch_compile": (ALWAYS, "CCE's own torch.compile implementation"),
+            "test_partition_n_into_range": (ALWAYS, "CCE's own arithmetic of ranges"),
+            "test_loss_backward.*cce_exact": (
+                WITHOUT_GPU,
+                "on a CPU the same function of ours as for 'cce'",
+            ),
         },
-        gpu_only={r"test_loss_backward.*cce_exact": "on a CPU the same function of ours as for 'cce'"},
     ),
     "verl": Suite(
         url="https://github.com/volcengine/verl",
-        distribution="verl",
-        copied={"tests/utils/test_linear_cross_entropy.py": "linear_cross_entropy_case.py"},
-        tests=("test_linear_cross_entropy.py",),
-        written={"test_linear_cross_entropy.py": VERL_DRIVER},
+        copied=("tests/utils/test_linear_cross_entropy.py",),
+        tests=("driver.py",),
+        written={"driver.py": VERL_DRIVER},
+        import_path=("tests/utils",),
         # verl's own baseline takes labels (1, N) through flash-attention only.
         on_cpu=(*TO_CPU, ("labels=labels, inplace", "labels=labels.squeeze(0), inplace")),
     ),
     "prime_rl": Suite(
         url="https://github.com/PrimeIntellect-ai/prime-rl",
-        distribution="prime-rl",
-        copied={
-            "pyproject.toml": "pyproject.toml",
-            "src/prime_rl": "src/prime_rl",
-            "packages/prime-rl-configs/src": "configs",
-            "tests/unit/train/rl/test_fused_lm_head.py": "test_fused_lm_head.py",
-        },
-        tests=("test_fused_lm_head.py",),
-        import_path=("src", "configs"),
+        copied=(
+            "pyproject.toml",
+            "src/prime_rl",
+            "packages/prime-rl-configs/src",
+            "tests/unit/train/rl/test_fused_lm_head.py",
+        ),
+        tests=("tests/unit/train/rl/test_fused_lm_head.py",),
+        import_path=("src", "packages/prime-rl-configs/src"),
         on_cpu=(('"cuda"', '"cpu"'),),
     ),
 }

@@ -20,16 +20,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.machine import environment
-from benchmarks.peer_projects import SUITES, Suite
+from benchmarks.peer_projects import ALWAYS, SUITES, UNLESS_LARGE, Suite
 from benchmarks.record import write_json
 
 if TYPE_CHECKING:
@@ -48,16 +45,15 @@ def prepare(name: str, source: Path, scratch: Path) -> None:
         ValueError: the checkout does not have them.
     """
     suite = SUITES[name]
-    for origin, target in suite.copied.items():
-        if not (source / origin).exists():
-            raise ValueError(f"{source} has no {origin}: give a checkout of {suite.url}")
-        place = scratch / target
-        place.parent.mkdir(parents=True, exist_ok=True)
-        copy = shutil.copytree if (source / origin).is_dir() else shutil.copy
-        copy(source / origin, place)
-    for target, text in suite.written.items():
-        (scratch / target).write_text(text)
-    for test in [*scratch.rglob("test_*.py"), *scratch.rglob("*_case.py")]:
+    for part in suite.copied:
+        if not (source / part).exists():
+            raise ValueError(f"{source} has no {part}: give a checkout of {suite.url}")
+        (scratch / part).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (source / part).is_dir() else shutil.copy
+        copy(source / part, scratch / part)
+    for part, text in suite.written.items():
+        (scratch / part).write_text(text)
+    for test in scratch.rglob("test_*.py"):
         text = test.read_text()
         for old, new in () if torch.cuda.is_available() else suite.on_cpu:
             text = text.replace(old, new)
@@ -76,15 +72,18 @@ def run_suite(
     """
     suite = SUITES[name]
     on_gpu = torch.cuda.is_available()
-    left_out = suite.deselect | ({} if on_gpu else suite.gpu_only | ({} if large else suite.large))
+    left_out = {
+        pattern: why
+        for pattern, (when, why) in suite.left_out.items()
+        if when == ALWAYS or not (on_gpu or (large and when == UNLESS_LARGE))
+    }
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
+        scratch, report = Path(folder), Path(folder, "results.jsonl")
         prepare(name, source, scratch)
-        report = scratch / "results.jsonl"
         command = [sys.executable, "-m", "pytest", *suite.tests, "-p", "benchmarks.peer_suites", "-q"]
         command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short", *extra]
         environ = os.environ | {
-            "PYTHONPATH": os.pathsep.join([*(str(scratch / p) for p in suite.import_path), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([*(str(scratch / path) for path in suite.import_path), str(ROOT)]),
             REPORT: str(report),
             DESELECT: json.dumps(left_out),
             "TORCHDYNAMO_DISABLE": "0" if on_gpu else "1",
@@ -97,62 +96,35 @@ def run_suite(
             output = done.stdout + done.stderr
         except subprocess.TimeoutExpired:
             finished = False
-        lines = report.read_text().splitlines() if report.exists() else []
-    return {
-        "commit": _commit(source),
-        "installed": _version(suite.distribution),
-        "finished": finished,
-        **outcome(suite, [json.loads(line) for line in lines]),
-        **({} if lines else {"output": output[-3000:]}),
-    }
-
-
-def outcome(suite: Suite, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, reasons for what was deselected, and each failure with its kind."""
-    tests = [result for result in results if "test" in result]
+        tests = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     counts = Counter(test["outcome"] for test in tests)
     return {
-        **{name: counts[name] for name in OUTCOMES},
-        "selected": sum(result.get("selected", 0) for result in results),
+        "commit": _commit(source),
+        "finished": finished,
+        **{outcome: counts[outcome] for outcome in OUTCOMES},
         "reasons": {
-            name: dict(Counter(test["message"] for test in tests if test["outcome"] == name))
-            for name in ("deselected", "skipped")
+            outcome: dict(Counter(test["message"] for test in tests if test["outcome"] == outcome))
+            for outcome in ("deselected", "skipped")
         },
-        "failures": [
-            {"test": test["test"], "kind": _kind(suite, test), "message": _errors(test["message"])}
-            for test in tests
-            if test["outcome"] == "failed"
-        ],
+        "failures": [_failure(suite, **test) for test in tests if test["outcome"] == "failed"],
+        **({} if tests else {"output": output[-3000:]}),
     }
 
 
-def _kind(suite: Suite, test: dict[str, Any]) -> str:
-    """What is known of such a failure."""
-    text = f"{test['test']}\n{test['message']}"
-    return next((kind for pattern, kind in suite.failures.items() if re.search(pattern, text)), UNKNOWN)
-
-
-def _errors(message: str) -> str:
-    lines = message.splitlines()
-    errors = [line[2:].strip() for line in lines if line.startswith("E ") and "File" not in line]
-    return " ".join(errors)[:300] or message[-300:]
+def _failure(suite: Suite, test: str, message: str, **_: Any) -> dict[str, str]:
+    """With what is known of such failures."""
+    text = f"{test}\n{message}"
+    kind = next((kind for pattern, kind in suite.failures.items() if re.search(pattern, text)), UNKNOWN)
+    errors = [line[2:].strip() for line in message.splitlines() if line.startswith("E ")]
+    return {"test": test, "kind": kind, "message": " ".join(errors)[:300] or message[-300:]}
 
 
 def _commit(source: Path) -> str | None:
     """Of a git checkout, or as a file COMMIT beside an unpacked archive says."""
     if (source / "COMMIT").is_file():
         return (source / "COMMIT").read_text().strip()
-    if not (source / ".git").exists():
-        return None
     command = ["git", "-C", str(source), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 # The plugin -----------------------------------------------------------------------------------------------
@@ -160,16 +132,11 @@ def _version(distribution: str) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = json.loads(os.environ[DESELECT])
-    kept: list[pytest.Item] = []
-    dropped: list[pytest.Item] = []
-    for item in items:
+    for item in list(items):
         why = next((why for pattern, why in reasons.items() if re.search(pattern, item.nodeid)), None)
-        (kept if why is None else dropped).append(item)
         if why is not None:
+            items.remove(item)
             _record(test=item.nodeid, outcome="deselected", message=why)
-    items[:] = kept
-    config.hook.pytest_deselected(items=dropped)
-    _record(selected=len(kept))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -182,7 +149,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         message = report.longreprtext[-2000:] if report.failed else ""
         if report.skipped and isinstance(report.longrepr, tuple):
             message = str(report.longrepr[-1])
-        _record(test=report.nodeid, outcome=report.outcome, message=message, seconds=report.duration)
+        _record(test=report.nodeid, outcome=report.outcome, message=message)
 
 
 def _record(**values: Any) -> None:
@@ -191,15 +158,6 @@ def _record(**values: Any) -> None:
 
 
 # The command ----------------------------------------------------------------------------------------------
-
-
-def table(outcomes: dict[str, dict[str, Any]]) -> Table:
-    shown = Table("suite", "commit", *OUTCOMES, "not reached")
-    for name, found in outcomes.items():
-        reached = found["passed"] + found["failed"] + found["skipped"]
-        counts = [*(found[outcome] for outcome in OUTCOMES), max(0, found["selected"] - reached)]
-        shown.add_row(name, (found["commit"] or "-")[:10], *map(str, counts))
-    return shown
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -213,34 +171,29 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--large", action="store_true", help="without a GPU, too, every shape")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args(given)
-    console = Console(markup=False, highlight=False, soft_wrap=True)
     outcomes: dict[str, dict[str, Any]] = {}
     for name in options.suite:
         source = options.source / name
         if not source.is_dir():
-            console.print(f"{name}: no folder {source}; a checkout of {SUITES[name].url}")
+            print(f"{name}: no folder {source}; a checkout of {SUITES[name].url}")
             continue
         found = run_suite(name, source, 60 * options.minutes, options.pytest, options.large)
         outcomes[name] = found
+        counts = ", ".join(f"{found[outcome]:,} {outcome}" for outcome in OUTCOMES)
+        print(f"{name}: {counts}" + ", stopped before the end" * (not found["finished"]))
         for what, reasons in found["reasons"].items():
             for reason, count in reasons.items():
-                console.print(f"{name}: {count} {what}: {reason}")
+                print(f"  {count} {what}: {reason}")
         for failure in found["failures"]:
-            console.print(f"{name}: failed {failure['test']}: {failure['kind']}: {failure['message']}")
+            print(f"  failed {failure['test']}: {failure['kind']}: {failure['message']}")
         if "output" in found:
-            console.print(f"{name}: pytest did not start:\n{found['output']}")
+            print(f"  pytest did not start:\n{found['output']}")
         if options.json:
-            _save(options.json, outcomes)
-    console.print(table(outcomes))
+            kept = json.loads(options.json.read_text())["suites"] if options.json.exists() else {}
+            about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            write_json(options.json, {"environment": about, "suites": kept | outcomes})
     unexplained = [f for found in outcomes.values() for f in found["failures"] if f["kind"] == UNKNOWN]
     return 1 if unexplained or not outcomes else 0
-
-
-def _save(path: Path, outcomes: dict[str, dict[str, Any]]) -> None:
-    kept = json.loads(path.read_text()).get("suites", {}) if path.exists() else {}
-    about = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    about.pop("command", None)  # full of local paths
-    write_json(path, {"environment": about, "suites": kept | outcomes})
 
 
 if __name__ == "__main__":

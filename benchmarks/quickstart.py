@@ -16,8 +16,8 @@ from typing import Any
 
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, PROVENANCE_FILE, TIMINGS_FILE
+from grpo_fast.run_record.summary import score_text
 
-from .readme import quickstart_table
 from .record import write_json
 
 
@@ -33,16 +33,16 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
         timings = read_jsonl(run_dir / TIMINGS_FILE)
         origin = read_jsonl(run_dir / PROVENANCE_FILE)[0]
         del origin["command"]  # full of temporary paths; the record has recipe, seed and overrides
-        return {
-            "seed": seed,
-            "before": before,
-            "after": after,
-            "steps": timings[-1]["step"],
-            "seconds_training": sum(line["time/step"] for line in timings),
-            "seconds_wall": wall,  # loading, both evaluations, checkpoint and report included
-            "peak_bytes": max(line["memory/peak_bytes"] for line in timings),
-            "provenance": origin,
-        }
+    return {
+        "seed": seed,
+        "before": before,
+        "after": after,
+        "steps": timings[-1]["step"],
+        "seconds_training": sum(line["time/step"] for line in timings),
+        "seconds_wall": wall,  # loading, both evaluations, checkpoint and report included
+        "peak_bytes": max(line["memory/peak_bytes"] for line in timings),
+        "provenance": origin,
+    }
 
 
 def main() -> None:
@@ -55,9 +55,10 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for seed in args.seeds:
         runs.append(run_recipe(args.recipe, seed, args.overrides))
+        scores = (runs[-1][part] for part in ("before", "after"))
+        print(f"seed {seed}:", " → ".join(score_text(found["score"], found["interval"]) for found in scores))
         if args.json:
             write_json(args.json, {"recipe": args.recipe, "overrides": args.overrides, "runs": runs})
-    print(*quickstart_table(runs), sep="\n")
 
 
 if __name__ == "__main__":

@@ -46,9 +46,6 @@ TOLERANCES = {FULL: None, EXACT: 0.0, CERTIFIED: DEFAULT_TOLERANCE}
 Tokens = tuple[int, ...]
 
 
-# The toy --------------------------------------------------------------------------------------------------
-
-
 def make_toy(seed: int) -> Policy:
     policy = make_policy(ModelConfig(path=TOY, dtype="float32", device="cpu"), seed=seed)
     policy.tokenizer = make_tokenizer(VOCABULARY)
@@ -86,9 +83,6 @@ def warm_start(policy: Policy, chance: random.Random) -> None:
         optimizer.step()
 
 
-# GRPO -----------------------------------------------------------------------------------------------------
-
-
 def sample(
     policy: Policy, prompts: Sequence[Tokens], group: int, max_tokens: int, seed: int
 ) -> list[list[Completion]]:
@@ -99,10 +93,7 @@ def sample(
 def samples_of(
     prompts: Sequence[Tokens], groups: Sequence[Sequence[Completion]], advantages: Tensor
 ) -> list[Sample]:
-    """
-    Args:
-        advantages: of each group's completions.
-    """
+    """With (prompts, group) advantages."""
     return [
         Sample(prompt, completion.token_ids, advantage, group_id, completion.logprobs)
         for group_id, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
@@ -188,15 +179,10 @@ def train_all(seed: int, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each variant the mean final reward over the seeds, its standard deviation, and the seeds' range."""
+    """Of each variant the mean final reward over the seeds, and the seeds' range."""
     finals = {name: [run["final"] for run in of_seeds] for name, of_seeds in runs.items()}
     return {
-        name: {
-            "mean": statistics.mean(final),
-            "deviation": statistics.stdev(final) if len(final) > 1 else 0.0,
-            "low": min(final),
-            "high": max(final),
-        }
+        name: {"mean": statistics.mean(final), "low": min(final), "high": max(final)}
         for name, final in finals.items()
     }
 
@@ -243,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         write_json(options.json, found)
     for variant, of in found.get("summary", {}).items():
-        print(f"{variant:<12} {of['mean']:.3f} ± {of['deviation']:.3f}, {of['low']:.3f} to {of['high']:.3f}")
+        print(f"{variant:<12} {of['mean']:.3f}, {of['low']:.3f} to {of['high']:.3f}")
     return 0
 
 

@@ -1,9 +1,9 @@
 """TRL's GRPOTrainer as it is, patched, and ours, side by side: `python -m benchmarks.trl_side_by_side`.
 
 Same seed, same data, same machine, one after the other, for every loss that TRL offers, full fine-tuning and
-LoRA. Printed and, with --json, written as cells finish: the largest difference from TRL's own of loss,
-gradient norm and every metric over the steps, seconds per step and peak memory. A file that is there already
-is completed: its cells are not run again.
+LoRA. Written with --json as cells finish: the largest difference from TRL's own of loss, gradient norm and
+every metric over the steps, seconds per step and peak memory; printed with the three worst differences. A
+file that is there already is completed: its cells are not run again.
 
 Each trainer samples for itself, so a difference may also come from the data: weights drift apart by rounding
 (Adam turns a gradient entry that is rounding noise into a whole step, up to the learning rate), and where a
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from datasets import disable_progress_bars
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoTokenizer, set_seed
 from transformers.utils.logging import disable_progress_bar
@@ -40,7 +39,6 @@ from .machine import environment
 from .measure import memory_of
 from .models import save_model
 from .record import write_json
-from .tables import console
 from .trainers import Task, sums_task, trl_trainer, words_task
 
 SEED = 7
@@ -51,7 +49,6 @@ VARIANTS: dict[str, tuple[type[GRPOTrainer], Callable[[], AbstractContextManager
     "FastGRPOTrainer": (FastGRPOTrainer, nullcontext),
 }
 _TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
-_HEADS = "variant", "compared", "loss", "grad norm", "worst metric", "its difference", "s/step", "peak MiB"
 
 
 # One trainer ----------------------------------------------------------------------------------------------
@@ -192,16 +189,11 @@ def _gap(mine: float | None, other: float | None) -> float:
     return abs(a - b) / max(1.0, abs(a))
 
 
-def first_flip(a: Run, b: Run) -> int | None:
-    """The first step (from 0) that trains on another sampled token; None: every token is the same."""
-    per_generation = -(-len(a.history) // max(1, len(a.samples)))
-    equal = [torch.equal(mine, other) for mine, other in zip(a.samples, b.samples, strict=True)]
-    return None if all(equal) else equal.index(False) * per_generation
-
-
 def compared(base: Run, run: Run) -> dict[str, Any]:
-    """A run's numbers beside those of the run it should equal."""
-    flip = first_flip(base, run)
+    """A run's numbers beside those of the run it should equal, up to the first other token sampled."""
+    equal = [torch.equal(mine, other) for mine, other in zip(base.samples, run.samples, strict=True)]
+    per_generation = -(-len(base.history) // max(1, len(equal)))
+    flip = None if all(equal) else equal.index(False) * per_generation
     return {
         "steps_compared": len(base.history) if flip is None else flip,
         "first_step_with_another_token": flip,
@@ -247,23 +239,14 @@ def run_cells(
         yield cells[-1]
 
 
-def table_of(cell: dict[str, Any]) -> Table:
-    """A trainer a row."""
-    table = Table(*_HEADS, title=cell["name"])
+def lines(cell: dict[str, Any]) -> Iterator[str]:
+    """The largest differences from TRL's own, a trainer a line."""
     for name, found in cell["variants"].items():
-        gaps = dict(found["differences"])
-        shown = [f"{gaps.pop(key, math.nan):.1e}" for key in ("loss", "grad_norm")]
-        worst = max(gaps, key=gaps.__getitem__, default="")
-        table.add_row(
-            name,
-            f"{found['steps_compared']} of {cell['steps']}",
-            *shown,
-            worst,
-            f"{gaps.get(worst, math.nan):.1e}",
-            f"{found['seconds_per_step']:.2f}",
-            f"{(found['peak_bytes'] or math.nan) / 2**20:.0f}",
-        )
-    return table
+        compared = f"{found['steps_compared']} of {cell['steps']} steps"
+        worst = sorted(found["differences"].items(), key=lambda item: -item[1])
+        gaps = ", ".join(f"{key} {gap:.1e}" for key, gap in worst[:3])
+        memory = "" if found["peak_bytes"] is None else f", {found['peak_bytes'] / 2**20:.0f} MiB"
+        yield f"{cell['name']}, {name}: {compared}: {gaps}; {found['seconds_per_step']:.2f} s a step{memory}"
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -294,7 +277,7 @@ def main(given: Sequence[str] | None = None) -> None:
         else:
             task = sums_task(options.model)
         for cell in run_cells(settings, task, options.model, options.steps, options.json):
-            console().print(table_of(cell))
+            print(*lines(cell), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

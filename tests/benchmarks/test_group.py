@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,28 +9,27 @@ import pytest
 
 from benchmarks import group
 from benchmarks.__main__ import main
-from benchmarks.group import Outcome, Probe, Search, predict_group, preload, run_probe
-from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, Memory
-from benchmarks.record import read
+from benchmarks.group import GroupBout, Probe, predict_group, preload, run_probe
+from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED
+from benchmarks.record import Measurement, read
 from grpo_fast.policy.config import ModelConfig
 
 TOY = ModelConfig(path="toy", dtype="float32", device="cpu")
-PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=None)
+PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=1 << 34)
 
 
-def search(limit: int, *, largest: int = 1024) -> tuple[Search, list[int]]:
-    """Groups up to the limit fit."""
-    tried: list[int] = []
+def searched(attempt: Callable[[Probe], Measurement], *, largest: int = 1024, tries: int = 99) -> GroupBout:
+    bout = GroupBout({"model": "toy"}, [PROBE], largest, attempt)
 
-    def attempt(probe: Probe) -> Outcome:
-        tried.append(probe.size)
-        return Outcome(OK if probe.size <= limit else OOM, seconds=1.0, memory=Memory(None, probe.size))
+    class Limits:
+        passed = property(lambda _: len(bout.tried.get("ours", {})) >= tries)
 
-    return Search(PROBE, largest, attempt), tried
+    bout.measure(Limits())
+    return bout
 
 
-def never() -> bool:
-    return False
+def fitting(limit: int) -> Callable[[Probe], Measurement]:
+    return lambda probe: Measurement(probe.implementation, {}, OK if probe.size <= limit else OOM)
 
 
 def test_the_largest_group_that_fits_is_found_in_few_tries():
@@ -37,43 +37,41 @@ def test_the_largest_group_that_fits_is_found_in_few_tries():
     print(f"seed {seed}")
     limit = random.Random(seed).randint(2, 1024)
 
-    found, tried = search(limit)
-    found.run(never)
+    bout = searched(fitting(limit))
 
-    metrics = found.result({}).metrics
-    assert metrics["largest_group"] == limit
-    assert metrics.get("smallest_that_fails", limit + 1) == limit + 1
-    assert found.result({}).reason.startswith("at least") == (limit == 1024)
-    assert len(tried) == len(set(tried)) <= 20  # ten doublings, ten halvings
+    found = bout.results()[0]
+    assert found.metrics["largest_group"] == limit
+    assert found.metrics.get("smallest_that_fails", limit + 1) == limit + 1
+    assert found.reason.startswith("at least") == (limit == 1024)
+    assert found.shape == bout.shape
+    assert len(bout.tried["ours"]) <= 20  # ten doublings, ten halvings
 
 
 @pytest.mark.parametrize(("largest", "tries", "best"), [(24, 5, 24.0), (1024, 3, 8.0)])
 def test_a_search_that_ends_before_a_size_fails_says_at_least(largest, tries, best):
-    found, tried = search(10**6, largest=largest)
-    found.run(lambda: len(tried) == tries)
+    bout = searched(fitting(10**6), largest=largest, tries=tries)
 
-    assert tried == [2, 4, 8, 16, 24][:tries]
-    assert found.result({}).metrics == {"largest_group": best}
-    assert found.result({}).reason.startswith("at least")
+    assert list(bout.tried["ours"]) == [2, 4, 8, 16, 24][:tries]
+    assert bout.results()[0].metrics == {"largest_group": best}
+    assert bout.results()[0].reason.startswith("at least")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "stop", "status", "reason"),
+    ("outcome", "tries", "status", "reason"),
     [
-        (Outcome(OOM), False, OOM, "not even two completions fit"),
-        (Outcome(FAILED, "RuntimeError: no"), False, FAILED, "RuntimeError: no"),
-        (Outcome(OK), True, SKIPPED, NO_TIME),
+        ((OOM, ""), 1, OOM, "not even two completions fit"),
+        ((FAILED, "RuntimeError: no"), 9, FAILED, "RuntimeError: no"),
+        ((OK, ""), 0, SKIPPED, NO_TIME),
     ],
 )
-def test_a_search_without_any_group_that_fits_says_why(outcome, stop, status, reason):
-    found = Search(PROBE, 64, lambda _: outcome)
-    found.run(lambda: stop)
+def test_a_search_without_any_group_that_fits_says_why(outcome, tries, status, reason):
+    found = searched(lambda probe: Measurement("ours", {}, *outcome), tries=tries).results()[0]
 
-    assert (found.result({}).status, found.result({}).reason) == (status, reason)
+    assert (found.status, found.reason, found.shape) == (status, reason, {"model": "toy"})
 
 
 def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(group, "run_probe", search(5)[0].attempt)
+    monkeypatch.setattr(group, "run_probe", fitting(5))
     out = tmp_path / "group.json"
 
     assert main(["group", "--device", "cpu", "--model", "toy", "--impl", "ours", "--json", str(out)]) == 0
@@ -86,7 +84,7 @@ def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Pa
 
 def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_or_the_time_is_its_outcome():
     preload(["ours"])
-    probe = replace(PROBE, size=2, budget=1 << 34)
+    probe = replace(PROBE, size=2)
 
     fits = run_probe(probe)
     too_much = run_probe(replace(probe, budget=1 << 20))
@@ -94,7 +92,7 @@ def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_or_the_time
     broken = run_probe(replace(probe, implementation="no such"))
 
     assert (fits.status, fits.reason) == (OK, "")
-    assert fits.seconds > 0
+    assert fits.time.median > 0
     assert too_much.status == OOM
     assert (too_slow.status, too_slow.reason) == (FAILED, "the time is up")
     assert broken.status == FAILED

@@ -83,7 +83,7 @@ def test_the_command_compares_each_trainer_and_completes_its_record(tmp_path: Pa
     printed = capsys.readouterr().out
     (cell,) = json.loads(record.read_text())["cells"]
     assert list(cell["variants"]) == ["TRL", "patched", "FastGRPOTrainer", "TRL in float32"]
-    assert all(f"\u2502 {name}" in printed for name in cell["variants"])
+    assert all(f"grpo, full, bfloat16, {name}: " in printed for name in cell["variants"])
     assert cell["variants"]["patched"]["differences"]["loss"] < 0.05
 
     def side_by_side(setting: Setting, *_: object) -> dict[str, Run]:
