@@ -1,4 +1,4 @@
-"""Losses, advantages and packing at a CPU's size: `pytest benchmarks --benchmark-only`, by pytest-benchmark."""
+"""Losses, advantages and packing at a CPU's size, by pytest-benchmark: see benchmarks/README.md."""
 
 from __future__ import annotations
 

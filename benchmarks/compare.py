@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,6 @@ ERROR_FACTOR = 1.5
 ERROR_FLOORS = {"logprob": 1e-6, "loss": 1e-5, "hidden_gradient": 1e-4, "weight_gradient": 1e-4}
 ERROR_FLOOR = 1e-6  # of any other error
 SIZE = "largest_group"
-
-
-@dataclass(frozen=True)
-class Change:
-    """One quantity of one implementation at one shape that differs beyond noise."""
-
-    where: str
-    name: str
-    what: str
-    worse: bool
-
-    def __str__(self) -> str:
-        kind = "REGRESSION" if self.worse else "improvement"
-        return f"{kind}: {self.name}: {self.what} ({self.where})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +58,14 @@ def main(options: argparse.Namespace) -> int:
     if abs(slowdown - 1) > SMALLEST:
         say(f"the ceilings took {slowdown:.2f} times as long in the second run: the machine itself changed "
             "its speed", "yellow")  # fmt: skip
-    found = changes(pairs)
-    for change in found:
-        say(str(change), "red" if change.worse else "green")
+    worse = 0
+    for old, new in pairs:
+        for is_worse, what in changes(old, new):
+            worse += is_worse
+            kind, style = ("REGRESSION", "red") if is_worse else ("improvement", "green")
+            say(f"{kind}: {new.implementation}: {what} ({label(new.shape)})", style)
     alone = max(len(before.cells), len(after.cells)) - len(pairs)
     left_out = f", {alone} skipped or in one alone" if alone else ""
-    worse = sum(change.worse for change in found)
     say(f"{len(pairs)} measurements in both{left_out}; {worse} regressions beyond noise")
     return 1 if worse else 0
 
@@ -97,14 +84,38 @@ def pairs_of(before: Sequence[Measurement], after: Sequence[Measurement]) -> Pai
     return [(old[key], new) for key, new in by_key(after).items() if key in old]
 
 
-def changes(pairs: Pairs) -> list[Change]:
-    found = []
-    for old, new in pairs:
-        differences = [*_state(old, new), *_size(old, new), *_errors(old, new)]
-        if SIZE not in new.metrics:  # another size would have another time
-            differences += [*_time(old, new), *_memory(old, new)]
-        found += [Change(label(new.shape), new.implementation, what, worse) for what, worse in differences]
-    return found
+def changes(old: Measurement, new: Measurement) -> Iterator[tuple[bool, str]]:
+    """What differs beyond noise, and whether it became worse."""
+    if old.status != new.status:
+        yield new.status != OK, f"{old.status} → {new.status} {new.reason}".rstrip()
+    yield from _errors(old.accuracy, new.accuracy)
+    if SIZE in new.metrics:  # found by trying: any difference counts, and another size has another time
+        before, after = old.metrics.get(SIZE, 0.0), new.metrics[SIZE]
+        if before != after:
+            yield after < before, f"largest group {before:,.0f} → {after:,.0f}"
+        return
+    if old.time is not None and new.time is not None:
+        before, after = old.time.median, new.time.median
+        if abs(after - before) > max(SMALLEST * before, noise(old.time, new.time)):
+            yield after > before, f"{before:.3f} → {after:.3f} ms, {after / before - 1:+.1%}"
+    for name, (share, least) in MEMORY_NOISE.items():
+        before, after = getattr(old.memory, name, None), getattr(new.memory, name, None)
+        if before is not None and after is not None:
+            if abs(after - before) > max(least, share * before):
+                yield after > before, f"{before / 2**20:,.0f} → {after / 2**20:,.0f} MiB"
+            return  # by torch's count where it counts, else by the driver's or the system's
+
+
+def _errors(old: dict[str, float], new: dict[str, float]) -> Iterator[tuple[bool, str]]:
+    """NaN is worse than any number."""
+    for name in old.keys() & new.keys():
+        a, b = old[name], new[name]
+        floor = ERROR_FLOORS.get(name, ERROR_FLOOR)
+        what = f"error of {name.replace('_', ' ')} {a:.1e} → {b:.1e}"
+        if a == a and not b <= max(ERROR_FACTOR * a, floor):
+            yield True, what
+        elif b == b and not a <= max(ERROR_FACTOR * b, floor):
+            yield False, what
 
 
 def environment_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
@@ -137,48 +148,3 @@ def noise(a: Spread, b: Spread) -> float:
     """
     width = (a.upper - a.lower + b.upper - b.lower) / 2
     return (0.6 + 11 / min(a.samples, b.samples)) * width
-
-
-# Each yields what changed, and whether it became worse ----------------------------------------------------
-
-
-def _state(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
-    if old.status != new.status:
-        yield f"{old.status} → {new.status} {new.reason}".rstrip(), new.status != OK
-
-
-def _size(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
-    """Of the largest group that fits, which is found by trying: any difference counts."""
-    a, b = old.metrics.get(SIZE), new.metrics.get(SIZE)
-    if a is not None and b is not None and a != b:
-        yield f"largest group {a:,.0f} → {b:,.0f}", b < a
-
-
-def _time(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
-    if old.time is None or new.time is None:
-        return
-    a, b = old.time.median, new.time.median
-    if abs(b - a) > max(SMALLEST * a, noise(old.time, new.time)):
-        yield f"{a:.3f} → {b:.3f} ms, {b / a - 1:+.1%}", b > a
-
-
-def _memory(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
-    """By torch's count where it counts, else by the driver's or the system's."""
-    for name, (share, least) in MEMORY_NOISE.items():
-        a, b = getattr(old.memory, name, None), getattr(new.memory, name, None)
-        if a is not None and b is not None:
-            if abs(b - a) > max(least, share * a):
-                yield f"{a / 2**20:,.0f} → {b / 2**20:,.0f} MiB", b > a
-            return
-
-
-def _errors(old: Measurement, new: Measurement) -> Iterator[tuple[str, bool]]:
-    """NaN is worse than any number."""
-    for name in old.accuracy.keys() & new.accuracy.keys():
-        a, b = old.accuracy[name], new.accuracy[name]
-        floor = ERROR_FLOORS.get(name, ERROR_FLOOR)
-        what = f"error of {name.replace('_', ' ')} {a:.1e} → {b:.1e}"
-        if a == a and not b <= max(ERROR_FACTOR * a, floor):
-            yield what, True
-        elif b == b and not a <= max(ERROR_FACTOR * b, floor):
-            yield what, False

@@ -80,7 +80,8 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
     return {
         "title": TITLES.get(record.kind, record.kind),
         "record": record,
-        "facts": [path.name, *filter(None, (label(constant) if varying else "", *_origin(record)))],
+        "file": path.name,
+        "common": label(constant) if varying else "",
         "legend": {name: charts.swatch(style, name) for name, style in styles.items()},
         "has_product": any("product_seconds" in cell.ceilings for cell in measured),
         "groups": [_first(title, draws) for title, draws in _plots(record, drawn, varying, styles).items()],
@@ -141,15 +142,6 @@ def _sizes(cells: Sequence[Measurement]) -> list[Slice]:
     axes = dict.fromkeys([*_FIRST_AXES, *(name for cell in cells for name in cell.shape)])
     by_axis = [charts.slices(cells, axis) for axis in axes]
     return [part for part in chain.from_iterable(zip_longest(*by_axis)) if part is not None]
-
-
-def _origin(record: Record) -> Iterator[str | None]:
-    found = record.environment
-    yield found.get("benchmark_device")
-    yield f"torch {found.get('versions', {}).get('torch', 'unknown')}"
-    yield str(found.get("started", ""))[:10]
-    if git := found.get("git"):
-        yield git["revision"][:10] + " with changes" * git["changed"]
 
 
 def _provenance(record: Record) -> Iterator[tuple[str, str]]:

@@ -40,12 +40,11 @@ def write(path: Path, *cells: Measurement, kind: str = "kernels", environment: d
     ],
 )
 def test_a_regression_is_found_and_its_opposite_is_an_improvement(now: Measurement, what: str):
-    (worse,) = changes([(BEFORE, now)])
-    (better,) = changes([(now, BEFORE)])
+    ((worse, text),) = changes(BEFORE, now)
+    ((worse_again, _),) = changes(now, BEFORE)
 
-    assert worse.worse
-    assert what in worse.what
-    assert not better.worse
+    assert worse and not worse_again
+    assert what in text
 
 
 @pytest.mark.parametrize(
@@ -61,10 +60,18 @@ def test_a_regression_is_found_and_its_opposite_is_an_improvement(now: Measureme
     ],
 )
 def test_noise_is_no_change(now: Measurement):
-    assert changes([(BEFORE, now)]) == []
+    assert list(changes(BEFORE, now)) == []
 
 
-@pytest.mark.parametrize("samples", [3, 5, 9, 25])
+def test_of_the_largest_group_any_difference_counts_and_its_time_does_not():
+    then = replace(BEFORE, metrics={"largest_group": 8.0})
+    now = replace(then, metrics={"largest_group": 6.0}, time=Spread(99.0, 98.0, 100.0, 20))
+
+    assert list(changes(then, now)) == [(True, "largest group 8 → 6")]
+    assert list(changes(now, then)) == [(False, "largest group 6 → 8")]
+
+
+@pytest.mark.parametrize("samples", [3, 9, 25])
 def test_two_runs_of_the_same_noise_are_rarely_told_apart(samples):
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
@@ -79,9 +86,8 @@ def test_two_runs_of_the_same_noise_are_rarely_told_apart(samples):
 def test_where_torch_counts_no_memory_the_system_does_with_a_wider_margin():
     then = replace(BEFORE, memory=Memory(None, 200 << 20))
 
-    assert changes([(then, replace(BEFORE, memory=Memory(None, 225 << 20)))]) == []
-    (worse,) = changes([(then, replace(BEFORE, memory=Memory(None, 260 << 20)))])
-    assert worse.what == "200 → 260 MiB"
+    assert list(changes(then, replace(BEFORE, memory=Memory(None, 225 << 20)))) == []
+    assert list(changes(then, replace(BEFORE, memory=Memory(None, 260 << 20)))) == [(True, "200 → 260 MiB")]
 
 
 def test_the_command_fails_on_a_regression_alone(tmp_path, capsys):
