@@ -38,21 +38,16 @@ class PackedLayout:
         self._cu_seqlens = batch.cu_seqlens
         self._position_ids = batch.position_ids
         self._segment_ids = batch.segment_ids
-        lengths = batch.cu_seqlens.diff()
-        self._document_ids = torch.repeat_interleave(
-            torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(batch.input_ids)
-        )
+        counts = batch.cu_seqlens.diff()
+        documents = torch.arange(len(counts), device=counts.device)
+        self._document_ids = documents.repeat_interleave(counts, output_size=len(batch.input_ids))
         self._masks: dict[int | None, list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
-    def _bounds(self) -> list[int]:
-        """Read where a call a document needs them; FlexAttention does not wait for the device."""
-        return self._cu_seqlens.tolist()
-
-    @property
     def lengths(self) -> list[int]:
-        return [end - start for start, end in zip(self._bounds, self._bounds[1:], strict=False)]
+        """Read where a call a document needs them; FlexAttention does not wait for the device."""
+        return self._cu_seqlens.diff().tolist()
 
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
@@ -67,17 +62,14 @@ class PackedLayout:
     def masks(self, window: int | None) -> list[Tensor | None]:
         """For each document an (L, L) bool mask; None where it is plainly causal."""
         if window not in self._masks:
+            index = torch.arange(len(self._document_ids), device=self._document_ids.device)
             self._masks[window] = [
-                self._document_mask(start, end, window)
-                for start, end in zip(self._bounds, self._bounds[1:], strict=False)
+                None
+                if self._segment_ids is None and (window is None or len(own) <= window)
+                else self.visible(own[:, None], own[None, :], window)
+                for own in index.split(self.lengths)
             ]
         return self._masks[window]
-
-    def _document_mask(self, start: int, end: int, window: int | None) -> Tensor | None:
-        if self._segment_ids is None and (window is None or end - start <= window):
-            return None
-        index = torch.arange(start, end, device=self._document_ids.device)
-        return self.visible(index[:, None], index[None, :], window)
 
     def block_mask(self, window: int | None) -> BlockMask:
         """FlexAttention's mask over the whole batch: what `create_block_mask` makes of `visible`.

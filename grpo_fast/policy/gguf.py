@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,22 +33,18 @@ def convert_packaged_model(source: str) -> Path:
         OSError: the cache cannot be written; the message names the folder and the remedy.
     """
     name, _, wanted = source.removeprefix(PREFIX).partition("/")
-    distribution = _distribution(name)
-    file = _gguf_file(distribution, name, wanted)
-    folder = cache_folder() / f"{name}-{distribution.version}-{file.stem}"
-    if not folder.exists():
-        _convert_into(file, folder)
-    return folder
-
-
-def _distribution(name: str) -> importlib.metadata.Distribution:
     try:
-        return importlib.metadata.distribution(name)
+        distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         raise ValueError(
             f"model.path names the package {name!r}, which is not installed: "
             f"pip install {_KNOWN.get(name, name)}"
         ) from None
+    file = _gguf_file(distribution, name, wanted)
+    folder = cache_folder() / f"{name}-{distribution.version}-{file.stem}"
+    if not folder.exists():
+        _convert_into(file, folder)
+    return folder
 
 
 def _gguf_file(distribution: importlib.metadata.Distribution, name: str, wanted: str) -> Path:
@@ -70,20 +65,19 @@ def _convert_into(file: Path, folder: Path) -> None:
         raise ImportError("reading a GGUF model needs the gguf package: pip install gguf")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+        beside = tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent)
     except OSError as error:
         raise OSError(
             f"the model cache {folder.parent} cannot be written ({error.strerror}); set GRPO_FAST_CACHE"
         ) from error
-    try:
-        _convert(file, work)
+    with beside as work:
+        made = Path(work) / folder.name
+        _convert(file, made)
         try:
-            work.rename(folder)
+            made.rename(folder)
         except OSError:
             if not folder.exists():  # otherwise another process was first, with the same result
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _convert(file: Path, folder: Path) -> None:

@@ -42,7 +42,10 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device, attention)
     if config.liger_kernels:
-        _apply_liger(model)
+        # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     _disable_dropout(model)
     trained: PreTrainedModel | PeftModel = model
     reference = None
@@ -69,25 +72,19 @@ def resolve_source(path: str) -> str:
     if path.startswith(PREFIX):
         return str(convert_packaged_model(path))
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        _check_folder(folder)
-        return str(folder)
-    if folder.exists():
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
+            raise ValueError(f"model.path = {path!r}: no such folder; a hub id has the form owner/name")
+        return path
+    if not folder.is_dir():
         raise ValueError(f"model.path = {path!r} is a file; give the folder with config.json and the weights")
-    if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
-        raise ValueError(f"model.path = {path!r}: no such folder; a hub id has the form owner/name")
-    return path
-
-
-def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path = {str(folder)!r} has no config.json; give a folder saved by save_pretrained"
-        )
+        raise ValueError(f"model.path = {path!r} has no config.json; give a folder saved by save_pretrained")
     if not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt")))
         found = f"only {', '.join(pickled)}, and pickled weights are not read" if pickled else "no weights"
-        raise ValueError(f"model.path = {str(folder)!r} has {found}; save the model as safetensors")
+        raise ValueError(f"model.path = {path!r} has {found}; save the model as safetensors")
+    return str(folder)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -188,13 +185,6 @@ def _require_liger(device: torch.device) -> None:
         )
     if find_spec("liger_kernel") is None:
         raise ImportError("model.liger_kernels = true needs liger-kernel: pip install liger-kernel")
-
-
-def _apply_liger(model: PreTrainedModel) -> None:
-    """Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -14,25 +14,6 @@ from grpo_fast.policy.config import OptimizerConfig
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
 
-def learning_rate_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of the step with this index, from 0: a linear warm-up, then the schedule down to its floor.
-
-    The warm-up's first rate is learning_rate / warmup_steps, not zero; the last step before the full one
-    already has the full rate.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    floor = config.min_learning_rate_ratio
-    if config.schedule == "constant":
-        ratio = 1.0
-    elif config.schedule == "linear":
-        ratio = floor + (1.0 - floor) * (1.0 - progress)
-    else:
-        ratio = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.learning_rate * ratio
-
-
 class PolicyOptimizer:
     """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits.
 
@@ -58,15 +39,15 @@ class PolicyOptimizer:
         self.mid_step = False  # whether the weights have changed since the last training step was over
         self._parameters = dict(parameters)
         self._masters = {name: _master(p) for name, p in self._parameters.items()}
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}  # of masters that are not the parameters themselves
         for name, master in self._masters.items():
-            parameter = self._parameters[name]
-            if master is not parameter:
-                self._gradients[name] = torch.empty_like(master, requires_grad=False)
-                parameter.register_post_accumulate_grad_hook(_absorb_into(master, self._gradients[name]))
-        matrices = [master for master in self._masters.values() if master.ndim >= 2]
-        vectors = [master for master in self._masters.values() if master.ndim < 2]
-        groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+            if master is not self._parameters[name]:
+                self._gradients[name] = buffer = torch.empty_like(master, requires_grad=False)
+                self._parameters[name].register_post_accumulate_grad_hook(_absorb_into(master, buffer))
+        groups = [
+            {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
+            for decays in (True, False)
+        ]
         self._adam = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
         self.configure(config, total_steps=total_steps)
 
@@ -85,8 +66,19 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The rate of every optimiser step in the coming training step."""
-        return learning_rate_at(self._config, self._steps, self._total_steps)
+        """The rate of every optimiser step in the coming training step.
+
+        A linear warm-up from learning_rate / warmup_steps, then the schedule down to its floor.
+        """
+        config, step = self._config, self._steps
+        if step < config.warmup_steps:
+            return config.learning_rate * (step + 1) / config.warmup_steps
+        progress = min(1.0, (step - config.warmup_steps) / max(1, self._total_steps - config.warmup_steps))
+        floor = 1.0 if config.schedule == "constant" else config.min_learning_rate_ratio
+        left = 1.0 - progress
+        if config.schedule == "cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.learning_rate * (floor + (1.0 - floor) * left)
 
     def step(self) -> float:
         """Clip, update, and forget the gradients. Returns the gradient's norm before clipping.
@@ -212,10 +204,10 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        pairs = [(self._parameters[n], m) for n, m in self._masters.items() if m is not self._parameters[n]]
-        if pairs:
-            parameters, masters = zip(*pairs, strict=True)
-            torch._foreach_copy_(parameters, masters)
+        if self._gradients:
+            torch._foreach_copy_(
+                [self._parameters[n] for n in self._gradients], list(self.masters().values())
+            )
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> None:

@@ -28,20 +28,11 @@ class Attempt:
 
     def __init__(self) -> None:
         self.error: RuntimeError | None = None
-        self._largest = self._longest = 0
+        self.largest = self.longest = 0
 
     def sizes(self, largest: int, longest: int) -> None:
         """Tokens of this attempt's largest micro-batch, and of the largest unit that is never split."""
-        self._largest, self._longest = largest, longest
-
-    @property
-    def half(self) -> int | None:
-        """Half of the largest micro-batch, but no less than one unit; None: it is one unit already."""
-        return None if self._largest <= self._longest else max(self._largest // 2, self._longest)
-
-    @property
-    def largest(self) -> int:
-        return self._largest
+        self.largest, self.longest = largest, longest
 
     def __enter__(self) -> Attempt:
         return self
@@ -93,26 +84,25 @@ class MicroBatchBudget:
             yield attempt
             if attempt.error is None:
                 return
-            self._halve(attempt)
+            if attempt.largest <= attempt.longest:
+                raise torch.OutOfMemoryError(
+                    f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "
+                    "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
+                    f"{self.remedy}, train adapters (model.lora), or freeze the head "
+                    f"(model.train_lm_head = false). The allocator said: {attempt.error}"
+                ) from attempt.error
+            self.limit = max(attempt.largest // 2, attempt.longest)
+            logger.warning(
+                "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
+                "micro_batch_tokens = %d; the global batch stays as it is",
+                attempt.largest,
+                self.limit,
+            )
             attempt.error = None  # its traceback holds the activations of the attempt
-            release_memory()
+            gc.collect()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # to the driver: the engine takes its memory from there
             restore_rng(*random_state)
-
-    def _halve(self, attempt: Attempt) -> None:
-        if attempt.half is None:
-            raise torch.OutOfMemoryError(
-                f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "
-                "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
-                f"{self.remedy}, train adapters (model.lora), or freeze the head "
-                f"(model.train_lm_head = false). The allocator said: {attempt.error}"
-            ) from attempt.error
-        self.limit = attempt.half
-        logger.warning(
-            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
-            "micro_batch_tokens = %d; the global batch stays as it is",
-            attempt.largest,
-            self.limit,
-        )
 
 
 def optimizer_step(optimizer: PolicyOptimizer) -> float:
@@ -139,10 +129,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in MESSAGES)
-
-
-def release_memory() -> None:
-    """Give cached blocks back, to the driver as well: the engine takes its memory from there."""
-    gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

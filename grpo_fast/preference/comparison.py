@@ -24,13 +24,23 @@ class Comparison:
     margin: float = 0.0  # what the better one's reward must be ahead by
     weight: float = 1.0  # factor of its loss
     group_type: str | None = None
-    behaviour_logprobs: tuple[float | None, ...] | None = None  # n, of the policy that wrote them, summed
+    behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
     mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:
         """Every completion that the reference model must score."""
         return self.completion_ids + ((self.mismatched_ids,) if self.mismatched_ids else ())
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """(n,) tokens."""
+        return tuple(map(len, self.completion_ids))
+
+    def num_tokens(self, *, shared: bool = True) -> int:
+        """Tokens of the completions and of the prompt, which they share or have one each."""
+        prompts = 1 if shared else len(self.completion_ids)
+        return prompts * len(self.prompt.token_ids) + sum(self.lengths)
 
 
 def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
@@ -49,12 +59,9 @@ def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
 
 def preference_totals(comparisons: Sequence[Comparison]) -> PreferenceTotals:
     """Counts over the comparisons of a step."""
-    lengths, desirable = _lengths(comparisons), _desirable(comparisons)
-    return PreferenceTotals(
-        num_chosen=sum(desirable),
-        num_rejected=len(desirable) - sum(desirable),
-        chosen_tokens=sum(n for n, good in zip(lengths, desirable, strict=True) if good),
-    )
+    desirable = _desirable(comparisons)
+    chosen = [length for length, good in zip(_lengths(comparisons), desirable, strict=True) if good]
+    return PreferenceTotals(len(chosen), len(desirable) - len(chosen), sum(chosen))
 
 
 def preference_inputs(
@@ -74,20 +81,24 @@ def preference_inputs(
         kl: () KTO's reference point.
     """
     desirable = torch.tensor(_desirable(comparisons), device=logprobs.device)
-    lengths = logprobs.new_tensor(_lengths(comparisons))
+
+    def split(values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[desirable], values[~desirable]
+
+    chosen, rejected = split(logprobs)
+    chosen_lengths, rejected_lengths = split(logprobs.new_tensor(_lengths(comparisons)))
+    ref_chosen, ref_rejected = (None, None) if reference is None else split(reference)
     weights = logprobs.new_tensor([comparison.weight for comparison in comparisons])
-    if kl is not None:
-        weights = torch.cat([weights[desirable], weights[~desirable]])
     margins = logprobs.new_tensor([comparison.margin for comparison in comparisons])
     return PreferenceInputs(
-        chosen_logprobs=logprobs[desirable],
-        rejected_logprobs=logprobs[~desirable],
-        chosen_lengths=lengths[desirable],
-        rejected_lengths=lengths[~desirable],
-        ref_chosen_logprobs=None if reference is None else reference[desirable],
-        ref_rejected_logprobs=None if reference is None else reference[~desirable],
-        margins=margins if any(comparison.margin for comparison in comparisons) else None,
-        weights=weights if any(comparison.weight != 1.0 for comparison in comparisons) else None,
+        chosen_logprobs=chosen,
+        rejected_logprobs=rejected,
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+        ref_chosen_logprobs=ref_chosen,
+        ref_rejected_logprobs=ref_rejected,
+        margins=margins if margins.any() else None,
+        weights=None if (weights == 1).all() else weights if kl is None else torch.cat(split(weights)),
         kl=kl,
         totals=totals,
     )
@@ -119,7 +130,7 @@ def ranked_inputs(
 
 
 def _lengths(comparisons: Sequence[Comparison]) -> list[int]:
-    return [len(ids) for comparison in comparisons for ids in comparison.completion_ids]
+    return [length for comparison in comparisons for length in comparison.lengths]
 
 
 def _desirable(comparisons: Sequence[Comparison]) -> list[bool]:

@@ -1,20 +1,14 @@
-"""Datasets in, tokenised comparisons out: pairs, labelled completions or ranked groups.
+"""Datasets in, tokenised comparisons out: pairs, labelled completions or ranked groups; see `rows`.
 
-| algorithm | a row |
-|---|---|
-| dpo | `prompt`, `chosen`, `rejected`, optional `margin` and `weight` |
-| dpo with `loss_type: kto` | `prompt`, `completion`, `label` (true: desirable), optional `weight` |
-| rank | `prompt`, `group`, optional `group_type` and `weight`; see `ranked` |
-
-Prompt and completions are text or conversations. With `preference.answers` the completions of `dpo` (but not
-KTO) and of `rank` are made from the row's answer instead. The held-out set of a KTO run holds pairs.
+With `preference.answers` the completions of `dpo` (but not KTO) and of `rank` are made from the row's answer
+instead. The held-out set of a KTO run holds pairs.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data import PromptDataset, load_prompts
@@ -23,23 +17,11 @@ from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.objective.pairs import PreferenceLossConfig
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.config import AnswersConfig, PreferenceConfig
-from grpo_fast.preference.ranked import (
-    Number,
-    RankedGroup,
-    RankedResponse,
-    Weighted,
-    parse_group,
-    read_ranked,
-    read_row,
-)
+from grpo_fast.preference.config import PreferenceConfig
+from grpo_fast.preference.rows import PairRow, RankedGroup, answer_group, check_ranked_file, read_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class _Margin(Weighted):
-    margin: Number = 0.0
 
 
 class Completions:
@@ -48,7 +30,7 @@ class Completions:
     Args:
         config: the dataset's settings; they decide the chat template's use as for the prompts.
         max_length: tokens a completion may have; None: any number.
-        end_ids: tokens that end a turn; None: the tokenizer's end token.
+        end_ids: tokens that end a turn, besides the tokenizer's end token.
 
     Raises:
         ValueError: there is no end token.
@@ -58,38 +40,38 @@ class Completions:
         self,
         config: DatasetConfig,
         tokenizer: PreTrainedTokenizerBase,
-        max_length: int | None = None,
-        end_ids: Sequence[int] | None = None,
+        max_length: int | None,
+        end_ids: Sequence[int],
     ) -> None:
         self._render = Renderer(config, tokenizer)
         self._tokenizer = tokenizer
         self._max_length = max_length
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._end_ids = own + [token for token in end_ids or () if token not in own]
+        self._end_ids = [i for i in dict.fromkeys((tokenizer.eos_token_id, *end_ids)) if i is not None]
         if not self._end_ids:
             raise ValueError(
                 "the tokenizer has no end token, so a completion would never end; set its eos_token"
             )
 
     def __call__(self, prompt: Prompt, completion: str | list[Message], field: str) -> tuple[int, ...]:
-        """Raises ValueError naming the row and `field` for a completion that is malformed or too long."""
+        """Up to the first end token: sampling stops there, whatever the template writes after it.
+
+        Raises:
+            ValueError: the completion is malformed or too long; the message names the row and `field`.
+        """
         where = f"row {prompt.index}: {field}"
         text = completion if isinstance(completion, str) else _reply(prompt, completion, where)
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where} = {text!r} must be text that is not empty, or a list of messages")
         answer = self._render.answer(prompt.index, prompt.prompt, text)
-        ids = self._ended(self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
+        ids.append(self._end_ids[0])
+        ids = ids[: 1 + next(i for i, token in enumerate(ids) if token in self._end_ids)]
         if self._max_length is not None and len(ids) > self._max_length:
             raise ValueError(
                 f"{where} has {len(ids)} tokens and preference.max_completion_length is {self._max_length}; "
                 "raise it, or remove the row"
             )
-        return ids
-
-    def _ended(self, ids: list[int]) -> tuple[int, ...]:
-        """Up to the first end token: sampling stops there, whatever the template writes after it."""
-        end = next((i for i, token in enumerate(ids) if token in self._end_ids), None)
-        return (*ids, self._end_ids[0]) if end is None else tuple(ids[: end + 1])
+        return tuple(ids)
 
 
 def load_questions(
@@ -105,7 +87,7 @@ def load_questions(
     """
     as_written = dataset.source.endswith(".jsonl") and not dataset.rename
     if holds_groups and as_written and dataset.prompt_column == "prompt":
-        read_ranked(dataset.source)
+        check_ranked_file(Path(dataset.source))
     return load_prompts(dataset, tokenizer)
 
 
@@ -116,7 +98,7 @@ def load_comparisons(
     *,
     ranks: bool,
     seed: int,
-    end_ids: Sequence[int] | None = None,
+    end_ids: Sequence[int] = (),
     held_out: bool = False,
 ) -> dict[int, Comparison]:
     """The comparisons of loaded prompts, by the prompt's row.
@@ -125,7 +107,7 @@ def load_comparisons(
         prompts: as `load_questions` gives them, whatever columns they have.
         preference: with `ranks` (`algorithm: rank`, rather than `dpo`) decides what a row is.
         seed: of the wrong answers that `preference.answers` draws.
-        end_ids: tokens that end a turn; None: the tokenizer's end token.
+        end_ids: tokens that end a turn, besides the tokenizer's end token.
         held_out: for evaluation, where KTO too is judged on pairs.
 
     Raises:
@@ -133,16 +115,20 @@ def load_comparisons(
             the row, the field and the remedy.
     """
     complete = Completions(prompts.config, tokenizer, preference.max_completion_length, end_ids)
-    if not ranks and not preference.loss.paired and not held_out:
-        return _mismatch({prompt.index: _labelled(prompt, complete) for prompt in prompts})
-    read, answers = _ranked if ranks else _pair, preference.answers
+    labelled = not ranks and not preference.loss.paired and not held_out
     comparisons = {}
     for prompt in prompts:
-        made = None if answers is None else answer_group(prompt, answers, seed)
-        comparisons[prompt.index] = read(prompt, complete, made)
-        if not ranks and not held_out:
-            _check_place(prompt.index, comparisons[prompt.index], preference.loss)
-    return comparisons
+        made = None
+        if preference.answers is not None and not labelled:
+            made = answer_group(prompt, preference.answers, seed)
+        if ranks:
+            comparison = _ranked(prompt, complete, made)
+        else:
+            comparison = _labelled(prompt, complete) if labelled else _pair(prompt, complete, made)
+            if not held_out:
+                _check_place(prompt.index, comparison, preference.loss)
+        comparisons[prompt.index] = comparison
+    return _mismatched(comparisons) if labelled else comparisons
 
 
 def _check_place(row: int, comparison: Comparison, loss: PreferenceLossConfig) -> None:
@@ -162,14 +148,14 @@ def _check_place(row: int, comparison: Comparison, loss: PreferenceLossConfig) -
 def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
     columns = prompt.columns
     if made is not None:
-        right, wrong, *_ = made.responses
+        right, wrong, *_ = made.group
         columns = {**columns, "chosen": right.response, "rejected": wrong.response}
     chosen, rejected = (
         complete(prompt, _column(prompt, columns, name), name) for name in ("chosen", "rejected")
     )
     if chosen == rejected:
         raise ValueError(f"row {prompt.index}: chosen and rejected are the same; remove the row")
-    row = read_row(_Margin, columns, f"row {prompt.index}")
+    row = read_row(PairRow, columns, f"row {prompt.index}")
     return Comparison(prompt, (chosen, rejected), (1.0, 0.0), row.margin, row.weight)
 
 
@@ -178,42 +164,33 @@ def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
     label = _column(prompt, prompt.columns, "label")
     if label not in (True, False):
         raise ValueError(f"row {prompt.index}: label = {label!r} must be true (desirable) or false")
-    row = read_row(_Margin, prompt.columns, f"row {prompt.index}")
-    if row.margin:
-        raise ValueError(
-            f"row {prompt.index}: kto has no place for a margin (here {row.margin}); remove the column, or "
-            "use weights"
-        )
-    return Comparison(prompt, (completion,), (float(label),), weight=row.weight)
+    row = read_row(PairRow, prompt.columns, f"row {prompt.index}")
+    return Comparison(prompt, (completion,), (float(label),), row.margin, row.weight)
 
 
 def _ranked(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
-    group = made or parse_group(prompt.columns, f"row {prompt.index}", prompt.prompt)
-    logprobs = tuple(response.logprob for response in group.responses)
+    group = made or read_row(RankedGroup, prompt.columns, f"row {prompt.index}")
+    texts = [item.response for item in group.group]
     return Comparison(
         prompt,
-        tuple(
-            complete(prompt, response.response, f"group[{i}].response")
-            for i, response in enumerate(group.responses)
-        ),
-        grades=tuple(response.grade for response in group.responses),
+        tuple(complete(prompt, text, f"group[{i}].response") for i, text in enumerate(texts)),
+        grades=tuple(item.grade for item in group.group),
         weight=group.weight,
         group_type=group.group_type,
-        behaviour_logprobs=logprobs if any(logprob is not None for logprob in logprobs) else None,
+        behaviour_logprobs=tuple(item.logprob for item in group.group),
     )
 
 
-def _mismatch(comparisons: dict[int, Comparison]) -> dict[int, Comparison]:
+def _mismatched(comparisons: dict[int, Comparison]) -> dict[int, Comparison]:
     """Give each prompt the completion of the next row, as KTO's reference point wants it."""
     rows = list(comparisons.values())
     if len(rows) < 2:
         raise ValueError(
             "kto needs at least two rows: its reference point pairs prompts with others' completions"
         )
-    following = rows[1:] + rows[:1]
     return {
-        index: replace(row, mismatched_ids=other.completion_ids[0])
-        for (index, row), other in zip(comparisons.items(), following, strict=True)
+        row.prompt.index: replace(row, mismatched_ids=other.completion_ids[0])
+        for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
     }
 
 
@@ -240,53 +217,3 @@ def _column(prompt: Prompt, columns: Mapping[str, Any], name: str) -> Any:
             "(rename them with dataset.rename)"
         )
     return columns[name]
-
-
-# --------------------------------------------------------------------- right answers against plausible ones
-
-
-def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
-    """The right answer and `config.wrong` wrong ones, graded by nearness; the same for the same seed.
-
-    Raises:
-        ValueError: the row has no such column, or its value is no whole number.
-    """
-    if config.column not in prompt.columns:
-        raise ValueError(
-            f"preference.answers.column = {config.column!r} is no column of row {prompt.index}; there are "
-            f"{', '.join(sorted(prompt.columns))}"
-        )
-    text = str(prompt.columns[config.column]).strip()
-    try:
-        right = int(text)
-    except ValueError:
-        raise ValueError(
-            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which "
-            "preference.answers makes wrong ones; give pairs or groups in the data instead"
-        ) from None
-    wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
-    return RankedGroup(
-        prompt.prompt,
-        tuple(
-            RankedResponse(config.template.format(answer=value), -float(abs(value - right)))
-            for value in [right, *wrong]
-        ),
-    )
-
-
-def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
-    """`n` different numbers that careless arithmetic gives for `right`.
-
-    Slips by one or two, a lost or extra carry, swapped digits, a turned sign.
-    """
-    slips = {right + step for step in (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)}
-    digits = str(abs(right))
-    if len(digits) > 1:
-        slips.add((-1 if right < 0 else 1) * int(digits[:-2] + digits[-1] + digits[-2]))
-    slips.add(-right)
-    slips.discard(right)
-    if n > len(slips):
-        raise ValueError(
-            f"preference.answers.wrong = {n} exceeds the {len(slips)} plausible errors for {right}"
-        )
-    return rng.sample(sorted(slips), n)

@@ -15,21 +15,10 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:
     """Kendall's τ-b (1945, Biometrika 33, p. 239): ties in either sequence leave its denominator.
 
     NaN when one of them is all ties: there is no order to agree with.
-
-    Raises:
-        ValueError: the sequences differ in length.
     """
-    if len(a) != len(b):
-        raise ValueError(f"a has {len(a)} values and b {len(b)}; give one of each for every item")
-    agreement = free_a = free_b = 0
-    for i, j in combinations(range(len(a)), 2):
-        of_a, of_b = _sign(a[i] - a[j]), _sign(b[i] - b[j])
-        agreement += of_a * of_b
-        free_a += abs(of_a)
-        free_b += abs(of_b)
-    if not free_a or not free_b:
-        return math.nan
-    return agreement / math.sqrt(free_a * free_b)
+    of_a, of_b = _orders(a), _orders(b)
+    free = sum(map(abs, of_a)) * sum(map(abs, of_b))
+    return sum(x * y for x, y in zip(of_a, of_b, strict=True)) / math.sqrt(free) if free else math.nan
 
 
 def pairwise_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
@@ -37,11 +26,8 @@ def pairwise_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float
 
     NaN when the grades are all ties.
     """
-    right = [
-        0.5 + 0.5 * _sign(grades[i] - grades[j]) * _sign(scores[i] - scores[j])
-        for i, j in combinations(range(len(grades)), 2)
-        if grades[i] != grades[j]
-    ]
+    pairs = zip(_orders(grades), _orders(scores), strict=True)
+    right = [0.5 + 0.5 * wanted * found for wanted, found in pairs if wanted]
     return fmean(right) if right else math.nan
 
 
@@ -64,12 +50,6 @@ class GroupRanking:
     logprobs: tuple[float, ...]  # summed over the response
     lengths: tuple[int, ...]  # tokens
     group_type: str | None = None
-
-    def scores(self, averaged: bool) -> tuple[float, ...]:
-        """Log-probabilities, summed or per token."""
-        if not averaged:
-            return self.logprobs
-        return tuple(logprob / n for logprob, n in zip(self.logprobs, self.lengths, strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,16 +82,16 @@ class RankingEvaluation:
         `consistency/TYPE` is one less the standard deviation of the pairwise accuracy over the groups of a
         type: 1 when the policy ranks all of them equally well.
         """
-        measures = {
-            "pairwise_accuracy": pairwise_accuracy,
-            "top1_accuracy": top1_accuracy,
-            "kendall_tau": _agreement,
-        }
-        found = {
-            f"ranking/{kind}/{name}": fmean(replace(self, averaged=averaged)._measure(measure))
-            for averaged, kind in ((False, "sum"), (True, "mean"))
-            for name, measure in measures.items()
-        }
+        found = {}
+        for kind, evaluation in (
+            ("sum", replace(self, averaged=False)),
+            ("mean", replace(self, averaged=True)),
+        ):
+            found[f"ranking/{kind}/pairwise_accuracy"] = evaluation.score
+            found[f"ranking/{kind}/top1_accuracy"] = fmean(evaluation._measure(top1_accuracy))
+            # A policy that gives all responses of a group one score agrees with no order.
+            taus = (0.0 if math.isnan(tau) else tau for tau in evaluation._measure(kendall_tau_b))
+            found[f"ranking/{kind}/kendall_tau"] = fmean(taus)
         for kind in sorted({group.group_type for group in self.groups if group.group_type is not None}):
             members = tuple(group for group in self.groups if group.group_type == kind)
             if accuracies := replace(self, groups=members)._measure(pairwise_accuracy):
@@ -121,15 +101,15 @@ class RankingEvaluation:
 
     def _measure(self, measure: Callable[[Sequence[float], Sequence[float]], float]) -> list[float]:
         """Of the grades and the scores of each group that counts."""
-        groups = (group for group in self.groups if len(set(group.grades)) > 1)
-        return [measure(group.grades, group.scores(self.averaged)) for group in groups]
+        values = []
+        for group in self.groups:
+            if len(set(group.grades)) > 1:
+                lengths = group.lengths if self.averaged else (1,) * len(group.logprobs)
+                scores = [logprob / n for logprob, n in zip(group.logprobs, lengths, strict=True)]
+                values.append(measure(group.grades, scores))
+        return values
 
 
-def _agreement(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Kendall's τ-b; a policy that gives all responses of a group one score agrees with no order."""
-    tau = kendall_tau_b(grades, scores)
-    return 0.0 if math.isnan(tau) else tau
-
-
-def _sign(x: float) -> int:
-    return (x > 0) - (x < 0)
+def _orders(values: Sequence[float]) -> list[int]:
+    """Of every two values 1 where the first is larger, -1 where it is smaller, 0 where they are equal."""
+    return [(a > b) - (a < b) for a, b in combinations(values, 2)]

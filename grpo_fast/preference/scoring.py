@@ -6,12 +6,12 @@ instead of a model in memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,21 +31,8 @@ T = TypeVar("T")
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype")
 
 
-@dataclass(frozen=True)
-class Request:
-    """Completions of one prompt."""
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[tuple[int, ...], ...]
-
-    def num_tokens(self, *, shared: bool = True) -> int:
-        """Tokens of the completions and of the prompt, which they share or have one each."""
-        prompts = 1 if shared else len(self.completion_ids)
-        return prompts * len(self.prompt_ids) + sum(map(len, self.completion_ids))
-
-
-class RequestBatches(MicroBatchBudget):
-    """Splits requests within a budget of tokens; the completions of a request stay together.
+class ComparisonBatches(MicroBatchBudget):
+    """Splits comparisons within a budget of tokens; the completions of a prompt stay together.
 
     Args:
         configured: tokens of a micro-batch, while the memory holds them.
@@ -63,13 +50,13 @@ class RequestBatches(MicroBatchBudget):
         """Tokens of a micro-batch now."""
         return self.tokens(self.configured)
 
-    def fit(self, requests: Sequence[Request], work: Callable[[list[list[int]]], T]) -> T:
-        """What `work` makes of the indices of each micro-batch's requests; see `attempts`.
+    def fit(self, comparisons: Sequence[Comparison], work: Callable[[list[list[int]]], T]) -> T:
+        """What `work` makes of the indices of each micro-batch's comparisons; see `attempts`.
 
         Raises:
-            torch.OutOfMemoryError: not even the longest request alone fits.
+            torch.OutOfMemoryError: not even the longest comparison alone fits.
         """
-        sizes = [request.num_tokens(shared=self.policy.shares_prompts) for request in requests]
+        sizes = [c.num_tokens(shared=self.policy.shares_prompts) for c in comparisons]
         for attempt in self.attempts():
             with attempt:
                 parts = balance(sizes, self.max_tokens)
@@ -78,20 +65,14 @@ class RequestBatches(MicroBatchBudget):
         raise AssertionError("attempts end with a result or an error")
 
 
-def pack_requests(requests: Sequence[Request], policy: Policy) -> PackedBatch:
+def pack_comparisons(comparisons: Sequence[Comparison], policy: Policy) -> PackedBatch:
     """One batch; its sequences are the completions in the order given."""
     samples = [
-        Sample(
-            prompt_ids=request.prompt_ids,
-            completion_ids=completion,
-            advantage=0.0,
-            group_id=group_id,
-            sampler_logprobs=(0.0,) * len(completion),
-        )
-        for group_id, request in enumerate(requests)
-        for completion in request.completion_ids
+        Sample(comparison.prompt.token_ids, completion, 0.0, group_id, (0.0,) * len(completion))
+        for group_id, comparison in enumerate(comparisons)
+        for completion in comparison.completion_ids
     ]
-    everything = sum(request.num_tokens(shared=False) for request in requests)
+    everything = sum(comparison.num_tokens(shared=False) for comparison in comparisons)
     (batch,) = pack(samples, max_tokens=everything, share_prompts=policy.shares_prompts, device=policy.device)
     return batch
 
@@ -114,19 +95,18 @@ def sequence_logprobs(policy: Policy, batch: PackedBatch, weight_grad: Tensor | 
 
 
 @torch.no_grad()
-def score(requests: Sequence[Request], batches: RequestBatches) -> list[Tensor]:
-    """For each request the log-probabilities (n,) of its completions: float32, on the CPU, no gradient."""
+def score(comparisons: Sequence[Comparison], batches: ComparisonBatches) -> list[Tensor]:
+    """For each comparison the log-probabilities (n,) of its completions: float32, on the CPU, no gradient."""
 
     def of_parts(parts: list[list[int]]) -> list[Tensor]:
-        scores: list[Tensor] = [torch.empty(0)] * len(requests)
+        scores: dict[int, Tensor] = {}
         for part in parts:
-            members = [requests[i] for i in part]
-            found = sequence_logprobs(batches.policy, pack_requests(members, batches.policy)).cpu()
-            for i, own in zip(part, found.split([len(m.completion_ids) for m in members]), strict=True):
-                scores[i] = own.clone()
-        return scores
+            members = [comparisons[i] for i in part]
+            found = sequence_logprobs(batches.policy, pack_comparisons(members, batches.policy)).cpu()
+            scores |= zip(part, found.split([len(m.completion_ids) for m in members]), strict=True)
+        return [scores[i] for i in range(len(comparisons))]
 
-    return batches.fit(requests, of_parts)
+    return batches.fit(comparisons, of_parts)
 
 
 def reference_logprobs(
@@ -153,8 +133,8 @@ def reference_logprobs(
     if path.exists():
         flat = _load(path, sum(sizes))
     else:
-        requests = [Request(c.prompt.token_ids, c.sequences) for c in comparisons.values()]
-        flat = torch.cat(score(requests, RequestBatches(policy, max_tokens)))
+        everything = [replace(c, completion_ids=c.sequences) for c in comparisons.values()]
+        flat = torch.cat(score(everything, ComparisonBatches(policy, max_tokens)))
         _save(path, flat)
     return dict(zip(comparisons, flat.split(sizes), strict=True))
 
@@ -168,9 +148,8 @@ def fingerprint(policy: Policy, comparisons: Mapping[int, Comparison]) -> str:
     digest = hashlib.sha256()
     settings = policy.base_model.config.to_dict()
     settings = {name: value for name, value in settings.items() if name not in _UNRELATED}
-    digest.update(
-        json.dumps([settings, policy.attention, policy.device.type], sort_keys=True, default=str).encode()
-    )
+    described = [settings, policy.attention, policy.device.type]
+    digest.update(json.dumps(described, sort_keys=True, default=str).encode())
     for name, weight in policy.named_weights():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -196,19 +175,17 @@ def _load(path: Path, count: int) -> Tensor:
 
 def _save(path: Path, flat: Tensor) -> None:
     """Written beside its place and renamed, so that it is there whole or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
+    work = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, work = tempfile.mkstemp(prefix=".reference-", dir=path.parent)
-        os.close(handle)
+        work.write_bytes(save({"logprobs": flat}))
+        work.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            work.unlink()
         raise OSError(
             f"the reference cache {path.parent} cannot be written ({error.strerror}); set GRPO_FAST_CACHE or "
             "preference.reference_cache"
         ) from error
-    try:
-        save_file({"logprobs": flat.contiguous()}, work)
-        os.replace(work, path)
-    finally:
-        Path(work).unlink(missing_ok=True)

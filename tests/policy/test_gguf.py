@@ -12,7 +12,7 @@ from grpo_fast.policy import gguf
 from grpo_fast.policy.gguf import convert_packaged_model
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str], version: str = "1.2") -> None:
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, version: str = "1.2") -> None:
     """Make `importlib.metadata` know a distribution `models` with these files."""
     distribution = SimpleNamespace(
         version=version,
@@ -55,64 +55,51 @@ def test_a_missing_package_says_how_to_install_it(
 def test_the_file_must_be_clear(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], source: str, message: str
 ) -> None:
-    install(monkeypatch, tmp_path, names)
+    install(monkeypatch, tmp_path, *names)
 
     with pytest.raises(ValueError, match=message):
         convert_packaged_model(source)
 
 
-def test_a_conversion_is_kept_by_version_and_file(
+def test_a_conversion_is_kept_by_version_and_file_and_a_failed_one_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     converted = []
 
     def convert(file: Path, folder: Path) -> None:
-        converted.append(file.name)
+        folder.mkdir()
         (folder / "config.json").write_text("{}")
+        converted.append(file.name)
+        if len(converted) == 1:
+            raise RuntimeError("killed")
 
     monkeypatch.setattr(gguf, "_convert", convert)
-    install(monkeypatch, tmp_path, ["m/a.gguf", "m/b.gguf"])
-
-    folders = [convert_packaged_model(f"package:models/{name}") for name in ("a.gguf", "b.gguf", "a.gguf")]
-    install(monkeypatch, tmp_path, ["m/a.gguf"], version="1.3")
-    folders.append(convert_packaged_model("package:models"))
-
-    assert converted == ["a.gguf", "b.gguf", "a.gguf"]
-    names = ["models-1.2-a", "models-1.2-b", "models-1.2-a", "models-1.3-a"]
-    assert [folder.name for folder in folders] == names
-
-
-def test_a_failed_conversion_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
-    def convert(file: Path, folder: Path) -> None:
-        (folder / "half.safetensors").write_text("")
-        raise RuntimeError("killed")
-
-    monkeypatch.setattr(gguf, "_convert", convert)
-    install(monkeypatch, tmp_path, ["m/a.gguf"])
-
+    install(monkeypatch, tmp_path, "m/a.gguf", "m/b.gguf")
     with pytest.raises(RuntimeError, match="killed"):
-        convert_packaged_model("package:models")
-
+        convert_packaged_model("package:models/a.gguf")
     assert list(cache.iterdir()) == []
 
+    folders = [convert_packaged_model(f"package:models/{name}") for name in ("a.gguf", "b.gguf", "a.gguf")]
+    install(monkeypatch, tmp_path, "m/a.gguf", version="1.3")
+    folders.append(convert_packaged_model("package:models"))
 
-def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert converted == ["a.gguf", "a.gguf", "b.gguf", "a.gguf"]
+    names = ["models-1.2-a", "models-1.2-b", "models-1.2-a", "models-1.3-a"]
+    assert [folder.name for folder in folders] == names
+    assert {path.name for path in cache.iterdir()} == set(names)
+    assert all((folder / "config.json").exists() for folder in folders)
+
+
+def test_an_unwritable_cache_and_a_missing_gguf_package_say_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRPO_FAST_CACHE", str(tmp_path / "file" / "cache"))
-    install(monkeypatch, tmp_path, ["m/a.gguf"])
+    install(monkeypatch, tmp_path, "m/a.gguf")
 
     with pytest.raises(OSError, match="set GRPO_FAST_CACHE"):
         convert_packaged_model("package:models")
-
-
-def test_a_missing_gguf_package_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    install(monkeypatch, tmp_path, ["m/a.gguf"])
-
     with pytest.raises(ImportError, match="pip install gguf"):
         convert_packaged_model("package:models")
 

@@ -10,9 +10,11 @@ from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention, resolve_device, resolve_source
 
+Load = Callable[..., Policy]
 
-def test_all_linear_adapts_every_projection_but_the_head(load: Callable[..., Policy]) -> None:
-    policy = load("qwen2", lora={"r": 2}, dtype="bfloat16")
+
+def test_all_linear_adapts_every_projection_but_the_head_and_only_its_dropout_is_on(load: Load) -> None:
+    policy = load("qwen2", lora={"r": 2, "dropout": 0.25}, dtype="bfloat16")
 
     trainable = policy.trainable()
 
@@ -21,51 +23,36 @@ def test_all_linear_adapts_every_projection_but_the_head(load: Callable[..., Pol
     }
     assert {p.dtype for p in trainable.values()} == {torch.float32}
     assert policy.head.weight.dtype == torch.bfloat16
+    dropouts = [module.p for module in policy.model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert set(dropouts) == {0.25}
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), [("llama", ["model.embed_tokens.weight"]), ("qwen2", ["lm_head.weight"])]
+    ("family", "name"), [("llama", "model.embed_tokens.weight"), ("qwen2", "lm_head.weight")]
 )
-def test_a_frozen_head_takes_a_tied_embedding_with_it(
-    load: Callable[..., Policy], family: str, names: list[str]
-) -> None:
-    everything = load(family).trainable().keys()
-
+def test_a_frozen_head_takes_a_tied_embedding_with_it(load: Load, family: str, name: str) -> None:
     frozen = load(family, train_lm_head=False).trainable().keys()
-
-    assert everything - frozen == set(names)
+    assert load(family).trainable().keys() - frozen == {name}
 
 
 @pytest.mark.parametrize(
     ("family", "target"), [("qwen2", "lm_head"), ("llama", "embed_tokens"), ("llama", "nonsense")]
 )
-def test_lora_on_the_head_or_on_unknown_modules_is_refused(
-    load: Callable[..., Policy], family: str, target: str
-) -> None:
+def test_lora_on_the_head_or_on_unknown_modules_is_refused(load: Load, family: str, target: str) -> None:
     with pytest.raises(ValueError, match=rf"model\.lora\.target_modules = .*{target}"):
         load(family, lora={"r": 2, "target_modules": [target]})
 
 
-def test_dropout_of_the_model_is_off_and_that_of_lora_stays(load: Callable[..., Policy]) -> None:
-    policy = load("llama", lora={"r": 2, "dropout": 0.25})
-
-    assert {module.p for module in policy.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
-
-
-def test_a_chat_template_comes_from_a_file(load: Callable[..., Policy], tmp_path: Path) -> None:
+def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Load, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0]['content'] }}!")
 
-    policy = load("llama", chat_template=str(file))
+    tokenizer = load("llama", chat_template=str(file)).tokenizer
 
-    text = policy.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
-    assert text == "hi!"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    assert tokenizer.pad_token == "</s>"
     with pytest.raises(ValueError, match=r"model\.chat_template = .* cannot be read"):
         load("llama", chat_template=str(tmp_path / "none.jinja"))
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end_token(load: Callable[..., Policy]) -> None:
-    assert load("llama").tokenizer.pad_token == "</s>"
 
 
 def test_a_path_that_holds_no_safetensors_model_is_named(
@@ -86,33 +73,41 @@ def test_a_path_that_holds_no_safetensors_model_is_named(
     assert resolve_source("owner/name") == "owner/name"
 
 
+FLASH = "flash_attention_2"
+
+
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "message"),
+    ("name", "device", "dtype", "flash_installed", "chosen"),
     [
-        ("flash_attention_2", "cpu", "bfloat16", "needs CUDA and a 16-bit dtype"),
-        ("flash_attention_2", "cuda", "float32", "needs CUDA and a 16-bit dtype"),
-        ("flex_attention", "cpu", "float32", "no gradients on the CPU"),
+        ("auto", "cpu", "bfloat16", True, "sdpa"),
+        ("auto", "cuda", "bfloat16", True, FLASH),
+        ("auto", "cuda", "float32", True, "flex_attention"),
+        ("auto", "cuda", "bfloat16", False, "flex_attention"),
+        (FLASH, "cuda", "bfloat16", True, FLASH),
+        ("sdpa", "cuda", "bfloat16", True, "sdpa"),
+        (FLASH, "cuda", "bfloat16", False, ImportError),
+        (FLASH, "cpu", "bfloat16", True, ValueError),
+        (FLASH, "cuda", "float32", True, ValueError),
+        ("flex_attention", "cpu", "float32", True, ValueError),
     ],
 )
-def test_an_attention_that_cannot_run_is_refused(name: str, device: str, dtype: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        resolve_attention(name, torch.device(device), dtype)
+def test_attention_is_chosen_for_the_device_or_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, dtype: str, flash_installed: bool, chosen: object
+) -> None:
+    found = object() if flash_installed else None
+    monkeypatch.setattr("grpo_fast.policy.load.find_spec", lambda name: found)
+
+    def resolved() -> str:
+        return resolve_attention(name, torch.device(device), dtype)
+
+    if isinstance(chosen, str):
+        assert resolved() == chosen
+    else:
+        with pytest.raises(chosen, match=f"model.attention = '{name}'"):
+            resolved()
 
 
-def test_attention_is_chosen_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    monkeypatch.setattr("grpo_fast.policy.load.find_spec", lambda name: object())
-
-    assert resolve_attention("auto", torch.device("cpu"), "bfloat16") == "sdpa"
-    assert resolve_attention("auto", cuda, "bfloat16") == "flash_attention_2"
-    assert resolve_attention("auto", cuda, "float32") == "flex_attention"
-    monkeypatch.setattr("grpo_fast.policy.load.find_spec", lambda name: None)
-    assert resolve_attention("auto", cuda, "bfloat16") == "flex_attention"
-    with pytest.raises(ImportError, match="pip install flash-attn"):
-        resolve_attention("flash_attention_2", cuda, "bfloat16")
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     assert resolve_device("auto") == torch.device("cpu")
@@ -120,8 +115,5 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         resolve_device("cuda:1")
     with pytest.raises(ValueError, match="is not a device"):
         resolve_device("gpu")
-
-
-def test_liger_kernels_need_a_gpu(load: Callable[..., Policy]) -> None:
     with pytest.raises(ValueError, match=r"model\.liger_kernels = true needs a CUDA device"):
         load("llama", liger_kernels=True)

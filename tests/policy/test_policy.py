@@ -10,9 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
 
 LORA = {"r": 4, "alpha": 8.0}
+Load = Callable[..., Policy]
+lora_and_full = pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
 
 
-def batch_of(samples: list[Sample]) -> PackedBatch:
+@pytest.fixture
+def batch(samples: list[Sample]) -> PackedBatch:
     (batch,) = pack(samples, max_tokens=10_000, share_prompts=True, device="cpu")
     return batch
 
@@ -24,11 +27,9 @@ def shake(policy: Policy) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
 
 
-@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
-def test_the_reference_stays_what_was_loaded(
-    load: Callable[..., Policy], samples: list[Sample], settings: dict
-) -> None:
-    policy, batch = load("llama", needs_reference=True, **settings), batch_of(samples)
+@lora_and_full
+def test_the_reference_stays_what_was_loaded(load: Load, batch: PackedBatch, settings: dict) -> None:
+    policy = load("llama", needs_reference=True, **settings)
     before = policy.hidden_states(batch).detach()
     trainable = policy.trainable().keys()
     shake(policy)
@@ -44,25 +45,25 @@ def test_the_reference_stays_what_was_loaded(
     assert policy.trainable().keys() == trainable
 
 
-def test_a_reference_that_was_not_asked_for_is_an_error(load: Callable[..., Policy]) -> None:
-    with (
-        pytest.raises(RuntimeError, match="needs_reference=True"),
-        load("llama").reference(),
-    ):
+def test_a_reference_that_was_not_asked_for_is_an_error(load: Load) -> None:
+    with pytest.raises(RuntimeError, match="needs_reference=True"), load("llama").reference():
         pass
 
 
+@lora_and_full
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-@pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["lora", "full"])
-def test_an_exported_model_computes_what_the_policy_does(
-    load: Callable[..., Policy], tmp_path: Path, family: str, settings: dict
+def test_an_exported_model_computes_what_the_policy_does_and_leaves_it_as_it_was(
+    load: Load, tmp_path: Path, family: str, settings: dict
 ) -> None:
     policy = load(family, **settings)
     shake(policy)
     ids = torch.arange(4, 20)[None]
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
 
     policy.save_pretrained(tmp_path)
 
+    after = policy.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(t, after[name]) for name, t in before.items())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, use_safetensors=True)
     policy.model.eval()
     with torch.no_grad():
@@ -75,57 +76,47 @@ def test_an_exported_model_computes_what_the_policy_does(
     assert not list(tmp_path.glob("*.bin"))
 
 
-def test_exporting_leaves_the_policy_as_it_was(load: Callable[..., Policy], tmp_path: Path) -> None:
+def test_merged_weights_are_rounded_once(load: Load) -> None:
     policy = load("llama", lora=LORA, dtype="bfloat16")
     shake(policy)
-    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    layer = policy.base_model.model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
-    policy.save_pretrained(tmp_path)
+    merged = dict(policy.named_weights())["model.layers.0.self_attn.q_proj.weight"]
 
-    after = policy.model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    exact = layer.get_base_layer().weight.float() + LORA["alpha"] / LORA["r"] * (b @ a).float()
+    torch.testing.assert_close(merged.float(), exact, rtol=2**-8, atol=0)
 
 
-def test_named_weights_have_the_checkpoints_names_and_a_tied_head_once(load: Callable[..., Policy]) -> None:
-    adapted = dict(load("llama", lora=LORA).named_weights())
-    plain = dict(load("llama").named_weights())
-
+def test_weights_have_the_checkpoints_names_and_training_says_which_it_changes(load: Load) -> None:
+    plain, adapted = dict(load("llama").named_weights()), dict(load("llama", lora=LORA).named_weights())
+    assert "lm_head.weight" not in plain  # tied
     assert adapted.keys() == plain.keys()
-    assert "lm_head.weight" not in plain
     for name, tensor in plain.items():
         torch.testing.assert_close(adapted[name], tensor)
 
-
-def test_what_training_changes_is_told_by_the_checkpoints_names(load: Callable[..., Policy]) -> None:
-    full, frozen, adapted = load("qwen2"), load("qwen2", train_lm_head=False), load("qwen2", lora=LORA)
+    full, frozen, lora = load("qwen2"), load("qwen2", train_lm_head=False), load("qwen2", lora=LORA)
     names = {name for name, _ in full.named_weights()}
-
     assert full.changing_weights() == names
     assert names - frozen.changing_weights() == {"lm_head.weight"}
-    assert adapted.changing_weights() == {name for name in names if name.endswith("_proj.weight")}
+    assert lora.changing_weights() == {name for name in names if name.endswith("_proj.weight")}
 
 
-def test_trainable_weights_move_from_one_policy_to_another(
-    load: Callable[..., Policy], samples: list[Sample]
+def test_trainable_weights_move_from_one_policy_to_another_of_its_kind(
+    load: Load, batch: PackedBatch
 ) -> None:
-    source, target, batch = load("llama", lora=LORA), load("llama", lora=LORA), batch_of(samples)
+    source, target = load("llama", lora=LORA), load("llama", lora=LORA)
     shake(source)
 
     target.load_trainable({name: p.detach().clone() for name, p in source.trainable().items()})
 
     assert torch.equal(source.hidden_states(batch), target.hidden_states(batch))
-
-
-def test_trainable_weights_of_another_model_are_refused(load: Callable[..., Policy]) -> None:
     with pytest.raises(ValueError, match="do not belong to this model"):
-        load("llama", lora=LORA).load_trainable(load("llama").trainable())
+        target.load_trainable(load("llama").trainable())
 
 
-def test_every_end_token_counts(load: Callable[..., Policy]) -> None:
+def test_every_end_token_counts(load: Load) -> None:
     policy = load("llama")
-
     assert policy.eos_token_ids == (2, 3)
-
     policy.base_model.generation_config.eos_token_id = 9
     assert policy.eos_token_ids == (2, 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,6 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(params=[TEMPLATE, None], ids=["chat", "text"])
-def tokenizer(request) -> PreTrainedTokenizerFast:
-    return make_tokenizer(request.param)
-
-
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     numbers = [str(number) for number in range(-100, 140)]
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(WORDS.split() + numbers))}
@@ -40,15 +36,13 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     )
 
 
+CHAT, PLAIN = make_tokenizer(TEMPLATE), make_tokenizer(None)
+
+
 def load(
-    tmp_path: Path,
-    tokenizer: Any,
-    rows: list[dict],
-    *,
-    held_out: bool = False,
-    end_ids: Any = None,
+    tmp_path: Path, rows: list[dict], tokenizer: Any = PLAIN, *, end_ids: Any = (), held_out: bool = False,
     **config: Any,
-) -> dict[int, Comparison]:
+) -> list[Comparison]:  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = TrainConfig(
@@ -56,104 +50,120 @@ def load(
     )
     ranks = run.algorithm == "rank"
     prompts = load_questions(run.dataset, tokenizer, holds_groups=ranks and run.preference.answers is None)
-    return load_comparisons(
-        prompts, tokenizer, run.preference, ranks=ranks, seed=run.seed, end_ids=end_ids, held_out=held_out
-    )
+    settings = {"ranks": ranks, "seed": run.seed, "end_ids": end_ids, "held_out": held_out}
+    found = load_comparisons(prompts, tokenizer, run.preference, **settings)
+    assert list(found) == [comparison.prompt.index for comparison in found.values()]
+    return list(found.values())
 
 
-def words(tokenizer: Any, ids: tuple[int, ...]) -> str:
-    return " ".join(tokenizer.convert_ids_to_tokens(ids))
+def words(ids: tuple[int, ...]) -> str:
+    return " ".join(PLAIN.convert_ids_to_tokens(ids))
 
 
-REWARDS = [{"reward": "exact_match"}]
+def texts(comparison: Comparison) -> list[str]:
+    return [words(ids) for ids in comparison.completion_ids]
+
+
 PAIR = {"prompt": "one + two =", "chosen": "three", "rejected": "four five"}
-KTO = {"loss": {"loss_type": "kto"}}
+KTO = {"preference": {"loss": {"loss_type": "kto"}}}
+AOT = {"preference": {"loss": {"loss_type": "aot"}}}
+RANK = {"algorithm": "rank"}
 
 
-def test_a_pair_is_a_prompt_and_two_completions_that_end_with_the_end_token(tmp_path, tokenizer):
-    (pair,) = load(tmp_path, tokenizer, [PAIR | {"margin": 0.5, "weight": 2}]).values()
-    prompt = "<user> one + two = </s> brief <assistant>" if tokenizer.chat_template else "one + two ="
-    assert words(tokenizer, pair.prompt.token_ids) == prompt
-    assert [words(tokenizer, ids) for ids in pair.completion_ids] == ["three </s>", "four five </s>"]
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt"),
+    [(CHAT, "<user> one + two = </s> brief <assistant>"), (PLAIN, "one + two =")],
+    ids=["chat", "text"],
+)
+def test_a_pair_is_a_prompt_and_two_completions_that_end_with_the_end_token(tokenizer, prompt, tmp_path):
+    (pair,) = load(tmp_path, [PAIR | {"margin": 0.5, "weight": 2}], tokenizer)
+    assert words(pair.prompt.token_ids) == prompt
+    assert texts(pair) == ["three </s>", "four five </s>"]
     assert (pair.grades, pair.margin, pair.weight) == ((1.0, 0.0), 0.5, 2.0)
 
 
 def test_conversations_give_the_same_tokens_as_text_whether_or_not_they_repeat_the_prompt(tmp_path):
-    tokenizer = make_tokenizer(TEMPLATE)
-
     def says(role: str, content: str) -> dict[str, str]:
         return {"role": role, "content": content}
 
     asked = says("user", "one + two =")
-    text = load(tmp_path, tokenizer, [PAIR])[0]
+    (text,) = load(tmp_path, [PAIR], CHAT)
     for prompt, before in (([asked], []), ([asked], [asked]), ("one + two =", [asked])):
         row = {"prompt": prompt}
         row |= {name: [*before, says("assistant", PAIR[name])] for name in ("chosen", "rejected")}
-        found = load(tmp_path, tokenizer, [row])[0]
+        (found,) = load(tmp_path, [row], CHAT)
         assert (found.prompt.token_ids, found.completion_ids) == (text.prompt.token_ids, text.completion_ids)
 
 
 def test_system_prompt_and_examples_stand_before_the_prompt_only(tmp_path):
-    tokenizer = make_tokenizer(TEMPLATE)
-    dataset = {
-        "source": str(tmp_path / "rows.jsonl"),
-        "system_prompt": "be brief",
-        "examples": [("one", "two")],
-    }
-    (pair,) = load(tmp_path, tokenizer, [PAIR], dataset=dataset).values()
-    assert words(tokenizer, pair.prompt.token_ids).startswith("<system> be brief </s> brief <user> one </s>")
-    assert words(tokenizer, pair.completion_ids[0]) == "three </s>"
+    source = str(tmp_path / "rows.jsonl")
+    dataset = {"source": source, "system_prompt": "be brief", "examples": [("one", "two")]}
+    (pair,) = load(tmp_path, [PAIR], CHAT, dataset=dataset)
+    assert words(pair.prompt.token_ids).startswith("<system> be brief </s> brief <user> one </s>")
+    assert texts(pair)[0] == "three </s>"
 
 
-def test_labelled_completions_are_paired_with_the_next_rows_for_ktos_reference_point(tmp_path, tokenizer):
+def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
+    ends = PLAIN.convert_tokens_to_ids(["be"])
+    (pair,) = load(tmp_path, [PAIR | {"chosen": "three be brief"}], end_ids=ends)
+    assert texts(pair) == ["three be", "four five </s>"]
+
+
+def test_labelled_completions_are_paired_with_the_next_rows_for_ktos_reference_point(tmp_path):
     rows = [
         {"prompt": "one", "completion": "two", "label": True},
         {"prompt": "two", "completion": "three", "label": False},
         {"prompt": "three", "completion": "four", "label": True},
     ]
-    found = load(tmp_path, tokenizer, rows, preference=KTO)
-    assert [row.grades for row in found.values()] == [(1.0,), (0.0,), (1.0,)]
-    assert [words(tokenizer, row.mismatched_ids) for row in found.values()] == [
-        "three </s>",
-        "four </s>",
-        "two </s>",
-    ]
-    assert load(tmp_path, tokenizer, [PAIR], held_out=True, preference=KTO)[0].grades == (1.0, 0.0)
+    found = load(tmp_path, rows, **KTO)
+    assert [row.grades for row in found] == [(1.0,), (0.0,), (1.0,)]
+    assert [words(row.mismatched_ids) for row in found] == ["three </s>", "four </s>", "two </s>"]
+    assert load(tmp_path, [PAIR], held_out=True, **KTO)[0].grades == (1.0, 0.0)
 
 
-def test_ranked_groups_keep_ties_sizes_types_and_log_probabilities(tmp_path, tokenizer):
+def test_ranked_groups_keep_ties_sizes_types_weights_and_log_probabilities(tmp_path):
+    ranks = [("2", 1), ("3", 1.0), ("4", 2)]
     rows = [
-        {"prompt": "one", "group": [{"response": "two", "rank": 1}, {"response": "three", "rank": 1}]},
+        {
+            "prompt": "one",
+            "weight": None,
+            "group": [{"response": text, "rank": rank} for text, rank in ranks],
+        },
         {
             "prompt": "two",
             "group_type": "sums",
-            "group": [{"response": str(i), "score": i / 2, "logprob": -1.5} for i in range(3)],
+            "weight": 2,
+            "group": [{"response": str(i), "score": i / 2, "rank": None, "logprob": -1.5} for i in range(2)],
         },
     ]
-    first, second = load(tmp_path, tokenizer, rows, algorithm="rank").values()
-    assert (first.grades, first.group_type, first.behaviour_logprobs) == ((-1.0, -1.0), None, None)
-    assert (second.grades, second.group_type) == ((0.0, 0.5, 1.0), "sums")
-    assert second.behaviour_logprobs == (-1.5, -1.5, -1.5)
+    first, second = load(tmp_path, rows, **RANK)
+    assert texts(first) == ["2 </s>", "3 </s>", "4 </s>"]
+    assert (first.grades, first.group_type, first.weight) == ((-1.0, -1.0, -2.0), None, 1.0)
+    assert (second.grades, second.group_type, second.weight) == ((0.0, 0.5), "sums", 2.0)
+    assert (first.behaviour_logprobs, second.behaviour_logprobs) == ((None,) * 3, (-1.5, -1.5))
 
 
-def test_right_answers_are_set_against_plausible_wrong_ones(tmp_path, tokenizer):
+def test_right_answers_are_set_against_plausible_wrong_ones(tmp_path):
     rows = [{"prompt": f"one + {i} =", "answer": str(i - 8)} for i in range(60)]
-    answers = {"answers": {"template": "Answer: {answer}"}}
-    for index, pair in load(tmp_path, tokenizer, rows, preference=answers).items():
-        right, wrong = (int(words(tokenizer, ids).split()[1]) for ids in pair.completion_ids)
+    pairs = load(tmp_path, rows, preference={"answers": {"template": "Answer: {answer}"}})
+    for index, pair in enumerate(pairs):
+        right, wrong = (int(text.split()[1]) for text in texts(pair))
         assert right == index - 8 != wrong
-    groups = load(tmp_path, tokenizer, rows, algorithm="rank", preference={"answers": {"wrong": 4}})
-    for index, group in groups.items():
-        values = [int(words(tokenizer, ids).split()[0]) for ids in group.completion_ids]
+    several = RANK | {"preference": {"answers": {"wrong": 4}}}
+    groups = load(tmp_path, rows, **several)
+    for index, group in enumerate(groups):
+        values = [int(text.split()[0]) for text in texts(group)]
         assert len(set(values)) == 5
         assert list(group.grades) == [-abs(value - (index - 8)) for value in values]
-    again = load(tmp_path, tokenizer, rows, algorithm="rank", preference={"answers": {"wrong": 4}})
-    assert groups == again
+    assert load(tmp_path, rows, **several) == groups
 
 
 LABELLED = {"prompt": "one", "completion": "two", "label": True}
-FIRST, SECOND = {"response": "two", "rank": 1}, {"response": "three", "rank": "2"}
-RANKED = {"prompt": "one", "group": [FIRST, SECOND | {"rank": 2}]}
+GOOD, BAD = {"response": "4", "rank": 1}, {"response": "5", "rank": 2}
+
+
+def row(*items: Any, **more: object) -> dict:
+    return {"prompt": "2 + 2 =", "group": list(items), **more}
 
 
 @pytest.mark.parametrize(
@@ -166,16 +176,35 @@ RANKED = {"prompt": "one", "group": [FIRST, SECOND | {"rank": 2}]}
         ([PAIR | {"weight": -1}], {}, "row 0: weight = -1"),
         ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
-        ([LABELLED | {"label": "yes"}] * 2, {"preference": KTO}, "label = 'yes'"),
-        ([LABELLED], {"preference": KTO}, "at least two rows"),
+        ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
+        ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
-        ([RANKED, RANKED | {"group": [FIRST, SECOND]}], {"algorithm": "rank"}, r"group\[1\].rank = '2'"),
+        ([PAIR, PAIR | {"margin": 0.5}], AOT, "row 1: loss_type = 'aot' has no place for a margin"),
+        ([PAIR, PAIR | {"weight": 0.5}], AOT, "row 1: .* no place for a weight"),
+        ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "row 1: loss_type = 'kto' has no place for a margin"),
+        ([row(GOOD)], RANK, "line 1: group = "),
+        ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "line 2: prompt = None"),
+        ([{"prompt": "p", "group": "4"}], RANK, "group = '4'"),
+        ([row(GOOD, "5")], RANK, r"group\[1\] = '5'"),
+        ([row(GOOD, {"response": "5"})], RANK, r"group\[1\] = "),
+        ([row(GOOD, BAD | {"score": 2})], RANK, "both of rank and score"),
+        ([row(GOOD, {"response": "5", "score": 0.5})], RANK, "group mixes rank and score"),
+        ([row(GOOD, BAD | {"rank": "2"})], RANK, r"group\[1\].rank = '2'"),
+        ([row(GOOD, BAD | {"rank": 0})], RANK, r"group\[1\].rank = 0"),
+        ([row(GOOD, BAD | {"rank": True})], RANK, r"group\[1\].rank = True"),
+        ([row(GOOD, BAD | {"response": " "})], RANK, r"group\[1\].response = ' '"),
+        ([row(GOOD, BAD | {"response": None})], RANK, r"group\[1\].response"),
+        ([row(GOOD, BAD | {"reward": 1})], RANK, r"group\[1\].reward"),
+        ([row(GOOD, BAD | {"logprob": 0.5})], RANK, r"group\[1\].logprob = 0.5"),
+        ([row(GOOD, GOOD | {"rank": 2})], RANK, r"group\[0\] and group\[1\] are the same response"),
+        ([row(GOOD, BAD, group_type=3)], RANK, "group_type = 3"),
+        ([row(GOOD, BAD, weight=math.inf)], RANK, "weight"),
     ],
 )
-def test_a_row_that_is_malformed_is_named_with_its_field(rows, config, said, tmp_path):
+def test_a_row_that_is_malformed_or_has_no_place_is_named_with_its_field(rows, config, said, tmp_path):
     with pytest.raises(ValueError, match=said):
-        load(tmp_path, make_tokenizer(None), rows, **config)
+        load(tmp_path, rows, **config)
 
 
 def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_path):
@@ -183,29 +212,10 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
         "{{ messages | length }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
     with pytest.raises(ValueError, match="writes the prompt of row 0 otherwise once answered"):
-        load(tmp_path, tokenizer, [PAIR])
+        load(tmp_path, [PAIR], tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "extra", "said"),
-    [
-        ("aot", {"margin": 0.5}, "row 1: loss_type = 'aot' has no place for a margin"),
-        ("aot", {"weight": 0.5}, "row 1: loss_type = 'aot' sorts the pairs and has no place for a weight"),
-        ("kto", {"margin": 0.5}, "row 1: kto has no place for a margin"),
-    ],
-)
-def test_what_the_loss_has_no_place_for_is_refused_at_the_start(loss_type, extra, said, tmp_path):
-    row = PAIR | {"completion": "three", "label": True}
-    preference = {"loss": {"loss_type": loss_type}}
-    with pytest.raises(ValueError, match=said):
-        load(tmp_path, make_tokenizer(None), [row, row | extra], preference=preference)
-
-
-def test_any_end_token_of_the_model_ends_a_completion(tmp_path):
-    tokenizer = make_tokenizer(None)
-    ends = tokenizer.convert_tokens_to_ids(["be"])
-    (pair,) = load(tmp_path, tokenizer, [PAIR | {"chosen": "three be brief"}], end_ids=ends).values()
-    assert [words(tokenizer, ids) for ids in pair.completion_ids] == ["three be", "four five </s>"]
+REWARDS = [{"reward": "exact_match"}]
 
 
 @pytest.mark.parametrize(

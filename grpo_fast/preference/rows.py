@@ -1,0 +1,175 @@
+"""Rows of data: pairs, labelled completions, ranked groups; and groups made of a right answer.
+
+| algorithm | a row |
+|---|---|
+| dpo | `prompt`, `chosen`, `rejected`, optional `margin` and `weight` |
+| dpo with `loss_type: kto` | `prompt`, `completion`, `label` (true: desirable), optional `weight` |
+| rank | `prompt`, `group`: a list of `RankedResponse`, optional `group_type` and `weight` |
+
+Prompt, chosen, rejected and completion are text or conversations.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from grpo_fast.data.types import Prompt
+from grpo_fast.preference.config import AnswersConfig
+from grpo_fast.run_record.files import read_jsonl
+from grpo_fast.section import short
+
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Weight = Annotated[Number, Field(ge=0)]
+M = TypeVar("M", bound=BaseModel)
+
+
+class _Row(BaseModel):
+    """Keys that are null count as absent: Arrow gives all rows all keys."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, row: Any) -> Any:
+        return {k: v for k, v in row.items() if v is not None} if isinstance(row, Mapping) else row
+
+
+class PairRow(_Row):
+    """What a pair or a labelled completion may hold besides its texts."""
+
+    margin: Number = 0.0  # what the chosen reward must be ahead by
+    weight: Weight = 1.0  # factor of the loss
+
+
+class RankedResponse(_Row):
+    """A response, and its rank or its score: the same one in a whole group, equal values are ties."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    response: str
+    rank: Annotated[Number, Field(ge=1)] | None = None  # 1 is best
+    score: Number | None = None  # higher is better
+    logprob: Annotated[Number, Field(le=0)] | None = None  # under the policy that wrote it, summed
+
+    @field_validator("response")
+    @classmethod
+    def _not_empty(cls, text: str) -> str:
+        if not text.strip():
+            raise ValueError("give text that is not empty")
+        return text
+
+    @model_validator(mode="after")
+    def _one_grade(self) -> RankedResponse:
+        if (self.rank is None) == (self.score is None):
+            given = "neither" if self.rank is None else "both"
+            raise ValueError(f"has {given} of rank and score; give one of them")
+        return self
+
+    @property
+    def grade(self) -> float:
+        """Higher is better."""
+        return -self.rank if self.rank is not None else self.score or 0.0
+
+
+class RankedGroup(_Row):
+    """The responses to one prompt."""
+
+    group: Annotated[list[RankedResponse], Field(min_length=2)]
+    group_type: str | None = None  # evaluation reports each type of its own
+    weight: Weight = 1.0  # factor of the group's loss
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RankedGroup:
+        if len({item.rank is None for item in self.group}) > 1:
+            raise ValueError("group mixes rank and score; give all responses the same one")
+        first: dict[str, int] = {}
+        for i, item in enumerate(self.group):
+            earlier = first.setdefault(item.response, i)
+            if self.group[earlier].grade != item.grade:
+                raise ValueError(
+                    f"group[{earlier}] and group[{i}] are the same response with different grades; keep one"
+                )
+        return self
+
+
+def read_row(model: type[M], row: Mapping[str, Any], where: str) -> M:
+    """A row of data as `model`.
+
+    Raises:
+        ValueError: names `where`, the field and its value, and says what is expected.
+    """
+    try:
+        return model.model_validate(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
+        problem = first["msg"].removeprefix("Value error, ")
+        named = f"{field} = {short(first['input'])}: " if field else ""
+        raise ValueError(f"{where}: {named}{problem}") from None
+
+
+def check_ranked_file(path: Path) -> None:
+    """Read a file of ranked groups, one JSON object a line.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line that is no group; the message names the line and the field.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    for number, row in enumerate(read_jsonl(path), start=1):
+        where, prompt = f"{path}, line {number}", row.get("prompt")
+        if not prompt or not isinstance(prompt, str | list):
+            raise ValueError(f"{where}: prompt = {prompt!r} must be text or a list of messages")
+        read_row(RankedGroup, row, where)
+
+
+def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
+    """The right answer and `config.wrong` plausible wrong ones, graded by nearness; one seed, one group.
+
+    Raises:
+        ValueError: the row has no such column, or its value is no whole number.
+    """
+    if config.column not in prompt.columns:
+        raise ValueError(
+            f"preference.answers.column = {config.column!r} is no column of row {prompt.index}; there are "
+            f"{', '.join(sorted(prompt.columns))}"
+        )
+    text = str(prompt.columns[config.column]).strip()
+    try:
+        right = int(text)
+    except ValueError:
+        raise ValueError(
+            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which "
+            "preference.answers makes wrong ones; give pairs or groups in the data instead"
+        ) from None
+    wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
+    return RankedGroup(
+        group=[
+            RankedResponse(response=config.template.format(answer=value), score=-float(abs(value - right)))
+            for value in (right, *wrong)
+        ]
+    )
+
+
+def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:
+    """`n` different numbers that careless arithmetic gives for `right`.
+
+    Slips by one or two, a lost or extra carry, swapped digits, a turned sign.
+    """
+    slips = {right + step for step in (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)}
+    digits = str(abs(right))
+    if len(digits) > 1:
+        slips.add((-1 if right < 0 else 1) * int(digits[:-2] + digits[-1] + digits[-2]))
+    slips.add(-right)
+    slips.discard(right)
+    if n > len(slips):
+        raise ValueError(
+            f"preference.answers.wrong = {n} exceeds the {len(slips)} plausible errors for {right}"
+        )
+    return rng.sample(sorted(slips), n)
