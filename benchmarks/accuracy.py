@@ -1,7 +1,8 @@
 """The oracle: what every implementation should have returned, in float64, or float32 where that is slow.
 
 Log-probabilities and the hidden gradient are compared on a subset of the rows, the weight gradient on a
-subset of the vocabulary that holds targets and others. The loss and its upstream gradient are exact.
+subset of the vocabulary that holds targets and others. The loss and its upstream gradient are exact. NaN and
+infinity are looked for everywhere, and log-probabilities above zero.
 """
 
 from __future__ import annotations
@@ -48,35 +49,53 @@ class Oracle:
         Raises:
             ValueError: a result is missing or of another shape.
         """
-        found = outcome.logprobs
-        if found is not None and found.shape != problem.targets.shape:
-            raise ValueError(
-                f"log-probabilities of shape {tuple(found.shape)} for {len(problem.targets)} tokens"
+        errors, found = {}, outcome.logprobs
+        if found is not None:
+            if found.shape != problem.targets.shape:
+                shape = tuple(found.shape)
+                raise ValueError(f"log-probabilities of shape {shape} for {len(problem.targets)} tokens")
+            # What is above zero is wrong by as much at least; zero times infinity is NaN.
+            everywhere = found.clamp_min(0) + 0 * found
+            errors["logprob"] = _largest(torch.cat([found[self.rows] - self.logprobs, everywhere]))
+        if self.hidden_gradient is not None:
+            errors["hidden_gradient"] = _relative("hidden", problem.hidden, self.rows, self.hidden_gradient)
+        if self.weight_gradient is not None:
+            errors["weight_gradient"] = _relative(
+                "weight", problem.weight, self.columns, self.weight_gradient
             )
-        errors = {
-            "logprob": _largest(None if found is None else found[self.rows], self.logprobs),
-            "hidden_gradient": _gradient_error("hidden", problem.hidden, self.rows, self.hidden_gradient),
-            "weight_gradient": _gradient_error("weight", problem.weight, self.columns, self.weight_gradient),
-            "loss": _largest(outcome.loss, self.loss),
-        }
-        return {name: error for name, error in errors.items() if error is not None}
+        if outcome.loss is not None:
+            errors["loss"] = _largest(outcome.loss - self.loss)
+        return errors
 
 
 @torch.no_grad()
 def consult(problem: Problem) -> Oracle:
     """Computes the exact results, a chunk of the logits at a time."""
     dtype = _precision(problem.hidden.device)
-    logprobs, logsumexp = exact_logprobs(problem.hidden, problem.weight, problem.targets, dtype)
-    loss, upstream = _loss_and_upstream(problem, logprobs)
-    rows = _spread_out(problem.targets.numel(), ROWS, problem.targets.device)
-    others = _spread_out(problem.weight.shape[0], COLUMNS // 2, problem.targets.device)
-    columns = torch.cat([problem.targets[rows][: COLUMNS // 2], others]).unique()
+    hidden, weight, targets = problem.hidden, problem.weight, problem.targets
+    logprobs, logsumexp = exact_logprobs(hidden, weight, targets, dtype)
+    with torch.enable_grad():
+        leaf = logprobs.requires_grad_()
+        loss = loss_of(problem, leaf)
+        (upstream,) = torch.autograd.grad(loss, leaf)
+    rows = _spread_out(targets.numel(), ROWS, targets.device)
+    others = _spread_out(weight.shape[0], COLUMNS // 2, targets.device)
+    columns = torch.cat([targets[rows][: COLUMNS // 2], others]).unique()
     hidden_gradient = weight_gradient = None
-    if problem.hidden.requires_grad:
-        hidden_gradient = _hidden_gradient(problem, rows, logsumexp, upstream, dtype)
-    if problem.weight.requires_grad:
-        weight_gradient = _weight_gradient(problem, columns, logsumexp, upstream, dtype)
-    return Oracle(rows, columns, logprobs[rows], hidden_gradient, weight_gradient, loss)
+    if hidden.requires_grad:
+        x, hidden_gradient = hidden[rows].to(dtype), weight[targets[rows]].to(dtype)
+        for part in weight.split(_COLUMN_CHUNK):
+            w = part.to(dtype)
+            hidden_gradient -= (x @ w.T - logsumexp[rows, None]).exp() @ w
+        hidden_gradient *= upstream[rows, None]
+    if weight.requires_grad:
+        w = weight[columns].to(dtype)
+        weight_gradient = torch.zeros_like(w)
+        per_row = (hidden, targets, logsumexp, upstream)
+        for x, t, lse, g in zip(*(of.split(_ROW_CHUNK) for of in per_row), strict=True):
+            p = (x.to(dtype) @ w.T - lse[:, None]).exp()
+            weight_gradient += (((t[:, None] == columns).to(dtype) - p) * g[:, None]).T @ x.to(dtype)
+    return Oracle(rows, columns, logprobs.detach()[rows], hidden_gradient, weight_gradient, loss.detach())
 
 
 @torch.no_grad()
@@ -84,23 +103,13 @@ def exact_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(N,) log-probabilities of the targets, and (N,) logsumexp of the rows, a chunk at a time."""
-    logsumexp = torch.cat([_logsumexp(x.to(dtype), weight) for x in hidden.split(_ROW_CHUNK)])
-    target_logits = torch.cat(
-        [
-            (x.to(dtype) * weight[t].to(dtype)).sum(1)
-            for x, t in zip(hidden.split(_ROW_CHUNK), targets.split(_ROW_CHUNK), strict=True)
-        ]
-    )
-    return target_logits - logsumexp, logsumexp
-
-
-@torch.enable_grad()
-def _loss_and_upstream(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """() the loss, and (N,) its gradient in the log-probabilities."""
-    leaf = logprobs.detach().requires_grad_()
-    loss = loss_of(problem, leaf)
-    (upstream,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), upstream
+    logprobs, logsumexps = [], []
+    for x, t in zip(hidden.split(_ROW_CHUNK), targets.split(_ROW_CHUNK), strict=True):
+        rows = x.to(dtype)
+        parts = [(rows @ w.to(dtype).T).logsumexp(1) for w in weight.split(_COLUMN_CHUNK)]
+        logsumexps.append(torch.stack(parts).logsumexp(0))
+        logprobs.append((rows * weight[t].to(dtype)).sum(1) - logsumexps[-1])
+    return torch.cat(logprobs), torch.cat(logsumexps)
 
 
 def _precision(device: torch.device) -> torch.dtype:
@@ -110,50 +119,20 @@ def _precision(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
-def _logsumexp(x: Tensor, weight: Tensor) -> Tensor:
-    parts = [(x @ w.to(x.dtype).T).logsumexp(1) for w in weight.split(_COLUMN_CHUNK)]
-    return torch.stack(parts).logsumexp(0)
-
-
-def _hidden_gradient(
-    problem: Problem, rows: Tensor, logsumexp: Tensor, upstream: Tensor, dtype: torch.dtype
-) -> Tensor:
-    x = problem.hidden[rows].to(dtype)
-    total = problem.weight[problem.targets[rows]].to(dtype)
-    for part in problem.weight.split(_COLUMN_CHUNK):
-        w = part.to(dtype)
-        total -= (x @ w.T - logsumexp[rows, None]).exp() @ w
-    return total * upstream[rows, None]
-
-
-def _weight_gradient(
-    problem: Problem, columns: Tensor, logsumexp: Tensor, upstream: Tensor, dtype: torch.dtype
-) -> Tensor:
-    w = problem.weight[columns].to(dtype)
-    total = torch.zeros_like(w)
-    for start in range(0, problem.targets.numel(), _ROW_CHUNK):
-        rows = slice(start, start + _ROW_CHUNK)
-        x = problem.hidden[rows].to(dtype)
-        onehot = (problem.targets[rows, None] == columns).to(dtype)
-        total += ((onehot - (x @ w.T - logsumexp[rows, None]).exp()) * upstream[rows, None]).T @ x
-    return total
-
-
 def _spread_out(size: int, count: int, device: torch.device) -> Tensor:
     """At most `count` indices over the whole range, both ends among them."""
     return torch.linspace(0, size - 1, min(size, count), dtype=torch.float64, device=device).round().long()
 
 
-def _gradient_error(name: str, leaf: Tensor, index: Tensor, exact: Tensor | None) -> float | None:
-    if exact is None:
-        return None
+def _relative(name: str, leaf: Tensor, index: Tensor, exact: Tensor) -> float:
     if leaf.grad is None:
         raise ValueError(f"no gradient arrived in {name}.grad")
+    if not leaf.grad.isfinite().all():
+        return math.nan
     return float((leaf.grad[index].to(exact.dtype) - exact).norm() / exact.norm())
 
 
-def _largest(found: Tensor | None, exact: Tensor) -> float | None:
-    if found is None:
-        return None
-    largest = float((found.to(exact.dtype) - exact).abs().max())
+def _largest(values: Tensor) -> float:
+    """NaN where one is not finite."""
+    largest = float(values.abs().max())
     return largest if math.isfinite(largest) else math.nan

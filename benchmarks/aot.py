@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -88,7 +88,7 @@ def forward(batch: Batch, capability: int, *, everything: bool = False, keep: bo
     from grpo_fast.head import accelerated
 
     plan = batch.plan(capability, extra_statistics=everything, keep=keep)
-    accelerated.forward(batch.problem, Request(everything, everything, everything, everything), plan)
+    accelerated.forward(batch.problem, Request(*4 * [everything]), plan)
 
 
 def backward(
@@ -111,17 +111,15 @@ def backward(
     """
     from grpo_fast.head import accelerated
 
+    tolerance = 0.0 if exact else None
+    plan = batch.plan(capability, dense_gradient=everything, tolerance=tolerance, trainable=need_weight)
     problem, row = batch.problem, _meta(batch.rows)
-    plan = batch.plan(
-        capability, dense_gradient=everything, tolerance=0.0 if exact else None, trainable=need_weight
-    )
-    beyond_logprob = (row, row, row) if everything else (None, None, None)
     into_weight = _meta(batch.vocabulary, batch.depth) if accumulate else None
     with mock.patch.object(accelerated, "_capturing", return_value=True):
         accelerated.backward(
             problem,
-            RowStatistics(row, row, row, row, row, row, row),
-            RowGradients(row, *beyond_logprob),
+            RowStatistics(*7 * [row]),
+            RowGradients(*(4 if everything else 1) * [row]),
             Wanted(need_hidden, need_weight, batch.bias and need_weight, into_weight),
             accelerated.allocate_state(problem, keep),
             plan,
@@ -183,28 +181,29 @@ LOSSES: dict[str, dict[str, Any]] = {
 """Every surrogate, plain to all options."""
 
 
-def shipped_cases(capability: int) -> dict[str, partial[None]]:
+def shipped_cases(capability: int) -> dict[str, Callable[[], None]]:
     """Name of the case to the call that launches its kernels."""
-    cases: dict[str, partial[None]] = {}
-
-    def add(name: str, call: Callable[..., None], batch: Batch, **options: bool) -> None:
-        cases[name] = partial(call, batch, capability, **options)
-
+    cases: dict[str, Callable[[], None]] = {}
     for name, batch in BATCHES.items():
-        add(f"forward, {name}", forward, batch)
-        add(f"sparse, {name}", backward, batch)
-        add(f"dense, {name}", backward, batch, exact=True)
+        ahead, back = partial(forward, batch, capability), partial(backward, batch, capability)
+        cases |= {
+            f"forward, {name}": ahead,
+            f"sparse, {name}": back,
+            f"dense, {name}": partial(back, exact=True),
+        }
         if batch.softcap is None:
-            add(f"forward that keeps, {name}", forward, batch, keep=True)
-            add(f"dense from what was kept, {name}", backward, batch, exact=True, keep=True)
-    add("forward that keeps, with all statistics", forward, Batch(), everything=True, keep=True)
-    for name in ("bfloat16", "bias, temperature, softcap"):
-        batch = BATCHES[name]
-        add(f"forward with all statistics, {name}", forward, batch, everything=True)
-        add(f"dense of entropy and mean, {name}", backward, batch, everything=True)
-        add(f"sparse with a frozen head, {name}", backward, batch, need_weight=False)
-        add(f"sparse with a frozen body, {name}", backward, batch, need_hidden=False)
-    add("sparse into a float32 gradient", backward, Batch(), accumulate=True)
+            cases[f"forward that keeps, {name}"] = partial(ahead, keep=True)
+            cases[f"dense from what was kept, {name}"] = partial(back, exact=True, keep=True)
+        if name in ("bfloat16", "bias, temperature, softcap"):
+            cases |= {
+                f"forward with all statistics, {name}": partial(ahead, everything=True),
+                f"dense of entropy and mean, {name}": partial(back, everything=True),
+                f"sparse with a frozen head, {name}": partial(back, need_weight=False),
+                f"sparse with a frozen body, {name}": partial(back, need_hidden=False),
+            }
+    plain = Batch(), capability
+    cases["forward that keeps, with all statistics"] = partial(forward, *plain, everything=True, keep=True)
+    cases["sparse into a float32 gradient"] = partial(backward, *plain, accumulate=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
 
 
@@ -258,14 +257,14 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
     target = GPUTarget("cuda", capability, 32)
     offline = SimpleNamespace(
         get_current_target=lambda: target,
-        get_current_device=lambda: 0,
+        get_current_device=lambda: capability,  # Triton keeps what it compiled by device
         get_current_stream=lambda device=0: 0,
     )
     with mock.patch.object(JITFunction, "run", record), mock.patch.object(driver, "_active", offline):
         yield compiled
 
 
-def reports(capability: int, cases: dict[str, partial[None]]) -> list[Report]:
+def reports(capability: int, cases: Mapping[str, Callable[[], None]]) -> list[Report]:
     """Compiles every case and reports each distinct kernel once."""
     seen: dict[str, Report] = {}
     for case, launch in cases.items():

@@ -44,16 +44,10 @@ class Limits:
 
     deadline: float  # on the monotonic clock
     rounds: int = ROUNDS
-    seed: int = 0
 
     @property
     def passed(self) -> bool:
         return time.monotonic() >= self.deadline
-
-    @property
-    def patience(self) -> float:
-        """Seconds for the first calls of one implementation."""
-        return min(FIRST_CALLS, max(0.0, self.deadline - time.monotonic()) + GRACE)
 
 
 @dataclass(frozen=True)
@@ -68,18 +62,18 @@ class Work:
         parts = ((FLOPS, self.flops), (BYTES, self.bytes), (TOKENS, self.tokens))
         return {name: amount / seconds for name, amount in parts if amount}
 
-    def share(self, seconds: float, ceilings: dict[str, float]) -> float | None:
+    def share(self, seconds: float, ceilings: dict[str, float]) -> dict[str, float]:
         """Of the time that the ceilings allow for (the roofline), what part was needed; one is the best."""
         parts = ((FLOPS, self.flops), (BYTES, self.bytes))
         bounds = [amount / ceilings[name] for name, amount in parts if amount and name in ceilings]
-        return max(bounds) / seconds if bounds else None
+        return {"share_of_ceiling": max(bounds) / seconds} if bounds else {}
 
 
 @dataclass(frozen=True)
 class Prepared:
     """An implementation that is ready to run."""
 
-    run: Callable[[Stopwatch], object]  # one repetition; it may mark phases
+    run: Callable[[Stopwatch], object] | None  # one repetition; it may mark phases. None: nothing to time
     work: Work = field(default_factory=Work)
     metrics: Callable[[float], dict[str, float]] = lambda _: {}  # of the median's seconds, asked at the end
     accuracy: dict[str, float] = field(default_factory=dict)
@@ -87,69 +81,73 @@ class Prepared:
     close: Callable[[], object] = lambda: None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entrant:
     """An implementation. `prepare` does everything that is not to be timed, and raises what it lacks:
-    ImportError for a library, `Unsupported` for anything else."""
+    ImportError for a library, `Unsupported` for anything else. The contest fills in the rest."""
 
     name: str
     prepare: Callable[[], Prepared]
     ceiling: bool = False  # its rates and metrics bound the others'
-
-
-@dataclass
-class _Progress:
-    """An entrant on its way through the contest."""
-
-    entrant: Entrant
-    prepared: Prepared | None = None
-    seconds: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
-    memory: Memory | None = None
-    accuracy: dict[str, float] = field(default_factory=dict)
-    failure: tuple[str, str] | None = None  # status, reason
+    prepared: Prepared | None = field(default=None, init=False)
+    seconds: list[float] = field(default_factory=list, init=False)
+    phases: list[dict[str, float]] = field(default_factory=list, init=False)
+    memory: Memory | None = field(default=None, init=False)
+    accuracy: dict[str, float] = field(default_factory=dict, init=False)
+    work: Work = field(default_factory=Work, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)  # at the median
+    outcome: tuple[str, str] = field(default=(SKIPPED, NO_TIME), init=False)  # status, reason
 
     @property
     def wants_more(self) -> bool:
         enough = len(self.seconds) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
-        return self.failure is None and self.prepared is not None and not enough
+        return self.prepared is not None and self.prepared.run is not None and not enough
 
-    def metrics(self) -> dict[str, float]:
-        """At the median."""
-        if not self.seconds or self.prepared is None:
-            return {}
-        median = statistics.median(self.seconds)
-        return self.prepared.work.rates(median) | self.prepared.metrics(median)
+    def fail(self, outcome: tuple[str, str]) -> None:
+        """Nothing that was measured counts."""
+        self.outcome = outcome
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None:
+            prepared.reset()
+            prepared.close()
+
+    def finish(self) -> None:
+        """Keeps the numbers, and lets go of what was prepared for them."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None:
+            return
+        prepared.close()
+        if self.seconds or prepared.run is None:
+            median = statistics.median(self.seconds or [0.0])
+            self.outcome, self.work = (OK, ""), prepared.work
+            self.metrics = (prepared.work.rates(median) if median else {}) | prepared.metrics(median)
 
     def measurement(self, shape: dict[str, Any], ceilings: dict[str, float]) -> Measurement:
-        late = (SKIPPED, NO_TIME)
-        status, reason = self.failure or ((OK, "") if self.seconds else late)
-        timed = self.seconds if status == OK else []
-        metrics = self.metrics() if timed else {}
-        if timed and self.prepared is not None and not self.entrant.ceiling:
-            share = self.prepared.work.share(statistics.median(timed), ceilings)
-            metrics |= {} if share is None else {"share_of_ceiling": share}
+        status, reason = self.outcome
+        timed = list(self.seconds) if status == OK else []
+        share = self.work.share(statistics.median(timed), ceilings) if timed and not self.ceiling else {}
         return Measurement(
-            implementation=self.entrant.name,
+            implementation=self.name,
             shape=shape,
             status=status,
             reason=reason,
-            seconds=list(timed),
+            seconds=timed,
             time=summarise(timed) if timed else None,
             memory=self.memory,
             accuracy=self.accuracy,
             phases=medians(self.phases) if timed else {},
-            metrics=metrics,
-            ceilings={} if self.entrant.ceiling else ceilings,
+            metrics=self.metrics | share,
+            ceilings={} if self.ceiling else ceilings,
         )
 
 
 class Contest:
-    """Measures one shape. `results` is complete at any time, so an interruption loses nothing measured.
+    """Measures one shape; an interruption loses nothing measured.
 
     Args:
         shape: what was asked, for the record.
         share: makes what all entrants need; where it fails, they all do.
+        release: lets go of what was shared.
         wall: the repetitions work in other streams or processes.
         memory: whether to run each entrant once more for its peak memory.
         hurry: whether who takes too long for its first calls is left out.
@@ -162,17 +160,18 @@ class Contest:
         device: torch.device,
         *,
         share: Callable[[], object] = lambda: None,
+        release: Callable[[], object] = lambda: None,
         wall: bool = False,
         memory: bool = True,
         hurry: bool = False,
     ) -> None:
         self.shape = shape
-        self.device = device
-        self._share = share
+        self._entrants = entrants
+        self._device = device
+        self._share, self._release = share, release
         self._watch = Stopwatch(device, wall)
         self._memory = memory
         self._hurry = hurry
-        self._progress = [_Progress(entrant) for entrant in entrants]
 
     def measure(self, limits: Limits) -> None:
         """Each entrant once to warm up and once for its memory, then all in turn for time.
@@ -183,52 +182,53 @@ class Contest:
             DeviceLost: the device takes no more work.
         """
         try:
-            if not self._guard(self._share, *self._progress):
+            if not self._guard(self._share, *self._entrants):
                 return
-            for progress in self._progress:
+            for one in self._entrants:
                 if limits.passed:
-                    progress.failure = SKIPPED, NO_TIME
-                    continue
-                patience = at_most(limits.patience) if self._hurry else nullcontext()
-                self._guard(lambda p=progress, patience=patience: self._enter(p, patience), progress)
+                    break
+                patience = min(FIRST_CALLS, max(0.0, limits.deadline - time.monotonic()) + GRACE)
+                hurry = at_most(patience) if self._hurry else nullcontext()
+                self._guard(lambda one=one, hurry=hurry: self._enter(one, hurry), one)
             for _ in range(limits.rounds):
-                for progress in self._progress:
-                    late = limits.passed and len(progress.seconds) >= FEWEST
-                    if progress.wants_more and not late:
-                        self._guard(lambda p=progress: self._time(p), progress)
+                for one in self._entrants:
+                    late = limits.passed and len(one.seconds) >= FEWEST
+                    if one.wants_more and not late:
+                        self._guard(lambda one=one: self._time(one), one)
         finally:
-            for progress in self._progress:
-                if progress.prepared is not None:
-                    progress.prepared.close()
+            for one in self._entrants:
+                one.finish()
+            self._release()
 
     def results(self) -> list[Measurement]:
         """The ceilings first, then the others as they were given."""
-        ordered = sorted(self._progress, key=lambda progress: not progress.entrant.ceiling)
+        ordered = sorted(self._entrants, key=lambda one: not one.ceiling)
         ceilings: dict[str, float] = {}
-        for progress in ordered:
-            if progress.entrant.ceiling:
-                ceilings |= progress.metrics()
-        return [progress.measurement(self.shape, ceilings) for progress in ordered]
+        for one in ordered:
+            ceilings |= one.metrics if one.ceiling else {}
+        return [one.measurement(self.shape, ceilings) for one in ordered]
 
-    def _enter(self, progress: _Progress, patience: Any) -> None:
-        with patience:
-            prepared = progress.prepared = progress.entrant.prepare()
-            progress.accuracy = prepared.accuracy
+    def _enter(self, one: Entrant, hurry: Any) -> None:
+        with hurry:
+            prepared = one.prepared = one.prepare()
+            one.accuracy = prepared.accuracy
+            if prepared.run is None:
+                return
             self._once(prepared)
-            if self._memory and not progress.entrant.ceiling:
-                progress.memory = memory_of(lambda: self._once(prepared), self.device)
+            if self._memory and not one.ceiling:
+                one.memory = memory_of(lambda: self._once(prepared), self._device)
 
     def _once(self, prepared: Prepared) -> tuple[float, dict[str, float]]:
         taken = self._watch.time(lambda: prepared.run(self._watch))
         prepared.reset()
         return taken
 
-    def _time(self, progress: _Progress) -> None:
-        seconds, phases = self._once(progress.prepared)
-        progress.seconds.append(seconds)
-        progress.phases.append(phases)
+    def _time(self, one: Entrant) -> None:
+        seconds, phases = self._once(one.prepared)
+        one.seconds.append(seconds)
+        one.phases.append(phases)
 
-    def _guard(self, action: Callable[[], object], *concerned: _Progress) -> bool:
+    def _guard(self, action: Callable[[], object], *concerned: Entrant) -> bool:
         """Whether it went well. What goes wrong becomes the entrants' failure; their memory is given back.
 
         Raises:
@@ -236,21 +236,16 @@ class Contest:
         """
         try:
             action()
-            synchronize(self.device)
+            synchronize(self._device)
             return True
         except Exception as error:
             failure = failure_of(error)
         try:
-            for progress in concerned:
-                progress.failure = failure
-                prepared, progress.prepared = progress.prepared, None
-                if prepared is not None:
-                    prepared.reset()
-                    prepared.close()
-                del prepared
-            give_back_memory(self.device)
+            for one in concerned:
+                one.fail(failure)
+            give_back_memory(self._device)
         except RuntimeError as lost:
-            raise DeviceLost(concerned[0].entrant.name, failure[1]) from lost
+            raise DeviceLost(concerned[0].name, failure[1]) from lost
         return False
 
 

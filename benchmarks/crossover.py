@@ -17,15 +17,14 @@ from pathlib import Path
 from .goals import EXACT
 from .head_contest import HeadContests
 from .live_tiles import HISTOGRAM, Histogram, load_histogram
-from .peers import all_peers, choose_names
+from .peers import choose
+from .peers.ours import PEERS
 from .problem import FORWARD_BACKWARD, Setting
 from .record import Measurement
-from .rows import Sources
-from .session import add_common_arguments, check_common, positive, run_session
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 from .tables import OURS
 
 KIND = "crossover"
-_NAMES = (OURS, EXACT, "ours, tolerance 0, kept")
 _FACTORS = (1.0, 4.0, 0.3, 8.0, 2.0, 16.0)  # of the live tiles; what brackets the answer comes first
 _SIZES = {"cuda": (16_384, 2048, 151_936), "cpu": (64, 64, 8192)}
 
@@ -58,11 +57,10 @@ def crossover(found: Sequence[Measurement]) -> list[Measurement]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=3, repeats=15)
+    add_sizes(parser, nargs=1)
     parser.add_argument("--factors", type=float, nargs="+", default=_FACTORS, help="times the live tiles")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
     parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
-    for name, what in (("tokens", "N"), ("hidden", "H"), ("vocab", "V")):
-        parser.add_argument(f"--{name}", type=positive, help=what)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -74,14 +72,9 @@ def main(options: argparse.Namespace) -> int:
     if not all(factor > 0 for factor in options.factors):
         raise ValueError(f"--factors must be above 0, got {options.factors}")
     histogram = load_histogram(options.histogram or HISTOGRAM)
-    names = choose_names(_NAMES, options.impl)
-    peers = [peer for peer in all_peers() if peer.name in names]
-    asked = (options.tokens, options.hidden, options.vocab)
-    sizes = [given or usual for given, usual in zip(asked, _SIZES[device.type], strict=True)]
+    peers = choose([peer for peer in PEERS if "reference" not in peer.name], options.impl)
+    sizes = [size for (size,) in sizes_of(options, [(usual,) for usual in _SIZES[device.type]])]
     setting = Setting("histogram", *sizes, FORWARD_BACKWARD, not options.frozen, options.dtype)
-    bouts = []
-    for factor in options.factors:
-        sources = Sources(histogram=multiplied(histogram, factor))
-        contests = HeadContests(peers, sources, device, options.seed)
-        bouts.append(contests.contest(setting, factor=factor))
+    contests = HeadContests(peers, device, options.seed)
+    bouts = [contests.contest(setting, multiplied(histogram, f), factor=f) for f in options.factors]
     return run_session(KIND, options, device, bouts, conclude=crossover)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .measure import OK
@@ -52,45 +52,40 @@ def is_goal(shape: dict[str, Any]) -> bool:
 
 def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
     """Every goal, in the order of the hidden sizes; of several measurements for one goal, the first."""
-
-    def value(of: Callable[[Measurement], float | None], name: str, hidden: int, mode: str, trainable: bool
-              ) -> float | None:  # fmt: skip
-        wanted = {"hidden": hidden, "mode": mode, "trainable": trainable}
-        for cell in cells:
-            is_it = (cell.implementation, cell.status) == (name, OK) and is_goal(cell.shape)
-            if is_it and wanted.items() <= cell.shape.items():
-                return of(cell)
-        return None
-
     found: list[Verdict] = []
     for hidden in VOCABULARY:
-        trained = hidden, FORWARD_BACKWARD, True
-        goals = [
-            Verdict("certified", CERTIFIED[hidden], value(_multiple, OURS, *trained), TIMES),
-            Verdict("exact", WITHOUT_LOSS[hidden], value(_multiple, EXACT, *trained), TIMES),
-            Verdict("memory beyond the results", EXTRA_MIB, value(_mebibytes_beyond, OURS, *trained), " MiB"),
-            Verdict("worst |Δlogp|", LOGPROB_ERROR, value(_error("logprob"), OURS, *trained), " nat"),
-            Verdict("relative dX", GRADIENT_ERROR, value(_error("hidden_gradient"), OURS, *trained)),
-            Verdict("relative dW", GRADIENT_ERROR, value(_error("weight_gradient"), OURS, *trained)),
-            Verdict("forward alone", FORWARD_ALONE, value(_multiple, OURS, hidden, FORWARD, True), TIMES),
+
+        def first(name: str, mode: str = FORWARD_BACKWARD, trainable: bool = True, hidden: int = hidden
+                  ) -> Measurement | None:  # fmt: skip
+            wanted = {"hidden": hidden, "mode": mode, "trainable": trainable}.items()
+            of_name = (c for c in cells if (c.implementation, c.status) == (name, OK) and is_goal(c.shape))
+            return next((cell for cell in of_name if wanted <= cell.shape.items()), None)
+
+        ours = first(OURS)
+        accuracy = {} if ours is None else ours.accuracy
+        at = f"H = {hidden}, "
+        found += [
+            Verdict(f"{at}certified", CERTIFIED[hidden], _multiple(ours), TIMES),
+            Verdict(f"{at}exact", WITHOUT_LOSS[hidden], _multiple(first(EXACT)), TIMES),
+            Verdict(f"{at}memory beyond the results", EXTRA_MIB, _mebibytes_beyond(ours), " MiB"),
+            Verdict(f"{at}worst |Δlogp|", LOGPROB_ERROR, accuracy.get("logprob"), " nat"),
+            Verdict(f"{at}relative dX", GRADIENT_ERROR, accuracy.get("hidden_gradient")),
+            Verdict(f"{at}relative dW", GRADIENT_ERROR, accuracy.get("weight_gradient")),
+            Verdict(f"{at}forward alone", FORWARD_ALONE, _multiple(first(OURS, FORWARD)), TIMES),
         ]
         if hidden in FROZEN:
-            frozen = value(_multiple, OURS, hidden, FORWARD_BACKWARD, False)
-            goals.append(Verdict("frozen head", FROZEN[hidden], frozen, TIMES))
-        found += [replace(goal, what=f"H = {hidden}, {goal.what}") for goal in goals]
+            frozen = _multiple(first(OURS, trainable=False))
+            found.append(Verdict(f"{at}frozen head", FROZEN[hidden], frozen, TIMES))
     return found
 
 
-def _multiple(cell: Measurement) -> float | None:
-    seconds = cell.ceilings.get("product_seconds")
-    return None if cell.time is None or not seconds else cell.time.median / 1e3 / seconds
+def _multiple(cell: Measurement | None) -> float | None:
+    if cell is None or cell.time is None or "product_seconds" not in cell.ceilings:
+        return None
+    return cell.time.median / 1e3 / cell.ceilings["product_seconds"]
 
 
-def _mebibytes_beyond(cell: Measurement) -> float | None:
-    if cell.memory is None or cell.memory.allocator is None:
+def _mebibytes_beyond(cell: Measurement | None) -> float | None:
+    if cell is None or cell.memory is None or cell.memory.allocator is None:
         return None
     return max(0.0, cell.memory.allocator - cell.metrics["output_bytes"]) / 2**20
-
-
-def _error(name: str) -> Callable[[Measurement], float | None]:
-    return lambda cell: cell.accuracy.get(name)

@@ -19,10 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,81 +119,84 @@ PARTS = (
 """By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 
 
-def run_part(
-    part: Part, minutes: float, folder: Path, log: Any, save: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """How it ended, and the JSON it left.
-
-    A peer whose kernel breaks the device takes along what was measured beside it: then the part runs once
-    more without it.
-
-    Args:
-        save: told every few seconds what there is so far.
-    """
-    if part.missing:
-        return {"state": SKIPPED, "why": part.missing}
-    deadline = time.monotonic() + 60 * minutes
-    found = _run_command(part.name, part.command, deadline, folder, log, save)
-    broken: list[str] = []
-    while time.monotonic() < deadline:
-        result = found.get("result")
-        culprit = result.get("culprit") if isinstance(result, dict) else None
-        if culprit is None or culprit in broken:
-            break
-        broken.append(culprit)
-        before = {"broke the device": list(broken), "before": found}
-
-        def save_both(so_far: dict[str, Any], before: dict[str, Any] = before) -> None:
-            save(so_far | before)
-
-        command = (*part.command, "--without", *broken)
-        found = _run_command(part.name, command, deadline, folder, log, save_both) | before
-    return found
+Found = dict[str, Any]
 
 
-def _run_command(
-    name: str,
-    command: Sequence[str],
-    deadline: float,
-    folder: Path,
-    log: Any,
-    save: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    place = folder / f"{name}.json"
-    for left_over in folder.glob(f"{place.name}*"):
-        left_over.unlink()
-    start = time.monotonic()
-    minutes = f"{(deadline - start) / 60:.2f}"
-    values = {"{json}": str(place), "{log}": f"{place}.log", "{minutes}": minutes}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-    environment.pop("TRITON_INTERPRET", None)
-    child = subprocess.Popen(
-        [values.get(word, word) for word in command],
-        cwd=ROOT,
-        env=environment,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    # A command that keeps its own budget may finish its last measurement.
-    deadline += LAST_MEASUREMENT if "{minutes}" in command else 0
-    state = RUNNING
-    while state == RUNNING:
-        left = deadline - time.monotonic()
-        try:
-            code = child.wait(min(SAVE_EVERY, max(left, 0.0)))
-            state = DONE if code == 0 else FAILED
-        except subprocess.TimeoutExpired:
-            if left > SAVE_EVERY:
-                save({"state": RUNNING} | _written(place))
-            else:
-                code, state = _end(child), LATE
-    seconds = round(time.monotonic() - start, 1)
-    return {"state": state, "exit_code": code, "seconds": seconds} | _written(place)
+class Hour:
+    """A folder with `results.json`, what each part has left so far, and `log.txt`."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.parts = earlier(out)
+
+    def save(self, name: str, found: Found) -> None:
+        self.parts[name] = found
+        temporary = self.out / "results.json.part"
+        temporary.write_text(json.dumps({"started": self.started, "parts": self.parts}, indent=1) + "\n")
+        os.replace(temporary, self.out / "results.json")  # at once: a reader sees the state before or after
+
+    def run(self, part: Part, minutes: float) -> None:
+        """One part, and what it left is saved.
+
+        A peer whose kernel breaks the device takes along what was measured beside it: then the part runs
+        once more without it.
+        """
+        if part.missing:
+            self.save(part.name, {"state": SKIPPED, "why": part.missing})
+            return
+        deadline, broken, before = time.monotonic() + 60 * minutes, [], {}
+        while True:
+            without = ("--without", *broken) if broken else ()
+            self._run_command(part.name, (*part.command, *without), deadline, before)
+            found = self.parts[part.name]
+            result = found.get("result")
+            culprit = result.get("culprit") if isinstance(result, dict) else None
+            if culprit is None or culprit in broken or time.monotonic() >= deadline:
+                return
+            broken.append(culprit)
+            before = {"broke the device": list(broken), "before": found}
+
+    def _run_command(self, name: str, command: Sequence[str], deadline: float, before: Found) -> None:
+        """Saves its state and the JSON it left, while it runs too.
+
+        Args:
+            before: saved beside them.
+        """
+        with tempfile.TemporaryDirectory() as folder, (self.out / "log.txt").open("a") as log:
+            place, start = Path(folder) / f"{name}.json", time.monotonic()
+            minutes = f"{(deadline - start) / 60:.2f}"
+            values = {"{json}": str(place), "{log}": f"{place}.log", "{minutes}": minutes}
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+            environment.pop("TRITON_INTERPRET", None)
+            child = subprocess.Popen(
+                [values.get(word, word) for word in command],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            # A command that keeps its own budget may finish its last measurement.
+            deadline += LAST_MEASUREMENT if "{minutes}" in command else 0
+            state = RUNNING
+            while state == RUNNING:
+                left = deadline - time.monotonic()
+                try:
+                    code = child.wait(min(SAVE_EVERY, max(left, 0.0)))
+                    state = DONE if code == 0 else FAILED
+                except subprocess.TimeoutExpired:
+                    if left > SAVE_EVERY:
+                        self.save(name, {"state": RUNNING} | _written(place) | before)
+                    else:
+                        code, state = _end(child), LATE
+            seconds = round(time.monotonic() - start, 1)
+            ended = {"state": state, "exit_code": code, "seconds": seconds}
+            self.save(name, ended | _written(place) | before)
 
 
-def _written(place: Path) -> dict[str, Any]:
+def _written(place: Path) -> Found:
     """What a command has left in its files: JSON, or the text of half a file where it was killed."""
     found = {}
     for suffix in ("", ".log"):
@@ -221,35 +223,29 @@ def _end(child: subprocess.Popen) -> int:
 def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
     """Runs parts until all are done or the time is spent; 0 when every part that ran was done."""
     out.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 60 * minutes
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    earlier = _earlier(out)
-    found: dict[str, dict[str, Any]] = {}
-
-    def save(name: str, result: dict[str, Any]) -> None:
-        found[name] = earlier[name] if result.get("why") == SPENT and name in earlier else result
-        temporary = out / "results.json.part"
-        temporary.write_text(json.dumps({"started": started, "parts": earlier | found}, indent=1) + "\n")
-        os.replace(temporary, out / "results.json")  # at once: a reader sees the state before or after it
-
-    with tempfile.TemporaryDirectory() as folder, (out / "log.txt").open("a") as log:
-        for part in parts:
-            left = (deadline - time.monotonic()) / 60
+    deadline, hour = time.monotonic() + 60 * minutes, Hour(out)
+    states, waiting = set(), []
+    for part in parts:
+        with (out / "log.txt").open("a") as log:
             log.write(f"\n{'=' * 30} {part.name}: {part.what}\n")
-            log.flush()
-            result = {"state": SKIPPED, "why": SPENT}
-            if left > 0.1:
-                limit = min(part.minutes, left)
-                result = run_part(part, limit, Path(folder), log, partial(save, part.name))
-            save(part.name, result)
-            note = result.get("why") or f"{result['seconds']:.0f} s, exit code {result['exit_code']}"
-            print(f"{part.name:<14} {result['state']:<12} {note}", flush=True)
-    if waiting := [name for name, result in found.items() if result.get("why") == SPENT]:
+        left = (deadline - time.monotonic()) / 60
+        found = {"state": SKIPPED, "why": SPENT}
+        if left > 0.1:
+            hour.run(part, min(part.minutes, left))
+            found = hour.parts[part.name]
+        else:
+            waiting.append(part.name)
+            if part.name not in hour.parts:
+                hour.save(part.name, found)
+        states.add(found["state"])
+        note = found.get("why") or f"{found['seconds']:.0f} s, exit code {found['exit_code']}"
+        print(f"{part.name:<14} {found['state']:<12} {note}", flush=True)
+    if waiting:
         print(f"go on with: python -m benchmarks.gpu --out {out} --only {' '.join(waiting)}", flush=True)
-    return 1 if {FAILED, LATE} & {found[part.name]["state"] for part in parts} else 0
+    return 1 if states & {FAILED, LATE} else 0
 
 
-def _earlier(out: Path) -> dict[str, Any]:
+def earlier(out: Path) -> dict[str, Found]:
     """What parts left in this folder before: a run adds to it, and replaces only what it runs again."""
     path = out / "results.json"
     return json.loads(path.read_text())["parts"] if path.is_file() else {}
@@ -257,7 +253,7 @@ def _earlier(out: Path) -> dict[str, Any]:
 
 def unpack(out: Path, folder: Path) -> int:
     """Writes the record of every part that was done as a file of its own, for `report` and `readme`."""
-    for name, part in _earlier(out).items():
+    for name, part in earlier(out).items():
         if part["state"] == DONE and isinstance(part.get("result"), dict | list):
             path = folder / f"gpu_{name.replace('-', '_')}.json"
             path.write_text(json.dumps(part["result"], indent=1, ensure_ascii=False) + "\n")

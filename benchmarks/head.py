@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -17,66 +17,50 @@ from .live_tiles import given_histogram
 from .peers import all_peers, choose
 from .problem import FORWARD, LOSSES, MODES, Setting
 from .record import Measurement
-from .rows import KINDS, Sources, load_real_rows
-from .session import add_common_arguments, check_common, positive, run_session
+from .rows import KINDS, Source, describe, load_real_rows
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
 KIND = "head"
+_SIZES = {  # of N, H and V; the most telling first
+    "cuda": ((16_384, 4096, 65_536, 1024), (2048, 4096, 896, 1536), (151_936, 128_256, 32_000, 262_144)),
+    "cpu": ((256,), (128,), (4096, 8000)),
+}
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The axes, each with its most telling value first."""
-
-    rows: tuple[str, ...]
-    tokens: tuple[int, ...]
-    hidden: tuple[int, ...]
-    vocabulary: tuple[int, ...]
-    modes: tuple[str, ...]
-    trainable: tuple[bool, ...]
-    dtype: str
-    losses: tuple[str, ...] = LOSSES
-    losses_at_all_sizes: bool = False  # or those after the first at the first sizes alone
-
-
-def default_grid(device_kind: str, rows: tuple[str, ...], dtype: str) -> Grid:
-    if device_kind == "cuda":
-        sizes = (16_384, 4096, 65_536, 1024), (2048, 4096, 896, 1536), (151_936, 128_256, 32_000, 262_144)
-    else:
-        sizes = (256,), (128,), (4096, 8000)
-    return Grid(rows, *sizes, MODES, (True, False), dtype)
-
-
-def settings_of(grid: Grid, real_shape: tuple[int, int] | None) -> list[Setting]:
+def settings_of(
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    losses_at_all_sizes: bool = False,
+    real_shape: tuple[int, int] | None = None,
+) -> list[Setting]:
     """All settings, the design's goal rows first, then by distance from the first value of every axis.
 
     Every other loss counts as next to the first: they differ in little but the end.
 
     Args:
+        axes: values of each field of `Setting`, the most telling first.
+        losses_at_all_sizes: or those after the first at the first sizes alone.
         real_shape: (V, H) of the model whose own rows were given; "real" has no others.
     """
     ranked: dict[Setting, tuple[bool, int]] = {}
-    axes = (grid.rows, grid.modes, grid.trainable, grid.tokens, grid.hidden, grid.vocabulary, grid.losses)
-    for places in product(*(range(len(axis)) for axis in axes)):
-        *others, loss = places
-        if loss and any(places[3:6]) and not grid.losses_at_all_sizes:
+    for places in product(*(range(len(values)) for values in axes.values())):
+        at = dict(zip(axes, places, strict=True))
+        loss = at.pop("loss")
+        if loss and (at["tokens"] or at["hidden"] or at["vocabulary"]) and not losses_at_all_sizes:
             continue
-        rows, mode, trainable, tokens, hidden, vocabulary, name = (
-            axis[place] for axis, place in zip(axes, places, strict=True)
-        )
-        if rows == "real":
-            vocabulary, hidden = real_shape
-        setting = Setting(
-            rows, tokens, hidden, vocabulary, mode, trainable or mode == FORWARD, grid.dtype, name
-        )
-        rank = (not is_goal(vars(setting)), sum(others) + bool(loss))
+        fields = {name: values[place] for (name, values), place in zip(axes.items(), places, strict=True)}
+        if fields["rows"] == "real":
+            fields["vocabulary"], fields["hidden"] = real_shape
+        fields["trainable"] = fields["trainable"] or fields["mode"] == FORWARD
+        setting = Setting(**fields)
+        rank = (not is_goal(fields), sum(at.values()) + bool(loss))
         ranked[setting] = min(rank, ranked.get(setting, rank))
     return sorted(ranked, key=lambda setting: ranked[setting])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8)
-    for name, what in (("hidden", "hidden sizes H"), ("vocab", "vocabularies V"), ("tokens", "tokens N")):
-        parser.add_argument(f"--{name}", type=positive, nargs="+", help=what)
+    add_sizes(parser)
     parser.add_argument("--mode", nargs="+", choices=MODES, help="both unless given")
     parser.add_argument(
         "--loss",
@@ -107,41 +91,39 @@ def main(options: argparse.Namespace) -> int:
         ValueError: a value that cannot be used; the message says which and why.
     """
     device = check_common(options)
-    sources = Sources(
-        None if options.real_rows is None else load_real_rows(options.real_rows),
-        given_histogram(options.histogram, device),
+    real = None if options.real_rows is None else load_real_rows(options.real_rows)
+    sources: dict[str, Source] = {"real": real, "histogram": given_histogram(options.histogram, device)}
+    usual = [kind for kind in ("real", "histogram", "peaked", "flat") if sources.get(kind, kind) is not None]
+    rows = options.rows or usual
+    for kind, flag in (("real", "--real-rows"), ("histogram", "--histogram")):
+        if kind in rows and sources[kind] is None:
+            raise ValueError(f"--rows {kind} needs {flag} FILE; `python -m benchmarks rows` makes one")
+    tokens, hidden, vocabulary = sizes_of(options, _SIZES[device.type])
+    axes = {
+        "rows": rows,
+        "mode": options.mode or MODES,
+        "trainable": (True,) if options.trainable else (False,) if options.frozen else (True, False),
+        "tokens": tokens,
+        "hidden": hidden,
+        "vocabulary": vocabulary,
+        "loss": options.loss or LOSSES,
+        "dtype": (options.dtype,),
+    }
+    settings = settings_of(
+        axes,
+        losses_at_all_sizes=options.loss is not None,
+        real_shape=None if real is None else tuple(real.weight.shape),
     )
-    settings = _settings(options, device.type, sources)
     peers = [peer for peer in choose(all_peers(), options.impl) if peer.name not in options.without]
-    contests = HeadContests(peers, sources, device, options.seed, options.oracle)
+    contests = HeadContests(peers, device, options.seed, options.oracle)
     return run_session(
         KIND,
         options,
         device,
-        [contests.contest(setting) for setting in settings],
+        [contests.contest(setting, sources.get(setting.rows)) for setting in settings],
         close=_print_goals if device.type == "cuda" else lambda *_: None,
-        notes=list(dict.fromkeys(sources.describe(setting) for setting in settings)),
+        notes=list(dict.fromkeys(describe(setting, sources.get(setting.rows)) for setting in settings)),
     )
-
-
-def _settings(options: argparse.Namespace, device_kind: str, sources: Sources) -> list[Setting]:
-    given = {"real": sources.real is not None, "histogram": sources.histogram is not None}
-    rows = options.rows or [kind for kind in ("real", "histogram", "peaked", "flat") if given.get(kind, True)]
-    for kind, flag in (("real", "--real-rows"), ("histogram", "--histogram")):
-        if kind in rows and not given[kind]:
-            raise ValueError(f"--rows {kind} needs {flag} FILE; `python -m benchmarks rows` makes one")
-    asked = {
-        "tokens": options.tokens,
-        "hidden": options.hidden,
-        "vocabulary": options.vocab,
-        "modes": options.mode,
-        "losses": options.loss,
-        "trainable": (True,) if options.trainable else (False,) if options.frozen else None,
-    }
-    usual = default_grid(device_kind, tuple(rows), options.dtype)
-    grid = replace(usual, losses_at_all_sizes=options.loss is not None,
-                   **{name: tuple(values) for name, values in asked.items() if values})  # fmt: skip
-    return settings_of(grid, None if sources.real is None else tuple(sources.real.weight.shape))
 
 
 def _print_goals(screen: Console, cells: Sequence[Measurement]) -> None:

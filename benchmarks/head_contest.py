@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from .machine import multiplication
 from .measure import NOT_INSTALLED, TooSlow, Unsupported
 from .peers import Peer
 from .problem import PRODUCT, Outcome, Problem, Run, Setting
-from .rows import Sources, make_problems
+from .rows import Source, make_problems
 
 
 @dataclass
@@ -27,92 +26,94 @@ class HeadContests:
     """Makes the contest of each setting; a peer that is missing or too slow in one is not asked again."""
 
     peers: Sequence[Peer]
-    sources: Sources
     device: torch.device
     seed: int = 0
     judged: bool = True
+    limits: Mapping[str, float] | None = None  # errors by name beyond which a peer has failed
     _given_up: dict[str, str] = field(default_factory=dict)  # reasons by name
 
-    def contest(self, setting: Setting, **more: Any) -> Contest:
+    def contest(
+        self, setting: Setting, source: Source = None, *, others: Sequence[Entrant] = (), **more: Any
+    ) -> Contest:
         """
         Args:
+            others: entrants beside the peers and the product.
             more: what the shape says besides the setting.
         """
-        inputs = _Inputs(self, setting)
-        entrants = [Entrant(PRODUCT, partial(_product, inputs), ceiling=True)]
-        entrants += [Entrant(peer.name, partial(self._prepare, peer, inputs)) for peer in self.peers]
-        return Contest(more | vars(setting), entrants, self.device, share=inputs.make, hurry=True)
+        problems: list[Problem] = []
+        oracle: list[Oracle] = []  # of the first problem
 
-    def _prepare(self, peer: Peer, inputs: _Inputs) -> Prepared:
+        def share() -> None:
+            if "torch._inductor.compile_fx" in sys.modules:  # somebody compiled: loading it takes seconds
+                # Dynamo runs a function uncompiled, and says little, once it has seen it at eight shapes.
+                torch.compiler.reset()
+            problems.extend(make_problems(setting, self.device, self.seed, source))
+            oracle.extend(map(consult, problems[:1] if self.judged else []))
+
+        def multiply() -> Prepared:
+            operands = [(problem.hidden.detach(), problem.weight.detach()) for problem in problems]
+            work = Work(flops=setting.product_flops)
+            return Prepared(multiplication(operands), work, lambda seconds: {"product_seconds": seconds})
+
+        entrants = [Entrant(PRODUCT, multiply, ceiling=True)]
+        for peer in self.peers:
+            entrants.append(Entrant(peer.name, partial(self._prepare, peer, setting, problems, oracle)))
+        entrants += others
+        shape = more | vars(setting)
+        return Contest(shape, entrants, self.device, share=share, release=problems.clear, hurry=True)
+
+    def _prepare(
+        self, peer: Peer, setting: Setting, problems: Sequence[Problem], oracle: Sequence[Oracle]
+    ) -> Prepared:
+        """Runs each batch once, and keeps what the first gave of errors and certificate."""
         if peer.name in self._given_up:
             raise Unsupported(self._given_up[peer.name])
-        try:
-            return inputs.prepare(peer)
-        except ImportError as error:
-            self._given_up[peer.name] = f"{NOT_INSTALLED}: {error}"
-            raise
-        except TooSlow as error:
-            self._given_up[peer.name] = str(error)
-            raise
-
-
-class _Inputs:
-    """The batches of one setting; the first is judged."""
-
-    def __init__(self, of: HeadContests, setting: Setting) -> None:
-        self.of = of
-        self.setting = setting
-        self.problems: list[Problem] = []
-        self.oracle: Oracle | None = None
-
-    def make(self) -> None:
-        if "torch._inductor.compile_fx" in sys.modules:  # somebody compiled: loading it takes seconds
-            # Dynamo runs a function uncompiled, and says little, once it has seen it at eight shapes.
-            torch.compiler.reset()
-        self.problems = make_problems(self.setting, self.of.sources, self.of.device, self.of.seed)
-        self.oracle = consult(self.problems[0]) if self.of.judged else None
-
-    def clear(self) -> None:
-        for problem in self.problems:
-            problem.clear()
-
-    def prepare(self, peer: Peer) -> Prepared:
-        """Runs each batch once, and keeps what the first gave of errors and certificate."""
         start = time.perf_counter()
         metrics: dict[str, float] = {}
         accuracy: dict[str, float] = {}
         runs: list[Run] = []
         try:
-            for problem in self.problems:
+            for problem in problems:
                 runs.append(peer.prepare(problem))
                 outcome = _call(runs[-1], problem)
-                if problem is self.problems[0]:
+                if problem is problems[0]:
                     metrics["first_call_seconds"] = time.perf_counter() - start
                     metrics["output_bytes"] = float(problem.output_bytes)
                     metrics |= {name: float(value) for name, value in (outcome.certificate or {}).items()}
-                    if self.oracle is not None:
-                        accuracy = self.oracle.judge(problem, outcome)
+                    accuracy = oracle[0].judge(problem, outcome) if oracle else {}
+                    self._refuse(accuracy)
                 del outcome
                 problem.clear()
-        except Exception:
-            self.clear()
+        except (ImportError, TooSlow) as error:
+            missing = isinstance(error, ImportError)
+            self._given_up[peer.name] = f"{NOT_INSTALLED}: {error}" if missing else str(error)
             raise
-        turns = itertools.cycle(zip(runs, self.problems, strict=True))
+        finally:
+            _clear(problems)
+        turns = itertools.cycle(zip(runs, problems, strict=True))
         return Prepared(
             lambda _: _call(*next(turns)),
-            metrics=lambda seconds: metrics | self.setting.rates(seconds),
+            metrics=lambda seconds: metrics | setting.rates(seconds),
             accuracy=accuracy,
-            reset=self.clear,
+            reset=partial(_clear, problems),
         )
+
+    def _refuse(self, accuracy: Mapping[str, float]) -> None:
+        limits = self.limits or {}
+        wrong = [
+            f"{name.replace('_', ' ')} off by {error:.1e}"
+            for name, error in accuracy.items()
+            if name in limits and not error <= limits[name]
+        ]
+        if wrong:
+            raise ArithmeticError(f"WRONG: {', '.join(wrong)}")
 
 
 def _call(run: Run, problem: Problem) -> Outcome:
-    with nullcontext() if problem.backward else torch.no_grad():
+    with torch.set_grad_enabled(problem.backward):
         return run()
 
 
-def _product(inputs: _Inputs) -> Prepared:
-    """By the vendor's library on the same operands."""
-    operands = [(problem.hidden.detach(), problem.weight.detach()) for problem in inputs.problems]
-    work = Work(flops=inputs.setting.product_flops)
-    return Prepared(multiplication(operands), work, lambda seconds: {"product_seconds": seconds})
+def _clear(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        problem.clear()

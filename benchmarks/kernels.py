@@ -1,24 +1,26 @@
 """`python -m benchmarks kernels`: each kernel of ours alone, against what the device can do at best.
 
-The ceilings are measured among them: the product X Wᵀ by the vendor's library on operands of the same shape,
-and a copy. `of ceiling` is the roofline: the time that the kernel's arithmetic and its least traffic (each
-operand read once, each result written once) need at those rates, as a part of the time it took. On a CPU the
-parts of the plain torch path are measured in the kernels' place.
+A kernel is called with what the head itself gave it in one forward and backward. The ceilings are measured
+among them: the product X Wᵀ by the vendor's library on operands of the same shape, and a copy. `of ceiling`
+is the roofline: the time that the kernel's arithmetic and its least traffic (each operand read once, each
+result written once) need at those rates, as a part of the time it took. On a CPU the parts of the plain torch
+path are measured in the kernels' place.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from grpo_fast.kernels import TILE
-from torch import Tensor
 
 from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
@@ -26,7 +28,6 @@ from grpo_fast.head.plan import HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import (
     HeadGradients,
     HeadProblem,
-    LogitGradient,
     Request,
     RowGradients,
     RowStatistics,
@@ -40,145 +41,122 @@ from .live_tiles import given_histogram
 from .measure import Unsupported
 from .peers import choose_names
 from .problem import FORWARD_BACKWARD, Problem, Setting
-from .rows import Sources, make_problems
-from .session import add_common_arguments, check_common, positive, run_session
+from .rows import make_problems
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
 KIND = "kernels"
-ROWS = ("peaked", "flat", "histogram")
-_DEFAULTS = {"cuda": ((16_384,), (2048, 4096), (151_936,)), "cpu": ((256,), (256,), (8192,))}
+_SIZES = {"cuda": ((16_384,), (2048, 4096), (151_936,)), "cpu": ((256,), (256,), (8192,))}
+_BOTH = Wanted(hidden=True, weight=True, bias=False)
 
 
-class Batch:
-    """One batch's rows, and what each kernel makes of what those before it left; kept from first use on."""
+Calls = dict[str, list[tuple["partial[Any]", Any]]]  # by function: the call, to be made again, and its result
 
-    def __init__(self, source: Problem) -> None:
-        self.hidden, self.weight = source.hidden.detach(), source.weight.detach()
-        self.targets = source.targets
-        self.problem = HeadProblem(self.hidden, self.weight, self.targets)
-        self.rows, self.depth = self.hidden.shape
-        self.vocabulary = self.weight.shape[0]
-        self.tiles = -(-self.vocabulary // TILE)
-        self.g = -source.advantages / self.rows
-        self.product_flops = 2.0 * self.rows * self.vocabulary * self.depth
-        self.operand_bytes = self.hidden.nbytes + self.weight.nbytes
-        self.statistics_bytes = 4 * self.tiles * self.rows
+
+@contextmanager
+def recorded(*functions: tuple[Any, str]) -> Iterator[Calls]:
+    """Inside, the calls of these functions, module and name, are kept."""
+    calls: Calls = {name: [] for _, name in functions}
+
+    def recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **options: Any) -> Any:
+            call = partial(function, *args, **options)
+            calls[name].append((call, call()))
+            return calls[name][-1][1]
+
+        return record
+
+    with ExitStack() as stack:
+        for module, name in functions:
+            stack.enter_context(mock.patch.object(module, name, recorder(name, getattr(module, name))))
+        yield calls
+
+
+class Head:
+    """The forward and the backward of one batch, as its plan has them; the backward never asks the host."""
+
+    def __init__(self, source: Problem, **changes: Any) -> None:
+        """
+        Args:
+            changes: of the plan's sparse backward.
+        """
+        self.problem = HeadProblem(source.hidden.detach(), source.weight.detach(), source.targets)
+        self.rows, self.depth = self.problem.hidden.shape
+        self.tiles = -(-self.problem.vocabulary // TILE)
+        self.gradients = RowGradients(-source.advantages / self.rows)
+        device, dtype = source.hidden.device, source.hidden.dtype
+        work = Workload(self.rows, self.problem.vocabulary, dtype, tolerance=1.0, hidden_size=self.depth)
+        plan = plan_head(device_facts(device.type, device.index), work)
+        self.plan: HeadPlan = replace(plan, sparse=replace(plan.sparse, **changes))
+
+    def forward(self) -> tuple[RowStatistics, State]:
+        from grpo_fast.head import accelerated
+
+        return accelerated.forward(self.problem, Request(), self.plan)
+
+    def backward(
+        self, forward: tuple[RowStatistics, State], wanted: Wanted = _BOTH, *, exact: bool = False
+    ) -> HeadGradients:
+        """NaN where the lists of the sparse backward overflow."""
+        from grpo_fast.head import accelerated
+
+        plan = replace(self.plan, backward="dense") if exact else self.plan
+        statistics, state = forward
+        with mock.patch.object(accelerated, "_capturing", return_value=True):
+            return accelerated.backward(self.problem, statistics, self.gradients, wanted, state, plan)[0]
+
+
+class Batch(Head):
+    """One batch's kernels, each ready to be called again as a forward and a backward called it."""
 
     @cached_property
-    def plan(self) -> HeadPlan:
-        device = self.hidden.device
-        work = Workload(self.rows, self.vocabulary, self.hidden.dtype, tolerance=1.0, hidden_size=self.depth)
-        return plan_head(device_facts(device.type, device.index), work)
+    def calls(self) -> Calls:
+        """Of a sparse and of a dense backward, with the forward before them."""
+        from grpo_fast.kernels import sparse
+
+        from grpo_fast.head import accelerated
+
+        of_head = ("tile_statistics", "row_results", "select_pairs", "dense_backward")
+        of_sparse = ("pair_gradient", "add_weight_gradient", "hidden_gradient")
+        functions = [*((accelerated, name) for name in of_head), *((sparse, name) for name in of_sparse)]
+        with recorded(*functions) as calls:
+            forward = self.forward()
+            self.backward(forward)
+            self.backward(forward, exact=True)
+        return calls
 
     @cached_property
-    def count(self) -> Tensor:
-        return torch.tensor(self.rows, dtype=torch.int32, device=self.hidden.device)
-
-    def tile_statistics(self) -> Any:
-        from grpo_fast.kernels.forward import tile_statistics
-
-        return tile_statistics(self.problem, self.count, tile=self.plan.forward_tile)
-
-    @cached_property
-    def statistics(self) -> Any:
-        return self.tile_statistics()
-
-    def row_results(self) -> Any:
-        from grpo_fast.kernels.forward import row_results
-
-        order = torch.arange(self.rows, device=self.hidden.device)
-        return row_results(self.statistics, self.targets, order, self.count, self.vocabulary)
-
-    @cached_property
-    def results(self) -> RowStatistics:
-        return RowStatistics(*self.row_results())
-
-    @cached_property
-    def gradient(self) -> LogitGradient:
-        return LogitGradient.of(self.problem, self.results, RowGradients(self.g))
-
-    def select(self, *, cuda: bool = False) -> Any:
-        from grpo_fast.kernels.select import select_pairs
-
-        return select_pairs(
-            self.problem,
-            self.gradient,
-            self.statistics.lse,
-            self.results.logprob,
-            tolerance=self.plan.tolerance,
-            config=replace(self.plan.sparse, cuda_curve=cuda, cuda_rows=False),
-        )
-
-    @cached_property
-    def operands(self) -> Any:
-        """The selection with everything that the sparse kernels read."""
-        from grpo_fast.kernels.sparse_pairs import SparseOperands
-
-        pairs = self.select()
-        if pairs.overflow.any():
+    def pairs(self) -> int:
+        """Live ones."""
+        ((_, selected),) = self.calls["select_pairs"]
+        if selected.overflow.any():
             raise Unsupported("these rows are too dense for the sparse backward: its lists overflow")
-        return SparseOperands(
-            self.problem,
-            self.results.logsumexp,
-            pairs,
-            unit=torch.ones(1, device=self.hidden.device),
-            row_scale=pairs.mass_gradient.abs(),
-        )
+        return int(selected.total)
 
     @property
-    def chunks(self) -> range:
-        return range(self.operands.pairs.chunk_tiles.numel() - 1)
-
-    @cached_property
-    def workspace(self) -> Tensor:
-        pairs = self.operands.pairs
-        size = pairs.config.chunk_workspace_pairs(self.rows, self.tiles, self.hidden.element_size())
-        return self.hidden.new_empty(size, TILE)
-
-    @cached_property
-    def pair_count(self) -> int:
-        return int(self.operands.pairs.total)
-
-    def pair_gradient(self) -> Any:
-        """Fills the workspace, chunk after chunk; the lists of entries."""
-        from grpo_fast.kernels.sparse_pairs import pair_gradient
-        from grpo_fast.kernels.sparse_rows import EntryLists
-
-        lists = EntryLists.allocate(self.operands.pairs, self.rows)
-        for chunk in self.chunks:
-            pair_gradient(self.operands, self.workspace, lists, chunk)
-        return lists
-
-    @cached_property
     def lists(self) -> Any:
-        return self.pair_gradient()
+        """Of entries, to which `pair_gradient` appends and which `hidden_gradient` reads."""
+        return self.calls["hidden_gradient"][0][0].args[1]
 
     @cached_property
     def entries(self) -> int:
         return int(self.lists.used[0])
 
-    def sparse_weight(self) -> Tensor:
-        from grpo_fast.kernels.sparse_weight import weight_gradient
+    def again(self, name: str) -> None:
+        for call, _ in self.calls[name]:
+            call()
 
-        _ = self.lists  # whose making filled the workspace
-        gradient = torch.empty_like(self.weight)
-        for chunk in self.chunks:
-            weight_gradient(self.operands, self.workspace, gradient, chunk, False)
-        return gradient
+    def sparse(self, name: str) -> None:
+        """Fails where the head would leave the sparse backward."""
+        _ = self.pairs
+        if name == "pair_gradient":
+            self.lists.used.zero_()
+        self.again(name)
 
-    def sparse_hidden(self, *, cuda: bool = False) -> Any:
-        from grpo_fast.kernels.sparse_rows import hidden_gradient
-
-        pairs = self.operands.pairs
-        pairs = replace(pairs, config=replace(pairs.config, cuda_rows=cuda))
-        return hidden_gradient(replace(self.operands, pairs=pairs), self.lists)
-
-    def dense(self, **needed: bool) -> HeadGradients:
-        from grpo_fast.kernels.dense import dense_backward
-
-        tile, columns = self.plan.backward_tile, self.plan.dense_columns
-        return HeadGradients(
-            *dense_backward(self.problem, self.gradient, _wanted(needed), tile=tile, columns=columns)
-        )
+    def dense(self, *names: str) -> None:
+        """The logit gradient, and from it those of these names."""
+        call, _ = self.calls["dense_backward"][0]
+        problem, gradient, _ = call.args
+        call.func(problem, gradient, _wanted(*names), **call.keywords)
 
     def torch_forward(self, *, jacobian: bool = False) -> tuple[RowStatistics, State]:
         return reference.forward(self.problem, Request(jacobian=jacobian), self.plan.chunks)
@@ -187,80 +165,96 @@ class Batch:
     def torch_statistics(self) -> RowStatistics:
         return self.torch_forward()[0]
 
-    def torch_backward(self, **needed: bool) -> HeadGradients:
-        gradients, state = RowGradients(self.g), State.empty(self.problem)
-        return reference.backward(
-            self.problem, self.torch_statistics, gradients, _wanted(needed), state, self.plan.chunks
-        )
+    def torch_backward(self, *names: str) -> None:
+        upstream = self.torch_statistics, self.gradients
+        state = State.empty(self.problem)
+        reference.backward(self.problem, *upstream, _wanted(*names), state, self.plan.chunks)
 
 
-def _wanted(needed: dict[str, bool]) -> Wanted:
-    return Wanted(*(needed.get(name, False) for name in ("hidden", "weight", "bias")))
+def _wanted(*names: str) -> Wanted:
+    return Wanted("hidden" in names, "weight" in names, False)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel alone. `work` is of one batch, in FLOPs and bytes."""
+    """A kernel alone. `work` is of one batch."""
 
-    run: Callable[[Batch], Any]
+    run: Callable[[Batch], object]
     work: Callable[[Batch], Work]
     metrics: Callable[[Batch], dict[str, float]] = lambda _: {}
-    in_cuda_library: bool = False
+    in_library: bool = False  # that `csrc/` builds
+
+
+def _product_work(batch: Batch, products: int = 1, written: int = 0) -> Work:
+    hidden, weight = batch.problem.hidden, batch.problem.weight
+    return Work(products * 2.0 * hidden.numel() * len(weight), hidden.nbytes + weight.nbytes + written)
+
+
+def _statistics_bytes(batch: Batch) -> int:
+    return 4 * batch.rows * batch.tiles
 
 
 def _statistics_work(batch: Batch) -> Work:
-    return Work(bytes=batch.statistics_bytes)
+    return Work(bytes=_statistics_bytes(batch))
 
 
 def _pair_work(batch: Batch) -> Work:
-    workspace = batch.pair_count * TILE * batch.hidden.element_size()
-    return Work(2.0 * batch.pair_count * TILE * batch.depth, batch.operand_bytes + workspace)
+    read = _product_work(batch).bytes
+    gradients = batch.pairs * TILE
+    return Work(2.0 * gradients * batch.depth, read + gradients * batch.problem.hidden.element_size())
 
 
 def _entry_work(batch: Batch) -> Work:
-    read = min(batch.entries, batch.vocabulary) * batch.depth * batch.hidden.element_size()
-    return Work(2.0 * batch.entries * batch.depth, read + batch.hidden.nbytes + 8 * batch.entries)
+    hidden, vocabulary = batch.problem.hidden, batch.problem.vocabulary
+    read = min(batch.entries, vocabulary) * batch.depth * hidden.element_size()
+    return Work(2.0 * batch.entries * batch.depth, read + hidden.nbytes + 8 * batch.entries)
 
 
 def _density(batch: Batch) -> dict[str, float]:
-    return {"density": batch.pair_count / (batch.rows * batch.tiles)}
+    return {"density": batch.pairs / (batch.rows * batch.tiles)}
 
 
 def _entry_density(batch: Batch) -> dict[str, float]:
     return _density(batch) | {"entries_per_row": batch.entries / batch.rows}
 
 
-def _gradients(run: Callable[..., Any], *names: str) -> Case:
+def _gradients(run: Callable[..., object], *names: str) -> Case:
     """A product for the logits, one more for each gradient."""
 
     def work(batch: Batch) -> Work:
-        results = sum(getattr(batch, name).nbytes for name in names)
-        return Work((1 + len(names)) * batch.product_flops, batch.operand_bytes + results)
+        written = sum(getattr(batch.problem, name).nbytes for name in names)
+        return _product_work(batch, 1 + len(names), written)
 
-    return Case(partial(run, **dict.fromkeys(names, True)), work)
+    return Case(lambda batch: run(batch, *names), work)
+
+
+def _select(in_library: bool) -> Case:
+    return Case(lambda b: b.again("select_pairs"), _statistics_work, in_library=in_library)
+
+
+def _hidden(in_library: bool) -> Case:
+    return Case(lambda b: b.sparse("hidden_gradient"), _entry_work, _entry_density, in_library)
 
 
 ON_CUDA = {
     "forward": Case(
-        Batch.tile_statistics, lambda b: Work(b.product_flops, b.operand_bytes + b.statistics_bytes)
+        lambda b: b.again("tile_statistics"), lambda b: _product_work(b, written=_statistics_bytes(b))
     ),
-    "finalise": Case(Batch.row_results, _statistics_work),
-    "select": Case(Batch.select, _statistics_work),
-    "select, CUDA C++ curve": Case(partial(Batch.select, cuda=True), _statistics_work, in_cuda_library=True),
-    "pair gradient": Case(Batch.pair_gradient, _pair_work, _density),
-    "dW, sparse": Case(Batch.sparse_weight, _pair_work),
-    "dX, sparse": Case(Batch.sparse_hidden, _entry_work, _entry_density),
-    "dX, sparse, CUDA C++": Case(
-        partial(Batch.sparse_hidden, cuda=True), _entry_work, _entry_density, in_cuda_library=True
-    ),
+    "finalise": Case(lambda b: b.again("row_results"), _statistics_work),
+    "select": _select(in_library=False),
+    "select, CUDA C++ curve": _select(in_library=True),
+    "pair gradient": Case(lambda b: b.sparse("pair_gradient"), _pair_work, _density),
+    "dW, sparse": Case(lambda b: b.sparse("add_weight_gradient"), _pair_work),
+    "dX, sparse": _hidden(in_library=False),
+    "dX, sparse, CUDA C++": _hidden(in_library=True),
     "logit gradient, dense": _gradients(Batch.dense),
     "dX, dense": _gradients(Batch.dense, "hidden"),
     "dX and dW, dense": _gradients(Batch.dense, "hidden", "weight"),
 }
 ON_CPU = {
-    "forward, torch": Case(Batch.torch_forward, lambda b: Work(b.product_flops, b.operand_bytes)),
+    "forward, torch": Case(Batch.torch_forward, _product_work),
     "forward with dlogp/dX, torch": Case(
-        partial(Batch.torch_forward, jacobian=True), lambda b: Work(2 * b.product_flops, b.operand_bytes)
+        partial(Batch.torch_forward, jacobian=True), partial(_product_work, products=2)
     ),
     "dX, torch": _gradients(Batch.torch_backward, "hidden"),
     "dW, torch": _gradients(Batch.torch_backward, "weight"),
@@ -268,72 +262,58 @@ ON_CPU = {
 }
 
 
-@dataclass
-class KernelInputs:
-    """The batches of one shape, which take turns."""
-
-    setting: Setting
-    sources: Sources
-    device: torch.device
-    seed: int
-
-    @cached_property
-    def batches(self) -> list[Batch]:
-        return [Batch(p) for p in make_problems(self.setting, self.sources, self.device, self.seed)]
-
-    def entrant(self, name: str, case: Case) -> Entrant:
-        return Entrant(name, partial(self._prepare, case))
+def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]) -> list[Entrant]:
+    """One for each case; the problems that `make` makes take turns."""
+    batches: dict[bool, list[Batch]] = {}  # by whether `csrc/` is used
 
     @torch.no_grad()
-    def _prepare(self, case: Case) -> Prepared:
-        """A batch a repetition. Each has its turn before, so that nothing it rests on is made while timed."""
-        if case.in_cuda_library:
-            self._require_library()
-        for batch in self.batches:
+    def prepare(case: Case) -> Prepared:
+        if case.in_library:
+            _require_library()
+        if case.in_library not in batches:
+            of_library = dict.fromkeys(("cuda_curve", "cuda_rows"), case.in_library)
+            batches[case.in_library] = [Batch(problem, **of_library) for problem in make()]
+        mine = batches[case.in_library]
+        for batch in mine:  # so that nothing that it rests on is made while timed
             case.run(batch)
-        turns = itertools.cycle(self.batches)
+        turns, metrics = itertools.cycle(mine), case.metrics(mine[0])
         run = torch.no_grad()(lambda _: case.run(next(turns)))
-        first = self.batches[0]
-        return Prepared(run, case.work(first), lambda _: case.metrics(first))
+        return Prepared(run, case.work(mine[0]), lambda _: metrics, close=batches.clear)
 
-    def _require_library(self) -> None:
-        from grpo_fast.head import cuda
+    return [Entrant(name, partial(prepare, case)) for name, case in cases.items()]
 
-        if not cuda.available():
-            raise Unsupported("csrc/ was not built: install with nvcc on the path")
-        if self.setting.dtype == "float32":
-            raise Unsupported("csrc/ takes bfloat16 and float16")
+
+def _require_library() -> None:
+    from grpo_fast.head import cuda
+
+    if not cuda.available():
+        raise Unsupported("csrc/ was not built: install with nvcc on the path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=4)
-    for name, what in (("tokens", "tokens N"), ("hidden", "hidden sizes H"), ("vocab", "vocabularies V")):
-        parser.add_argument(f"--{name}", type=positive, nargs="+", help=what)
-    parser.add_argument("--rows", choices=ROWS, help="histogram where there is one, else peaked")
+    add_sizes(parser)
+    kinds = ("peaked", "flat", "histogram")
+    parser.add_argument("--rows", choices=kinds, help="histogram where there is one, else peaked")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
-    sources = Sources(histogram=given_histogram(options.histogram, device))
-    rows = options.rows or ("histogram" if sources.histogram else "peaked")
-    if rows == "histogram" and sources.histogram is None:
+    histogram = given_histogram(options.histogram, device)
+    rows = options.rows or ("histogram" if histogram else "peaked")
+    if rows == "histogram" and histogram is None:
         raise ValueError("--rows histogram needs --histogram FILE; `python -m benchmarks tiles` makes one")
     cases = ON_CUDA if device.type == "cuda" else ON_CPU
-    names = choose_names(list(cases), options.impl)
-    asked = (options.tokens, options.hidden, options.vocab)
-    sizes = [given or usual for given, usual in zip(asked, _DEFAULTS[device.type], strict=True)]
+    if options.dtype == "float32":
+        cases = {name: case for name, case in cases.items() if not case.in_library}  # it takes halves alone
+    cases = {name: cases[name] for name in choose_names(list(cases), options.impl)}
     bouts = []
-    for v, h, n in itertools.product(*reversed(sizes)):
+    for v, h, n in itertools.product(*reversed(sizes_of(options, _SIZES[device.type]))):
         setting = Setting(rows, n, h, v, FORWARD_BACKWARD, True, options.dtype)
-        inputs = KernelInputs(setting, sources, device, options.seed)
         shape = {"tokens": n, "hidden": h, "vocabulary": v, "rows": rows, "dtype": options.dtype}
         ceilings = [machine.product(n, h, v, options.dtype, device, options.seed), machine.copy(device)]
-        bouts.append(
-            Contest(shape, [*ceilings, *(inputs.entrant(name, cases[name]) for name in names)], device)
-        )
+        source = histogram if rows == "histogram" else None
+        entrants = entrants_of(cases, partial(make_problems, setting, device, options.seed, source))
+        bouts.append(Contest(shape, [*ceilings, *entrants], device))
     return run_session(KIND, options, device, bouts)

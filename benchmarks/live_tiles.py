@@ -23,7 +23,7 @@ TILE = 128
 HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
 """The checked-in one, in a checkout."""
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
-PART_ROWS = 64 * TILE
+PART_ROWS = 64 * TILE  # of a head that is read, or multiplied by, in parts
 _CHUNK_BYTES = 256 << 20
 _GGUF_HEADS = ("output.weight", "token_embd.weight")  # a tied head has the second name alone
 
@@ -55,9 +55,6 @@ class Histogram:
         drawn = counts[torch.multinomial(weights, rows, replacement=True, generator=generator)]
         return (drawn * -(-vocabulary // self.tile) / self.tiles).round().clamp(min=1).long()
 
-    def save(self, path: Path) -> None:
-        write_json(path, self)
-
 
 _JSON = TypeAdapter(Histogram)
 
@@ -72,19 +69,22 @@ def load_histogram(path: Path) -> Histogram:
         ValueError: not a file that `python -m benchmarks rows` wrote, as `--histogram` or as `--out`.
     """
     try:
-        histogram = (
-            _of_rows(path) if path.suffix == ".safetensors" else _JSON.validate_json(path.read_bytes())
-        )
+        if path.suffix == ".safetensors":
+            tensors, about = load_tensors(path)
+            found = histogram_of(tensors["live_tiles"], about["source"], int(about["vocabulary"]))
+            found = replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
+        else:
+            found = _JSON.validate_json(path.read_bytes())
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"{path} is no histogram ({error}); `python -m benchmarks tiles` and `rows` write them"
         ) from error
-    if (histogram.tile, histogram.threshold) != (TILE, THRESHOLD) or not histogram.rows_by_live_tiles:
+    if (found.tile, found.threshold) != (TILE, THRESHOLD) or not found.rows_by_live_tiles:
         raise ValueError(
-            f"{path} counts tiles of {histogram.tile} above {histogram.threshold}; this needs {TILE} and "
+            f"{path} counts tiles of {found.tile} above {found.threshold}; this needs {TILE} and "
             f"{THRESHOLD}, and at least one row"
         )
-    return histogram
+    return found
 
 
 def given_histogram(path: Path | None, device: torch.device) -> Histogram | None:
@@ -94,21 +94,19 @@ def given_histogram(path: Path | None, device: torch.device) -> Histogram | None
     return None if path is None else load_histogram(path)
 
 
-def _of_rows(path: Path) -> Histogram:
-    counts, about = _tensor(path, "live_tiles")
-    found = histogram_of(counts, about["source"], int(about["vocabulary"]))
-    return replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A safetensors file's tensors, on the CPU, and what it says about itself.
 
-
-def _tensor(path: Path, name: str) -> tuple[Tensor, dict[str, str]]:
-    """One tensor of a safetensors file, and what the file says about itself."""
+    Raises:
+        ValueError: no such file.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return file.get_tensor(name), file.metadata() or {}
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
@@ -116,7 +114,7 @@ def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
 
     Args:
         hidden: (N, H).
-        parts: the (V, H) weight in order, cut at multiples of TILE, as `weight_parts` does.
+        parts: the (V, H) weight in order, cut at multiples of TILE.
     """
     highest, sums = [], []
     for part in parts:
@@ -124,10 +122,6 @@ def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
         highest.append(_tile_maxima(logits))
         sums.append(logits.logsumexp(1))
     return _above(torch.cat(highest, 1), torch.stack(sums).logsumexp(0))
-
-
-def weight_parts(weight: Tensor) -> tuple[Tensor, ...]:
-    return weight.split(PART_ROWS)
 
 
 def count_live(logits: Tensor) -> Tensor:
@@ -165,12 +159,15 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         ValueError: a file without what is needed, or rows that do not fit the head.
     """
-    hidden = _tensor(options.rows, "hidden")[0][: options.limit]
+    tensors, _ = load_tensors(options.rows)
+    if "hidden" not in tensors:
+        raise ValueError(f"{options.rows} holds {sorted(tensors)} but no hidden")
+    hidden = tensors["hidden"][: options.limit]
     vocabulary, width, parts = open_head(options.gguf)
     if hidden.shape[1] != width:
         raise ValueError(f"{options.rows} has rows of {hidden.shape[1]}, the head of {options.gguf} {width}")
     found = histogram_of(live_tiles(hidden, parts), options.source, vocabulary)
-    found.save(options.histogram)
+    write_json(options.histogram, found)
     print(f"{len(hidden)} rows: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
     return 0
 

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +23,9 @@ from torch import Tensor
 from grpo_fast.run_record.logs import provenance
 
 from .contest import BYTES, FLOPS, Entrant, Prepared, Work
-from .measure import Stopwatch, seconds_of
+from .measure import seconds_of
 from .problem import DTYPES
+from .record import write_json
 
 PEER_PACKAGES = ("trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels", "unsloth-zoo")
 TOOLS = ("nvcc", "g++", "ncu", "compute-sanitizer", "cuobjdump")
@@ -90,9 +90,14 @@ def _output(*command: str) -> str:
 
 def product(rows: int, depth: int, columns: int, dtype: str, device: torch.device, seed: int = 0) -> Entrant:
     """X (rows, depth) times Wᵀ, W (columns, depth), of normal numbers; the result is written to memory."""
-    return Entrant(
-        VENDORS_PRODUCT, partial(_product, rows, depth, columns, dtype, device, seed), ceiling=True
-    )
+
+    def prepare() -> Prepared:
+        generator = torch.Generator(device).manual_seed(seed)
+        kind = {"dtype": DTYPES[dtype], "device": device, "generator": generator}
+        x, w = torch.randn(rows, depth, **kind), torch.randn(columns, depth, **kind)
+        return Prepared(multiplication([(x, w)]), Work(flops=2.0 * rows * depth * columns))
+
+    return Entrant(VENDORS_PRODUCT, prepare, ceiling=True)
 
 
 def square_product(dtype: str, device: torch.device) -> Entrant:
@@ -103,16 +108,13 @@ def square_product(dtype: str, device: torch.device) -> Entrant:
 
 def copy(device: torch.device) -> Entrant:
     """From memory to memory, far larger than any cache."""
-    return Entrant(COPY, partial(_copy, device), ceiling=True)
 
+    def prepare() -> Prepared:
+        source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return Prepared(lambda _: target.copy_(source), Work(bytes=2.0 * source.nbytes))
 
-def _product(rows: int, depth: int, columns: int, dtype: str, device: torch.device, seed: int) -> Prepared:
-    generator = torch.Generator(device).manual_seed(seed)
-    x, w = (
-        torch.randn(count, depth, dtype=DTYPES[dtype], device=device, generator=generator)
-        for count in (rows, columns)
-    )
-    return Prepared(multiplication([(x, w)]), Work(flops=2.0 * rows * depth * columns))
+    return Entrant(COPY, prepare, ceiling=True)
 
 
 def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[object], None]:
@@ -131,18 +133,11 @@ def multiplication(operands: Sequence[tuple[Tensor, Tensor]]) -> Callable[[objec
     return run
 
 
-def _copy(device: torch.device) -> Prepared:
-    size = _COPY_BYTES[device.type]
-    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return Prepared(lambda _: target.copy_(source), Work(bytes=2.0 * size))
-
-
 def _rates(ceiling: Entrant, device: torch.device) -> dict[str, float]:
     """At the median of a few repetitions."""
-    prepared, watch = ceiling.prepare(), Stopwatch(device)
-    prepared.run(watch)
-    return prepared.work.rates(seconds_of(lambda: prepared.run(watch), device, 9).median / 1e3)
+    prepared = ceiling.prepare()
+    seconds_of(lambda: prepared.run(None), device, 1)  # the first call sets the library up
+    return prepared.work.rates(seconds_of(lambda: prepared.run(None), device, 9).median / 1e3)
 
 
 def machine() -> dict[str, Any]:
@@ -162,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found = machine()
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
     print(json.dumps({key: value for key, value in found.items() if key != "packages"}, indent=1))
     return 0
 

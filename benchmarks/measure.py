@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +54,21 @@ def failure_of(error: Exception) -> tuple[str, str]:
 def at_most(seconds: float) -> Iterator[None]:
     """Raises `TooSlow` in the body once the time is over.
 
-    By a signal, so it reaches the main thread on Unix alone, and between two Python instructions: a kernel
-    that never ends is not interrupted. Elsewhere the body takes as long as it takes.
+    By the process' alarm, so in the main thread alone, and between two Python instructions: a kernel that
+    never ends is not interrupted.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield
-        return
 
     def ring(*_: Any) -> None:
         raise TooSlow(f"{NO_TIME}: took more than {seconds:.0f} s")
 
-    start, handler = time.monotonic(), signal.signal(signal.SIGALRM, ring)
+    handler = signal.signal(signal.SIGALRM, ring)
     earlier, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        # An alarm that was set before, such as a test runner's, starts its wait again.
+        signal.setitimer(signal.ITIMER_REAL, earlier, interval)
         signal.signal(signal.SIGALRM, handler)
-        if earlier:  # somebody else's alarm, such as a test runner's
-            left = max(earlier - (time.monotonic() - start), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 @dataclass(frozen=True)
@@ -93,39 +88,29 @@ def summarise(seconds: Sequence[float]) -> Spread:
     return Spread(median, lower, upper, len(seconds))
 
 
-@dataclass
-class _Span:
-    name: str
-    begin: Any
-    end: Any = None
-    parent: _Span | None = None
-
-
-@dataclass
 class Stopwatch:
-    """Marks phases between events of the stream on CUDA, by the wall clock elsewhere.
+    """Times a call and the phases marked in it, by events of the stream on CUDA, the wall clock elsewhere.
 
     Events don't make the host wait, so that phases cost what they cost without a stopwatch. `wall` is for
     work that other streams or processes do, an inference engine's: the device is waited for at each mark.
     """
 
-    device: torch.device
-    wall: bool = False
-    _spans: list[_Span] = field(default_factory=list)
-    _open: list[_Span] = field(default_factory=list)
-    _begin: Any = None
+    def __init__(self, device: torch.device, wall: bool = False) -> None:
+        self.device = device
+        self._events = device.type == "cuda" and not wall
+        self._open: list[str] = []  # phases, the innermost last
+        self._marks: list[tuple[Any, str | None]] = []  # a moment, and the innermost phase from then on
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What runs inside counts for `name`, less what inner phases take."""
-        span = _Span(name, self._mark(), parent=self._open[-1] if self._open else None)
-        self._spans.append(span)
-        self._open.append(span)
+        self._open.append(name)
+        self._mark()
         try:
             yield
         finally:
-            self._open.remove(span)
-            span.end = self._mark()
+            del self._open[-1:]
+            self._mark()
 
     def time(self, call: Callable[[], object]) -> tuple[float, dict[str, float]]:
         """Seconds of a call, and of the phases marked in it; what lies in no phase is not in the second."""
@@ -134,40 +119,35 @@ class Stopwatch:
         return self.stop()
 
     def start(self) -> None:
-        self._spans.clear()
         self._open.clear()
+        self._marks.clear()
         synchronize(self.device)
-        self._begin = self._mark()
+        self._mark()
 
     def stop(self) -> tuple[float, dict[str, float]]:
         """Seconds since the start, and of the phases."""
-        end = self._mark()
+        self._mark()
         synchronize(self.device)
         phases: dict[str, float] = {}
-        for span in self._spans:
-            seconds = self._elapsed(span.begin, span.end)
-            phases[span.name] = phases.get(span.name, 0.0) + seconds
-            if span.parent is not None:
-                phases[span.parent.name] -= seconds
-        return self._elapsed(self._begin, end), phases
+        for (begin, name), (end, _) in pairwise(self._marks):
+            if name is not None:
+                phases[name] = phases.get(name, 0.0) + self._elapsed(begin, end)
+        return self._elapsed(self._marks[0][0], self._marks[-1][0]), phases
 
-    @property
-    def _by_events(self) -> bool:
-        return self.device.type == "cuda" and not self.wall
-
-    def _mark(self) -> Any:
-        if self._by_events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        synchronize(self.device)
-        return time.perf_counter()
+    def _mark(self) -> None:
+        if self._events:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            synchronize(self.device)
+            now = time.perf_counter()
+        self._marks.append((now, self._open[-1] if self._open else None))
 
     def _elapsed(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._by_events else end - begin
+        return begin.elapsed_time(end) / 1e3 if self._events else end - begin
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, repeats: int = 1) -> Spread:
+def seconds_of(call: Callable[[], object], device: torch.device, repeats: int) -> Spread:
     """Of calls one after another."""
     watch = Stopwatch(device)
     return summarise([watch.time(call)[0] for _ in range(repeats)])
@@ -242,10 +222,3 @@ def give_back_memory(device: torch.device) -> None:
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The last cache before memory, or a safe guess."""
-    if device.type == "cuda":
-        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-    return 32 << 20

@@ -21,11 +21,6 @@ NAMES = {LOGPROB: "log-probabilities", GRPO: "GRPO", CROSS_ENTROPY: "cross-entro
 CLIP, KL_BETA, DPO_BETA = 0.2, 0.04, 0.1
 PRODUCT = "one product X Wᵀ"
 
-_NEAR, _FAR, _FAR_SHARE = 0.1, 0.4, 0.1
-"""Log-ratios of the policy to the old one: at most `_NEAR`, or `_FAR` either way for a share of the tokens.
-In between lies the clip; rounding must not decide on which side of it a token is."""
-_REFERENCE_SPREAD = 0.1  # standard deviation of the log-ratio to the reference
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -92,10 +87,6 @@ class Problem:
         self.hidden.grad = self.weight.grad = None
 
     @property
-    def input_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.hidden, self.weight, self.targets))
-
-    @property
     def output_bytes(self) -> int:
         """Log-probabilities and the gradients asked for: what no implementation can avoid."""
         gradients = [t for t in (self.hidden, self.weight) if t.requires_grad]
@@ -116,21 +107,13 @@ Run = Callable[[], Outcome]
 
 def loss_of(problem: Problem, logprobs: Tensor) -> Tensor:
     """The problem's loss () of the targets' log-probabilities (N,)."""
-    return _DEFINITIONS[problem.loss](problem, logprobs)
-
-
-def old_and_reference(logprobs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities (N,): (N,) those of a slightly older policy, and (N,) of a reference model."""
-    kind = {"device": logprobs.device, "generator": generator}
-    steps = 2 * torch.rand(logprobs.shape, **kind) - 1
-    far = torch.rand(logprobs.shape, **kind) < _FAR_SHARE
-    old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
-    return old, logprobs - _REFERENCE_SPREAD * torch.randn(logprobs.shape, **kind)
-
-
-def _policy_gradient(problem: Problem, logprobs: Tensor) -> Tensor:
-    """REINFORCE, and the gradient of GRPO exactly on-policy."""
-    return -(problem.advantages * logprobs).mean()
+    if problem.loss == LOGPROB:  # REINFORCE, and the gradient of GRPO exactly on-policy
+        return -(problem.advantages * logprobs).mean()
+    if problem.loss == GRPO:
+        return _grpo(problem, logprobs)
+    if problem.loss == DPO:
+        return _dpo(problem, logprobs)
+    return -logprobs.mean()
 
 
 def _grpo(problem: Problem, logprobs: Tensor) -> Tensor:
@@ -142,10 +125,6 @@ def _grpo(problem: Problem, logprobs: Tensor) -> Tensor:
     return (KL_BETA * (torch.expm1(away) - away) - surrogate).mean()
 
 
-def _cross_entropy(problem: Problem, logprobs: Tensor) -> Tensor:
-    return -logprobs.mean()
-
-
 def _dpo(problem: Problem, logprobs: Tensor) -> Tensor:
     """DPO, arXiv 2305.18290, eq. 7. Pair i is sequence i, chosen, and i + S/2, rejected.
 
@@ -153,6 +132,3 @@ def _dpo(problem: Problem, logprobs: Tensor) -> Tensor:
     """
     chosen, rejected = logprobs.view(2, problem.sequences // 2, -1).sum(2)
     return -logsigmoid(DPO_BETA * (chosen - rejected)).mean()
-
-
-_DEFINITIONS = {LOGPROB: _policy_gradient, GRPO: _grpo, CROSS_ENTROPY: _cross_entropy, DPO: _dpo}

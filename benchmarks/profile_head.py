@@ -8,7 +8,6 @@ the GPU idles between kernels is counted too.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,10 @@ import torch
 from .live_tiles import HISTOGRAM, load_histogram
 from .machine import multiplication
 from .measure import seconds_of
-from .problem import FORWARD_BACKWARD, Problem, Setting
-from .rows import Sources, make_problem
+from .peers.ours import prepare
+from .problem import FORWARD_BACKWARD, Setting
+from .record import write_json
+from .rows import make_problem
 from .tables import label
 
 REPEATS, SAMPLES = 5, 9
@@ -34,27 +35,14 @@ SHAPES = (  # H, V, trainable, tolerance
 )
 
 
-def step(problem: Problem, tolerance: float | None) -> Callable[[], object]:
-    """One forward and backward; gradients are dropped."""
-    from grpo_fast import linear_logprob
-
-    def run() -> None:
-        out = linear_logprob(problem.hidden, problem.weight, problem.targets, tolerance=tolerance)
-        problem.finish(out.logprob)
-        problem.clear()
-
-    return run
-
-
-def profiled(run: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+def profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
     """Kernels by time, milliseconds and launches a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    run()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         for _ in range(REPEATS):
             run()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
     kernels = [
         {"kernel": e.key, "ms": e.self_device_time_total / 1e3 / REPEATS, "launches": e.count / REPEATS}
         for e in found.key_averages()
@@ -67,9 +55,15 @@ def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | No
     """One shape's profile, its wall time, and the product's."""
     device = torch.device("cuda")
     setting = Setting("histogram", TOKENS, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
-    problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed=0)
-    run = step(problem, tolerance)
-    kernels = profiled(run, device)
+    problem = make_problem(setting, device, 0, load_histogram(HISTOGRAM))
+    step = prepare(problem, tolerance)
+
+    def run() -> None:
+        step()
+        problem.clear()
+
+    run()
+    kernels = profiled(run)
     wall = seconds_of(run, device, SAMPLES).median
     multiply = multiplication([(problem.hidden.detach(), problem.weight.detach())])
     product = seconds_of(lambda: multiply(None), device, SAMPLES).median
@@ -88,10 +82,10 @@ def show(found: dict[str, Any]) -> None:
     product = found["product_ms"]
     print(f"{found['setting']}, tolerance {found['tolerance']}")
     print(f"  {found['step_ms']:.2f} ms = {found['multiple']:.3f} products of {product:.2f} ms")
-    for kernel in found["kernels"][:24]:
+    idle = {"kernel": "no kernel runs", "ms": found["idle_ms"], "launches": 0}
+    for kernel in [*found["kernels"][:24], idle]:
         ms = kernel["ms"]
         print(f"  {ms:8.3f} ms {ms / product:7.3f} x{kernel['launches']:4.0f}  {kernel['kernel'][:80]}")
-    print(f"  {found['idle_ms']:8.3f} ms {found['idle_ms'] / product:7.3f}        no kernel runs\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         found.append(measure(*shape))
         show(found[-1])
         if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.json, found)
     return 0
 
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from .accuracy import exact_logprobs
-from .live_tiles import TILE, Histogram, count_live, row_chunks
-from .measure import cache_bytes
-from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting, old_and_reference
+from .live_tiles import TILE, Histogram, count_live, load_tensors, row_chunks
+from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting
 
 KINDS = ("flat", "peaked", "real", "histogram")
 _FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
 _PEAKS = (10.0, 25.0)  # range of what a peaked row's target stands out by
-_MOST_PROBLEMS = 8
+_MOST_PROBLEMS, _CPU_CACHE_BYTES = 8, 32 << 20
 _HIGHEST_PEAK, _BISECTIONS = 80.0, 16
 _CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
@@ -25,6 +24,10 @@ _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
 the entries of a tile have in common. Chosen on 320 rows of Qwen2.5-Coder-1.5B: with 2.5 and none, as many
 tiles hold a probability above 1e-5, but 28-32 % instead of 11 % one above 1e-6, and the certified backward
 visits 8-15 % instead of 2 %."""
+_NEAR, _FAR, _FAR_SHARE = 0.1, 0.4, 0.1
+"""Log-ratios of the policy to the old one: at most `_NEAR`, or `_FAR` either way for a share of the tokens.
+In between lies the clip; rounding must not decide on which side of it a token is."""
+_REFERENCE_SPREAD = 0.1  # standard deviation of the log-ratio to the reference
 
 
 @dataclass(frozen=True)
@@ -37,29 +40,25 @@ class RealRows:
     weight: Tensor  # (V, H) the model's head
 
 
-@dataclass(frozen=True)
-class Sources:
-    """What `real` and `histogram` rows are made from, where given."""
+Source = RealRows | Histogram | None
+"""What "real" rows and those of a "histogram" are made from; the others need none."""
 
-    real: RealRows | None = None
-    histogram: Histogram | None = None
 
-    def describe(self, setting: Setting) -> str:
-        """One line to print beside the numbers."""
-        if setting.rows == "real":
-            return f"{len(self.real.hidden):,} rows of {self.real.name}, drawn with replacement"
-        if setting.rows == "histogram":
-            of = self.histogram
-            scaled = "" if of.vocabulary == setting.vocabulary else f", scaled from V {of.vocabulary:,}"
-            return (
-                f"random rows made to have the live tiles of {of.source} (tiles with a probability above "
-                f"{of.threshold:g}: {of.density:.2%}{scaled})"
-            )
-        spread = (
-            f"logits of standard deviation {_FLAT_SPREAD if setting.rows == 'flat' else _PEAKED_SPREAD:g}"
+def describe(setting: Setting, source: Source = None) -> str:
+    """Where the rows come from: one line to print beside the numbers."""
+    if isinstance(source, RealRows):
+        return f"{len(source.hidden):,} rows of {source.name}, drawn with replacement"
+    if isinstance(source, Histogram):
+        scaled = "" if source.vocabulary == setting.vocabulary else f", scaled from V {source.vocabulary:,}"
+        return (
+            f"random rows made to have the live tiles of {source.source} (tiles with a probability above "
+            f"{source.threshold:g}: {source.density:.2%}{scaled})"
         )
-        peak = "" if setting.rows == "flat" else f", targets raised by {_PEAKS[0]:g} to {_PEAKS[1]:g}"
-        return f"random rows, {spread}{peak}"
+    if setting.rows == "flat":
+        return f"random rows, logits of standard deviation {_FLAT_SPREAD:g}"
+    low, high = _PEAKS
+    spread = f"random rows, logits of standard deviation {_PEAKED_SPREAD:g}"
+    return f"{spread}, targets raised by {low:g} to {high:g}"
 
 
 def load_real_rows(path: Path) -> RealRows:
@@ -68,14 +67,7 @@ def load_real_rows(path: Path) -> RealRows:
     Raises:
         ValueError: a tensor is missing or does not fit the others.
     """
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            source = (file.metadata() or {}).get("source", path.stem)
-    except Exception as error:
-        raise ValueError(f"--real-rows {path} cannot be read as safetensors: {error}") from error
+    tensors, about = load_tensors(path)
     missing = [name for name in ("hidden", "target", "weight") if name not in tensors]
     if missing:
         raise ValueError(
@@ -88,17 +80,21 @@ def load_real_rows(path: Path) -> RealRows:
         raise ValueError(f"--real-rows {path}: shapes {shapes} are not (M, H), (M,) and (V, H)")
     if int(targets.min()) < 0 or int(targets.max()) >= weight.shape[0]:
         raise ValueError(f"--real-rows {path}: targets must lie in [0, {weight.shape[0]})")
-    return RealRows(source, hidden, targets, weight)
+    return RealRows(about.get("source", path.stem), hidden, targets, weight)
 
 
-def make_problems(setting: Setting, sources: Sources, device: torch.device, seed: int) -> list[Problem]:
+def make_problems(setting: Setting, device: torch.device, seed: int, source: Source = None) -> list[Problem]:
     """Batches that differ, so many that who takes them in turn finds none of its inputs in the cache."""
-    first = make_problem(setting, sources, device, seed)
-    count = min(_MOST_PROBLEMS, 1 + 2 * cache_bytes(device) // first.input_bytes)
-    return [first, *(make_problem(setting, sources, device, seed + n) for n in range(1, count))]
+    first = make_problem(setting, device, seed, source)
+    cache = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    size = sum(t.nbytes for t in (first.hidden, first.weight, first.targets))
+    count = min(_MOST_PROBLEMS, 1 + 2 * cache // size)
+    return [first, *(make_problem(setting, device, seed + n, source) for n in range(1, count))]
 
 
-def make_problem(setting: Setting, sources: Sources, device: torch.device, seed: int) -> Problem:
+def make_problem(setting: Setting, device: torch.device, seed: int, source: Source = None) -> Problem:
     """A batch of the setting; another seed gives other rows and another place in memory.
 
     Raises:
@@ -109,14 +105,14 @@ def make_problem(setting: Setting, sources: Sources, device: torch.device, seed:
             f"DPO compares one half of the batch with the other: {setting.tokens} tokens are odd"
         )
     generator = torch.Generator(device).manual_seed(seed)
-    hidden, weight, targets = _rows(setting, sources, device, generator)
+    hidden, weight, targets = _rows(setting, source, device, generator)
     sequences = math.gcd(setting.tokens, 16)
     advantages = torch.randn(sequences, device=device, generator=generator)
     advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)
     old = reference = None
     if setting.loss == GRPO:
         logprobs, _ = exact_logprobs(hidden, weight, targets, torch.float32)
-        old, reference = old_and_reference(logprobs, generator)
+        old, reference = _old_and_reference(logprobs, generator)
     backward = setting.mode == FORWARD_BACKWARD
     return Problem(
         hidden=hidden.requires_grad_(backward),
@@ -131,18 +127,23 @@ def make_problem(setting: Setting, sources: Sources, device: torch.device, seed:
     )
 
 
+def _old_and_reference(logprobs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of log-probabilities (N,): (N,) those of a slightly older policy, and (N,) of a reference model."""
+    kind = {"device": logprobs.device, "generator": generator}
+    steps = 2 * torch.rand(logprobs.shape, **kind) - 1
+    far = torch.rand(logprobs.shape, **kind) < _FAR_SHARE
+    old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
+    return old, logprobs - _REFERENCE_SPREAD * torch.randn(logprobs.shape, **kind)
+
+
 def _rows(
-    setting: Setting, sources: Sources, device: torch.device, generator: torch.Generator
+    setting: Setting, source: Source, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = DTYPES[setting.dtype]
-    if setting.rows == "real":
-        real = sources.real
-        index = torch.randint(len(real.hidden), (setting.tokens,), device=device, generator=generator).cpu()
-        return (
-            real.hidden[index].to(device, dtype),
-            real.weight.to(device, dtype, copy=True),
-            real.targets[index].to(device),
-        )
+    if isinstance(source, RealRows):
+        index = torch.randint(len(source.hidden), (setting.tokens,), device=device, generator=generator).cpu()
+        hidden, weight = source.hidden[index].to(device, dtype), source.weight.to(device, dtype, copy=True)
+        return hidden, weight, source.targets[index].to(device)
     kind = {"device": device, "generator": generator}
     weight = torch.randn(setting.vocabulary, setting.hidden, dtype=dtype, **kind) / setting.hidden**0.5
     targets = torch.randint(setting.vocabulary, (setting.tokens,), **kind)
@@ -154,19 +155,13 @@ def _rows(
         peak = (low + (high - low) * torch.rand(setting.tokens, 1, **kind)).to(dtype)
         return noise.mul_(_PEAKED_SPREAD).add_(peak * weight[targets]), weight, targets
     on_cpu = torch.Generator().manual_seed(generator.initial_seed())
-    wanted = sources.histogram.draw(setting.tokens, setting.vocabulary, on_cpu).to(device)
-    weight = _alike_within_tiles(weight, generator)
+    wanted = source.draw(setting.tokens, setting.vocabulary, on_cpu).to(device)
+    # Rows of a tile share a part: likely words come in clusters.
+    common = torch.randn(-(-setting.vocabulary // TILE), setting.hidden, dtype=dtype, **kind)
+    common *= (_TILE_SHARE / setting.hidden) ** 0.5
+    weight = (1 - _TILE_SHARE) ** 0.5 * weight + common.repeat_interleave(TILE, 0)[: setting.vocabulary]
     hidden, targets = _with_live_tiles(noise.mul_(_MODEL_SPREAD), weight, wanted, generator)
     return hidden, weight, targets
-
-
-def _alike_within_tiles(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """(V, H) of the same size, whose rows share a part with those of their tile: likely words come in
-    clusters."""
-    vocabulary, depth = weight.shape
-    kind = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-    common = torch.randn(-(-vocabulary // TILE), depth, **kind) * (_TILE_SHARE / depth) ** 0.5
-    return (1 - _TILE_SHARE) ** 0.5 * weight + common.repeat_interleave(TILE, 0)[:vocabulary]
 
 
 def _with_live_tiles(

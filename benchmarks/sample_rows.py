@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .live_tiles import THRESHOLD, Histogram, histogram_of, live_tiles, weight_parts
+from .live_tiles import PART_ROWS, THRESHOLD, Histogram, histogram_of, live_tiles
+from .record import write_json
 
 _QUESTION_FIELDS = ("prompt", "question", "problem")
 
@@ -47,12 +48,12 @@ def main(options: argparse.Namespace) -> int:
     weight = _plain_head(model)
     parts = list(_sampled_rows(model, tokenizer, prompts, options))
     hidden, targets = torch.cat([h for h, _ in parts]), torch.cat([t for _, t in parts])
-    counts = live_tiles(hidden, weight_parts(weight))
+    counts = live_tiles(hidden, weight.split(PART_ROWS))
     asked = f"{len(prompts)} prompts of {options.task or options.prompts.name}"
     source = f"{name}, {len(hidden)} tokens sampled at temperature 1 on {asked}"
     found = histogram_of(counts, source, weight.shape[0])
     if options.histogram is not None:
-        found.save(options.histogram)
+        write_json(options.histogram, found)
     if options.out is not None:
         _save(options.out, found, hidden, targets, counts, None if options.no_head else weight)
     print(f"{source}: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")

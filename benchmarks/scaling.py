@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from .contest import Contest, Limits
+from .contest import Contest, Entrant, Prepared
 from .head_contest import HeadContests
-from .measure import OK, failure_of, synchronize
+from .measure import OK, synchronize
 from .peers import all_peers, choose
 from .problem import DTYPES, FORWARD_BACKWARD, PRODUCT, Setting
 from .record import Measurement
-from .rows import Sources, make_problem
+from .rows import make_problem
 from .session import add_common_arguments, check_common, positive, run_session
 from .tables import OURS
 
 KIND = "scaling"
 MODEL_CHECK = "memory model of ours"
-_USUAL = (OURS, "torch full logits")
+_USUAL = [OURS, "torch full logits"]
 _SIZES = {  # N along its axis, V along its axis, and N, V and H while the others move
     "cuda": (
         (1024, 4096, 16_384, 65_536, 262_144),
@@ -38,43 +38,14 @@ _SIZES = {  # N along its axis, V along its axis, and N, V and H while the other
 }
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, two-sided 95 %, for 1 to 10 degrees of freedom."""
-_T_95_BEYOND = 2.2
 
 
-@dataclass
-class ScalingBout:
-    """One size: the implementations in turn, as `head` measures them, and the memory model of ours."""
-
-    contest: Contest
-    setting: Setting
-    check: bool
-    checked: tuple[Measurement, ...] = ()
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        return self.contest.shape
-
-    def measure(self, limits: Limits) -> None:
-        self.contest.measure(limits)
-        if self.check and not limits.passed:
-            self.checked = (check_memory_model(self.setting, self.shape, self.contest.device, limits.seed),)
-
-    def results(self) -> list[Measurement]:
-        return [*self.contest.results(), *self.checked]
-
-
-def check_memory_model(
-    setting: Setting, shape: dict[str, Any], device: torch.device, seed: int
-) -> Measurement:
+def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Prepared:
     """Bytes of forward and backward beyond the operands, their gradients included: predicted, and counted."""
-    try:
-        counted = _counted_bytes(setting, device, seed)
-        predicted = _predicted_bytes(setting, device)
-    except Exception as error:
-        return Measurement(MODEL_CHECK, shape, *failure_of(error))
+    predicted, counted = _predicted_bytes(setting, device), _counted_bytes(setting, device, seed)
+    metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)}
     ratio = {"predicted_over_counted": predicted / counted} if counted else {}
-    metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)} | ratio
-    return Measurement(MODEL_CHECK, shape, metrics=metrics)
+    return Prepared(None, metrics=lambda _: metrics | ratio)
 
 
 def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
@@ -82,13 +53,11 @@ def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
     from grpo_fast import linear_logprob
     from grpo_fast.plan.measure import peak_bytes
 
-    problem = make_problem(setting, Sources(), device, seed)
+    problem = make_problem(setting, device, seed)
 
     def run(_: object = None) -> None:
-        outputs = ("logprob", "entropy")
-        problem.finish(
-            linear_logprob(problem.hidden, problem.weight, problem.targets, outputs=outputs).logprob
-        )
+        batch = problem.hidden, problem.weight, problem.targets
+        problem.finish(linear_logprob(*batch, outputs=("logprob", "entropy")).logprob)
 
     run()
     problem.clear()
@@ -150,13 +119,11 @@ def fit_power_law(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, floa
     if len(set(xs)) < 3 or min(*xs, *ys) <= 0:
         return None
     u, v = [math.log(x) for x in xs], [math.log(y) for y in ys]
+    exponent, factor = statistics.linear_regression(u, v)
+    residual = sum((b - factor - exponent * a) ** 2 for a, b in zip(u, v, strict=True))
     freedom = len(u) - 2
-    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
-    spread = sum((a - mean_u) ** 2 for a in u)
-    exponent = sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True)) / spread
-    residual = sum((b - mean_v - exponent * (a - mean_u)) ** 2 for a, b in zip(u, v, strict=True))
-    t = _T_95[freedom - 1] if freedom <= len(_T_95) else _T_95_BEYOND
-    return exponent, t * math.sqrt(residual / freedom / spread)
+    t = _T_95[min(freedom, len(_T_95)) - 1]
+    return exponent, t * math.sqrt(residual / freedom / (len(u) * statistics.pvariance(u)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,15 +150,16 @@ def main(options: argparse.Namespace) -> int:
     if options.impl is None:
         peers = [peer for peer in peers if peer.name in _USUAL]
     of_ours = any(peer.name.startswith(OURS) for peer in peers)
-    contests = HeadContests(peers, Sources(), device, options.seed, options.oracle)
+    contests = HeadContests(peers, device, options.seed, options.oracle)
     tokens, vocabularies, fixed = _SIZES[device.type]
     asked = (options.at_tokens, options.at_vocab, options.hidden)
     at_tokens, at_vocab, hidden = (given or usual for given, usual in zip(asked, fixed, strict=True))
 
-    def bout(axis: str, n: int, v: int) -> ScalingBout:
+    def contest(axis: str, n: int, v: int) -> Contest:
         setting = Setting(options.rows, n, hidden, v, FORWARD_BACKWARD, not options.frozen, options.dtype)
-        return ScalingBout(contests.contest(setting, axis=axis), setting, of_ours)
+        check = Entrant(MODEL_CHECK, partial(check_memory_model, setting, device, options.seed))
+        return contests.contest(setting, others=[check] if of_ours else [], axis=axis)
 
-    bouts = [bout("tokens", n, at_vocab) for n in options.tokens or tokens]
-    bouts += [bout("vocabulary", at_tokens, v) for v in options.vocab or vocabularies]
+    bouts = [contest("tokens", n, at_vocab) for n in options.tokens or tokens]
+    bouts += [contest("vocabulary", at_tokens, v) for v in options.vocab or vocabularies]
     return run_session(KIND, options, device, bouts, conclude=exponents)

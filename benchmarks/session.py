@@ -49,6 +49,18 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, minutes: float, rep
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything here, after every shape")
 
 
+def add_sizes(parser: argparse.ArgumentParser, nargs: int | str = "+") -> None:
+    """The head's axes."""
+    for name, what in (("tokens", "tokens N"), ("hidden", "hidden sizes H"), ("vocab", "vocabularies V")):
+        parser.add_argument(f"--{name}", type=positive, nargs=nargs, help=what)
+
+
+def sizes_of(options: argparse.Namespace, usual: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """N, H and V as asked for, where they were."""
+    asked = (options.tokens, options.hidden, options.vocab)
+    return [given or values for given, values in zip(asked, usual, strict=True)]
+
+
 def check_common(options: argparse.Namespace) -> torch.device:
     """The device; `options.dtype` is filled in.
 
@@ -85,20 +97,10 @@ def run_session(
         close: prints what else there is to say at the end.
         notes: what the shapes do not say, for the screen and the record.
     """
-    limits = Limits(time.monotonic() + 60 * options.minutes, options.repeats, options.seed)
+    limits = Limits(time.monotonic() + 60 * options.minutes, options.repeats)
     screen = console()
-    record = Record(
-        kind,
-        cells=[],
-        environment=environment(device),
-        options={name: value for name, value in vars(options).items() if name != "handler"},
-        notes=list(notes),
-    )
-
-    def keep() -> None:
-        if options.json is not None:
-            write_json(options.json, record)
-
+    asked = {name: value for name, value in vars(options).items() if name != "handler"}
+    record = Record(kind, cells=[], environment=environment(device), options=asked, notes=list(notes))
     found = record.environment
     screen.print(
         f"{found['benchmark_device']}, torch {torch.__version__}, copy "
@@ -106,22 +108,26 @@ def run_session(
     )
     screen.print(*notes, "", sep="\n", markup=False)
     waiting = list(bouts)
-    while waiting and not limits.passed and record.stopped is None:
-        bout = waiting.pop(0)
-        stopped, culprit = _measure(bout, limits)
-        measured = bout.results()
+
+    def add(measured: list[Measurement], **more: Any) -> None:
+        nonlocal record
         print_measurements(screen, measured)
+        not_measured = [bout.shape for bout in waiting]
+        record = replace(record, cells=record.cells + measured, not_measured=not_measured, **more)
+        if options.json is not None:
+            write_json(options.json, record)
+
+    while waiting and not limits.passed and record.stopped is None:
+        bout, stopped, culprit = waiting.pop(0), None, None
+        try:
+            bout.measure(limits)
+        except KeyboardInterrupt:
+            stopped = INTERRUPTION
+        except DeviceLost as lost:
+            stopped, culprit = str(lost), lost.culprit
         states = [*record.gpu_states, gpu_state(device)]
-        record = replace(
-            record, cells=record.cells + measured, gpu_states=states, stopped=stopped, culprit=culprit,
-            not_measured=[bout.shape for bout in waiting],
-        )  # fmt: skip
-        keep()
-    concluded = conclude(record.cells)
-    print_measurements(screen, concluded)
-    not_measured = [bout.shape for bout in waiting]
-    record = replace(record, cells=record.cells + concluded, not_measured=not_measured)
-    keep()
+        add(bout.results(), gpu_states=states, stopped=stopped, culprit=culprit)
+    add(conclude(record.cells))
     for name, reason in skipped(record.cells):
         screen.print(f"skipped {name}: {reason}", markup=False)
     if record.cells:
@@ -134,17 +140,6 @@ def run_session(
     if options.json is not None:
         screen.print(f"written to {options.json}", markup=False)
     return {None: DONE, INTERRUPTION: INTERRUPTED}.get(record.stopped, FAILED)
-
-
-def _measure(bout: Bout, limits: Limits) -> tuple[str | None, str | None]:
-    """Why nothing more can be measured, if so, and who is to blame."""
-    try:
-        bout.measure(limits)
-    except KeyboardInterrupt:
-        return INTERRUPTION, None
-    except DeviceLost as lost:
-        return str(lost), lost.culprit
-    return None, None
 
 
 def positive(text: str) -> int:

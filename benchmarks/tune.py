@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,22 +23,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_fast.kernels import ProductTile
 from torch import Tensor
 
 from grpo_fast.head import cuda, tuning
-from grpo_fast.head.plan import Device, Workload, plan_head
 from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 
-from . import aot, kernels
+from . import aot
 from .contest import Contest, Entrant, Limits, Prepared
+from .kernels import Head
 from .live_tiles import HISTOGRAM, load_histogram
 from .machine import environment
 from .measure import Unsupported
 from .problem import FORWARD_BACKWARD, Setting
 from .record import write_json
-from .rows import Sources, make_problem
+from .rows import make_problem
 
 TOKENS = 16_384
 WORST_GRADIENT = 8e-3  # relative to the dense one; rounding of both and the tolerance cost half of it
@@ -86,20 +85,16 @@ class Shape:
     trainable: bool
 
 
-SHAPES = (
-    Shape(3072, 2048, 151_936, True),
-    Shape(None, 4096, 128_256, True),
-    Shape(1024, 896, 151_936, True),
-    Shape(3072, 2048, 151_936, False),
-    Shape(None, 4096, 128_256, False),
-    Shape(1024, 896, 151_936, False),
+SHAPES = tuple(
+    Shape(up_to, hidden, vocabulary, trainable)
+    for trainable in (True, False)
+    for up_to, hidden, vocabulary in ((3072, 2048, 151_936), (None, 4096, 128_256), (1024, 896, 151_936))
 )
 
 
 def changed(sizes: Sizes, stage: str, change: dict[str, Any]) -> Sizes:
     """The sizes with one change; the wide tile's for the forward, the sparse backward's elsewhere."""
     if stage == FORWARD:
-        assert sizes.wide is not None, "candidates() asks for what the architecture has"
         return replace(sizes, wide=replace(sizes.wide, **change))
     return replace(sizes, sparse=replace(sizes.sparse, **change))
 
@@ -111,15 +106,10 @@ def candidates(sizes: Sizes, architecture: int) -> Iterator[tuple[str, dict[str,
             continue
         for change in changes:
             tried = changed(sizes, stage, change)
-            if stage != FORWARD or _planned_tile(tried, architecture) == tried.wide:
+            with planned_with(tried):
+                planned = aot.Batch().plan(architecture).forward_tile  # another one where this does not fit
+            if stage != FORWARD or planned == tried.wide:
                 yield stage, change, tried
-
-
-def _planned_tile(sizes: Sizes, architecture: int) -> ProductTile:
-    """The forward's tile: another one where this one does not fit."""
-    device = Device("cuda", divmod(architecture, 10), tuning.SHARED_MEMORY[architecture], has_triton=True)
-    with planned_with(sizes):
-        return plan_head(device, Workload(TOKENS, 151_936, torch.bfloat16)).forward_tile
 
 
 @contextmanager
@@ -127,6 +117,10 @@ def planned_with(sizes: Sizes) -> Iterator[None]:
     """Every plan made inside takes these sizes."""
     with mock.patch("grpo_fast.head.plan.sizes_for", lambda *_: sizes):
         yield
+
+
+def name(stage: str, change: dict[str, Any]) -> str:
+    return f"{stage}: " + (", ".join(f"{key}={value}" for key, value in change.items()) or "as shipped")
 
 
 # Compilation ---------------------------------------------------------------------------------------------
@@ -138,12 +132,13 @@ def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> li
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
     batch = aot.Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
-    launch = partial(aot.backward, need_weight=shape.trainable, exact=stage == DENSE)
-    if stage == FORWARD:
-        launch = partial(aot.forward)
+    launch = partial(aot.forward, batch, architecture)
+    if stage != FORWARD:
+        options = {"need_weight": shape.trainable, "exact": stage == DENSE}
+        launch = partial(aot.backward, batch, architecture, **options)
     try:
         with planned_with(sizes):
-            found = aot.reports(architecture, {stage: partial(launch, batch, architecture)})
+            found = aot.reports(architecture, {stage: launch})
     except Exception as error:  # the compiler's own errors have no common base
         return [f"does not compile: {error}"]
     return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
@@ -157,30 +152,19 @@ def compile_all(
     Compiled `processes` at a time. What is shipped goes first: most of a candidate's kernels are its, and two
     processes that compile the same kernel at once do it twice.
     """
+    found: dict[Shape, dict[str, Future[list[str]]]] = {}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-
-        def submit(shape: Shape, stage: str, candidate: Sizes) -> Future[list[str]]:
-            return pool.submit(compile_one, architecture, shape, stage, candidate)
-
-        shipped = {
-            shape: {name(stage, {}): submit(shape, stage, its) for stage in (FORWARD, DENSE, PAIRS)}
-            for shape, its in sizes.items()
-        }
-        wait(future for futures in shipped.values() for future in futures.values())
-        found = {
-            shape: shipped[shape]
-            | {
-                name(stage, change): submit(shape, stage, of)
-                for stage, change, of in candidates(its, architecture)
-            }
-            for shape, its in sizes.items()
-        }
+        for shape, its in sizes.items():
+            shipped = {stage: pool.submit(compile_one, architecture, shape, stage, its)
+                       for stage in (FORWARD, DENSE, PAIRS)}  # fmt: skip
+            found[shape] = {name(stage, {}): future for stage, future in shipped.items()}
+        wait(future for futures in found.values() for future in futures.values())
+        for shape, its in sizes.items():
+            for stage, change, tried in candidates(its, architecture):
+                compiled = pool.submit(compile_one, architecture, shape, stage, tried)
+                found[shape][name(stage, change)] = compiled
         for shape, futures in found.items():
             yield shape, {key: future.result() for key, future in futures.items()}
-
-
-def name(stage: str, change: dict[str, Any]) -> str:
-    return f"{stage}: " + (", ".join(f"{key}={value}" for key, value in change.items()) or "as shipped")
 
 
 # Measurement ---------------------------------------------------------------------------------------------
@@ -190,57 +174,47 @@ class Bench:
     """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
-        setting = Setting(
-            "histogram", TOKENS, shape.hidden, shape.vocabulary, FORWARD_BACKWARD, shape.trainable, "bfloat16"
-        )
-        self.problem = make_problem(setting, Sources(None, load_histogram(HISTOGRAM)), device, seed)
-        self.shape, self.device = shape, device
-        self.base = kernels.Batch(self.problem)
-        exact = self.base.dense(hidden=True, weight=shape.trainable)
-        self.exact = [g for g in (exact.hidden, exact.weight) if g is not None]
+        sizes = TOKENS, shape.hidden, shape.vocabulary
+        setting = Setting("histogram", *sizes, FORWARD_BACKWARD, shape.trainable, "bfloat16")
+        self.problem = make_problem(setting, device, seed, load_histogram(HISTOGRAM))
+        self.device = device
+        self.wanted = Wanted(hidden=True, weight=shape.trainable, bias=False)
+        head = Head(self.problem)
+        self.forward = head.forward()
+        self.exact = head.backward(self.forward, self.wanted, exact=True)
 
-    def runner(self, stage: str, sizes: Sizes) -> Callable[[], Any]:
-        """One repetition of what the stage is judged by: the forward, or selection and sparse backward."""
-        from grpo_fast.kernels.sparse import sparse_backward
-
-        batch = kernels.Batch(self.problem)
-        with planned_with(sizes):
-            batch.plan  # noqa: B018  computed here, kept by the batch
-        if stage == FORWARD:
-            return batch.tile_statistics
-        batch.statistics, batch.results = self.base.statistics, self.base.results
-        wanted = Wanted(hidden=True, weight=self.shape.trainable, bias=False)
-        return lambda: sparse_backward(batch.problem, batch.results.logsumexp, batch.select(), wanted)
+    def run(self, stage: str, head: Head) -> Any:
+        """One repetition of what the stage is judged by."""
+        return head.forward() if stage == FORWARD else head.backward(self.forward, self.wanted)
 
     def wrong(self, stage: str, outcome: Any) -> str | None:
         """What is wrong with a result; None where it is right."""
         if stage == FORWARD:
-            worst = (outcome.lse - self.base.statistics.lse).abs().nan_to_num(nan=torch.inf).max().item()
+            difference = outcome[0].logsumexp - self.forward[0].logsumexp
+            worst = difference.abs().nan_to_num(nan=torch.inf).max().item()
             return None if worst <= 1e-3 else f"log-sum-exp off by {worst:.2g}"
-        if outcome.dense.any():
-            return "the lists overflowed"
-        found = [g for g in (outcome.hidden, outcome.weight) if g is not None]
-        errors = [_relative(a, b) for a, b in zip(found, self.exact, strict=True)]
-        return None if max(errors) <= WORST_GRADIENT else f"relative error {max(errors):.2g}"
+        pairs = zip(outcome, self.exact, strict=True)
+        worst = max(_relative(found, exact) for found, exact in pairs if exact is not None)
+        if worst <= WORST_GRADIENT:
+            return None
+        return f"relative error {worst:.2g}" if worst < math.inf else "NaN, or the lists overflowed"
 
     def compare(self, stage: str, incumbent: Sizes, candidate: Sizes) -> tuple[float, float, str | None]:
         """Medians in milliseconds, taken in turns, and what is wrong with the candidate."""
 
         def prepare(sizes: Sizes) -> Prepared:
-            run = self.runner(stage, sizes)
-            if sizes is candidate and (fault := self.wrong(stage, run())):
+            with planned_with(sizes):
+                head = Head(self.problem)
+            if sizes is candidate and (fault := self.wrong(stage, self.run(stage, head))):
                 raise Unsupported(fault)
-            return Prepared(lambda _: run())
+            return Prepared(lambda _: self.run(stage, head))
 
-        entrants = [
-            Entrant("before", lambda: prepare(incumbent)),
-            Entrant("after", lambda: prepare(candidate)),
-        ]
-        contest = Contest({}, entrants, self.device, memory=False)
+        before, after = (Entrant("", partial(prepare, sizes)) for sizes in (incumbent, candidate))
+        contest = Contest({}, [before, after], self.device, memory=False)
         contest.measure(Limits(deadline=math.inf, rounds=ROUNDS))
-        before, after = contest.results()
-        old, new = (math.nan if one.time is None else one.time.median for one in (before, after))
-        return old, new, after.reason or None
+        found = contest.results()
+        old, new = (math.nan if one.time is None else one.time.median for one in found)
+        return old, new, found[1].reason or None
 
 
 def _relative(found: Tensor, exact: Tensor) -> float:
@@ -285,7 +259,7 @@ def write_table(path: Path, table: Table) -> None:
 # Commands ------------------------------------------------------------------------------------------------
 
 
-def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int, seed: int) -> int:
+def tune(options: argparse.Namespace) -> int:
     device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability(device)
     architecture = 10 * major + minor
@@ -293,7 +267,8 @@ def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int
         known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
         raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
     shipped = tuning.load_tables()[architecture]
-    deadline = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * options.minutes
+    out = options.out or tuning.TABLES / f"sm_{architecture}.json"
     found: dict[Shape, Sizes] = {}
     logs = []
     about = environment(device)
@@ -303,15 +278,16 @@ def tune(minutes: float, out: Path | None, log_path: Path | None, processes: int
     }  # fmt: skip
     starts = {shape: shipped.sizes("half", shape.hidden, shape.trainable) for shape in SHAPES}
     # All of them before the first measurement: it should have the machine to itself.
-    for shape, faults in list(compile_all(architecture, starts, processes)):
+    for shape, faults in list(compile_all(architecture, starts, options.processes)):
         if time.monotonic() > deadline:
             break
         print(json.dumps({"shape": vars(shape), "compiled": len(faults)}), flush=True)
-        found[shape], log = tune_shape(Bench(shape, device, seed), starts[shape], architecture, deadline)
+        bench = Bench(shape, device, options.seed)
+        found[shape], log = tune_shape(bench, starts[shape], architecture, deadline)
         logs.append({"shape": vars(shape), "faults": {k: v for k, v in faults.items() if v}, "tried": log})
-        write_table(out or tuning.TABLES / f"sm_{architecture}.json", merged(shipped, found, provenance))
-        if log_path is not None:
-            write_json(log_path, {"provenance": provenance, "shapes": logs})
+        write_table(out, merged(shipped, found, provenance))
+        if options.log is not None:
+            write_json(options.log, {"provenance": provenance, "shapes": logs})
     return 0
 
 
@@ -340,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("tune: torch sees no CUDA device; --compile-only needs none", file=sys.stderr)
         return 2
-    return tune(options.minutes, options.out, options.log, options.processes, options.seed)
+    return tune(options)
 
 
 if __name__ == "__main__":

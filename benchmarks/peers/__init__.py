@@ -11,24 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
+from torch import Tensor
+
 from ..measure import Unsupported
-from ..problem import NAMES, Problem, Run
+from ..problem import CROSS_ENTROPY, NAMES, Problem, Run
 
 ENTRY_POINT_GROUP = "grpo_fast.benchmark_peers"
-MODULES = (
-    "ours",
-    "torch_full",
-    "trl_fused",
-    "cut_cross_entropy_apple",
-    "unsloth_fused",
-    "liger",
-    "verl_triton",
-    "torch_linear_ce",
-    "quack_ce",
-    "flash_attn_ce",
-)
+MODULES = ("ours", "functions", "liger")
 
 __all__ = ["Peer", "Unsupported", "all_peers", "choose", "require_cuda", "require_loss"]
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden (N, H), weight (V, H) and targets (N,)
 
 
 @dataclass(frozen=True)
@@ -42,6 +35,44 @@ class Peer:
 
     name: str
     prepare: Callable[[Problem], Run]
+
+
+def of_logprobs(name: str, load: Callable[[], Function], *, cuda: bool = False) -> Peer:
+    """A peer whose function gives log-probabilities (N,)."""
+
+    def prepare(problem: Problem) -> Run:
+        if cuda:
+            require_cuda(problem)
+        function = load()
+        return lambda: problem.finish(function(problem.hidden, problem.weight, problem.targets))
+
+    return Peer(name, prepare)
+
+
+def of_cross_entropy(
+    name: str, load: Callable[[str], Function], *, cuda: bool = False, alone: bool = False
+) -> Peer:
+    """A peer whose function gives cross-entropies (N,) by the reduction "none", () by "mean".
+
+    Args:
+        alone: by "mean" alone, and so for no other loss.
+    """
+
+    def prepare(problem: Problem) -> Run:
+        if alone:
+            require_loss(problem, CROSS_ENTROPY)
+        if cuda:
+            require_cuda(problem)
+        mean = problem.loss == CROSS_ENTROPY
+        function = load("mean" if mean else "none")
+
+        def run():
+            found = function(problem.hidden, problem.weight, problem.targets)
+            return problem.finish_loss(found) if mean else problem.finish(-found.float())
+
+        return run
+
+    return Peer(name, prepare)
 
 
 def require_cuda(problem: Problem) -> None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import CLIP, CROSS_ENTROPY, DPO, DPO_BETA, GRPO, KL_BETA, LOGPROB, Outcome, Problem, Run
-from . import Peer, require_cuda, require_loss
+from ..problem import CLIP, DPO, DPO_BETA, GRPO, KL_BETA, LOGPROB, Outcome, Problem, Run
+from . import Function, Peer, of_cross_entropy, of_logprobs, require_cuda, require_loss
 
 
-def _by_sequence(problem: Problem, tensor: Tensor) -> Tensor:
+def _by_sequence(problem: Problem, tensor: Tensor | None) -> Tensor | None:
     """(S, N / S, …)."""
-    return tensor.view(problem.sequences, -1, *tensor.shape[1:])
+    return None if tensor is None else tensor.view(problem.sequences, -1, *tensor.shape[1:])
 
 
-def _policies(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
-    """(S, N / S) log-probabilities of the old policy and of the reference; none on-policy."""
-    if problem.old_logprobs is None or problem.ref_logprobs is None:
-        return None, None
-    return _by_sequence(problem, problem.old_logprobs), _by_sequence(problem, problem.ref_logprobs)
+def _advantages(problem: Problem) -> Tensor:
+    """(S,)."""
+    return _by_sequence(problem, problem.advantages)[:, 0].contiguous()
 
 
 def prepare_grpo(problem: Problem) -> Run:
@@ -39,11 +37,12 @@ def prepare_grpo(problem: Problem) -> Run:
         loss_type="bnpo",
         compiled=problem.hidden.is_cuda,
     )
-    targets = _by_sequence(problem, problem.targets)
+    targets, advantages = _by_sequence(problem, problem.targets), _advantages(problem)
     mask = torch.ones(targets.shape, device=targets.device)
-    advantages = _by_sequence(problem, problem.advantages)[:, 0].contiguous()
-    old_logprobs, ref_logprobs = _policies(problem)
-    policies = {"ref_per_token_logps": ref_logprobs, "old_per_token_logps": old_logprobs}
+    policies = {
+        "ref_per_token_logps": _by_sequence(problem, problem.ref_logprobs),
+        "old_per_token_logps": _by_sequence(problem, problem.old_logprobs),
+    }
 
     def run() -> Outcome:
         hidden = _by_sequence(problem, problem.hidden)
@@ -60,30 +59,24 @@ def prepare_dpo(problem: Problem) -> Run:
 
     loss = LigerFusedLinearDPOLoss(beta=DPO_BETA, use_ref_model=False, compiled=problem.hidden.is_cuda)
     targets = _by_sequence(problem, problem.targets)
-
-    def run() -> Outcome:
-        value, _ = loss(problem.weight, _by_sequence(problem, problem.hidden), targets)
-        return problem.finish_loss(value)
-
-    return run
+    return lambda: problem.finish_loss(
+        loss(problem.weight, _by_sequence(problem, problem.hidden), targets)[0]
+    )
 
 
-def prepare_cross_entropy(problem: Problem) -> Run:
+def load_cross_entropy(reduction: str) -> Function:
     """Forms its gradients in the forward, chunk by chunk."""
-    require_loss(problem, CROSS_ENTROPY)
-    require_cuda(problem)
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    loss = LigerFusedLinearCrossEntropyLoss()
-    return lambda: problem.finish_loss(loss(problem.weight, problem.hidden, problem.targets))
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)
+    return lambda hidden, weight, targets: loss(weight, hidden, targets)
 
 
-def prepare_per_token(problem: Problem) -> Run:
+def load_per_token() -> Function:
     """By its SM90 kernels on Hopper, in chunked torch elsewhere."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
-    function = LigerFusedLinearScaledCrossEntropyFunction.apply
-    return lambda: problem.finish(-function(problem.hidden, problem.weight, problem.targets))
+    return lambda *operands: -LigerFusedLinearScaledCrossEntropyFunction.apply(*operands)
 
 
 def prepare_grpo_on_logits(problem: Problem) -> Run:
@@ -93,18 +86,15 @@ def prepare_grpo_on_logits(problem: Problem) -> Run:
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
     off_policy = problem.loss == GRPO
-    targets = _by_sequence(problem, problem.targets)
-    advantages = _by_sequence(problem, problem.advantages)[:, 0].contiguous()
-    old_logprobs, ref_logprobs = _policies(problem)
+    old, reference = (_by_sequence(problem, of) for of in (problem.old_logprobs, problem.ref_logprobs))
+    batch = old, reference, _by_sequence(problem, problem.targets), _advantages(problem)
     options = {"beta": KL_BETA if off_policy else 0.0, "eps_low": CLIP, "eps_high": CLIP, "temperature": 1.0}
 
     def run() -> Outcome:
         hidden = _by_sequence(problem, problem.hidden)
         logits = torch.nn.functional.pad(hidden, (0, 0, 0, 1)) @ problem.weight.T
-        per_token, *_ = triton_grpo_loss(
-            logits, old_logprobs, ref_logprobs, targets, advantages, inplace=True, **options
-        )
-        outcome = problem.finish_loss(per_token.sum() / targets.numel())
+        per_token, *_ = triton_grpo_loss(logits, *batch, inplace=True, **options)
+        outcome = problem.finish_loss(per_token.sum() / problem.targets.numel())
         return outcome if off_policy else Outcome()
 
     return run
@@ -113,7 +103,7 @@ def prepare_grpo_on_logits(problem: Problem) -> Run:
 PEERS = (
     Peer("Liger chunked GRPO", prepare_grpo),
     Peer("Liger chunked DPO", prepare_dpo),
-    Peer("Liger fused linear cross-entropy", prepare_cross_entropy),
-    Peer("Liger per-token", prepare_per_token),
+    of_cross_entropy("Liger fused linear cross-entropy", load_cross_entropy, cuda=True, alone=True),
+    of_logprobs("Liger per-token", load_per_token),
     Peer("Liger GRPO on full logits", prepare_grpo_on_logits),
 )

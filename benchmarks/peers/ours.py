@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,25 +15,24 @@ import torch
 from ..problem import CLIP, CROSS_ENTROPY, GRPO, KL_BETA, Outcome, Problem, Run
 from . import Peer, Unsupported, require_cuda
 
-if TYPE_CHECKING:
-    from grpo_fast.head.outputs import Certificate
-
 _REFERENCE_FLOPS = 12e12  # of one product on a GPU
 
 
 def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -> Run:
     if not recompute:
         require_cuda(problem)  # elsewhere everything is recomputed
-    prepare_loss = {GRPO: _grpo, CROSS_ENTROPY: _cross_entropy}.get(problem.loss, _from_logprobs)
-    return prepare_loss(problem, {"tolerance": tolerance, "recompute": recompute})
+    from grpo_fast import linear_cross_entropy, linear_logprob
 
-
-def _from_logprobs(problem: Problem, options: dict[str, Any]) -> Run:
-    from grpo_fast import linear_logprob
+    batch = problem.hidden, problem.weight, problem.targets
+    options = {"tolerance": tolerance, "recompute": recompute}
+    if problem.loss == CROSS_ENTROPY:
+        return lambda: problem.finish_loss(linear_cross_entropy(*batch, **options))
+    if problem.loss == GRPO:
+        return _grpo(problem, options)
 
     def run() -> Outcome:
-        out = linear_logprob(problem.hidden, problem.weight, problem.targets, **options)
-        return _certified(problem.finish(out.logprob), problem, out.certificate)
+        out = linear_logprob(*batch, **options)
+        return _certified(problem, problem.finish(out.logprob), out)
 
     return run
 
@@ -42,35 +41,25 @@ def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
     from grpo_fast import GRPOLossConfig, linear_grpo_loss
 
     sequences = torch.arange(problem.sequences, device=problem.targets.device)
-    length = problem.targets.numel() // problem.sequences
     options |= {
         "config": GRPOLossConfig(loss_type="dapo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA),
-        "sequence_ids": sequences.repeat_interleave(length),
+        "sequence_ids": sequences.repeat_interleave(problem.targets.numel() // problem.sequences),
         "num_sequences": problem.sequences,
         "old_logprobs": problem.old_logprobs,
         "ref_logprobs": problem.ref_logprobs,
     }
 
     def run() -> Outcome:
-        batch = problem.hidden, problem.weight, problem.targets, problem.advantages
-        out = linear_grpo_loss(*batch, **options)
-        return _certified(problem.finish_loss(out.loss, out.logprobs), problem, out.certificate)
+        out = linear_grpo_loss(problem.hidden, problem.weight, problem.targets, problem.advantages, **options)
+        return _certified(problem, problem.finish_loss(out.loss, out.logprobs), out)
 
     return run
 
 
-def _cross_entropy(problem: Problem, options: dict[str, Any]) -> Run:
-    from grpo_fast import linear_cross_entropy
-
-    return lambda: problem.finish_loss(
-        linear_cross_entropy(problem.hidden, problem.weight, problem.targets, **options)
-    )
-
-
-def _certified(outcome: Outcome, problem: Problem, certificate: Certificate) -> Outcome:
-    """With what the backward left out."""
+def _certified(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
+    """With what the backward of the head's `out` left out."""
     names = ("density", "left_out_mean", "left_out_max", "error_bound")
-    found = {name: getattr(certificate, name) for name in names} if problem.backward else None
+    found = {name: getattr(out.certificate, name) for name in names} if problem.backward else None
     return replace(outcome, certificate=found)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
 
 from benchmarks.contest import FEWEST, Contest, Entrant, Limits, Prepared, Work
-from benchmarks.measure import FAILED, NO_TIME, OK, SKIPPED
+from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED
 from benchmarks.record import Measurement
 
 CPU = torch.device("cpu")
-
-
-def limits(rounds: int = FEWEST, seconds: float = 60.0) -> Limits:
-    return Limits(time.monotonic() + seconds, rounds)
 
 
 def entrant(name: str, calls: list[str], **options: object) -> Entrant:
@@ -34,9 +31,10 @@ def failing(name: str, error: BaseException, calls_before: int = 0, **options: o
     return Entrant(name, lambda: Prepared(run, **options))
 
 
-def outcome(*entrants: Entrant, rounds: int = FEWEST, **options: object) -> dict[str, Measurement]:
+def outcome(*entrants: Entrant, seconds: float = 60.0, **options: object) -> dict[str, Measurement]:
     contest = Contest({}, entrants, CPU, memory=False, **options)
-    contest.measure(limits(rounds))
+    with suppress(KeyboardInterrupt):
+        contest.measure(Limits(time.monotonic() + seconds, FEWEST))
     return {found.implementation: found for found in contest.results()}
 
 
@@ -46,17 +44,21 @@ def test_entrants_take_turns_and_the_warm_up_does_not_count():
     found = outcome(entrant("a", calls), entrant("b", calls))
 
     assert calls == ["a", "b"] + ["a", "b"] * FEWEST
-    assert len(found["a"].seconds) == FEWEST
-    assert found["a"].time.samples == FEWEST
+    assert len(found["a"].seconds) == found["a"].time.samples == FEWEST
 
 
 @pytest.mark.parametrize("calls_before", [0, 2], ids=["at once", "while timed"])
-def test_an_entrant_that_fails_says_why_and_the_others_are_measured(calls_before):
-    found = outcome(failing("bad", RuntimeError("boom"), calls_before), entrant("good", []))
+def test_who_fails_says_why_and_all_are_closed_and_what_they_shared_is_released(calls_before):
+    done: list[str] = []
+    bad = failing("bad", RuntimeError("boom"), calls_before, close=lambda: done.append("bad"))
+    good = entrant("good", [], close=lambda: done.append("good"))
+
+    found = outcome(bad, good, release=lambda: done.append("shared"))
 
     assert (found["bad"].status, found["bad"].reason) == (FAILED, "RuntimeError: boom")
-    assert found["bad"].time is None
+    assert (found["bad"].time, found["bad"].seconds) == (None, [])
     assert found["good"].status == OK
+    assert done == ["bad", "good", "shared"]
 
 
 @pytest.mark.parametrize("in_closure", [True, False])
@@ -83,7 +85,7 @@ def test_what_ran_out_of_memory_is_given_back_before_the_next_one_runs(in_closur
 
     found = outcome(Entrant("greedy", greedy), Entrant("next", check))
 
-    assert [one.status for one in found.values()] == ["oom", OK]
+    assert [one.status for one in found.values()] == [OOM, OK]
 
 
 def test_where_what_all_need_cannot_be_made_all_fail():
@@ -92,56 +94,40 @@ def test_where_what_all_need_cannot_be_made_all_fail():
 
     found = outcome(entrant("a", []), entrant("b", []), share=share)
 
-    assert {one.status for one in found.values()} == {"oom"}
+    assert {one.status for one in found.values()} == {OOM}
 
 
-def test_an_interruption_keeps_what_was_measured():
-    contest = Contest({}, [entrant("a", []), failing("b", KeyboardInterrupt(), 2)], CPU, memory=False)
+def test_an_interruption_keeps_what_was_measured_and_past_the_deadline_nobody_enters():
+    found = outcome(entrant("a", []), failing("b", KeyboardInterrupt(), 2))
+    late = outcome(entrant("a", []), seconds=-1)["a"]
 
-    with pytest.raises(KeyboardInterrupt):
-        contest.measure(limits())
-
-    first, second = contest.results()
-    assert (first.status, len(first.seconds)) == (OK, 2)
-    assert (second.status, len(second.seconds)) == (OK, 1)
-
-
-def test_past_the_deadline_nobody_enters():
-    contest = Contest({}, [entrant("a", [])], CPU)
-
-    contest.measure(limits(seconds=-1))
-
-    assert (contest.results()[0].status, contest.results()[0].reason) == (SKIPPED, NO_TIME)
+    assert [(one.status, len(one.seconds)) for one in found.values()] == [(OK, 2), (OK, 1)]
+    assert (late.status, late.reason) == (SKIPPED, NO_TIME)
 
 
 def test_the_share_of_the_ceiling_is_the_rooflines():
     work = Work(flops=100.0, bytes=10.0)
     bounds = {"flops_per_second": 50.0, "bytes_per_second": 10.0}
 
-    assert work.share(4.0, bounds) == pytest.approx(0.5)  # 2 s of arithmetic, 1 s of traffic
-    assert work.share(4.0, {"bytes_per_second": 10.0}) == pytest.approx(0.25)
-    assert work.share(4.0, {}) is None
+    assert work.share(4.0, bounds) == {"share_of_ceiling": 0.5}  # 2 s of arithmetic, 1 s of traffic
+    assert work.share(4.0, {"bytes_per_second": 10.0}) == {"share_of_ceiling": 0.25}
+    assert work.share(4.0, {}) == {}
 
 
 def test_ceilings_come_first_and_stand_beside_every_other():
     ceiling = Entrant("copy", lambda: Prepared(lambda _: None, Work(bytes=1.0)), ceiling=True)
+    untimed = Entrant("bytes", lambda: Prepared(None, metrics=lambda _: {"counted": 3.0}))
 
-    found = outcome(entrant("a", [], work=Work(bytes=1.0)), ceiling)
+    found = outcome(entrant("a", [], work=Work(bytes=1.0)), untimed, ceiling)
 
-    assert list(found) == ["copy", "a"]
+    assert list(found) == ["copy", "a", "bytes"]
     rate = found["copy"].metrics["bytes_per_second"]
     assert found["a"].ceilings == {"bytes_per_second": rate}
     assert found["a"].metrics["share_of_ceiling"] == pytest.approx(
         found["a"].metrics["bytes_per_second"] / rate
     )
-
-
-def test_whatever_was_prepared_is_closed():
-    closed: list[str] = []
-
-    outcome(
-        entrant("a", [], close=lambda: closed.append("a")),
-        failing("b", RuntimeError("no"), close=lambda: closed.append("b")),
+    assert (found["bytes"].status, found["bytes"].time, found["bytes"].metrics) == (
+        OK,
+        None,
+        {"counted": 3.0},
     )
-
-    assert sorted(closed) == ["a", "b"]

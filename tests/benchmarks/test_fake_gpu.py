@@ -20,10 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks import head, kernels, machine, profile_head, smoke, tune
 from benchmarks.__main__ import main
-from benchmarks.head import Grid, settings_of
-from benchmarks.peers import all_peers, choose
-from benchmarks.problem import MODES
-from benchmarks.record import read
+from benchmarks.head import settings_of
+from benchmarks.peers.functions import full_logits
+from benchmarks.record import Measurement, read
 from grpo_fast.head import cuda, operator, tuning
 
 pytest.importorskip("triton")
@@ -110,17 +109,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     small = (
         (machine._COPY_BYTES, 1 << 16),
         (machine._SIDE, 64),
-        (kernels._DEFAULTS, ((N,), (H,), (V,))),
+        (kernels._SIZES, ((N,), (H,), (V,))),
+        (head._SIZES, ((N,), (H,), (V,))),
         (smoke._SIZES, (("histogram", N, H, V),)),
     )
     for sizes, size in small:
         monkeypatch.setitem(sizes, "cuda", size)
-
-    def grid(kind: str, rows: tuple[str, ...], dtype: str) -> Grid:
-        return Grid(rows, (N,), (H,), (V,), MODES, (True, False), dtype)
-
-    monkeypatch.setattr(head, "default_grid", grid)
-    monkeypatch.setattr(head, "settings_of", lambda *grid: settings_of(*grid)[:1])
+    monkeypatch.setattr(head, "settings_of", lambda axes, **options: settings_of(axes, **options)[:1])
     operator.device_facts.cache_clear()
     with OnCpu():
         yield
@@ -130,37 +125,52 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 SIZES = ["--tokens", str(N), "--hidden", str(H), "--vocab", str(V)]
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("head", ["--impl", "ours", "torch full"]),
-        ("kernels", []),
-        ("smoke", []),
-        ("crossover", [*SIZES, "--factors", "9"]),
-        ("scaling", [*SIZES, "--impl", "ours"]),
-    ],
-)
-def test_a_command_runs_to_its_end(gpu, tmp_path, command, options):
+def run(tmp_path: Path, command: str, *options: str) -> list[Measurement]:
     out = tmp_path / f"{command}.json"
-
     assert main([command, *options, "--repeats", "1", "--minutes", "30", "--json", str(out)]) == 0
-
     record = read(out)
     assert record.environment["benchmark_device"].endswith(FACTS.name)
     found = {cell.status: cell.reason for cell in record.cells}
     assert "ok" in found and set(found) <= {"ok", "skipped"}, found
-    if command == "head":
-        _, *cells = record.cells
-        assert {(cell.shape["rows"], cell.shape["dtype"]) for cell in cells} == {("histogram", "bfloat16")}
-        assert {cell.memory.allocator for cell in cells if cell.time} == {2 << 20}
+    return record.cells
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("smoke", ["--impl", "kept"]),
+        ("crossover", [*SIZES, "--factors", "9", "--impl", "kept"]),
+        ("scaling", [*SIZES, "--impl", "kept"]),
+    ],
+)
+def test_a_command_runs_to_its_end(gpu, tmp_path, command, options):
+    run(tmp_path, command, *options)
+
+
+def test_the_head_is_measured_on_rows_of_the_model_in_half_precision(gpu, tmp_path):
+    _, *cells = run(tmp_path, "head", "--impl", "ours, tolerance 0", "torch full")
+
+    assert {(cell.shape["rows"], cell.shape["dtype"]) for cell in cells} == {("histogram", "bfloat16")}
+    assert {cell.memory.allocator for cell in cells if cell.time} == {2 << 20}
+
+
+def test_each_kernel_is_measured_and_its_work_counted(gpu, tmp_path):
+    found = {cell.implementation: cell for cell in run(tmp_path, "kernels")}
+
+    skipped = {name for name, cell in found.items() if cell.status == "skipped"}
+    assert skipped == {name for name, case in kernels.ON_CUDA.items() if case.in_library}  # not built
+    product = 2 * N * H * V
+    for name, products in (("forward", 1), ("dX, dense", 2), ("dX and dW, dense", 3)):
+        rate = products * product / (found[name].time.median / 1e3)
+        assert found[name].metrics["flops_per_second"] == pytest.approx(rate)
+    assert 0 < found["dX, sparse"].metrics["density"] <= 1
 
 
 def test_the_tuner_measures_checks_and_writes_a_table(gpu, monkeypatch, tmp_path):
-    shape, change = (
-        tune.Shape(3072, H, V, True),
-        {tune.FORWARD: ({"group": 8},), tune.PAIRS: ({"pair_rows": 64},)},
-    )
-    for name, value in {"SHAPES": (shape,), "TOKENS": N, "ROUNDS": 1, "CANDIDATES": change}.items():
+    overflowing = {"pair_density": 0.0, "least_pairs": 1}
+    changes = {tune.FORWARD: ({"group": 8},), tune.PAIRS: ({"pair_rows": 64}, overflowing)}
+    shape = tune.Shape(3072, H, V, True)
+    for name, value in {"SHAPES": (shape,), "TOKENS": N, "ROUNDS": 1, "CANDIDATES": changes}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "WORST_GRADIENT", 0.05)  # four rows average nothing out
     monkeypatch.setattr(tune, "compile_all", lambda _, sizes, processes: ((key, {}) for key in sizes))
@@ -170,15 +180,15 @@ def test_the_tuner_measures_checks_and_writes_a_table(gpu, monkeypatch, tmp_path
 
     assert tuning.read_table(out).provenance["device"] == FACTS.name
     (tried,) = (entry["tried"] for entry in json.loads(log.read_text())["shapes"])
-    assert [entry["fault"] for entry in tried] == [None, None]
+    assert [entry["fault"] for entry in tried] == [None, None, "NaN, or the lists overflowed"]
+    assert all(entry["before"] > 0 for entry in tried)
 
 
 def test_the_profiler_and_the_machine_are_measured(gpu, monkeypatch, tmp_path):
     for name, value in {"TOKENS": N, "REPEATS": 1, "SAMPLES": 1, "SHAPES": ((H, V, False, 0.0),)}.items():
         monkeypatch.setattr(profile_head, name, value)
     # Every operation of the interpreter would be an event.
-    full = choose(all_peers(), ["full"])[0]
-    monkeypatch.setattr(profile_head, "step", lambda problem, _: full.prepare(problem))
+    monkeypatch.setattr(profile_head, "prepare", lambda problem, _: full_logits(problem))
     out = tmp_path / "profile.json"
 
     assert profile_head.main(["--json", str(out)]) == 0

@@ -13,40 +13,55 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu import DONE, FAILED, LATE, PARTS, SKIPPED, Part
 
+WRITES = "import sys; open(sys.argv[1], 'w').write('[1, 2]'); open(sys.argv[2], 'w').write('half [')"
+
 
 def part(name: str, code: str, minutes: float = 1.0, **options) -> Part:
-    return Part(name, "a test", minutes, (sys.executable, "-c", code, "{json}", "{log}"), **options)
-
-
-WRITES = "import sys; open(sys.argv[1], 'w').write('[1, 2]'); open(sys.argv[2], 'w').write('half [')"
+    command = (sys.executable, "-I", "-S", "-c", code, "{json}", "{log}")
+    return Part(name, "a test", minutes, command, **options)
 
 
 def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())["parts"]
 
 
-def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, capfd):
-    slow = "import sys, time; open(sys.argv[1], 'w').write('[3]'); print('soon', flush=True); time.sleep(60)"
+def test_a_failing_a_late_and_a_missing_part_leave_the_others_alone(tmp_path, capfd, monkeypatch):
+    """And what runs late is told so, and may save."""
+    monkeypatch.setattr(gpu, "SAVE_EVERY", 0.2)
+    late = """
+import signal, sys, time
+def save(*_):
+    open(sys.argv[1], "w").write('["saved"]')
+    raise SystemExit(130)
+signal.signal(signal.SIGTERM, save)
+print("soon", flush=True)
+time.sleep(60)
+"""
     parts = [
         part("fails", "print('why it failed'); raise SystemExit(3)"),
-        part("late", slow, minutes=0.1),
+        part("late", late, minutes=0.03),
         part("absent", "", tools=("no-such-tool",)),
-        part("works", WRITES),
+        part("works-well", WRITES),
     ]
 
     code = gpu.run(parts, 5.0, tmp_path)
 
     found = results(tmp_path)
     assert {name: result["state"] for name, result in found.items()} == {
-        "fails": FAILED, "late": LATE, "absent": SKIPPED, "works": DONE
+        "fails": FAILED, "late": LATE, "absent": SKIPPED, "works-well": DONE
     }  # fmt: skip
     assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool not on PATH")
-    assert found["late"]["result"] == [3]
-    assert (found["works"]["result"], found["works"]["result.log"]) == ([1, 2], "half [")
+    assert found["late"]["result"] == ["saved"]
+    assert (found["works-well"]["result"], found["works-well"]["result.log"]) == ([1, 2], "half [")
     log = (tmp_path / "log.txt").read_text()
-    assert "why it failed" in log and "soon" in log
+    assert log.index("fails: a test") < log.index("why it failed") < log.index("soon")
     assert code == 1
-    assert "works          done" in capfd.readouterr().out
+    assert "works-well     done" in capfd.readouterr().out
+
+    (tmp_path / "records").mkdir()
+    assert gpu.main(["--out", str(tmp_path), "--unpack", str(tmp_path / "records")]) == 0
+    (file,) = (tmp_path / "records").iterdir()
+    assert (file.name, json.loads(file.read_text())) == ("gpu_works_well.json", [1, 2])
 
 
 def test_what_broke_the_device_is_left_out_of_a_second_run_of_its_part(tmp_path):
@@ -64,22 +79,6 @@ raise SystemExit(lost["culprit"] is not None)
     assert found["result"] == {"culprit": None, "cells": [1], "arguments": ["--without", "bad"]}
     assert found["before"]["state"] == FAILED
     assert results(tmp_path)["works"]["state"] == DONE
-
-
-def test_a_part_that_runs_late_is_told_so_and_may_save(tmp_path):
-    code = """
-import signal, sys, time
-def save(*_):
-    open(sys.argv[1], "w").write('["saved"]')
-    raise SystemExit(130)
-signal.signal(signal.SIGTERM, save)
-time.sleep(60)
-"""
-
-    gpu.run([part("slow", code, minutes=0.1)], 5.0, tmp_path)
-
-    assert results(tmp_path)["slow"]["state"] == LATE
-    assert results(tmp_path)["slow"]["result"] == ["saved"]
 
 
 def test_results_can_be_read_while_a_part_runs(tmp_path, monkeypatch):
@@ -104,10 +103,14 @@ def test_a_second_run_adds_to_the_folder_and_keeps_what_it_has_no_time_for(tmp_p
     first, second = part("first", WRITES), part("second", WRITES)
     gpu.run([first], 5.0, tmp_path)
 
-    gpu.run([first, second], 0.0, tmp_path)
-    assert results(tmp_path)["first"]["state"] == DONE
-    assert results(tmp_path)["second"] == {"state": SKIPPED, "why": "the time is spent"}
-    assert "go on with: python -m benchmarks.gpu --out" in capsys.readouterr().out
+    assert gpu.run([first, second], 0.0, tmp_path) == 0
+    found = results(tmp_path)
+    assert (found["first"]["state"], found["second"]) == (
+        DONE,
+        {"state": SKIPPED, "why": "the time is spent"},
+    )
+    go_on = f"go on with: python -m benchmarks.gpu --out {tmp_path} --only first second"
+    assert go_on in capsys.readouterr().out
     gpu.run([second], 5.0, tmp_path)
 
     assert {name: result["state"] for name, result in results(tmp_path).items()} == {
@@ -133,17 +136,6 @@ def test_a_parts_command_line_is_one_that_its_program_takes(chosen, monkeypatch,
     with pytest.raises(KeyError):
         program.main(arguments)
     assert parsed and ("{minutes}" not in chosen.command or parsed[0].minutes == 0.5)
-
-
-def test_each_parts_record_can_be_had_as_a_file(tmp_path, capsys):
-    gpu.run([part("works-well", WRITES), part("fails", "raise SystemExit(1)")], 5.0, tmp_path / "out")
-    (tmp_path / "records").mkdir()
-
-    code = gpu.main(["--out", str(tmp_path / "out"), "--unpack", str(tmp_path / "records")])
-
-    assert code == 0
-    assert [file.name for file in (tmp_path / "records").iterdir()] == ["gpu_works_well.json"]
-    assert json.loads((tmp_path / "records" / "gpu_works_well.json").read_text()) == [1, 2]
 
 
 def test_parts_run_in_the_order_of_their_value_and_what_decides_the_goals_fits_in_eight_minutes(

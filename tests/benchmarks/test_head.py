@@ -12,19 +12,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import contest, head, peers
+from benchmarks import contest, head, smoke
 from benchmarks.__main__ import main
 from benchmarks.goals import is_goal, verdicts
-from benchmarks.head import default_grid, settings_of
+from benchmarks.head import settings_of
 from benchmarks.measure import FAILED, OK, OOM, SKIPPED, Memory, Spread
 from benchmarks.peers import Peer
-from benchmarks.peers.torch_full import logprobs
-from benchmarks.problem import LOGPROB, LOSSES, PRODUCT, Outcome, Problem, Run, Setting, loss_of
+from benchmarks.peers.functions import full_logits, logprobs
+from benchmarks.problem import LOGPROB, LOSSES, MODES, PRODUCT, Outcome, Problem, Run, Setting, loss_of
 from benchmarks.record import Measurement, Record, read
 
 TINY = ["--device", "cpu", "--hidden", "32", "--vocab", "300", "--tokens", "48", "--repeats", "3"]
 ONE = ["--rows", "peaked", "--mode", "forward_backward", "--trainable", "--loss", "logprob"]
 GOAL = Setting("histogram", 16_384, 2048, 151_936, "forward_backward", True, "bfloat16")
+FULL = Peer("torch full logits", full_logits)
 
 
 def run_head(folder: Path, *arguments: str, code: int = 0) -> Record:
@@ -39,16 +40,14 @@ def by_name(record: Record) -> dict[str, Measurement]:
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces the implementations."""
+    """Replaces the implementations, and smoke's sizes by one small batch."""
+    monkeypatch.setitem(smoke._SIZES, "cpu", (("peaked", 16, 24, 300),))
 
     def replaced(*found: Peer) -> None:
         monkeypatch.setattr(head, "all_peers", lambda: list(found))
+        monkeypatch.setattr(smoke, "PEERS", found)
 
     return replaced
-
-
-def full_logits() -> Peer:
-    return peers.choose(peers.all_peers(), ["torch full"])[0]
 
 
 def raising(name: str, error: BaseException) -> Peer:
@@ -58,16 +57,23 @@ def raising(name: str, error: BaseException) -> Peer:
     return Peer(name, prepare)
 
 
+def damaged(damage: Callable[[torch.Tensor], torch.Tensor], name: str = "wrong") -> Peer:
+    """Whose log-probabilities are damaged."""
+
+    def prepare(problem: Problem) -> Run:
+        return lambda: problem.finish(damage(logprobs(problem.hidden, problem.weight, problem.targets)))
+
+    return Peer(name, prepare)
+
+
 def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(tmp_path, capsys):
     record = run_head(tmp_path, "--rows", "flat", "peaked", "--impl", "ours", "torch full", "--loss", LOGPROB)
 
-    shapes = {repr(cell.shape): cell.shape for cell in record.cells}
-    assert len(shapes) == 6  # two kinds of rows: forward, and backward with either head
+    assert len({repr(cell.shape) for cell in record.cells}) == 6  # rows: forward, and backward of either head
     skipped = {cell.implementation for cell in record.cells if cell.status != OK}
     assert skipped == {"ours, tolerance 0, kept"}  # needs a GPU
     ours, vendors = by_name(record)["ours"], by_name(record)[PRODUCT]
     assert ours.time.samples == 3
-    assert ours.time.lower <= ours.time.median <= ours.time.upper
     assert ours.ceilings["product_seconds"] == pytest.approx(vendors.time.median / 1e3)
     trained = next(cell for cell in record.cells if cell.implementation == "ours")
     assert max(trained.accuracy[name] for name in ("logprob", "weight_gradient")) < 1e-4
@@ -76,26 +82,7 @@ def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(tmp_path, cap
     assert record.environment["versions"]["torch"] == torch.__version__
     assert any("standard deviation" in note for note in record.notes)
     printed = capsys.readouterr().out
-    assert "ours, tolerance 0" in printed
-    assert PRODUCT in printed
-
-
-def test_without_a_loss_asked_for_all_are_measured(tmp_path):
-    options = ["--vocab", "50", "60", "--frozen", "--rows", "peaked", "--mode", "forward_backward", "--impl"]
-    record = run_head(tmp_path, *options, "torch full")
-
-    shapes = [cell.shape for cell in record.cells if cell.implementation == "torch full logits"]
-    assert [shape["loss"] for shape in shapes] == [*LOSSES, LOGPROB]
-    assert [shape["vocabulary"] for shape in shapes] == [50, 50, 50, 50, 60]
-    assert all("weight_gradient" not in cell.accuracy for cell in record.cells)  # there is none to judge
-
-
-def test_an_odd_batch_for_dpo_says_why_it_cannot_be_measured(tmp_path):
-    record = run_head(tmp_path, *ONE, "--tokens", "15", "--loss", "dpo", "--impl", "torch full")
-
-    found = by_name(record)["torch full logits"]
-    assert found.status == FAILED
-    assert "15 tokens are odd" in found.reason
+    assert "ours, tolerance 0" in printed and PRODUCT in printed
 
 
 def test_a_peer_that_fails_says_how_and_the_others_are_measured(tmp_path, only, capsys):
@@ -115,90 +102,73 @@ def test_a_peer_that_fails_says_how_and_the_others_are_measured(tmp_path, only, 
 
         raise AssertionError
 
+    def short(problem: Problem) -> Run:
+        return lambda: Outcome(
+            problem.finish(logprobs(problem.hidden, problem.weight, problem.targets)).logprobs[:-1]
+        )
+
     only(
         raising("broken", RuntimeError("kernel exploded")),
         raising("greedy", torch.OutOfMemoryError("tried to allocate a vocabulary")),
         Peer("greedier", lambda problem: lambda: problem.finish(torch.empty(1 << 55))),
         Peer("tired", tired),
         Peer("absent", absent),
-        full_logits(),
+        Peer("short", short),
+        Peer("lazy", lambda problem: Outcome),
+        FULL,
     )
     found = by_name(run_head(tmp_path, *ONE, "--repeats", "20"))
 
     assert {name: one.status for name, one in found.items() if name != PRODUCT} == {
         "broken": FAILED, "greedy": OOM, "greedier": OOM, "tired": FAILED, "absent": SKIPPED,
-        "torch full logits": OK,
+        "short": FAILED, "lazy": FAILED, "torch full logits": OK,
     }  # fmt: skip
-    assert "kernel exploded" in found["broken"].reason
+    assert "log-probabilities of shape" in found["short"].reason
+    assert "hidden.grad" in found["lazy"].reason
     printed = capsys.readouterr().out
-    assert "kernel exploded" in printed
-    assert "skipped absent: not installed" in printed
+    assert "kernel exploded" in printed and "skipped absent: not installed" in printed
 
 
-@pytest.mark.parametrize("damage", [lambda found: 1.3 * found, lambda found: torch.nan * found])
-def test_a_peer_with_wrong_log_probabilities_shows_as_inaccurate(tmp_path, only, capsys, damage):
-    def wrong(problem: Problem) -> Run:
-        return lambda: problem.finish(damage(logprobs(problem.hidden, problem.weight, problem.targets)))
+def of_loss(damage: Callable[[torch.Tensor], torch.Tensor]) -> Peer:
+    """Whose loss is damaged, and which keeps its log-probabilities."""
 
-    only(Peer("wrong", wrong))
-    run_head(tmp_path, *ONE)
+    def prepare(problem: Problem) -> Run:
+        return lambda: problem.finish_loss(
+            damage(loss_of(problem, logprobs(problem.hidden, problem.weight, problem.targets)))
+        )
 
-    assert "INACCURATE" in capsys.readouterr().out
+    return Peer("wrong", prepare)
 
 
 @pytest.mark.parametrize(
-    ("mode", "damage"),
+    ("wrong", "mode"),
     [
-        ("forward", lambda loss: loss + 1),
-        ("forward_backward", lambda loss: loss.detach() + 1.5 * (loss - loss.detach())),
+        (damaged(lambda found: 1.3 * found), "forward"),
+        (damaged(lambda found: torch.nan * found), "forward"),
+        (damaged(lambda found: found - found.detach() + 1), "forward"),
+        (of_loss(lambda loss: loss + 1), "forward"),
+        (of_loss(lambda loss: loss.detach() + 1.5 * (loss - loss.detach())), "forward_backward"),
     ],
+    ids=["logprobs", "NaN", "above 0", "loss", "gradient"],
 )
-def test_a_wrong_loss_or_gradient_without_log_probabilities_is_inaccurate(
-    tmp_path, only, capsys, mode, damage
-):
-    def wrong(problem: Problem) -> Run:
-        def run() -> Outcome:
-            found = logprobs(problem.hidden, problem.weight, problem.targets)
-            return problem.finish_loss(damage(loss_of(problem, found)))
-
-        return run
-
-    only(Peer("wrong", wrong))
+def test_a_wrong_result_of_any_loss_is_inaccurate(tmp_path, only, capsys, wrong, mode):
+    only(wrong)
     run_head(tmp_path, "--rows", "flat", "--mode", mode, "--trainable")
 
     assert capsys.readouterr().out.count("INACCURATE") == len(LOSSES)
 
 
-def test_a_peer_with_missing_results_is_an_error_not_a_winner(tmp_path, only):
-    def short(problem: Problem) -> Run:
-        def run() -> Outcome:
-            found = problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
-            return Outcome(found.logprobs[:-1])
+@pytest.mark.parametrize(
+    ("peers", "minutes", "code", "measured"),
+    [([FULL], "0", 0, 0), ([FULL, raising("interrupted", KeyboardInterrupt())], "9", 130, 1)],
+)
+def test_what_ends_a_run_keeps_what_was_measured(tmp_path, only, peers, minutes, code, measured):
+    only(*peers)
+    record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, "--minutes", minutes, code=code)
 
-        return run
-
-    only(Peer("short", short), Peer("lazy", lambda problem: Outcome))
-    found = by_name(run_head(tmp_path, *ONE))
-
-    assert (found["short"].status, found["lazy"].status) == (FAILED, FAILED)
-    assert "log-probabilities of shape" in found["short"].reason
-    assert "hidden.grad" in found["lazy"].reason
-
-
-def test_no_budget_ends_cleanly_with_a_record(tmp_path):
-    record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, "--minutes", "0")
-
-    assert record.cells == []
-    assert len(record.not_measured) == 3
-
-
-def test_ctrl_c_saves_what_was_measured(tmp_path, only):
-    only(full_logits(), raising("interrupted", KeyboardInterrupt()))
-    record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, code=130)
-
-    assert record.stopped == "interrupted"
-    assert by_name(record)["torch full logits"].accuracy["logprob"] < 1e-4
-    assert len(record.not_measured) == 2
+    assert len(record.not_measured) == 3 - measured
+    found = [cell for cell in record.cells if cell.implementation == FULL.name]
+    assert [cell.accuracy["logprob"] < 1e-4 for cell in found] == [True] * measured
 
 
 def test_a_peer_that_breaks_the_device_ends_the_run_and_keeps_the_rest(tmp_path, only, monkeypatch):
@@ -213,14 +183,13 @@ def test_a_peer_that_breaks_the_device_ends_the_run_and_keeps_the_rest(tmp_path,
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(contest, "give_back_memory", give_back_memory)
-    only(full_logits(), Peer("breaking", breaking))
+    only(FULL, Peer("breaking", breaking))
     record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, code=1)
 
     found = by_name(record)
     assert found["breaking"].status == FAILED
-    assert found["torch full logits"].accuracy["logprob"] < 1e-4
-    assert record.culprit == "breaking"
-    assert "illegal memory access" in record.stopped
+    assert found[FULL.name].accuracy["logprob"] < 1e-4
+    assert record.culprit == "breaking" and "illegal memory access" in record.stopped
     assert len(record.not_measured) == 2
 
 
@@ -233,23 +202,25 @@ def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured
         raise AssertionError
 
     monkeypatch.setattr(contest, "FIRST_CALLS", 0.2)
-    only(Peer("slow", slow), full_logits())
+    only(Peer("slow", slow), FULL)
     record = run_head(tmp_path, "--rows", "flat", "--loss", LOGPROB, "--trainable")
 
     found = [(cell.status, cell.reason) for cell in record.cells if cell.implementation == "slow"]
     assert found == [(SKIPPED, "no time left: took more than 0 s")] * 2
-    assert {cell.status for cell in record.cells if cell.implementation == "torch full logits"} == {OK}
+    assert {cell.status for cell in record.cells if cell.implementation == FULL.name} == {OK}
     assert len(asked) == 1
 
 
-def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path):
-    torch.manual_seed(seed := torch.seed() % 2**31)
-    print(f"seed {seed}")
-    rows = {"hidden": torch.randn(20, 24), "target": torch.arange(20), "weight": torch.randn(90, 24)}
-    save_file(rows, tmp_path / "rows.safetensors")
+def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path, only, seed):
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        name: torch.randn(rows, 24, generator=generator) for name, rows in (("hidden", 20), ("weight", 90))
+    }
+    file = tmp_path / "rows.safetensors"
+    save_file(made | {"target": torch.arange(20)}, file)
+    only(FULL)
 
-    file = str(tmp_path / "rows.safetensors")
-    record = run_head(tmp_path, "--rows", "real", "--real-rows", file, "--impl", "ours", "--loss", LOGPROB)
+    record = run_head(tmp_path, "--rows", "real", "--real-rows", str(file), "--loss", LOGPROB)
 
     assert {(cell.shape["hidden"], cell.shape["vocabulary"]) for cell in record.cells} == {(24, 90)}
     assert any("20 rows of rows" in note for note in record.notes)
@@ -269,8 +240,24 @@ def test_what_cannot_be_used_is_named(arguments, named, capsys):
     assert named in capsys.readouterr().err
 
 
+# The order of the settings, and the goals
+
+
+def axes(kind: str, *rows: str) -> dict[str, tuple]:
+    tokens, hidden, vocabulary = head._SIZES[kind]
+    sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
+    return {
+        "rows": rows,
+        "mode": MODES,
+        "trainable": (True, False),
+        **sizes,
+        "loss": LOSSES,
+        "dtype": ("bfloat16",),
+    }
+
+
 def test_a_gpu_measures_the_goals_of_the_design_first():
-    settings = settings_of(default_grid("cuda", ("histogram", "peaked", "flat"), "bfloat16"), None)
+    settings = settings_of(axes("cuda", "histogram", "peaked", "flat"))
 
     goals = [is_goal(vars(setting)) for setting in settings]
     assert sum(goals) == 3 + 1 + 3  # trainable, frozen at H = 2048, forward
@@ -280,21 +267,16 @@ def test_a_gpu_measures_the_goals_of_the_design_first():
 
 
 def test_the_losses_after_the_first_are_measured_at_the_first_sizes_unless_asked_for():
-    usual = default_grid("cpu", ("peaked",), "float32")
-    asked = replace(usual, losses=LOSSES, losses_at_all_sizes=True)
-
-    found, all_sizes = settings_of(usual, None), settings_of(asked, None)
+    found = settings_of(axes("cpu", "peaked"))
+    all_sizes = settings_of(axes("cpu", "peaked"), losses_at_all_sizes=True)
 
     sizes = {loss: {s.vocabulary for s in found if s.loss == loss} for loss in LOSSES}
     assert sizes == {loss: {4096, 8000} if loss == LOGPROB else {4096} for loss in LOSSES}
     assert {(s.loss, s.vocabulary) for s in all_sizes} == set(product(LOSSES, (4096, 8000)))
+    assert {s.trainable for s in found if s.mode == "forward"} == {True}
 
 
-def test_a_goal_is_stated_for_log_probabilities_alone():
-    assert [is_goal(vars(replace(GOAL, loss=loss))) for loss in LOSSES] == [True, False, False, False]
-
-
-def test_a_goal_is_met_missed_or_not_measured():
+def test_a_goal_is_met_missed_or_not_measured_and_stated_for_log_probabilities_alone():
     ours = Measurement(
         "ours",
         vars(GOAL),
@@ -313,3 +295,48 @@ def test_a_goal_is_met_missed_or_not_measured():
     assert not found["H = 2048, relative dW"].met
     assert found["H = 4096, certified"].found is None
     assert "not measured" in str(found["H = 2048, exact"])
+    assert [is_goal(vars(replace(GOAL, loss=loss))) for loss in LOSSES] == [True, False, False, False]
+
+
+# A wrong head must not pass the smoke test
+
+
+def run_smoke(tmp_path: Path, *arguments: str) -> tuple[int, list[Measurement]]:
+    out = tmp_path / "out.json"
+    code = main(["smoke", "--device", "cpu", "--json", str(out), *arguments])
+    return code, [cell for cell in read(out).cells if cell.implementation != PRODUCT]
+
+
+def test_every_loss_and_head_is_tried_and_found_right(only, tmp_path, capsys):
+    only(FULL)
+
+    code, cells = run_smoke(tmp_path)
+    late, _ = run_smoke(tmp_path, "--minutes", "0")
+
+    assert (code, late) == (0, 1)
+    assert [(c.shape["loss"], c.shape["trainable"]) for c in cells] == [
+        ("logprob", True), ("logprob", False), ("grpo", True), ("cross_entropy", True)
+    ]  # fmt: skip
+    assert all(cell.metrics["first_call_seconds"] > 0 for cell in cells)
+    printed = capsys.readouterr().out
+    assert "smoke: right; 4 of 4 trials right" in printed
+    assert "smoke: nothing was tried; 0 of 4 trials right" in printed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "said"),
+    [
+        (damaged(lambda found: found * (1 + 1e-2)), FAILED, "hidden gradient off by"),
+        (damaged(lambda found: found * torch.nan), FAILED, "logprob off by nan"),
+        (raising("greedy", torch.OutOfMemoryError("CUDA out of memory")), OOM, ""),
+    ],
+)
+def test_a_wrong_one_is_named_and_fails(only, tmp_path, capsys, wrong, status, said):
+    only(wrong)
+
+    code, cells = run_smoke(tmp_path)
+
+    assert (code, [cell.status for cell in cells]) == (1, [status] * 4)
+    printed = capsys.readouterr().out
+    assert said in cells[0].reason
+    assert "smoke: WRONG" in printed and f"{wrong.name} at peaked rows" in printed

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult, is_wrong
-from benchmarks.peers import Unsupported, all_peers, choose, cut_cross_entropy_apple, liger
+from benchmarks.peers import Unsupported, all_peers, choose, functions, liger
 from benchmarks.problem import LOSSES, MODES, Setting
 from benchmarks.record import Measurement, read
-from benchmarks.rows import Sources, make_problem
+from benchmarks.rows import make_problem
 
-LIBRARIES = (
-    "cut_cross_entropy",
-    "flash_attn",
-    "liger_kernel",
-    "quack",
-    "trl",
-    "unsloth_zoo",
-    "verl",
-)
+LIBRARIES = ("cut_cross_entropy", "flash_attn", "liger_kernel", "quack", "trl", "unsloth_zoo", "verl")
 SETTING = Setting("peaked", 32, 24, 100, "forward_backward", True, "float32")
 PLUGIN = """
 from benchmarks.peers import Peer
-from benchmarks.peers.torch_full import logprobs
+from benchmarks.peers.functions import logprobs
 
 def right(problem):
     return lambda: problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
@@ -45,19 +38,11 @@ class Plain:
 PEERS = [Peer("plugged in", right), Peer("plugged in, wrong", wrong), Plain]
 NOT_ONE = ["a string"]
 """
-PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "a-plugin-of-grpo-fast"
-version = "0.1"
-[project.entry-points."grpo_fast.benchmark_peers"]
-good = "a_plugin_of_grpo_fast:PEERS"
-broken = "a_plugin_of_grpo_fast:NOT_THERE"
-"broken too" = "a_plugin_of_grpo_fast:NOT_ONE"
-[tool.setuptools]
-py-modules = ["a_plugin_of_grpo_fast"]
+ENTRY_POINTS = """
+[grpo_fast.benchmark_peers]
+good = a_plugin_of_grpo_fast:PEERS
+broken = a_plugin_of_grpo_fast:NOT_THERE
+broken too = a_plugin_of_grpo_fast:NOT_ONE
 """
 
 
@@ -70,26 +55,13 @@ def run_head(folder: Path, *arguments: str) -> dict[str, Measurement]:
     return {found.implementation: found for found in read(out).cells}
 
 
-def test_listing_the_peers_imports_none_of_their_libraries():
-    program = (
-        "import sys; from benchmarks.peers import all_peers; print(len(all_peers()));"
-        f"print([name for name in {LIBRARIES!r} if name in sys.modules])"
-    )
-    root = Path(__file__).resolve().parents[2]
-
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
-    ).stdout
-
-    count, imported = printed.splitlines()
-    assert int(count) >= len(LIBRARIES)
-    assert imported == "[]"
-
-
 def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_path, monkeypatch, capsys):
+    """So that listing them imports no library of theirs either."""
     for name in [*LIBRARIES, *sys.modules]:
         if name.partition(".")[0] in LIBRARIES:
             monkeypatch.setitem(sys.modules, name, None)
+    for module in (functions, liger):
+        importlib.reload(module)
 
     found = run_head(tmp_path)
 
@@ -100,19 +72,17 @@ def test_without_any_peer_installed_ours_is_measured_and_the_others_say_why(tmp_
 
 
 def test_an_installed_distribution_adds_peers_and_its_mistakes_show(tmp_path, monkeypatch, capsys):
-    source, site = tmp_path / "source", tmp_path / "site"
-    source.mkdir()
-    (source / "a_plugin_of_grpo_fast.py").write_text(PLUGIN)
-    (source / "pyproject.toml").write_text(PROJECT)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--no-build-isolation", "--target", str(site), str(source)], check=True)
-    monkeypatch.syspath_prepend(str(site))
+    about = tmp_path / "site" / "a_plugin_of_grpo_fast-0.1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin-of-grpo-fast\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    (tmp_path / "site" / "a_plugin_of_grpo_fast.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
     found = run_head(tmp_path, "--impl", "plugged in", "broken", "torch full")
 
-    assert found["plugged in"].status == "ok"
+    assert found["plugged in"].status == found["plugged in, a class"].status == "ok"
     assert found["plugged in"].accuracy["logprob"] < 1e-4
-    assert found["plugged in, a class"].status == "ok"
     assert "no `prepare(problem)`" in found["broken too"].reason
     assert found["plugged in, wrong"].accuracy["logprob"] > 0.1
     assert found["broken"].status == "failed"
@@ -126,22 +96,24 @@ def test_names_are_unique_so_that_records_can_be_compared():
     assert len(names) == len(set(names))
 
 
-def test_presets_that_a_release_of_cut_cross_entropy_lacks_are_said():
-    options = cut_cross_entropy_apple._options
+def test_presets_that_a_release_of_cut_cross_entropy_lacks_are_said(monkeypatch):
+    def options(preset: str, *known: str) -> dict:
+        presets = SimpleNamespace(__members__=dict.fromkeys(known))
+        library = SimpleNamespace(LinearCrossEntropyImpl=presets, linear_cross_entropy=dict)
+        monkeypatch.setitem(sys.modules, "cut_cross_entropy", library)
+        return functions.cut_cross_entropy("none", preset=preset)()
 
-    assert options("cce_exact", {"CCE", "CCE_EXACT"}) == {"impl": "cce_exact"}
-    assert options("cce_exact", {"CCE", "TORCH_COMPILE"}) == {"filter_eps": None}
+    assert options("cce_exact", "CCE", "CCE_EXACT") == {"impl": "cce_exact", "reduction": "none"}
+    assert options("cce_exact", "CCE", "TORCH_COMPILE") == {"filter_eps": None, "reduction": "none"}
     with pytest.raises(Unsupported, match="no preset cce_kahan_full_c"):
-        options("cce_kahan_full_c", {"CCE", "TORCH_COMPILE"})
+        options("cce_kahan_full_c", "CCE", "TORCH_COMPILE")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode):
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
+def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode, seed):
     setting = Setting("flat", 32, 24, 100, mode, True, "float32", loss)
-    problem = make_problem(setting, Sources(), torch.device("cpu"), seed)
+    problem = make_problem(setting, torch.device("cpu"), seed)
     oracle, ran = consult(problem), set()
 
     for peer in all_peers():
@@ -160,8 +132,7 @@ def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode):
 
 
 def test_a_loss_that_a_peer_lacks_is_said():
-    setting = replace(SETTING, loss="cross_entropy")
-    problem = make_problem(setting, Sources(), torch.device("cpu"), 0)
+    problem = make_problem(replace(SETTING, loss="cross_entropy"), torch.device("cpu"), 0)
 
     with pytest.raises(Unsupported, match="is for DPO only"):
         choose(all_peers(), ["Liger chunked DPO"])[0].prepare(problem)
@@ -174,7 +145,7 @@ def test_a_loss_that_a_peer_lacks_is_said():
 @pytest.mark.parametrize("peer", all_peers(), ids=lambda peer: peer.name)
 def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer, loss):
     setting = Setting("peaked", 512, 256, 4096, "forward_backward", True, "bfloat16", loss)
-    problem = make_problem(setting, Sources(), torch.device("cuda"), seed=0)
+    problem = make_problem(setting, torch.device("cuda"), seed=0)
     try:
         run = peer.prepare(problem)
     except (ImportError, Unsupported) as reason:
@@ -186,22 +157,21 @@ def test_a_peer_on_the_gpu_is_right_or_says_why_it_is_not_there(peer, loss):
 @pytest.mark.parametrize(
     ("name", "loss"),
     [
-        ("prepare_grpo_on_logits", "logprob"),
-        ("prepare_grpo_on_logits", "grpo"),
-        ("prepare_cross_entropy", "cross_entropy"),
+        ("Liger GRPO on full logits", "logprob"),
+        ("Liger GRPO on full logits", "grpo"),
+        ("Liger fused linear cross-entropy", "cross_entropy"),
     ],
 )
-def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, name, loss):
+def test_ligers_triton_losses_have_the_gradient_of_the_problem(monkeypatch, name, loss, seed):
     """By Triton's interpreter."""
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     if os.environ["TRITON_INTERPRET"] != "1":
         pytest.skip("a GPU runs the kernel itself, above")
-    monkeypatch.setattr(liger, "require_cuda", lambda problem: None)
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    problem = make_problem(replace(SETTING, loss=loss), Sources(), torch.device("cpu"), seed)
+    for module in ("benchmarks.peers", "benchmarks.peers.liger"):
+        monkeypatch.setattr(f"{module}.require_cuda", lambda problem: None)
+    problem = make_problem(replace(SETTING, loss=loss), torch.device("cpu"), seed)
 
-    outcome = getattr(liger, name)(problem)()
+    outcome = choose(all_peers(), [name])[0].prepare(problem)()
 
     errors = consult(problem).judge(problem, outcome)
     # on-policy its loss differs from the problem's

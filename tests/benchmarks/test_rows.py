@@ -12,16 +12,9 @@ from safetensors.torch import save_file
 from benchmarks import live_tiles as tiles_of
 from benchmarks.__main__ import main
 from benchmarks.accuracy import consult
-from benchmarks.live_tiles import (
-    Histogram,
-    count_live,
-    histogram_of,
-    live_tiles,
-    load_histogram,
-    weight_parts,
-)
+from benchmarks.live_tiles import Histogram, count_live, histogram_of, live_tiles, load_histogram
 from benchmarks.problem import LOSSES, Setting, loss_of
-from benchmarks.rows import Sources, load_real_rows, make_problem
+from benchmarks.rows import load_real_rows, make_problem
 
 CPU = torch.device("cpu")
 
@@ -38,43 +31,30 @@ def test_a_tile_is_live_when_a_probability_in_it_is_above_the_threshold():
     assert count_live(logits).tolist() == [2, 1]
 
 
-def test_made_rows_have_the_live_tiles_of_the_histogram():
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
+def test_made_rows_have_the_live_tiles_of_the_histogram_and_are_sampled_on_policy_and_not_certain(seed):
     wanted = Histogram("a model", 4000, {2: 5, 9: 3, 20: 2})
 
-    problem = make_problem(setting("histogram"), Sources(histogram=wanted), CPU, seed)
+    problem = make_problem(setting("histogram", tokens=256), CPU, seed, wanted)
 
-    generator = torch.Generator().manual_seed(seed)
-    drawn = wanted.draw(64, 4000, generator)
-    found = live_tiles(problem.hidden.detach(), weight_parts(problem.weight.detach()))
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    drawn = wanted.draw(256, 4000, torch.Generator().manual_seed(seed))
+    found = live_tiles(hidden, weight.split(1280))
     assert (found - drawn).abs().max() <= 1
     assert float(found.float().mean()) == pytest.approx(float(drawn.float().mean()), rel=0.1)
-
-
-def test_rows_made_to_match_a_model_are_sampled_on_policy_and_not_certain():
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    wanted = Histogram("a model", 4000, {2: 1, 9: 1})
-
-    problem = make_problem(setting("histogram", tokens=256), Sources(histogram=wanted), CPU, seed)
-
-    p = (problem.hidden @ problem.weight.T).detach().softmax(1)
+    p = (hidden @ weight.T).softmax(1)
     surprise = -p.gather(1, problem.targets[:, None]).log().mean()
     entropy = torch.special.entr(p).sum(1).mean()
-    assert 0.1 < entropy < 1.0
-    assert abs(surprise - entropy) < 0.25
+    assert 0.1 < entropy < 1.5
+    assert abs(surprise - entropy) < 0.3
 
 
-def test_made_rows_thin_out_with_the_threshold_as_a_models_rows_do():
+def test_made_rows_thin_out_with_the_threshold_as_a_models_rows_do(seed):
     """Of Qwen2.5-Coder-1.5B's: 3.3 times as many tiles hold a probability above 1e-6 as above 1e-5, 3.3 times
     fewer one above 1e-4, and a tile above 1e-5 holds 1.7 entries above. Independent normal logits of the
     spread that `peaked` has give 8, 9 and 1.05."""
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
     wanted = Histogram("a model", 64_000, {18: 1})  # of 500 tiles
 
-    problem = make_problem(setting("histogram", 64, 64_000, 256), Sources(histogram=wanted), CPU, seed)
+    problem = make_problem(setting("histogram", 64, 64_000, 256), CPU, seed, wanted)
 
     p = (problem.hidden @ problem.weight.T).detach().softmax(1).view(64, 500, 128)
     tiles = {threshold: float((p.amax(2) > threshold).float().mean()) for threshold in (1e-4, 1e-5, 1e-6)}
@@ -93,7 +73,7 @@ def test_another_vocabulary_keeps_the_share_of_tiles():
 
 @pytest.mark.parametrize("rows", ["flat", "peaked"])
 def test_made_inputs_hold_no_zeros_and_differ_from_seed_to_seed(rows):
-    first, second = (make_problem(setting(rows), Sources(), CPU, seed) for seed in (1, 2))
+    first, second = (make_problem(setting(rows), CPU, seed) for seed in (1, 2))
 
     assert (first.advantages != 0).all()
     assert (first.hidden != 0).float().mean() > 0.99
@@ -101,12 +81,15 @@ def test_made_inputs_hold_no_zeros_and_differ_from_seed_to_seed(rows):
     assert not torch.equal(first.targets, second.targets)
 
 
+def test_an_odd_batch_for_dpo_says_why_it_cannot_be_made():
+    with pytest.raises(ValueError, match="15 tokens are odd"):
+        make_problem(replace(setting("flat", 15), loss="dpo"), CPU, 0)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_oracle_agrees_with_autograd_in_float64(loss):
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
+def test_the_oracle_agrees_with_autograd_in_float64(loss, seed):
     wanted = replace(setting("peaked", vocabulary=900, hidden=48), loss=loss)
-    problem = make_problem(wanted, Sources(), CPU, seed)
+    problem = make_problem(wanted, CPU, seed)
     hidden, weight = (t.detach().double().requires_grad_() for t in (problem.hidden, problem.weight))
     expected = (hidden @ weight.T).log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
     value = loss_of(problem, expected)
@@ -120,35 +103,19 @@ def test_the_oracle_agrees_with_autograd_in_float64(loss):
     torch.testing.assert_close(oracle.weight_gradient, weight.grad[oracle.columns], rtol=1e-9, atol=1e-14)
 
 
-def test_a_histogram_survives_the_file(tmp_path):
-    found = histogram_of(torch.tensor([3, 1, 3]), "a model", 4000)
-    found.save(tmp_path / "tiles.json")
-
-    assert load_histogram(tmp_path / "tiles.json") == found
-    assert found.rows_by_live_tiles == {1: 1, 3: 2}
-
-
-@pytest.mark.parametrize("name", ["tiles.json", "tiles.safetensors"])
+@pytest.mark.parametrize("name", ["tiles.json", "tiles.safetensors", "rows.safetensors"])
 def test_a_file_that_is_no_histogram_is_named(tmp_path, name):
     (tmp_path / name).write_text("{}")
+    if name.startswith("rows"):
+        save_file({"hidden": torch.ones(2, 3)}, tmp_path / name)  # without their live tiles
 
     with pytest.raises(ValueError, match=f"{name} is no histogram"):
         load_histogram(tmp_path / name)
 
 
-def test_rows_without_their_live_tiles_are_no_histogram(tmp_path):
-    save_file({"hidden": torch.ones(2, 3)}, tmp_path / "rows.safetensors")
-
-    with pytest.raises(ValueError, match=r"is no histogram .*live_tiles"):
-        load_histogram(tmp_path / "rows.safetensors")
-
-
-def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch):
+def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch, rng):
     gguf = pytest.importorskip("gguf")
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    generator = torch.Generator().manual_seed(seed)
-    weight, hidden = (torch.randn(rows, 64, generator=generator) for rows in (1000, 12))
+    weight, hidden = (torch.randn(rows, 64, generator=rng) for rows in (1000, 12))
     quantised = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("token_embd.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
@@ -170,30 +137,23 @@ def test_a_quantised_head_is_read_part_by_part(tmp_path, monkeypatch):
     )
 
 
-@pytest.fixture
-def model(tmp_path):
-    """A random Llama with a tokenizer of words, in a folder."""
+def test_a_models_rows_are_sampled_and_can_be_benchmarked(tmp_path, capsys):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    model, prompts, out, tiles = (tmp_path / name for name in ("m", "p.jsonl", "rows.safetensors", "t.json"))
     words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        tmp_path / "model"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(model)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, eos_token_id=63, pad_token_id=62, initializer_range=0.3, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_models_rows_are_sampled_and_can_be_benchmarked(model, tmp_path, capsys):
-    prompts, out, tiles = (tmp_path / name for name in ("p.jsonl", "rows.safetensors", "tiles.json"))
+    LlamaForCausalLM(config).save_pretrained(model)
     prompts.write_text("\n".join(json.dumps({"question": f"w{i} w{i + 1}"}) for i in range(3)))
-    wanted = ["--prompts", str(prompts), "--max-tokens", "6", "--dtype", "float32"]
+    wanted = ["--prompts", str(prompts), "--max-tokens", "6", "--dtype", "float32", "--out", str(out)]
 
-    code = main(["rows", "--model", str(model), *wanted, "--out", str(out), "--histogram", str(tiles)])
+    code = main(["rows", "--model", str(model), *wanted, "--histogram", str(tiles)])
 
     rows = load_real_rows(out)
     assert code == 0
@@ -206,18 +166,6 @@ def test_a_models_rows_are_sampled_and_can_be_benchmarked(model, tmp_path, capsy
     probabilities = (rows.hidden @ rows.weight.T).softmax(1)
     assert (probabilities.gather(1, rows.targets[:, None]) > 1e-6).all()
 
-
-def test_without_the_head_the_file_is_small_and_refused_as_real_rows(model, tmp_path):
-    prompts, out = tmp_path / "p.jsonl", tmp_path / "rows.safetensors"
-    prompts.write_text(json.dumps({"prompt": "w1"}))
-
-    code = main(
-        [
-            *("rows", "--model", str(model), "--dtype", "float32", "--prompts", str(prompts)),
-            *("--max-tokens", "2", "--no-head", "--out", str(out)),
-        ]
-    )
-
-    assert code == 0
+    assert main(["rows", "--model", str(model), *wanted, "--no-head"]) == 0
     with pytest.raises(ValueError, match="no weight"):
         load_real_rows(out)

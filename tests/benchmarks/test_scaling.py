@@ -11,11 +11,19 @@ from benchmarks.__main__ import main
 from benchmarks.crossover import crossover, multiplied
 from benchmarks.goals import EXACT
 from benchmarks.live_tiles import Histogram
-from benchmarks.measure import Spread
+from benchmarks.measure import OK, Spread
 from benchmarks.problem import PRODUCT
-from benchmarks.record import Measurement, read
-from benchmarks.scaling import fit_power_law
+from benchmarks.record import Measurement, Record, read
+from benchmarks.scaling import MODEL_CHECK, fit_power_law
 from benchmarks.tables import OURS
+
+COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
+
+
+def run(tmp_path, *arguments: str) -> Record:
+    out = tmp_path / "out.json"
+    assert main([*arguments, *COMMON, "--json", str(out)]) == 0
+    return read(out)
 
 
 def at(factor: float, density: float, ours: float, exact: float) -> list[Measurement]:
@@ -25,15 +33,11 @@ def at(factor: float, density: float, ours: float, exact: float) -> list[Measure
     return [one(OURS, ours), one(EXACT, exact)]
 
 
-def test_the_crossover_lies_between_the_measured_densities():
+def test_the_crossover_lies_between_the_measured_densities_where_there_is_one():
     found = crossover([*at(8, 0.3, 40, 30), *at(1, 0.02, 15, 30), *at(4, 0.1, 20, 30)])
-
-    assert [one.metrics for one in found] == [{"crossover_density": pytest.approx(0.2)}]
-
-
-def test_where_leaving_out_always_pays_or_was_not_measured_there_is_none():
     late = Measurement(EXACT, {"factor": 9}, status="skipped", reason="no time left")
 
+    assert [one.metrics for one in found] == [{"crossover_density": pytest.approx(0.2)}]
     assert crossover(at(1, 0.02, 15, 30)) == crossover([*at(1, 0.02, 15, 30), late]) == []
 
 
@@ -44,22 +48,42 @@ def test_a_rows_live_tiles_are_multiplied_up_to_all_there_are():
     assert multiplied(wanted, 3).rows_by_live_tiles == {3: 3, 6: 2, 10: 1}
 
 
-def test_a_run_measures_each_density_with_every_way_through_the_head(tmp_path):
-    out = tmp_path / "out.json"
-    sizes = ["--tokens", "16", "--hidden", "16", "--vocab", "300", "--repeats", "3"]
+def test_a_run_measures_each_density_with_every_way_through_the_head(tmp_path, capsys):
+    sizes = ["--tokens", "16", "--hidden", "16", "--vocab", "300"]
 
-    assert main(["crossover", *sizes, "--factors", "1", "9", "--device", "cpu", "--json", str(out)]) == 0
+    record = run(tmp_path, "crossover", *sizes, "--factors", "1", "9")
 
-    record = read(out)
     assert record.kind == "crossover"
     assert [(cell.shape["factor"], cell.implementation) for cell in record.cells if cell.time] == [
         (factor, name) for factor in (1, 9) for name in (PRODUCT, OURS, EXACT)
     ]
-
-
-def test_a_factor_that_leaves_nothing_is_named(capsys):
     assert main(["crossover", "--factors", "0", "--device", "cpu"]) == 2
     assert "--factors" in capsys.readouterr().err
+
+
+def test_scaling_fits_an_exponent_along_each_axis_and_holds_the_memory_model_against_the_allocator(tmp_path):
+    axes = ["--tokens", "16", "32", "64", "--vocab", "200", "400", "800", "--impl", "ours, reference"]
+
+    record = run(tmp_path, "scaling", *axes, "--at-tokens", "16", "--at-vocab", "200", "--hidden", "16")
+
+    timed = [found.shape for found in record.cells if found.time and found.implementation != PRODUCT]
+    assert [(shape["tokens"], shape["vocabulary"]) for shape in timed] == [
+        *[(16, 200), (32, 200), (64, 200)],
+        *[(16, 200), (16, 400), (16, 800)],
+    ]
+    fits = {
+        one.shape["fit"]: one.metrics
+        for one in record.cells
+        if one.shape.get("fit") and one.implementation != MODEL_CHECK
+    }
+    for axis in ("tokens", "vocabulary"):
+        found = fits[axis]
+        assert found["time_exponent_lower"] <= found["time_exponent"] <= found["time_exponent_upper"]
+    checks = [one for one in record.cells if one.implementation == MODEL_CHECK and "fit" not in one.shape]
+    assert [(one.status, one.time) for one in checks] == [(OK, None)] * 6
+    for one in checks:  # the operands' gradients alone are (N + V) x 16 float32 numbers
+        least = 64 * (one.shape["tokens"] + one.shape["vocabulary"])
+        assert min(one.metrics["predicted_bytes"], one.metrics["counted_bytes"]) >= least
 
 
 def test_a_power_law_is_found_exactly_whatever_the_order():

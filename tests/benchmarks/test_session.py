@@ -1,4 +1,4 @@
-"""What a session keeps, with bouts made of nothing."""
+"""What a session keeps, with bouts made of nothing, and what its file reads back as."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.measure import DeviceLost
+from benchmarks import session
+from benchmarks.measure import DeviceLost, Memory, Spread
 from benchmarks.peers import choose_names
-from benchmarks.record import Measurement, read
+from benchmarks.record import Measurement, Record, read, write_json
 from benchmarks.session import add_common_arguments, check_common, run_session
 
 
@@ -34,68 +34,102 @@ def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     return parser.parse_args(["--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
 
 
-def run(tmp_path: Path, bouts: list[FakeBout], *arguments: str, **more: Any) -> int:
-    found = options(tmp_path, *arguments)
-    return run_session("step", found, check_common(found), bouts, **more)
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The exit code and the record of a session, in a machine that is not measured."""
+    about = {"benchmark_device": "CPU", "copy_gigabytes_per_second": 1.0}
+    monkeypatch.setattr(session, "environment", lambda device: dict(about))
+
+    def run(bouts: list[FakeBout], *arguments: str, **more: Any) -> tuple[int, Record]:
+        found = options(tmp_path, *arguments)
+        return run_session("step", found, check_common(found), bouts, **more), read(tmp_path / "out.json")
+
+    return run
 
 
-def test_every_bout_is_in_the_file_with_where_and_how_it_was_measured(tmp_path):
-    code = run(tmp_path, [FakeBout(1), FakeBout(2)])
-
-    record = read(tmp_path / "out.json")
-    assert code == 0
-    assert [cell.shape["number"] for cell in record.cells] == [1, 2]
-    assert record.environment["versions"]["torch"] == torch.__version__
-    assert record.options["dtype"] == "float32"
-    assert record.gpu_states == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "stopped"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (DeviceLost("it", "gone"), 1, "it broke the device: gone"),
-    ],
-)
-def test_what_ends_a_run_early_loses_nothing_that_was_measured(tmp_path, error, code, stopped):
-    assert run(tmp_path, [FakeBout(1), FakeBout(2, error), FakeBout(3)]) == code
-
-    record = read(tmp_path / "out.json")
-    assert [cell.shape["number"] for cell in record.cells] == [1, 2]
-    assert record.stopped == stopped
-    assert record.not_measured == [{"number": 3}]
-
-
-def test_without_time_nothing_is_measured_and_the_record_says_so(tmp_path, capsys):
-    assert run(tmp_path, [FakeBout(1)], "--minutes", "0") == 0
-
-    assert read(tmp_path / "out.json").not_measured == [{"number": 1}]
-    assert "the time budget is spent: 1 shapes not measured" in capsys.readouterr().out
-
-
-def test_conclusions_follow_from_all_measurements(tmp_path):
+def test_every_bout_is_in_the_file_and_what_follows_from_all_of_them(run):
     def conclude(found: list[Measurement]) -> list[Measurement]:
         return [Measurement("fit", {}, metrics={"points": float(len(found))})]
 
-    run(tmp_path, [FakeBout(1), FakeBout(2)], conclude=conclude)
+    code, record = run([FakeBout(1), FakeBout(2)], conclude=conclude, notes=["rows of a model"])
 
-    assert read(tmp_path / "out.json").cells[-1].metrics == {"points": 2.0}
+    assert code == 0
+    assert [cell.shape.get("number") for cell in record.cells] == [1, 2, None]
+    assert record.cells[-1].metrics == {"points": 2.0}
+    assert record.environment["benchmark_device"] == "CPU"
+    assert (record.options["dtype"], record.gpu_states) == ("float32", [None, None])
+    assert record.notes == ["rows of a model"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("error", "code", "stopped", "culprit"),
     [
-        (["--minutes", "-1"], "--minutes must be at least 0"),
-        (["--json", "/no/such/folder/x.json"], "its folder does not exist"),
+        (KeyboardInterrupt(), 130, "interrupted", None),
+        (DeviceLost("it", "gone"), 1, "it broke the device: gone", "it"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_named(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_ends_a_run_early_loses_nothing_that_was_measured(run, error, code, stopped, culprit):
+    left, record = run([FakeBout(1), FakeBout(2, error), FakeBout(3)])
+
+    assert left == code
+    assert [cell.shape["number"] for cell in record.cells] == [1, 2]
+    assert (record.stopped, record.culprit) == (stopped, culprit)
+    assert record.not_measured == [{"number": 3}]
+
+
+def test_without_time_nothing_is_measured_and_the_record_says_so(run, capsys):
+    code, record = run([FakeBout(1)], "--minutes", "0")
+
+    assert (code, record.not_measured) == (0, [{"number": 1}])
+    assert "the time budget is spent: 1 shapes not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(["--minutes", "-1"], "--minutes"), (["--json", "/no/such/x.json"], "folder")]
+)
+def test_a_value_that_cannot_be_used_is_named(tmp_path, arguments, named):
+    with pytest.raises(ValueError, match=named):
         check_common(options(tmp_path, *arguments))
 
 
 def test_names_are_chosen_by_words_and_an_unknown_word_is_an_error():
     assert choose_names(["ours", "TRL"], ["trl"]) == ["TRL"]
     assert choose_names(["ours", "TRL"], None) == ["ours", "TRL"]
-    with pytest.raises(ValueError, match="--impl 'verl' is part of no implementation's name"):
+    with pytest.raises(ValueError, match="--impl 'verl'"):
         choose_names(["ours", "TRL"], ["verl"])
+
+
+def test_measurements_survive_the_file_with_their_nan(tmp_path):
+    one = Measurement(
+        "ours",
+        {"model": "toy", "tokens": 5},
+        seconds=[0.1, 0.2],
+        time=Spread(150.0, 125.0, 175.0, 2),
+        memory=Memory(None, 7),
+        accuracy={"logprob": float("inf")},
+        phases={"forward": 0.1},
+        metrics={"mfu": float("nan")},
+        ceilings={"flops_per_second": 1e12},
+    )
+    record = Record(
+        "step", [one], {"command": ["x"]}, not_measured=[{"tokens": 6}], stopped="interrupted", culprit="it"
+    )
+
+    write_json(tmp_path / "step.json", record)
+
+    assert repr(read(tmp_path / "step.json")) == repr(record)  # as text, where NaN equals itself
+
+
+@pytest.mark.parametrize("kind", ["head", "kernels", "scaling", "step", "train", "group", "rollout"])
+def test_the_checked_in_records_are_read(kind):
+    record = read(Path(session.__file__).parent / "results" / f"{kind}_cpu.json")
+
+    assert record.kind == kind and record.cells
+
+
+@pytest.mark.parametrize("text", ["", '{"schema": 2}', '{"schema": 1, "kind": "step", "cells": [{"x": 1}]}'])
+def test_another_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"other\.json is no benchmark record"):
+        read(tmp_path / "other.json")

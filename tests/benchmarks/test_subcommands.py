@@ -9,7 +9,6 @@ import pytest
 from benchmarks import step
 from benchmarks.__main__ import main
 from benchmarks.measure import OK
-from benchmarks.problem import PRODUCT
 from benchmarks.record import Measurement, Record, read
 
 COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
@@ -83,31 +82,6 @@ def test_whole_steps_of_both_trainers_have_phases(tmp_path):
         assert len(found.seconds) == 3  # a step in each of three turns, the warm-up left out
         assert {"generate", "reward", "update"} <= set(found.phases)
         assert 0 < found.metrics["tokens"] <= 2 * 2 * 4
-
-
-def test_scaling_fits_an_exponent_along_each_axis(tmp_path):
-    axes = ["--tokens", "16", "32", "64", "--vocab", "200", "400", "800", "--impl", "torch full"]
-    record = run(tmp_path, "scaling", *axes, "--at-tokens", "16", "--at-vocab", "200", "--hidden", "16")
-
-    sizes = [found.shape for found in record.cells if found.time and found.implementation != PRODUCT]
-    assert [(shape["tokens"], shape["vocabulary"]) for shape in sizes] == [
-        *[(16, 200), (32, 200), (64, 200)],
-        *[(16, 200), (16, 400), (16, 800)],
-    ]
-    fits = {found.shape["fit"]: found.metrics for found in record.cells if "fit" in found.shape}
-    for axis in ("tokens", "vocabulary"):
-        found = fits[axis]
-        assert found["time_exponent_lower"] <= found["time_exponent"] <= found["time_exponent_upper"]
-
-
-def test_scaling_holds_the_memory_model_against_the_allocator(tmp_path):
-    record = run(tmp_path, "scaling", "--tokens", "32", "--vocab", "400", "--hidden", "16", "--impl", "ours")
-
-    check = by_name(record)["memory model of ours"]
-    assert check.status == OK
-    # The operands' gradients alone are (32 + 4096) x 16 float32 numbers, or more; the model counts them.
-    assert check.metrics["predicted_bytes"] > 4 * 16 * 400
-    assert check.metrics["counted_bytes"] > 4 * 16 * 400
 
 
 @pytest.mark.parametrize(

@@ -10,73 +10,44 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.aot import Report
+from benchmarks.aot import Report, compile_only
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine that has compiled none of them before
 
-
-def compile_cases(*arguments: str) -> list[Report]:
-    """In a process of its own: this one may be interpreted. Triton keeps what it has compiled once."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks.aot", "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith("["), f"{command}\n{done.stdout}\n{done.stderr}"
-    return [Report(**row) for row in json.loads(done.stdout)]
-
-
-def described(faulty: list[Report]) -> str:
-    return "\n".join(f"{r.case}: {r.kernel} {r.config}: {'; '.join(r.faults())}" for r in faulty)
-
-
-@pytest.fixture(scope="module")
-def hopper() -> list[Report]:
-    """The usual head, one with everything, two losses; `python -m benchmarks aot` compiles all."""
-    return compile_cases("--only", ", bfloat16", ", bias, temperature, softcap", "loss, grpo", "loss, gspo")
-
-
-def test_the_kernels_fit_hopper_without_spills_and_on_its_tensor_cores(hopper):
-    faulty = [row for row in hopper if row.faults()]
-    assert not faulty, described(faulty)
-    assert {"_pair_gradient", "_weight_gradient", "forward_kernel", "logit_gradient_kernel"} <= {
-        row.kernel for row in hopper if row.dots
-    }
-
-
-def test_rows_of_logits_are_written_and_read_in_whole_vectors(hopper):
-    """A width whose divisibility the compiler does not know moves two bytes a thread: eight times as many."""
-    writers = [
-        row
-        for row in hopper
-        if row.case.endswith(", bfloat16")
-        and ("KEEP=1" in row.config or (row.kernel in ("logit_gradient_kernel", "kept_gradient_kernel")))
-    ]
-
-    assert {row.kernel for row in writers} == {
-        "forward_kernel", "logit_gradient_kernel", "kept_gradient_kernel"
-    }  # fmt: skip
-    assert not [row for row in writers if row.narrow]
-
-
-_VARIANTS = """
+_PROGRAM = """
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from triton.runtime.jit import JITFunction
-from benchmarks.aot import BATCHES, backward, compile_only, forward, policy_loss
+from benchmarks import tune
+from benchmarks.aot import BATCHES, backward, compile_only, forward, policy_loss, reports, shipped_cases
+from grpo_fast.head import tuning
 from grpo_fast.head.fused_loss import loss_constants
 from grpo_fast.kernels.policy_loss import policy_loss as launch
 from grpo_fast.objective import GRPOLossConfig
 
+HOPPER = (", bfloat16", "e, bias, temperature, softcap", "s, bias, temperature, softcap", "loss, grpo")
 TOKENS = (1, 2, 15, 16, 500, 1024, 4096, 16_383, 16_384, 65_536, 100_000)
 STEPS = (forward, backward, partial(backward, exact=True))
 KEEPING = (partial(forward, keep=True), partial(backward, exact=True, keep=True))
+
+
+def compiled(capability, *parts):
+    cases = {name: run for name, run in shipped_cases(capability).items() if any(p in name for p in parts)}
+    return [asdict(report) for report in reports(capability, cases)]
+
+
+def tuned():
+    sizes = tuning.load_tables()[90].sizes("half", 2048, True)
+    narrow = tune.changed(sizes, tune.FORWARD, {"warps": 4})
+    return [tune.compile_one(90, tune.SHAPES[0], tune.FORWARD, of) for of in (sizes, narrow)]
 
 
 def remember(self, key, signature, device, *_):
@@ -105,68 +76,94 @@ def loss_of_slice(start):
     launch(row, row, ids, mask, row, row, row, row, 1 + start, constants)
 
 
-for name in ("bfloat16", "temperature", "bias, temperature, softcap"):
-    print(json.dumps(over_tokens(90, name)))
-print(json.dumps(over_tokens(80, "bfloat16")))
+names = ("bfloat16", "temperature", "bias, temperature, softcap")
 sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
-print(json.dumps(variants(90, [partial(policy_loss, {"loss_type": "dapo"}, *size) for size in sizes])))
-print(json.dumps(variants(90, [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)])))
+found = {
+    "hopper": compiled(90, *HOPPER),
+    "ampere": compiled(80, "forward, bfloat16", "sparse, bfloat16"),
+    "tuned": tuned(),
+    "heads": [*(over_tokens(90, name) for name in names), over_tokens(80, "bfloat16")],
+    "loss": variants(90, [partial(policy_loss, {"loss_type": "dapo"}, *size) for size in sizes]),
+    "slices": variants(90, [partial(loss_of_slice, start) for start in (0, 1, 2, 4, 16)]),
+}
+print(json.dumps(found))
 """
 
 
-def test_no_kernel_is_compiled_twice_however_many_tokens_a_batch_has_and_wherever_it_begins():
+@pytest.fixture(scope="module")
+def found() -> dict:
+    """What the compiler made of the usual head, one with everything and a loss; all: `benchmarks aot`.
+
+    In a process of its own: this one may be interpreted. Triton keeps what it has compiled once.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _VARIANTS]
+    command = [sys.executable, "-c", _PROGRAM]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-    *heads, loss, of_slices = map(json.loads, done.stdout.splitlines())
-
-    for found in heads:
-        assert {"forward_kernel", "_pair_gradient", "_hidden_gradient", "logit_gradient_kernel"} <= set(found)
-    assert len(heads) == 4 and "_sequence_loss" in loss and len(of_slices) == 3
-    for found in (*heads, loss, of_slices):
-        found["forward_kernel"] = found.get("forward_kernel", 1) - ("kept_gradient_kernel" in found)
-        assert set(found.values()) == {1}, found
+    return json.loads(done.stdout)
 
 
-def test_the_pointer_path_fits_ampere():
-    rows = compile_cases("--capability", "80", "--only", "forward, bfloat16", "sparse, bfloat16")
+def test_the_kernels_fit_hopper_and_ampere_without_spills_and_on_their_tensor_cores(found):
+    rows = [Report(**row) for row in (*found["hopper"], *found["ampere"])]
 
-    faulty = [row for row in rows if row.faults()]
-    assert rows and not faulty, described(faulty)
+    assert [(r.case, r.kernel, r.config, r.faults()) for r in rows if r.faults()] == []
+    assert {"_pair_gradient", "_weight_gradient", "forward_kernel", "logit_gradient_kernel"} <= {
+        row.kernel for row in rows if row.dots
+    }
+    assert {row.capability for row in rows} == {80, 90}
 
 
-def report(**changes) -> Report:
-    sound = {
-        "case": "forward", "kernel": "k", "config": "", "capability": 90, "registers": 168, "spills": 0,
-        "shared": 232_448, "dots": 1, "tensor_core": 4,
-    }  # fmt: skip
-    return Report(**sound | changes)
+def test_rows_of_logits_are_written_and_read_in_whole_vectors(found):
+    """A width whose divisibility the compiler does not know moves two bytes a thread: eight times as many."""
+    whole = [Report(**row) for row in found["hopper"] if row["case"].endswith(", bfloat16")]
+    gradients = ("logit_gradient_kernel", "kept_gradient_kernel")
+
+    writers = [row for row in whole if "KEEP=1" in row.config or row.kernel in gradients]
+
+    assert {row.kernel for row in writers} == {"forward_kernel", *gradients}
+    assert not [row for row in writers if row.narrow]
+
+
+def test_no_kernel_is_compiled_twice_however_many_tokens_a_batch_has_and_wherever_it_begins(found):
+    heads, loss, slices = found["heads"], found["loss"], found["slices"]
+
+    for one in heads:
+        assert {"forward_kernel", "_pair_gradient", "_hidden_gradient", "logit_gradient_kernel"} <= set(one)
+    assert len(heads) == 4 and "_sequence_loss" in loss and len(slices) == 3
+    for one in (*heads, loss, slices):
+        one["forward_kernel"] = one.get("forward_kernel", 1) - ("kept_gradient_kernel" in one)
+        assert set(one.values()) == {1}, one
+
+
+def test_the_tuners_candidates_are_compiled_without_a_gpu(found):
+    fine, narrow = found["tuned"]
+
+    assert fine == []
+    assert narrow and "spills" in narrow[0]
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "faults"),
     [
-        ({"spills": 2}, "spills (2 local memory instructions)"),
-        ({"shared": 232_449}, "shared memory 232449 > 232448"),
-        ({"tensor_core": 0}, "no HGMMA for a tl.dot"),
-        ({"capability": 89, "shared": 101_377}, "shared memory 101377 > 101376"),
+        ({}, []),
+        ({"dots": 0, "tensor_core": 0}, []),
+        ({"spills": 2}, ["spills (2 local memory instructions)"]),
+        ({"shared": 232_449}, ["shared memory 232449 > 232448"]),
+        ({"tensor_core": 0}, ["no HGMMA for a tl.dot"]),
+        ({"capability": 89, "shared": 101_377}, ["shared memory 101377 > 101376", "no HMMA for a tl.dot"]),
     ],
 )
-def test_a_fault_is_named(changes, fault):
-    assert report(**changes).faults() == [fault]
+def test_a_fault_is_named(changes, faults):
+    sound = {
+        "case": "forward", "kernel": "k", "config": "", "capability": 90, "registers": 168, "spills": 0,
+        "shared": 232_448, "dots": 1, "tensor_core": 0 if "capability" in changes else 4,
+    }  # fmt: skip
+
+    assert Report(**sound | changes).faults() == faults
 
 
-def test_a_sound_kernel_and_one_without_products_have_no_faults():
-    assert report().faults() == []
-    assert report(dots=0, tensor_core=0).faults() == []
+def test_an_interpreted_process_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
-
-def test_an_interpreted_process_is_refused():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "benchmarks.aot", "--only", "forward, bfloat16"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    assert done.returncode
-    assert "unset it" in done.stderr
+    with pytest.raises(RuntimeError, match="unset it"), compile_only(90):
+        raise AssertionError

@@ -1,0 +1,163 @@
+"""Libraries that offer one function of hidden states, head and targets: log-probabilities or cross-entropies.
+
+Each is imported by the function that loads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ..problem import CROSS_ENTROPY, Problem, Run
+from . import Function, Peer, Unsupported, of_cross_entropy, of_logprobs, require_cuda
+
+TRL_CHUNK = 32_768  # that its trainers use
+UNSLOTH, UNSLOTH_FILE = "unsloth_zoo", "fused_losses/fused_linear.py"
+
+
+def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """From all logits, in plain torch."""
+    logits = (hidden @ weight.T).float()
+    return logits.gather(1, targets[:, None]).squeeze(1) - logits.logsumexp(1)
+
+
+def full_logits(problem: Problem, *, compiled: bool = False) -> Run:
+    def negative_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return -cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
+
+    function = negative_cross_entropy if problem.loss == CROSS_ENTROPY else logprobs
+    if compiled:
+        require_cuda(problem)
+        function = torch.compile(function, dynamic=False)
+    return lambda: problem.finish(function(problem.hidden, problem.weight, problem.targets))
+
+
+def trl() -> Function:
+    from trl.kernels import ChunkedLogProbFunction
+
+    bias, temperature, softcap, scale, outputs = None, 1.0, None, 1.0, ()
+    return lambda hidden, weight, targets: ChunkedLogProbFunction.apply(
+        hidden, weight, bias, targets, temperature, TRL_CHUNK, softcap, scale, outputs
+    )[0]
+
+
+def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
+    """Apple's: its gradients filtered, which is the default, exact, or summed à la Kahan.
+
+    The presets came after 25.1.1, the newest release of the package index. That one is exact without its
+    filter, and has no compensated sums.
+    """
+    from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
+
+    if preset.upper() in LinearCrossEntropyImpl.__members__:
+        return partial(linear_cross_entropy, impl=preset, reduction=reduction)
+    if preset == "cce_exact":
+        return partial(linear_cross_entropy, filter_eps=None, reduction=reduction)
+    raise Unsupported(f"this cut-cross-entropy has no preset {preset}: install it from its repository")
+
+
+def unsloth(problem: Problem) -> Run:
+    """Run only: its licence is the AGPL.
+
+    The package is not imported, only its file: it patches transformers for the whole process, which would
+    change what else is measured, and asks for Unsloth's trainer. The first call, and no other, imports it for
+    a bound on its chunks' memory; where it cannot, it takes 2 GiB, which is what large cards have anyway.
+    """
+    function = _unsloth_function()
+    sys.modules[UNSLOTH] = None
+    try:
+        with torch.no_grad():
+            function(problem.hidden[:1], problem.weight, problem.targets[:1])
+    finally:
+        del sys.modules[UNSLOTH]
+    shape = (problem.sequences, -1)
+    return lambda: problem.finish(
+        function(
+            problem.hidden.view(*shape, problem.hidden.shape[1]), problem.weight, problem.targets.view(shape)
+        )
+    )
+
+
+@functools.cache
+def _unsloth_function() -> Function:
+    """Once a process: the file registers its operators with torch."""
+    package = find_spec(UNSLOTH)
+    if package is None:
+        raise ImportError(f"No module named {UNSLOTH!r}")
+    path = Path(package.origin).parent / UNSLOTH_FILE
+    if not path.exists():
+        raise ImportError(f"this {UNSLOTH} has no {UNSLOTH_FILE}: install a newer one")
+    spec = spec_from_file_location("grpo_fast_benchmarks_unsloth", path)
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fused_linear_logprobs
+
+
+def verl() -> Function:
+    """Always forms the entropy too."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    temperature, reduction, process_group = 1.0, "none", None
+    return lambda *operands: linear_cross_entropy(*operands, temperature, reduction, process_group)[0]
+
+
+def torch_linear_cross_entropy(reduction: str) -> Function:
+    """With its own choice of chunks, where torch has it."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unsupported(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    function, options = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+    return partial(function, reduction=reduction, options=options)
+
+
+def quack() -> Function:
+    """Its kernel on full logits."""
+    from quack.linear_cross_entropy import linear_cross_entropy_func
+
+    return lambda hidden, weight, targets: (
+        -linear_cross_entropy_func(hidden, weight, None, targets, reduction="none", inplace_backward=True)
+    )
+
+
+def quack_chunked(reduction: str) -> Function:
+    """Takes no upstream gradient per token."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return partial(chunked_linear_cross_entropy, reduction=reduction)
+
+
+def flash_attn() -> Function:
+    """Its Triton cross-entropy on full logits, which writes their gradient over them."""
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    return lambda hidden, weight, targets: (
+        -cross_entropy_loss(hidden @ weight.T, targets, inplace_backward=True)[0]
+    )
+
+
+def _cut(name: str, preset: str) -> Peer:
+    return of_cross_entropy(
+        f"Cut Cross Entropy ({name})", partial(cut_cross_entropy, preset=preset), cuda=True
+    )
+
+
+PEERS = (
+    Peer("torch full logits", full_logits),
+    Peer("torch.compile", partial(full_logits, compiled=True)),
+    of_logprobs("TRL fused head", trl),
+    _cut("filtered", "cce"),
+    _cut("exact", "cce_exact"),
+    _cut("Kahan", "cce_kahan_full_c"),
+    Peer("Unsloth fused log-probabilities", unsloth),
+    of_logprobs("verl Triton", verl, cuda=True),
+    of_cross_entropy("torch linear_cross_entropy", torch_linear_cross_entropy),
+    of_logprobs("QuACK on full logits", quack, cuda=True),
+    of_cross_entropy("QuACK chunked cross-entropy", quack_chunked, cuda=True, alone=True),
+    of_logprobs("flash-attn on full logits", flash_attn, cuda=True),
+)
