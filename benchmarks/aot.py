@@ -5,8 +5,8 @@ Triton compiles for the named architecture and launches nothing. The kernels, ti
 argument specialisations are therefore the shipped ones, and a forward that needs the host to know a device
 value fails here. The backward runs as in a captured CUDA graph, where it asks the host nothing either.
 
-Registers, spills and the tensor core instructions are read off the machine code by the `cuobjdump` that
-comes with Triton. Run it in a process of its own, without TRITON_INTERPRET.
+Registers and spills are read off the machine code by the `cuobjdump` that comes with Triton, instructions off
+the PTX: disassembling takes longer than compiling. Run it in a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 
-TENSOR_CORE = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
-"""Instruction by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
+TENSOR_CORE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+"""PTX by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
 
 
 # What is launched -----------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class Report:
     config: str  # constexprs, warps, stages
     capability: int
     registers: int  # per thread
-    spills: int  # local memory instructions
+    spills: int  # bytes of stack per thread
     shared: int  # bytes per program, static and dynamic
     dots: int  # tl.dot in the source, after specialisation, of half precision operands
     tensor_core: int  # tensor core instructions of the expected kind
@@ -229,7 +229,7 @@ class Report:
         """What keeps this kernel from shipping; empty when nothing does."""
         found = []
         if self.spills:
-            found.append(f"spills ({self.spills} local memory instructions)")
+            found.append(f"spills ({self.spills} bytes a thread)")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.capability]}")
         if self.dots and not self.tensor_core:
@@ -277,13 +277,12 @@ def reports(capability: int, cases: Mapping[str, Callable[[], None]]) -> list[Re
 
 
 def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:
-    """Reads the machine code of one compiled kernel."""
+    """Reads the code of one compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        code = cuobjdump("-res-usage", "-sass", file.name)
-    usage = dict(re.findall(r"\b(REG|SHARED):(\d+)", code))
-    metadata = binary.metadata
+        usage = dict(re.findall(r"\b(REG|STACK|SHARED):(\d+)", cuobjdump("-res-usage", file.name)))
+    metadata, ptx = binary.metadata, binary.asm["ptx"]
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
     return Report(
@@ -292,11 +291,11 @@ def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], cap
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
         capability=capability,
         registers=int(usage["REG"]),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        spills=int(usage["STACK"]),
         shared=max(metadata.shared, int(usage["SHARED"])),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
-        tensor_core=len(re.findall(rf"\b{TENSOR_CORE[capability]}\b", code)),
-        narrow=len(re.findall(r"\b(?:LDG|STG)\.E\.[US]16\b", code)),
+        tensor_core=ptx.count(f"{TENSOR_CORE[capability]}."),
+        narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", ptx)),
     )
 
 

@@ -34,7 +34,7 @@ from grpo_fast.kernels.policy_loss import policy_loss as launch
 from grpo_fast.objective import GRPOLossConfig
 
 HOPPER = (", bfloat16", "e, bias, temperature, softcap", "s, bias, temperature, softcap", "loss, grpo")
-TOKENS = (1, 2, 15, 16, 500, 1024, 4096, 16_383, 16_384, 65_536, 100_000)
+TOKENS = (1, 2, 16, 500, 16_383, 65_536)
 STEPS = (forward, backward, partial(backward, exact=True))
 KEEPING = (partial(forward, keep=True), partial(backward, exact=True, keep=True))
 
@@ -147,10 +147,13 @@ def test_the_tuners_candidates_are_compiled_without_a_gpu(found):
     [
         ({}, []),
         ({"dots": 0, "tensor_core": 0}, []),
-        ({"spills": 2}, ["spills (2 local memory instructions)"]),
+        ({"spills": 8}, ["spills (8 bytes a thread)"]),
         ({"shared": 232_449}, ["shared memory 232449 > 232448"]),
-        ({"tensor_core": 0}, ["no HGMMA for a tl.dot"]),
-        ({"capability": 89, "shared": 101_377}, ["shared memory 101377 > 101376", "no HMMA for a tl.dot"]),
+        ({"tensor_core": 0}, ["no wgmma.mma_async for a tl.dot"]),
+        (
+            {"capability": 89, "shared": 101_377},
+            ["shared memory 101377 > 101376", "no mma.sync for a tl.dot"],
+        ),
     ],
 )
 def test_a_fault_is_named(changes, faults):
