@@ -82,9 +82,6 @@ class Probe:
     size: int = 0
 
 
-# One try --------------------------------------------------------------------------------------------------
-
-
 def preload(implementations: Sequence[str]) -> None:
     """What the server imports before the first try; a library that is missing is passed over."""
     libraries = [*_LIBRARIES, *["trl.trainer.grpo_trainer"] * (step.TRL in implementations)]
@@ -176,9 +173,6 @@ def predict_group(probe: Probe) -> int | None:
     return plan(config, shape, budget, prompt_length=probe.prompt, knobs=False).group_in_one_micro_batch
 
 
-# The search -----------------------------------------------------------------------------------------------
-
-
 def next_size(tried: Mapping[int, Measurement], largest: int) -> int | None:
     """What to try next, from two on: twice the best, then the middle to the least that fails; None: done."""
     fits, fails = sizes(tried, OK), sizes(tried, OOM)
@@ -253,10 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     names = choose_names(list(step.IMPLEMENTATIONS), options.impl)
     tokens = DEFAULTS.chosen_sizes(options, device)

@@ -2,7 +2,7 @@
 
 DIR holds one folder for each suite, a checkout of that project: trl, liger, cce, verl, prime_rl; those that
 are missing are left out. Tests are copied to a scratch folder, our functions take the peers' names there
-(`benchmarks.peer_projects`), and pytest runs in a process of its own. Without a GPU the copies compute on the
+(`benchmarks.peer_aliases`), and pytest runs in a process of its own. Without a GPU the copies compute on the
 CPU. Printed for each suite: passed, failed, deselected, skipped, and every failure's kind.
 
 This module is pytest's plugin in that process: it deselects by name, and records every result as it comes.
@@ -20,22 +20,46 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
+from pydantic import TypeAdapter
 
 from benchmarks.machine import environment
-from benchmarks.peer_projects import ALWAYS, SUITES, UNLESS_LARGE, Suite
 from benchmarks.record import write_json
 
 if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parents[1]
+Reasons = dict[str, str]  # by a pattern of a test's name
 UNKNOWN = "unexplained"
 OUTCOMES = ("passed", "failed", "deselected", "skipped")
 REPORT, DESELECT = "PEER_REPORT", "PEER_DESELECT"  # variables: a file of JSON lines, and {pattern: reason}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A project's tests of what we replace."""
+
+    url: str
+    copied: list[str]  # from the checkout into the scratch folder
+    tests: list[str]  # pytest's arguments, in the scratch folder
+    written: dict[str, str] = field(default_factory=dict)  # files of the scratch folder, and their text
+    import_path: list[str] = field(default_factory=lambda: ["."])  # in the scratch folder
+    on_cpu: dict[str, str] = field(default_factory=dict)  # replaced in the tests where there is no GPU
+    left_out: Reasons = field(default_factory=dict)
+    left_out_on_cpu: Reasons = field(default_factory=dict)
+    large: Reasons = field(default_factory=dict)  # left out on a CPU unless asked for
+    failures: dict[str, str] = field(default_factory=dict)  # pattern of name and message: kind
+
+
+SUITES = TypeAdapter(dict[str, Suite]).validate_python(
+    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+)
 
 
 def prepare(name: str, source: Path, scratch: Path) -> None:
@@ -55,9 +79,9 @@ def prepare(name: str, source: Path, scratch: Path) -> None:
         (scratch / part).write_text(text)
     for test in scratch.rglob("test_*.py"):
         text = test.read_text()
-        for old, new in () if torch.cuda.is_available() else suite.on_cpu:
+        for old, new in suite.on_cpu.items() if not torch.cuda.is_available() else ():
             text = text.replace(old, new)
-        test.write_text(f"from benchmarks.peer_projects import {name} as _alias\n\n_alias()\n{text}")
+        test.write_text(f"from benchmarks.peer_aliases import {name} as _alias\n\n_alias()\n{text}")
 
 
 def run_suite(
@@ -72,11 +96,7 @@ def run_suite(
     """
     suite = SUITES[name]
     on_gpu = torch.cuda.is_available()
-    left_out = {
-        pattern: why
-        for pattern, (when, why) in suite.left_out.items()
-        if when == ALWAYS or not (on_gpu or (large and when == UNLESS_LARGE))
-    }
+    left_out = suite.left_out | ({} if on_gpu else suite.left_out_on_cpu | ({} if large else suite.large))
     with tempfile.TemporaryDirectory() as folder:
         scratch, report = Path(folder), Path(folder, "results.jsonl")
         prepare(name, source, scratch)

@@ -1,6 +1,7 @@
 """`python -m benchmarks readme`: writes the tables of README.md from the checked-in records.
 
-Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of `benchmarks/results/NAME.json`.
+Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of `benchmarks/results/NAME.json`, as
+`readme.md.j2` writes it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
 from pydantic import TypeAdapter
 
 from grpo_fast.run_record.summary import duration_text, score_text
@@ -26,8 +27,7 @@ from .problem import PRODUCT
 from .record import Measurement, Record
 from .tables import DASH, ERRORS, OURS, label, shapes_of, split_axes
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
+HERE = Path(__file__).resolve().parent
 _REGION = re.compile(r"(<!-- table: (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 _OPENED = re.compile(r"<!-- table: ")
 _STATES = {OOM: "OOM", FAILED: "failed"}
@@ -35,8 +35,8 @@ _STATES = {OOM: "OOM", FAILED: "failed"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
-    parser.add_argument("--file", type=Path, default=ROOT / "README.md", help="README.md unless given")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
+    parser.add_argument("--file", type=Path, default=HERE.parent / "README.md", help="README.md unless given")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the records")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -63,21 +63,6 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-# One record -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What of a record README.md shows."""
-
-    heads: Sequence[str]
-    rows: Iterable[Sequence[str]]
-    environment: dict[str, Any]
-    fact: str = ""  # of the line that says where the numbers were made
-    command: Sequence[str] | None = None  # in place of the environment's
-    below: Sequence[str] = ()  # lines
-
-
 def render(path: Path) -> str:
     """The table of one file of `benchmarks/results`, with the line that says where it comes from.
 
@@ -85,49 +70,35 @@ def render(path: Path) -> str:
         ValueError: the file is missing, or of no kind that has a table.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.json")))
         raise ValueError(f"{path} cannot be read as a record ({error}); there are {known}") from error
-    keys = found.keys() if isinstance(found, dict) else set()
-    show = next((show for needed, show in _KINDS.items() if {*needed} <= keys), None)
-    if show is None:
-        held = ", ".join(sorted(keys)) or "nothing"
-        raise ValueError(f"{path} is of no kind that has a table: it holds {held}")
-    shown: Shown = show(found)
-    about = shown.environment
-    origin = (
-        shown.fact,
-        about.get("benchmark_device", about["device"]),
-        f"torch {about['versions']['torch']}",
-        about["started"][:10],
-        f"repeat: `{shlex.join(shown.command or about['command'])}`",
-        f"[record](benchmarks/results/{path.name})",
-    )
-    table = _table(shown.heads, shown.rows)
-    return "\n".join([*table, *shown.below, "", " · ".join(filter(None, origin))])
+    templates = Environment(trim_blocks=True, lstrip_blocks=True)
+    templates.filters |= {
+        "measurements": measurements,
+        "side_by_side": side_by_side,
+        "score": lambda found: score_text(found["score"], found["interval"]),
+        "duration": duration_text,
+        "join_command": shlex.join,
+    }
+    template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))
+    if not (text := template.render(record=record, file=path.name).strip()):
+        raise ValueError(f"{path} is of no kind that has a table: it holds {', '.join(record) or 'nothing'}")
+    return text
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in (heads, *rows)]
-    return [lines[0], "|---|" + "---:|" * (len(heads) - 1), *lines[1:]]
-
-
-# Measurements ---------------------------------------------------------------------------------------------
-
-
-def _record(found: Any) -> Shown:
+def measurements(found: dict[str, Any]) -> dict[str, Any]:
     """Implementations down, shapes across: median times, worst errors, largest memory."""
     record = TypeAdapter(Record).validate_python(found)
-    cells = record.cells
-    constant, varying = split_axes(cells)
-    shapes = shapes_of(cells)
-    there = [cell for cell in cells if cell.status != SKIPPED and cell.implementation != PRODUCT]
+    constant, varying = split_axes(record.cells)
+    shapes = shapes_of(record.cells)
+    there = [cell for cell in record.cells if cell.status != SKIPPED and cell.implementation != PRODUCT]
     errors = [name for name in ERRORS if any(name in cell.accuracy for cell in there)]
     memory = any(cell.peak_bytes is not None for cell in there)
     value, unit = (_largest, "largest group") if record.kind == "group" else (_time, "ms")
     heads = [", ".join(filter(None, (label(shape, varying), unit))) for shape in shapes]
-    heads += [f"worst {ERRORS[name]}" for name in errors] + ["most extra MiB"] * memory
+    heads += [f"worst {ERRORS[name]}".replace("|", "\\|") for name in errors] + ["most extra MiB"] * memory
 
     def row(name: str) -> tuple[list[float], list[str]]:
         """What sorts it, the time at the first shape, then the second, …; and the row."""
@@ -140,18 +111,17 @@ def _record(found: Any) -> Shown:
         return [cell.time.median if cell and cell.time else math.inf for cell in by_shape], texts
 
     rows = [texts for _, texts in sorted((row(name) for name in _names(there)), key=lambda pair: pair[0])]
-    products = {repr(cell.shape): cell.ceilings.get("product_seconds") for cell in cells}
+    products = {repr(cell.shape): cell.ceilings.get("product_seconds") for cell in record.cells}
     if any(products.values()):
         seconds = [products[repr(shape)] for shape in shapes]
         times = [DASH if second is None else _digits(1e3 * second) for second in seconds]
         rows.insert(0, [f"*{PRODUCT}*", *times, *[DASH] * (len(errors) + memory)])
-    return Shown(
-        ["implementation", *heads],
-        rows,
-        record.environment,
-        fact=label(constant),
-        below=_skipped(cells),
-    )
+    return {
+        "heads": ["implementation", *heads],
+        "rows": rows,
+        "constant": label(constant),
+        "skipped": _skipped(record.cells),
+    }
 
 
 def _names(cells: Iterable[Measurement]) -> list[str]:
@@ -182,78 +152,21 @@ def _worst(errors: Iterable[float | None]) -> str:
 def _skipped(cells: Sequence[Measurement]) -> list[str]:
     """What was measured nowhere, by reason."""
     measured = _names(cell for cell in cells if cell.status != SKIPPED)
-    reasons: dict[str, list[str]] = {}
-    for cell in cells:
-        names = reasons.setdefault(cell.reason, [])
-        if cell.implementation not in (*measured, *names):
-            names.append(cell.implementation)
-    left_out = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
-    return ["", f"Not measured: {'; '.join(left_out)}."] if left_out else []
+    absent = {cell.implementation: cell.reason for cell in cells if cell.implementation not in measured}
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in absent.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
 
 
-# Other kinds ----------------------------------------------------------------------------------------------
-
-
-def _quickstart(found: dict[str, Any]) -> Shown:
-    """Held-out score before and after, and the times, a seed a row."""
-    rows = []
-    for run in found["runs"]:
-        before, after = run["before"], run["after"]
-        scores = [score_text(score["score"], score["interval"]) for score in (before, after)]
-        times = [duration_text(run[f"seconds_{part}"]) for part in ("training", "wall")]
-        rows.append([str(run["seed"]), *scores, f"{100 * (after['score'] - before['score']):+.1f}", *times])
-    return Shown(
-        ["seed", "before", "after", "points", "training", "whole command"],
-        rows,
-        found["runs"][0]["provenance"],
-        fact=f"{found['runs'][0]['after']['n']} held-out questions, 95 % intervals",
-        command=["python", "-m", "benchmarks.quickstart", *found["overrides"]],
-    )
-
-
-def _side_by_side(found: dict[str, Any]) -> Shown:
+def side_by_side(all_cells: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
     """The worst of loss, gradient norm and metrics over all losses and steps, by precision and variant."""
-    rows = []
-    for precision in dict.fromkeys(cell["precision"] for cell in found["cells"]):
-        cells = [cell for cell in found["cells"] if cell["precision"] == precision]
+    for precision in dict.fromkeys(cell["precision"] for cell in all_cells):
+        cells = [cell for cell in all_cells if cell["precision"] == precision]
         for name in (name for name in cells[0]["variants"] if name != "TRL"):
             mine = [cell["variants"][name] for cell in cells]
             gaps = [run["differences"] for run in mine if run["differences"]]
             others = [gap[metric] for gap in gaps for metric in gap if metric not in ("loss", "grad_norm")]
             compared, steps = (sum(run["steps_compared"] for run in mine), sum(c["steps"] for c in cells))
             worst = [_worst(gap[key] for gap in gaps) for key in ("loss", "grad_norm")]
-            rows.append([name, precision, str(len(mine)), f"{compared} of {steps}", *worst, _worst(others)])
-    heads = ["variant", "precision", "runs", "steps compared", "loss", "grad norm", "any metric"]
-    return Shown(heads, rows, found["environment"], fact=f"model {found['model']}")
-
-
-def _peer_suites(found: dict[str, Any]) -> Shown:
-    """The peers' own tests on our functions: how many passed, and what was left out and why."""
-    rows = []
-    for name, suite in found["suites"].items():
-        left_out = "; ".join(f"{count:,} {why}" for why, count in suite["reasons"]["deselected"].items())
-        counts = [f"{suite[key]:,}" for key in ("passed", "failed", "skipped")]
-        rows.append([name, suite["commit"][:8], *counts, left_out or DASH])
-    heads = ["tests of", "revision", "passed", "failed", "skipped by themselves", "left out"]
-    command = ["python", "-m", "benchmarks.peer_suites", "--source", "DIR"]
-    return Shown(heads, rows, found["environment"], command=command)
-
-
-def _tolerance_training(found: dict[str, Any]) -> Shown:
-    """Final rewards with the certified gradient beside those with exact ones."""
-    rows = [
-        [name, *(f"{reward[key]:.3f}" for key in ("mean", "low", "high"))]
-        for name, reward in found["summary"].items()
-    ]
-    heads = ["gradient of the head", "final reward", "lowest seed", "highest seed"]
-    size = f"a toy with {found['vocabulary']:,} words, {found['steps']} steps"
-    return Shown(heads, rows, found["environment"], fact=size)
-
-
-_KINDS: dict[tuple[str, ...], Callable[[Any], Shown]] = {  # by keys that no other kind has
-    ("schema",): _record,
-    ("recipe",): _quickstart,
-    ("model", "cells"): _side_by_side,
-    ("suites",): _peer_suites,
-    ("summary", "vocabulary"): _tolerance_training,
-}
+            yield [name, precision, str(len(mine)), f"{compared} of {steps}", *worst, _worst(others)]

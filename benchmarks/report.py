@@ -6,16 +6,15 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from grpo_fast.run_record.report import page_style
 
 from . import charts
-from .charts import Plot, Slice
+from .charts import Plot, Quantity, Slice
 from .measure import SKIPPED
 from .record import Measurement, Record, read
 from .tables import EXPLANATION, conclusions, label, shape_tables, shapes_of, skipped, split_axes
@@ -26,7 +25,7 @@ TITLES = {"head": "LM head", "kernels": "Kernels", "step": "Policy update", "rol
           "group": "Largest group", "train": "Training", "scaling": "Scaling"}  # fmt: skip
 FRONTS = {"hidden_gradient": "Relative error of dX", "logprob": "Largest error of log p, nats"}
 _FIRST_AXES = ("tokens", "vocabulary", "hidden")
-Draw = Callable[[], Plot | None]
+Plots = Iterator[Plot | None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +83,7 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
         "common": label(constant) if varying else "",
         "legend": {name: charts.swatch(style, name) for name, style in styles.items()},
         "has_product": any("product_seconds" in cell.ceilings for cell in measured),
-        "groups": [_first(title, draws) for title, draws in _plots(record, drawn, varying, styles).items()],
+        "groups": [_first(title, plots) for title, plots in _plots(record, drawn, varying, styles).items()],
         "tables": shape_tables(concluded) + shape_tables(others, varying),
         "skipped": [(name, reason) for name, reason in skipped(record.cells) if name not in everywhere],
         "provenance": dict(_provenance(record)),
@@ -93,48 +92,41 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
 
 def _plots(
     record: Record, cells: Sequence[Measurement], varying: Sequence[str], styles: dict[str, charts.Style]
-) -> dict[str, list[Draw]]:
-    """By heading; not yet drawn."""
+) -> dict[str, Plots]:
+    """By heading, each drawn when its turn comes."""
     shapes = [
         ([cell for cell in cells if cell.shape == shape], label(shape, varying) or label(shape))
         for shape in shapes_of(cells)
     ]
     sizes = [(part, label(part.fixed, varying)) for part in _sizes(cells)]
     copy_rate = 1e9 * record.environment.get("copy_gigabytes_per_second", 0.0)
-    bars = {
-        quantity: [partial(charts.bars, found, quantity, title) for found, title in shapes]
-        for quantity in (charts.GROUP, charts.TIME, charts.THROUGHPUT, charts.MEMORY)
-    }
-    lines = {
-        quantity: [partial(charts.lines, part, quantity, styles, title) for part, title in sizes]
-        for quantity in (charts.TIME, charts.MEMORY)
-    }
-    fronts = [
-        partial(charts.pareto, found, error, words, styles, title)
-        for found, title in shapes
-        for error, words in FRONTS.items()
-    ]
+
+    def bars(quantity: Quantity) -> Plots:
+        return (charts.bars(found, quantity, title) for found, title in shapes)
+
+    def lines(quantity: Quantity) -> Plots:
+        return (charts.lines(part, quantity, styles, title) for part, title in sizes)
+
     return {
-        "Largest group that fits": bars[charts.GROUP],
-        "Time at one shape": bars[charts.TIME],
-        "Throughput at one shape": bars[charts.THROUGHPUT],
-        "Time against size": lines[charts.TIME],
-        "Memory": lines[charts.MEMORY] or bars[charts.MEMORY],
-        "Accuracy against time": fronts,
-        "Roofline": [partial(charts.roofline, cells, copy_rate, styles)],
-        "Phases": [partial(charts.phases, found, title) for found, title in shapes],
+        "Largest group that fits": bars(charts.GROUP),
+        "Time at one shape": bars(charts.TIME),
+        "Throughput at one shape": bars(charts.THROUGHPUT),
+        "Time against size": lines(charts.TIME),
+        "Memory": lines(charts.MEMORY) if sizes else bars(charts.MEMORY),
+        "Accuracy against time": (
+            charts.pareto(found, error, words, styles, title)
+            for found, title in shapes
+            for error, words in FRONTS.items()
+        ),
+        "Roofline": iter([charts.roofline(cells, copy_rate, styles)]),
+        "Phases": (charts.phases(found, title) for found, title in shapes),
     }
 
 
-def _first(title: str, draws: Sequence[Draw]) -> dict[str, Any]:
-    """The first plots that have something to show; the rest is not even drawn."""
-    plots: list[Plot] = []
-    waiting = list(draws)
-    while waiting and len(plots) < MOST_PLOTS:
-        plot = waiting.pop(0)()
-        if plot is not None:
-            plots.append(plot)
-    return {"title": title, "plots": plots, "left_out": len(waiting)}
+def _first(title: str, drawn: Plots) -> dict[str, Any]:
+    """The first plots that have something to show."""
+    plots = list(islice((plot for plot in drawn if plot is not None), MOST_PLOTS + 1))
+    return {"title": title, "plots": plots[:MOST_PLOTS], "more": len(plots) > MOST_PLOTS}
 
 
 def _sizes(cells: Sequence[Measurement]) -> list[Slice]:

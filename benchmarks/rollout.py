@@ -77,10 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[device.type]
     sizes = DEFAULTS.chosen_sizes(options, device)

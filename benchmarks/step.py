@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
+from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.update import packed_loss
@@ -80,8 +80,6 @@ class Update:
     totals: StepTotals
     micro_batch_tokens: int
     seed: int = 0
-    losses: dict[str, float] = field(default_factory=dict)  # of the last repetition, by implementation
-    norms: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def policy(self) -> Policy:
@@ -96,22 +94,16 @@ class Update:
         lengths = [(len(sample.prompt_ids), len(sample.completion_ids)) for sample in self.samples]
         return Work(flops=update_flops(self.policy.base_model, lengths), tokens=sum(map(sum, lengths)))
 
-    def metrics(self, name: str) -> dict[str, float]:
-        """Beside the rates: what shows that an implementation computed the same."""
-        held = sum(p.nbytes for p in self.policy.model.parameters())
-        held += sum(t.nbytes for t in self.optimizer.state_tensors().values())
-        return {"loss": self.losses[name], "grad_norm": self.norms[name], "held_bytes": float(held)}
-
     def prepared(
         self,
-        name: str,
         attention: str,
         batches: Callable[[Stopwatch], Sequence[Any]],
         loss_of: Callable[[Any, Stopwatch], Tensor],
         close: Callable[[], object] = lambda: None,
     ) -> Prepared:
         """An implementation by its micro-batches and the loss of each."""
-        policy, _ = self.policy, self.optimizer
+        policy, optimizer = self.policy, self.optimizer
+        last: dict[str, float] = {}  # shows that all implementations compute the same
 
         def run(watch: Stopwatch) -> None:
             policy.base_model.set_attn_implementation(attention)
@@ -122,19 +114,23 @@ class Update:
                     loss.backward()
                 losses.append(loss.detach())
             with watch.phase(OPTIMIZER):
-                self.norms[name] = self.optimizer.step()
-            self.losses[name] = float(torch.stack(losses).sum())
+                last["grad_norm"] = optimizer.step()
+            last["loss"] = float(torch.stack(losses).sum())
 
-        return Prepared(run, self.work, lambda _: self.metrics(name), close=close)
+        def metrics(_: float) -> dict[str, float]:
+            held = [*policy.model.parameters(), *optimizer.state_tensors().values()]
+            return last | {"held_bytes": float(sum(tensor.nbytes for tensor in held))}
+
+        return Prepared(run, self.work, metrics, close=close)
 
 
 def entrant(name: str, update: Update) -> Entrant:
     """The named implementation of the update."""
-    prepare = {OURS: _packed, FULL: _packed, TRL: _trl}[name]
-    return Entrant(name, partial(prepare, name, update))
+    prepare = {OURS: partial(_packed, packed_loss), FULL: partial(_packed, full_logits_loss), TRL: _trl}[name]
+    return Entrant(name, partial(prepare, update))
 
 
-def _packed(name: str, update: Update) -> Prepared:
+def _packed(head_loss: Callable[..., Any], update: Update) -> Prepared:
     policy = update.policy
 
     def batches(watch: Stopwatch) -> list[PackedBatch]:
@@ -150,12 +146,10 @@ def _packed(name: str, update: Update) -> Prepared:
         with watch.phase(FORWARD):
             hidden = policy.hidden_states(batch)
         with watch.phase(HEAD):
-            if name == FULL:
-                return full_logits_loss(policy.head, hidden, batch, LOSS, update.totals)
             into = update.optimizer.gradient_of(policy.head.weight)
-            return packed_loss(policy.head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
+            return head_loss(policy.head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
 
-    return update.prepared(name, policy.base_model.config._attn_implementation, batches, loss_of)
+    return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 
 
 def full_logits_loss(
@@ -163,9 +157,11 @@ def full_logits_loss(
     hidden: Tensor,
     batch: PackedBatch,
     config: GRPOLossConfig,
+    *,
     totals: StepTotals | None = None,
-) -> Tensor:
-    """What `packed_loss` computes, by the logits of all tokens at once."""
+    weight_grad: Tensor | None = None,
+) -> LossOutputs:
+    """As `packed_loss`, by the logits of all tokens at once, and with autograd for `weight_grad`."""
     log_p = F.linear(hidden, head.weight, head.bias).float().log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -178,10 +174,10 @@ def full_logits_loss(
         entropy=entropy,
         totals=totals,
     )
-    return policy_loss(inputs, config).loss
+    return policy_loss(inputs, config)
 
 
-def _trl(name: str, update: Update) -> Prepared:
+def _trl(update: Update) -> Prepared:
     """The loss of a GRPOTrainer around the same model, which never trains itself."""
     from trl import GRPOTrainer
 
@@ -214,7 +210,7 @@ def _trl(name: str, update: Update) -> Prepared:
 
     ours = policy.base_model.config._attn_implementation
     attention = ours if ours == "flash_attention_2" else "sdpa"
-    return update.prepared(name, attention, lambda _: batches, loss_of, close=folder.cleanup)
+    return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
 
 
 def _nothing(completions: list[str], **_: Any) -> list[float]:
@@ -254,10 +250,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     names = choose_names(list(IMPLEMENTATIONS), options.impl)
     sizes = DEFAULTS.chosen_sizes(options, device)

@@ -12,7 +12,6 @@ import gc
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from .contest import TOKENS, Limits, medians
-from .measure import NO_TIME, OK, SKIPPED, Memory, Stopwatch, failure_of, memory_of, summarise, synchronize
+from .measure import NO_TIME, OK, SKIPPED, Memory, Stopwatch, failure_of, memory_of, summarise
 from .models import Defaults, save_model, vocabulary_of
 from .peers import choose_names
 from .record import Measurement
@@ -74,13 +73,8 @@ class Setting:
         return random_prompts(16 * self.prompts, self.prompt, vocabulary, self.seed)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """One training step."""
-
-    seconds: float
-    phases: dict[str, float]
-    tokens: float  # sampled
+StepTime = tuple[float, dict[str, float], float]
+"""Of one training step: seconds, those of each phase, tokens sampled."""
 
 
 def ours_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterator[StepTime]:
@@ -111,18 +105,16 @@ def ours_steps(model: Path, setting: Setting, steps: int, device: torch.device) 
                 "optimizer": {"learning_rate": _LEARNING_RATE},
             }
         )
-        trainer = build_grpo_trainer(config)
+        trainer, watch = build_grpo_trainer(config), Stopwatch(device, wall=True)
         with trainer.engine:
             for _ in range(steps):
-                synchronize(device)
-                start = time.perf_counter()
+                watch.start()
                 result = trainer.train_step()
-                synchronize(device)
-                seconds = time.perf_counter() - start
+                seconds, _ = watch.stop()
                 phases = {name.removeprefix("time/"): spent for name, spent in result.timings.items()
                           if name.startswith("time/") and name != "time/step"}  # fmt: skip
                 length = result.metrics["completion/length_mean"]
-                yield StepTime(seconds, phases, length * setting.prompts * setting.group)
+                yield seconds, phases, length * setting.prompts * setting.group
 
 
 def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterable[StepTime]:
@@ -187,7 +179,7 @@ def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -
             setattr(trainer, name, in_phase(getattr(trainer, name), watch, phase))
         trainer.train()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    return [StepTime(*taken, length * batch) for taken, length in zip(times, lengths, strict=True)]
+    return [(*taken, length * batch) for taken, length in zip(times, lengths, strict=True)]
 
 
 STEPS: dict[str, Callable[[Path, Setting, int, torch.device], Iterable[StepTime]]] = {
@@ -246,15 +238,15 @@ class TrainBout:
         state, reason = self._failures.get(name, (OK, "") if steps else (SKIPPED, NO_TIME))
         if state != OK:
             return Measurement(name, self.shape, state, reason)
-        seconds = [step.seconds for step in steps]
-        tokens = statistics.median(step.tokens for step in steps)
+        seconds, phases, counts = map(list, zip(*steps, strict=True))
+        tokens = statistics.median(counts)
         return Measurement(
             implementation=name,
             shape=self.shape,
             seconds=seconds,
             time=summarise(seconds),
             memory=self._memory.get(name),
-            phases=medians([step.phases for step in steps]),
+            phases=medians(phases),
             metrics={TOKENS: tokens / statistics.median(seconds), "tokens": tokens},
         )
 
@@ -269,10 +261,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -55,32 +55,69 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     ]
 
 
-def test_the_product_is_the_first_row_where_it_was_measured(tmp_path):
-    table = table_of(tmp_path, replace(OURS, ceilings={"product_seconds": 0.0015}), kind="head")
+def test_the_product_comes_first_and_the_group_that_fits_takes_the_place_of_its_time(tmp_path):
+    found = replace(OURS, ceilings={"product_seconds": 0.0015}, metrics={"largest_group": 96.0})
 
-    assert table.splitlines()[2] == f"| *one product X Wᵀ* | 1.50 | {DASH} | {DASH} |"
-
-
-def test_the_group_that_fits_is_shown_instead_of_its_time(tmp_path):
-    found = replace(OURS, metrics={"largest_group": 96.0})
-
+    assert table_of(tmp_path, found).splitlines()[2:4] == [
+        f"| *one product X Wᵀ* | 1.50 | {DASH} | {DASH} |",
+        "| **ours** | 4.00 | 2.0e-06 | 3 |",
+    ]
     assert "| **ours** | 96 |" in table_of(tmp_path, found, kind="group")
 
 
-def test_the_side_by_side_shows_the_worst_of_all_losses_for_each_precision(tmp_path):
-    def cell(precision: str, loss: float, kl: float) -> dict:
-        exact = {"differences": {"loss": 0, "grad_norm": 0, "kl": 0}, "steps_compared": 20}
-        ours = {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": 20}
-        return {"precision": precision, "steps": 20, "variants": {"TRL": exact, "patched": ours}}
+REWARDS = {"mean": 0.72601, "low": 0.7, "high": 0.75}
+SUITE = {"commit": "0123456789", "passed": 1019, "failed": 1, "skipped": 2}
+SUITE["reasons"] = {"deselected": {"large": 1148, "other": 2}, "skipped": {}}
 
-    cells = [cell("float32", 3e-7, 5e-7), cell("float32", 1e-7, 9e-7), cell("bfloat16", 2e-3, 1e-3)]
-    path = tmp_path / "trl.json"
-    path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
+
+def variant(loss: float, kl: float, steps: int = 20) -> dict:
+    return {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": steps}
+
+
+def cell(precision: str, patched: dict) -> dict:
+    return {"precision": precision, "steps": 20, "variants": {"TRL": variant(0, 0), "patched": patched}}
+
+
+@pytest.mark.parametrize(
+    ("record", "rows", "origin"),
+    [
+        (
+            {
+                "model": "random",
+                "cells": [
+                    cell("float32", variant(3e-7, 5e-7)),
+                    cell("float32", variant(1e-7, 9e-7, steps=10)),
+                    cell("bfloat16", variant(float("nan"), 1e-3)),
+                ],
+            },
+            [
+                "| patched | float32 | 2 | 30 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |",
+                "| patched | bfloat16 | 1 | 20 of 20 | nan | 1.0e-06 | 1.0e-03 |",
+            ],
+            "model random · a machine · torch 2.13.0 · 2026-11-20 · "
+            "repeat: `python -m benchmarks step --minutes 2` · [record](benchmarks/results/record.json)",
+        ),
+        (
+            {"suites": {"cce": SUITE}},
+            ["| cce | 01234567 | 1,019 | 1 | 2 | 1,148 large; 2 other |"],
+            "a machine · torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks.peer_suites --source",
+        ),
+        (
+            {"summary": {"tolerance 1": REWARDS}, "vocabulary": 2048, "steps": 60},
+            ["| tolerance 1 | 0.726 | 0.700 | 0.750 |"],
+            "a toy with 2,048 words, 60 steps · a machine · ",
+        ),
+    ],
+    ids=["side by side", "peers' suites", "tolerance"],
+)
+def test_other_records_have_tables_of_their_own(tmp_path, record, rows, origin):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"environment": ENVIRONMENT} | record))
 
     lines = render(path).splitlines()
 
-    assert lines[2] == "| patched | float32 | 2 | 40 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |"
-    assert lines[3] == "| patched | bfloat16 | 1 | 20 of 20 | 2.0e-03 | 1.0e-06 | 1.0e-03 |"
+    assert lines[2:-2] == rows
+    assert lines[-2] == "" and lines[-1].startswith(origin)
 
 
 @pytest.fixture
@@ -118,11 +155,8 @@ def test_a_marker_that_cannot_be_filled_is_named(readme, capsys, text, named):
 
     assert main(["readme", f"--file={readme}", f"--results={readme.parent}"]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_a_page_that_is_not_there_is_named(tmp_path, capsys):
-    assert main(["readme", f"--file={tmp_path / 'NONE.md'}"]) == 2
-    assert "NONE.md: run this in a checkout" in capsys.readouterr().err
+    assert main(["readme", f"--file={readme.parent / 'NONE.md'}"]) == 2
+    assert "NONE.md" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ['{"source": "a histogram"}', "[]", "no JSON"])
@@ -132,34 +166,3 @@ def test_a_file_without_a_table_is_named(tmp_path, content):
 
     with pytest.raises(ValueError, match=r"other\.json"):
         render(path)
-
-
-def test_peers_suites_become_their_counts_and_reasons(tmp_path):
-    path = tmp_path / "suites.json"
-    origin = {"device": "CPU", "versions": {"torch": "2.13.0"}, "started": "2026-11-20T09:00:00"}
-    suite = {"commit": "0123456789", "passed": 1019, "failed": 1, "skipped": 2}
-    suite["reasons"] = {"deselected": {"large": 1148}, "skipped": {}}
-    path.write_text(json.dumps({"environment": origin, "suites": {"cce": suite}}))
-
-    lines = render(path).splitlines()
-
-    assert lines[2] == "| cce | 01234567 | 1,019 | 1 | 2 | 1,148 large |"
-    assert lines[-1].startswith("CPU · torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks.peer_suites")
-
-
-def test_training_with_a_tolerance_becomes_final_rewards(tmp_path):
-    path = tmp_path / "training.json"
-    origin = {
-        "device": "CPU",
-        "versions": {"torch": "2.13.0"},
-        "started": "2026-11-20",
-        "command": ["a", "b"],
-    }
-    summary = {"tolerance 1": {"mean": 0.72601, "deviation": 0.01, "low": 0.7, "high": 0.75}}
-    record = {"environment": origin, "summary": summary, "vocabulary": 2048, "steps": 60}
-    path.write_text(json.dumps(record))
-
-    lines = render(path).splitlines()
-
-    assert lines[2] == "| tolerance 1 | 0.726 | 0.700 | 0.750 |"
-    assert lines[-1].startswith("a toy with 2,048 words, 60 steps · CPU") and "`a b`" in lines[-1]

@@ -14,25 +14,18 @@ from benchmarks.tables import label, number, print_measurements, shape_tables, s
 SHAPE = {"model": "toy", "micro_batch_tokens": 16_384}
 
 
-def at(name: str = "ours", **shape: object) -> Measurement:
-    return Measurement(name, shape)
-
-
 def printed(*found: Measurement) -> str:
-    screen = Console(width=200, file=io.StringIO())
+    screen = Console(width=220, file=io.StringIO())
     print_measurements(screen, found)
     return screen.file.getvalue()
 
 
 def test_what_all_shapes_agree_on_is_said_once():
-    cells = [
-        at(tokens=64, dtype="float32"),
-        at(tokens=128, dtype="float32"),
-        at("TRL", tokens=64, dtype="float32"),
-    ]
+    shapes = [{"tokens": tokens, "dtype": "float32"} for tokens in (64, 128, 64)]
+    cells = [Measurement("ours", shape) for shape in shapes]
 
     assert split_axes(cells) == ({"dtype": "float32"}, ["tokens"])
-    assert shapes_of(cells) == [cells[0].shape, cells[1].shape]
+    assert shapes_of(cells) == shapes[:2]
 
 
 @pytest.mark.parametrize(
@@ -53,56 +46,52 @@ def test_a_shape_reads_as_a_person_would_say_it(shape, names, text):
     assert label(shape, names) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(16_384, "16,384"), (18.0, "18.0"), (146.2, "146"), (0.01234, "0.0123"), (1234.5, "1,234")],
-)
-def test_numbers_have_three_digits(value, text):
-    assert number(value) == text
+def test_numbers_have_three_digits():
+    texts = [number(value) for value in (16_384, 18.0, 146.2, 0.01234, 1234.5, 7)]
+
+    assert texts == ["16,384", "18.0", "146", "0.0123", "1,234", "7"]
 
 
-def test_a_row_has_its_time_rates_memory_errors_and_phases():
-    text = printed(
-        Measurement(
-            "ours",
-            SHAPE,
-            time=Spread(12.5, 12.0, 13.0, 5),
-            memory=Memory(3 << 20, None),
-            accuracy={"logprob": 0.25},
-            phases={"forward": 0.0101},
-            metrics={"tokens_per_second": 5000.0, "grad_norm": 0.25},
-            ceilings={"product_seconds": 5e-3},
-        )
+def test_a_row_has_its_time_rates_memory_errors_phases_and_metrics_with_their_intervals():
+    found = Measurement(
+        "ours",
+        SHAPE,
+        time=Spread(12.5, 12.0, 13.0, 5),
+        memory=Memory(3 << 20, None),
+        accuracy={"logprob": 0.25},
+        phases={"forward": 0.0101},
+        metrics={"tokens_per_second": 5e3, "fit": 1.02, "fit_lower": 0.9, "fit_upper": 1.14},
+        ceilings={"product_seconds": 5e-3},
     )
 
+    text = printed(found)
+
     assert "toy, micro batch tokens 16,384" in text
-    for shown in ("12.5", "2.50", "5,000", "2.5e-01", "INACCURATE", "forward 10.1", "grad norm 0.25"):
+    for shown in (
+        "12.5",
+        "2.50",
+        "5,000",
+        "2.5e-01",
+        "INACCURATE",
+        "forward 10.1",
+        "fit 1.02 (0.90 to 1.14)",
+    ):
         assert shown in text
     assert "allocator MiB" in text
     assert "driver MiB" not in text
 
 
-def test_a_failure_keeps_the_letters_of_its_reason():
-    assert "failed ValueError: no [file] at a_b/c_d" in printed(
-        Measurement("TRL", SHAPE, FAILED, "ValueError: no [file] at a_b/c_d")
-    )
-
-
-def test_an_exponent_stands_with_its_interval():
-    metrics = {"time_exponent": 1.02, "time_exponent_lower": 0.9, "time_exponent_upper": 1.14}
-
-    assert "time exponent 1.02 (0.90 to 1.14)" in printed(Measurement("ours", SHAPE, metrics=metrics))
-
-
 def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_elsewhere():
     absent = Measurement("c", {"n": 1}, SKIPPED, "not installed")
+    broken = Measurement("z", {"n": 1}, FAILED, "ValueError: no [file] at a_b/c_d")
     slow, fast = (
         Measurement(name, {"n": 1}, time=Spread(ms, ms, ms, 1)) for name, ms in (("a", 2), ("b", 1))
     )
-    cells = [slow, at("a", n=2), Measurement("z", {"n": 1}, FAILED), fast, absent]
+    cells = [slow, Measurement("a", {"n": 2}), broken, fast, absent]
 
     tables = shape_tables(cells)
 
     assert [[row.name for row in table.rows] for table in tables] == [["b", "a", "z"], ["a"]]
     assert list(skipped(cells)) == [("c", "not installed")]
     assert printed() == printed(absent) == ""
+    assert "failed ValueError: no [file] at a_b/c_d" in printed(broken)

@@ -1,4 +1,4 @@
-"""The peers' tests of what we replace, and our functions under the peers' names for them.
+"""Our functions under the peers' names, for the peers' tests.
 
 A function of a peer's name makes ours take the names that the peer's tests import; each is called in the test
 file itself, before it imports anything, so that processes which a test spawns see the names, too.
@@ -13,7 +13,6 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,129 +161,3 @@ def _stub(*names: str) -> frozenset[str]:
     """Those that a peer imports, the tested functions do not use, and are absent. For this process's life."""
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "integrations"))
     return _STUBS.enter_context(importlib.import_module("host_stubs").stubbed(*names))
-
-
-VERL_DRIVER = """
-from types import SimpleNamespace
-
-import pytest
-import torch
-from test_linear_cross_entropy import TestLinearCrossEntropy as Case
-
-Case.__test__ = False
-EVENT = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 0.0)
-
-
-@pytest.mark.parametrize("index", range(5))
-def test_forward_and_backward(index, monkeypatch):
-    case = Case(index)
-    if not torch.cuda.is_available():
-        for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: EVENT)
-        full = case.generate_hyper
-
-        def reduced():
-            full()
-            case.num_tokens, case.vocab_size = case.num_tokens // 16, case.vocab_size // 16
-
-        case.generate_hyper = reduced
-    case.verify_correctness(iterations=2)
-"""
-ALWAYS, WITHOUT_GPU, UNLESS_LARGE = "always", "without a GPU", "without a GPU, unless --large"
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A project's tests of what we replace."""
-
-    url: str
-    copied: tuple[str, ...]  # from the checkout into the scratch folder
-    tests: tuple[str, ...]  # pytest's arguments, in the scratch folder
-    written: dict[str, str] = field(default_factory=dict)  # files of the scratch folder, and their text
-    import_path: tuple[str, ...] = (".",)  # in the scratch folder
-    on_cpu: tuple[tuple[str, str], ...] = ()  # replaced in the tests where there is no GPU
-    left_out: dict[str, tuple[str, str]] = field(default_factory=dict)  # pattern of a test's name: when, why
-    failures: dict[str, str] = field(default_factory=dict)  # pattern of name and message: kind
-
-
-TO_CPU = (
-    ('device="cuda"', 'device="cpu"'),
-    ("skipif(not torch.cuda.is_available()", "skipif(False"),
-    ("torch.bfloat16 and not torch.cuda.is_available()", "False"),
-    ("torch.cuda.manual_seed", "torch.manual_seed"),
-)
-SUITES = {
-    "trl": Suite(
-        url="https://github.com/huggingface/trl",
-        copied=("tests/test_kernels.py",),
-        tests=("tests/test_kernels.py",),
-        written={
-            "tests/__init__.py": "",
-            "tests/testing_utils.py": "def require_torch_accelerator(test):\n    return test\n",
-        },
-        left_out={
-            "TestLogProbEntropy": (ALWAYS, "tests a kernel on logits, which has no counterpart of ours"),
-            "TestChunkedLogProbFunction::test_forward": (
-                ALWAYS,
-                "patches torch.mm and counts TRL's own chunks",
-            ),
-        },
-        failures={
-            r"bfloat16|test_bias\[dtype1\]": "logits are float32, where the test rounds them to bfloat16",
-            "test_is_top1_matches_argmax_with_ties": "of two equal rows of the head each is the argmax",
-        },
-    ),
-    "liger": Suite(
-        url="https://github.com/linkedin/Liger-Kernel",
-        copied=("test",),
-        tests=tuple(
-            f"test/chunked_loss/test_{kind}_loss.py"
-            for kind in ("grpo", "dpo", "orpo", "simpo", "cpo", "kto")
-        ),
-        left_out={
-            "triton_(grpo|loss)|triton.*grpo": (WITHOUT_GPU, "Liger's own Triton kernel on a GPU"),
-            "8-128-1024-4096": (UNLESS_LARGE, "large shape, some ten seconds a test on a CPU: --large"),
-        },
-        failures={
-            "luspo.*dtype0.*4096": "the reference rounds logits to bfloat16, and luspo multiplies by lengths"
-        },
-    ),
-    "cce": Suite(
-        url="https://github.com/apple/ml-cross-entropy",
-        copied=("cut_cross_entropy", "tests"),
-        tests=tuple(
-            f"tests/test_{name}.py" for name in ("vocab_parallel", "cce_loss_forward", "cce_loss_backward")
-        ),
-        on_cpu=TO_CPU,
-        left_out={
-            "torch_compile": (ALWAYS, "CCE's own torch.compile implementation"),
-            "test_partition_n_into_range": (ALWAYS, "CCE's own arithmetic of ranges"),
-            "test_loss_backward.*cce_exact": (
-                WITHOUT_GPU,
-                "on a CPU the same function of ours as for 'cce'",
-            ),
-        },
-    ),
-    "verl": Suite(
-        url="https://github.com/volcengine/verl",
-        copied=("tests/utils/test_linear_cross_entropy.py",),
-        tests=("driver.py",),
-        written={"driver.py": VERL_DRIVER},
-        import_path=("tests/utils",),
-        # verl's own baseline takes labels (1, N) through flash-attention only.
-        on_cpu=(*TO_CPU, ("labels=labels, inplace", "labels=labels.squeeze(0), inplace")),
-    ),
-    "prime_rl": Suite(
-        url="https://github.com/PrimeIntellect-ai/prime-rl",
-        copied=(
-            "pyproject.toml",
-            "src/prime_rl",
-            "packages/prime-rl-configs/src",
-            "tests/unit/train/rl/test_fused_lm_head.py",
-        ),
-        tests=("tests/unit/train/rl/test_fused_lm_head.py",),
-        import_path=("src", "packages/prime-rl-configs/src"),
-        on_cpu=(('"cuda"', '"cpu"'),),
-    ),
-}
