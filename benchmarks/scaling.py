@@ -67,17 +67,19 @@ def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
 
 def _predicted_bytes(setting: Setting, device: torch.device) -> int:
     from grpo_fast.head.operator import device_facts
+    from grpo_fast.head.plan import Workload
     from grpo_fast.plan.head_bytes import head_bytes
 
     dtype = DTYPES[setting.dtype]
-    parts = head_bytes(
-        device_facts(device.type, device.index),
-        rows=setting.tokens,
-        hidden=setting.hidden,
-        vocabulary=setting.vocabulary,
-        dtype=dtype,
-        weight_trained=setting.trainable,
+    call = Workload(
+        setting.tokens,
+        setting.vocabulary,
+        dtype,
+        extra_statistics=True,
+        hidden_size=setting.hidden,
+        trainable=setting.trainable,
     )
+    parts = head_bytes(device_facts(device.type, device.index), call)
     vectors = setting.tokens + setting.trainable * setting.vocabulary
     gradients = vectors * setting.hidden * dtype.itemsize
     return parts.kept + max(parts.forward, parts.backward + gradients)

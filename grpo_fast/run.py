@@ -66,39 +66,45 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
-            restore(trainer, checkpoint)
-        check_writable(run_dir, needed_bytes=checkpoint_bytes(trainer))
+            trainer.optimizer.load_state_tensors(checkpoint.tensors["optimizer"])
+            trainer.optimizer.load_state(checkpoint.state["optimizer"])
+            trainer.load_state_dict(checkpoint.state["trainer"])
+            restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
+            trainer.step = checkpoint.step
+        # A checkpoint has the weights, their two moments and float32 masters.
+        weights = trainer.policy.trainable().values()
+        check_writable(run_dir, needed_bytes=sum(p.numel() * (p.element_size() + 12) for p in weights))
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
-        stop = stack.enter_context(StopRequest().listening())
-        recorder = Recorder(trainer, config, store, checkpoint=checkpoint, show=display)
-        stack.enter_context(recorder)
+        signals = stack.enter_context(noting_signals())
+        recorder = stack.enter_context(Recorder(trainer, config, store, checkpoint=checkpoint, show=display))
         if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.on_progress
         recorder.begin()
-        while trainer.step < config.max_steps and not stop.signal:
+        while trainer.step < config.max_steps and not signals:
             recorder.record(trainer.train_step())
-        recorder.finish(stop.signal)
+        recorder.finish(signals[0] if signals else None)
     return run_dir
 
 
-class StopRequest:
-    """Set by SIGINT or SIGTERM: finish the step, save, leave. A second SIGINT interrupts at once."""
+@contextmanager
+def noting_signals() -> Iterator[list[str]]:
+    """SIGINTs and SIGTERMs by name: at the first a run finishes its step, saves and leaves.
 
-    signal: str | None = None
+    A second SIGINT interrupts at once.
+    """
+    received: list[str] = []
 
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        def note(number: int, _frame: object) -> None:
-            if self.signal and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.signal = signal.Signals(number).name
+    def note(number: int, _frame: object) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
 
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def find_checkpoint(
@@ -121,7 +127,8 @@ def find_checkpoint(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume"
         )
     checkpoint = store.load_latest() if resume == "latest" else store.load(Path(resume))
-    changed = changed_keys(load_config(earlier, []), config)
+    before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
+    changed = [key for key in now if key not in CHANGEABLE and now[key] != before[key]]
     if changed and checkpoint is not None:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration "
@@ -129,12 +136,6 @@ def find_checkpoint(
             "another output_dir"
         )
     return checkpoint
-
-
-def changed_keys(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """Sections in which two configurations would train differently."""
-    old_values, new_values = old.model_dump(mode="json"), new.model_dump(mode="json")
-    return [key for key in new_values if key not in CHANGEABLE and new_values[key] != old_values.get(key)]
 
 
 def build_trainer(config: TrainConfig) -> Algorithm:
@@ -255,39 +256,22 @@ def build_stage(
         )
 
     rewards = before.rewards if before and same("rewards") else load_rewards(config.rewards)
+    weights = None
     if before and same("rewards", "adaptive_weights"):
         weights = before.adaptive_weights
     elif config.adaptive_weights is not None:
         weights = AdaptiveWeights(config.adaptive_weights, rewards.names, rewards.weights)
-    else:
-        weights = None
-    drawn_by = ["dataset", "groups", "curriculum", "prompts_per_step"]
-    if config.curriculum is not None:
-        drawn_by.append("rewards")  # pass rates are of the rewards that they were measured by
     if before and same("dataset"):
         dataset = before.dataset
     else:
         dataset = load_prompts(config.dataset, tokenizer)
         dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
-    if before and same(*drawn_by):
+    # Pass rates are of the rewards that they were measured by.
+    measured_by = () if config.curriculum is None else ("rewards",)
+    if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by):
         prompts = before.prompts
     else:
-        seed = config.seed + index * SEEDS_PER_STAGE
-        size = config.prompts_per_step
+        seed, size = config.seed + index * SEEDS_PER_STAGE, config.prompts_per_step
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     rewards.check_columns(list(dataset[0].columns))
     return StageParts(stage, rewards, dataset, prompts, weights)
-
-
-def restore(trainer: Algorithm, checkpoint: Checkpoint) -> None:
-    """Put a trainer where the checkpoint left it."""
-    trainer.optimizer.load_state_tensors(checkpoint.tensors["optimizer"])
-    trainer.optimizer.load_state(checkpoint.state["optimizer"])
-    trainer.load_state_dict(checkpoint.state["trainer"])
-    restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
-    trainer.step = checkpoint.step
-
-
-def checkpoint_bytes(trainer: Algorithm) -> int:
-    """Size of one checkpoint, the optimizer's two moments and fp32 masters included."""
-    return sum(p.numel() * (p.element_size() + 12) for p in trainer.policy.trainable().values())

@@ -117,22 +117,20 @@ def _bounds(config: TrainConfig) -> list[int]:
 
 
 def _check_overrides(stage: StageConfig) -> None:
-    for key, value in stage.overrides.items():
-        if key not in OVERRIDABLE:
+    for key in stage.overrides.keys() - set(OVERRIDABLE):
+        raise ValueError(
+            f"overrides {key!r}, which is the same for the whole run; a stage may override "
+            f"{', '.join(OVERRIDABLE)}"
+        )
+    rollout = stage.overrides.get("rollout")
+    for name in ENGINE_KEYS:
+        if isinstance(rollout, Mapping) and name in rollout:
             raise ValueError(
-                f"stage {stage.name!r} overrides {key!r}, which is the same for the whole run; a stage may "
-                f"override {', '.join(OVERRIDABLE)}"
+                f"overrides rollout.{name}, but one engine serves all stages; set it at the top level"
             )
-        for name in ENGINE_KEYS:
-            if key == "rollout" and isinstance(value, Mapping) and name in value:
-                raise ValueError(
-                    f"stage {stage.name!r} overrides rollout.{name}, but one engine serves all stages; set "
-                    "it at the top level"
-                )
     if "optimizer" in stage.overrides and not stage.fresh_optimizer:
         raise ValueError(
-            f"stage {stage.name!r} overrides the optimizer, whose state goes on from the stage before; add "
-            "fresh_optimizer: true"
+            "overrides the optimizer, whose state goes on from the stage before; add fresh_optimizer: true"
         )
 
 
@@ -147,13 +145,15 @@ def _check_warmup(stages: Sequence[Stage]) -> None:
 
 
 def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
-    _check_overrides(stage)
-    merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
     try:
+        _check_overrides(stage)
+        merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
         return kind.model_validate(merged)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
-        raise ValueError(f"stage {stage.name!r}: {problems}") from None
+    except ValueError as error:
+        problems = str(error)
+    raise ValueError(f"stage {stage.name!r}: {problems}")
 
 
 def _merge(key: str, below: Any, above: Any) -> Any:

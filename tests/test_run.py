@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,49 +24,22 @@ from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import build_stages, train
-from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointStore, DamagedCheckpoint
+from grpo_fast.run_record.checkpoint import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStore,
+    DamagedCheckpoint,
+)
 from grpo_fast.stages import resolve_stages
-from grpo_fast.trainer import StageParts
-
-STEPS = 12
-
-
-@pytest.fixture
-def config_file(toy: dict[str, Any], tmp_path: Path) -> Path:
-    """Checkpoints after every step, a held-out score every third, samples every second."""
-    config = {
-        **toy,
-        "max_steps": STEPS,
-        "threads": 1,
-        "checkpoint": {"every": 1},
-        "evaluation": {**toy["evaluation"], "every": 3, "size": 8},
-        "logging": {"tensorboard": False, "samples_every": 2},
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+from grpo_fast.trainer import StageParts, Trainer
 
 
 def start(config_file: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "grpo_fast",
-        "train",
-        str(config_file),
-        f"output_dir={run_dir}",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "grpo_fast", "train", str(config_file), f"output_dir={run_dir}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == code, output
-    return output
 
 
 def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
@@ -74,64 +48,109 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, steps: int) ->
         time.sleep(0.005)
 
 
-def exact_files(run_dir: Path) -> dict[str, bytes]:
-    names = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
-    return {name: (run_dir / name).read_bytes() for name in names}
+def steps_of(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_killed_at_a_random_moment_and_resumed_equals_one_that_was_not(
-    config_file: Path, tmp_path: Path
+def saved(run_dir: Path) -> Any:
+    return CheckpointStore(run_dir / "checkpoints").load_latest()
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "alerts.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert saved(one).step == saved(other).step
+    for group, tensors in saved(one).tensors.items():
+        for name, tensor in tensors.items():
+            assert tensor.equal(saved(other).tensors[group][name]), f"{group}/{name}"
+
+
+def test_a_run_killed_at_a_random_moment_then_told_to_stop_and_resumed_equals_one_that_was_not(
+    toy: dict[str, Any], tmp_path: Path, seed: int
 ):
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
     rng = random.Random(seed)
-    train(load_config(config_file, [f"output_dir={tmp_path / 'whole'}"]), display=False)
-    killed = tmp_path / "killed"
-    process = start(config_file, killed)
+    config = {
+        **toy,
+        "threads": 1,
+        "checkpoint": {"every": 1},
+        "evaluation": {**toy["evaluation"], "every": 3, "size": 8},
+        "logging": {"tensorboard": False, "samples_every": 2},
+    }
+    path, run_dir, whole = tmp_path / "run.yaml", tmp_path / "stopped", tmp_path / "whole"
+    path.write_text(yaml.safe_dump(config))
+
+    process = start(path, run_dir, "max_steps=5000")
     # A step takes some 50 ms here, half of it saving: the kill falls anywhere, also into a save.
-    wait_for_steps(process, killed, rng.randrange(4))
+    wait_for_steps(process, run_dir, rng.randrange(4))
     time.sleep(rng.random() * 0.1)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    finish(start(config_file, killed, "--resume"))
-    assert exact_files(killed) == exact_files(tmp_path / "whole")
-    whole, resumed = (CheckpointStore(d / "checkpoints").load_latest() for d in (tmp_path / "whole", killed))
-    assert whole.step == resumed.step == STEPS
-    for group, tensors in whole.tensors.items():
-        for name, tensor in tensors.items():
-            assert tensor.equal(resumed.tensors[group][name]), f"{group}/{name}"
 
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_finishes_the_step_saves_and_leaves(config_file: Path, tmp_path: Path, number: int):
-    run_dir = tmp_path / "run"
-    process = start(config_file, run_dir, "checkpoint.every=0", "max_steps=500")
-    wait_for_steps(process, run_dir, 2)
-    process.send_signal(number)
-    output = finish(process)
-    saved = CheckpointStore(run_dir / "checkpoints").load_latest()
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert saved.step == steps[-1] < 500
+    killed_at = len(steps_of(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+    process = start(path, run_dir, "max_steps=5000", "--resume")
+    wait_for_steps(process, run_dir, killed_at + 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
     assert "--resume" in output and (run_dir / "report.html").exists()
+    stopped_at = saved(run_dir).step
+    assert steps_of(run_dir) == list(range(stopped_at + 1))
+
+    more = f"max_steps={stopped_at + 2}"
+    train(load_config(path, [f"output_dir={run_dir}", more]), resume="latest", display=False)
+    train(load_config(path, [f"output_dir={whole}", more]), display=False)
+    assert_equal_runs(whole, run_dir)
+
+
+@pytest.mark.parametrize("interruptions", [1, 2])
+def test_an_interruption_finishes_the_step_and_a_second_one_leaves_at_once(
+    toy, tmp_path: Path, monkeypatch, capsys, interruptions: int
+):
+    train_step = Trainer.train_step
+
+    def interrupted(self: Trainer) -> Any:
+        if self.step == 2:
+            for _ in range(interruptions):
+                signal.raise_signal(signal.SIGINT)
+        return train_step(self)
+
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        try:
+            train(in_process(toy, run_dir, max_steps=6))
+        except KeyboardInterrupt:
+            assert interruptions == 2
+    assert saved(run_dir).step == steps_of(run_dir)[-1] == (3 if interruptions == 1 else 2)
+    assert "--resume" in capsys.readouterr().out
 
 
 def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**toy, "max_steps": 2, "output_dir": str(run_dir), **changes})
 
 
-def test_a_directory_with_a_run_is_not_overwritten(toy, tmp_path: Path):
-    train(in_process(toy, tmp_path / "run"), display=False)
-    before = exact_files(tmp_path / "run") if (tmp_path / "run" / "samples.jsonl").exists() else None
+@pytest.fixture(scope="module")
+def finished(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, each with a checkpoint."""
+    return train(
+        in_process(toy, tmp_path_factory.mktemp("finished") / "run", checkpoint={"every": 1}), display=False
+    )
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_a_directory_with_a_run_is_not_overwritten_and_resumed_with_its_own_configuration_only(
+    toy, run_dir: Path, finished: Path
+):
     with pytest.raises(CheckpointError, match="--resume"):
-        train(in_process(toy, tmp_path / "run"), display=False)
-    assert before == exact_files(tmp_path / "run")
-
-
-def test_a_run_is_not_resumed_with_another_configuration(toy, tmp_path: Path):
-    train(in_process(toy, tmp_path / "run"), display=False)
+        train(in_process(toy, run_dir), display=False)
     with pytest.raises(CheckpointError, match="optimizer differ"):
-        changed = in_process(toy, tmp_path / "run", optimizer={"learning_rate": 1.0})
-        train(changed, resume="latest", display=False)
+        train(in_process(toy, run_dir, optimizer={"learning_rate": 1.0}), resume="latest", display=False)
+    assert_equal_runs(run_dir, finished)
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_configuration(
@@ -144,27 +163,20 @@ def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_con
 
     train(in_process(toy, tmp_path / "run"), resume="latest", display=False)
 
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
-    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
+    assert steps_of(tmp_path / "run") == [0, 1, 2]
+    assert saved(tmp_path / "run").step == 2
 
 
-def test_a_run_is_resumed_for_more_steps(toy, tmp_path: Path):
-    train(in_process(toy, tmp_path / "run"), display=False)
-    train(in_process(toy, tmp_path / "run", max_steps=4), resume="latest", display=False)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
-
-
-def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_offered(toy, tmp_path: Path):
-    config = in_process(toy, tmp_path / "run", checkpoint={"every": 1})
-    train(config, display=False)
-    newest = tmp_path / "run" / "checkpoints" / "step-00000002"
-    damaged = newest / "optimizer.safetensors"
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken_for_more_steps(toy, run_dir: Path):
+    damaged = run_dir / "checkpoints" / "step-00000002" / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
+    config = in_process(toy, run_dir, checkpoint={"every": 1}, max_steps=4)
+
     with pytest.raises(DamagedCheckpoint, match=r"step-00000002.*optimizer.*step-00000001"):
         train(config, resume="latest", display=False)
-    train(config, resume=str(newest.with_name("step-00000001")), display=False)
+    train(config, resume=str(run_dir / "checkpoints" / "step-00000001"), display=False)
+
+    assert steps_of(run_dir) == [0, 1, 2, 3, 4]
 
 
 def test_a_loss_that_cannot_be_imported_is_refused_before_any_step(toy, tmp_path: Path):
@@ -191,34 +203,14 @@ def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(
     def full_once(self, step, *args, **kwargs):
         attempts.append(step)
         if step == 1:
-            from grpo_fast.run_record.checkpoint import CheckpointSaveError
-
             raise CheckpointSaveError("no space left on device")
         return save(self, step, *args, **kwargs)
 
     monkeypatch.setattr(CheckpointStore, "save", full_once)
     train(in_process(toy, tmp_path / "run", checkpoint={"every": 1}))
     assert attempts == [1, 2]
-    assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
+    assert saved(tmp_path / "run").step == 2
     assert "no space left" in capsys.readouterr().out
-
-
-def test_a_second_interruption_leaves_at_once_and_resumes_from_the_step_before(
-    config_file: Path, tmp_path: Path
-):
-    run_dir = tmp_path / "run"
-    process = start(config_file, run_dir, "checkpoint.every=0", "max_steps=100000")
-    wait_for_steps(process, run_dir, 3)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=600)
-    saved = CheckpointStore(run_dir / "checkpoints").load_latest()
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    # The interruption falls anywhere: into an update, or between a finished step and its line.
-    if saved is None:
-        assert "amid the update" in output
-    else:
-        assert saved.step - steps[-1] in (0, 1) and "--resume" in output
 
 
 OTHER = "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
@@ -228,7 +220,7 @@ OTHER = "def other(completions, **columns):\n    return [1.0] * len(completions)
 def build(toy: dict[str, Any]):
     def build(*overrides: dict[str, Any], **changes: Any) -> tuple[StageParts, ...]:
         stages = [{"name": f"s{i}", "steps": 2, "overrides": part} for i, part in enumerate(overrides)]
-        config = TrainConfig(**{**toy, "max_steps": 2 * len(stages), "stages": stages, **changes})
+        config = TrainConfig(**{**toy, "max_steps": 2 * max(1, len(stages)), "stages": stages, **changes})
         tokenizer = load_tokenizer(config.model)
         held_out = load_prompts(config.evaluation.dataset, tokenizer)
         return build_stages(resolve_stages(config), tokenizer, held_out)
@@ -269,13 +261,8 @@ def test_adaptive_weights_live_as_long_as_their_settings(build, tmp_path: Path):
     assert weights[0] is weights[1] and weights[2] is not weights[1] and weights[3] is None
 
 
-def test_a_first_stage_draws_exactly_as_a_run_without_stages(build, toy):
-    (staged,) = build({})
-    (plain,) = build_stages(
-        resolve_stages(TrainConfig(**toy)),
-        load_tokenizer(TrainConfig(**toy).model),
-        load_prompts(TrainConfig(**toy).evaluation.dataset, load_tokenizer(TrainConfig(**toy).model)),
-    )
+def test_a_first_stage_draws_exactly_as_a_run_without_stages(build):
+    (staged,), (plain,) = build({}), build()
     for _ in range(12):
         assert staged.prompts.next() == plain.prompts.next()
 

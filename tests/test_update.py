@@ -14,7 +14,7 @@ from grpo_fast import update
 from grpo_fast.experience import make_samples
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan.measure import random_batches, random_policy
-from grpo_fast.plan.setup import StepSizes
+from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step

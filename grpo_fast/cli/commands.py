@@ -148,25 +148,24 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, report, setup_of, step_sizes
+    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, report, step_sizes
     from grpo_fast.plan import plan as make_plan
 
     device = device_budget(args.gpu)
     traces = Traces(model_config(config.model.path, revision=config.model.revision))
-    setup = setup_of(config, traces.config, device)
     calibration = None
     if args.calibrate:
         if args.gpu is not None:
             message = "measures the device at hand; leave --gpu out"
             raise ConfigError("plan", [Problem("--calibrate", message)])
-        calibration = calibrate(setup, step_sizes(config, prompt_length=args.prompt_length))
+        sizes = step_sizes(config, prompt_length=args.prompt_length)
+        calibration = calibrate(config, traces.config, device, sizes)
     found = make_plan(config, traces, device, prompt_length=args.prompt_length, calibration=calibration)
-    shown = found, setup, traces.shape(config.model), config.model.path
     if args.json:
-        print(json.dumps(report.record(*shown), indent=1))
+        print(json.dumps(report.record(found), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(report.render(*shown))
-    return 0 if found.prediction.fits else 1
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(report.render(found))
+    return 0 if found.prediction.free >= 0 else 1
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:

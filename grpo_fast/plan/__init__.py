@@ -7,7 +7,7 @@ from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrate
 from grpo_fast.plan.model_shape import SHAPES, model_config
 from grpo_fast.plan.search import plan
-from grpo_fast.plan.setup import setup_of, step_sizes
+from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 
 __all__ = [
@@ -19,6 +19,5 @@ __all__ = [
     "plan",
     "planned_kv_cache_bytes",
     "resolve_auto",
-    "setup_of",
     "step_sizes",
 ]

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import yaml
+from pydantic import ByteSize, Field, TypeAdapter
 
 from grpo_fast.head.operator import device_facts
 from grpo_fast.head.plan import Device
 
 GIB = 1 << 30
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": GIB}
+SIZE = TypeAdapter(Annotated[ByteSize, Field(ge=1)])
+"""Bytes of a size such as `141GiB`, `80GB` or `512 MiB`; powers of ten and of two are told apart."""
 
 CUDA_CONTEXT = int(0.51 * GIB)
 """Of a process that has loaded torch's kernels. Seen on an H200 with CUDA 13."""
 
 CGROUP = Path("/sys/fs/cgroup")
 
-_AMPERE, _ADA, _HOPPER, _BLACKWELL, _GEFORCE_BLACKWELL = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
-# name: (MiB that the driver shows as total, compute capability)
-GPUS: dict[str, tuple[int, tuple[int, int]]] = {
-    "A100-40": (40960, _AMPERE),
-    "A100-80": (81920, _AMPERE),
-    "H100": (81559, _HOPPER),
-    "H200": (143771, _HOPPER),
-    "B200": (183359, _BLACKWELL),
-    "L4": (23034, _ADA),
-    "L40S": (46068, _ADA),
-    "A10": (23028, (8, 6)),
-    "RTX-3090": (24576, (8, 6)),
-    "RTX-4090": (24564, _ADA),
-    "RTX-5090": (32607, _GEFORCE_BLACKWELL),
-    "RTX-6000-Ada": (49140, _ADA),
-}
-# Shared memory one program may use, which decides the head's tiles.
-_SHARED_MEMORY = {_AMPERE: 166912, (8, 6): 101376, _ADA: 101376, _HOPPER: 232448, _BLACKWELL: 232448}
+TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml").read_text("utf-8"))
+"""GPUs and models that can be planned for without having them."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +44,11 @@ class DeviceBudget:
         return Device(self.kind, self.capability, self.shared_memory, has_triton=self.kind == "cuda")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as `141GiB`, `80GB` or `512 MiB`; powers of ten and of two are told apart.
-
-    Raises:
-        ValueError: no number with a known unit.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is no size; write a number and B, KB, MB, GB, KiB, MiB or GiB, as 141GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def format_bytes(count: float) -> str:
-    """`1.50 GiB`, `12.0 MiB`, `512 B`."""
-    for unit, size, digits in (("GiB", GIB, 2), ("MiB", 1 << 20, 1), ("KiB", 1 << 10, 1)):
-        if abs(count) >= size:
-            return f"{count / size:,.{digits}f} {unit}"
-    return f"{count:.0f} B"
-
-
 def device_budget(name: str | None = None) -> DeviceBudget:
     """The device to plan for.
 
     Args:
-        name: a GPU in `GPUS`, in any case and with or without its `RTX-`; a size, for a GPU of that many
+        name: a GPU of the table, in any case and with or without its `RTX-`; a size, for a GPU of that many
             bytes (of Hopper's kind); `cpu`; or None for this machine's device.
 
     Raises:
@@ -90,21 +58,17 @@ def device_budget(name: str | None = None) -> DeviceBudget:
         return _gpu_at_hand() if torch.cuda.is_available() else _cpu_at_hand()
     if name.lower() == "cpu":
         return _cpu_at_hand()
-    known = {gpu.lower().removeprefix("rtx-"): gpu for gpu in GPUS}
-    key = name.lower().removeprefix("rtx-")
-    if key in known:
-        mebibytes, capability = GPUS[known[key]]
-        return _gpu(known[key], mebibytes << 20, capability)
+    gpus = TABLES["gpus"]
+    for known, (mebibytes, capability, shared_memory) in gpus.items():
+        if name.lower().removeprefix("rtx-") == known.lower().removeprefix("rtx-"):
+            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory)
+    _, capability, shared_memory = gpus["H100"]
     try:
-        return _gpu(name, parse_bytes(name), _HOPPER)
+        return DeviceBudget(name, "cuda", SIZE.validate_python(name), tuple(capability), shared_memory)
     except ValueError:
         raise ValueError(
-            f"gpu {name!r} is not known: give one of {', '.join(GPUS)}, cpu, or a size such as 141GiB or 80GB"
+            f"gpu {name!r} is not known: give one of {', '.join(gpus)}, cpu, or a size such as 141GiB or 80GB"
         ) from None
-
-
-def _gpu(name: str, total: int, capability: tuple[int, int]) -> DeviceBudget:
-    return DeviceBudget(name, "cuda", total, capability, _SHARED_MEMORY.get(capability, 101376))
 
 
 def _gpu_at_hand() -> DeviceBudget:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.kernels import TILE
 
@@ -23,43 +21,19 @@ class HeadBytes:
     backward: int  # during the backward
 
 
-def head_bytes(
-    device: Device,
-    *,
-    rows: int,
-    hidden: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    weight_trained: bool,
-    softcap: bool = False,
-    entropy_trained: bool = False,
-    tolerance: float | None = None,
-    weight_grad: bool = False,
-) -> HeadBytes:
-    """Bytes of `linear_grpo_loss` over `rows` targets, with the entropy as a metric.
+def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> HeadBytes:
+    """Bytes of `linear_grpo_loss`, or of `linear_logprob`.
 
     The worst case counts: a batch too flat for the sparse backward overflows its lists and is done again
     densely, while the lists are still there.
 
     Args:
-        entropy_trained: the loss has a term of the entropy.
+        call: with `extra_statistics`, as training asks for the entropy as a metric.
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
-    call = Workload(
-        rows,
-        vocabulary,
-        dtype,
-        softcap=softcap,
-        extra_statistics=True,
-        dense_gradient=entropy_trained,
-        tolerance=tolerance,
-        hidden_size=hidden,
-        trainable=weight_trained,
-    )
     plan = plan_head(device, call)
-    if plan.path == "triton":
-        return _triton(call, plan, new_weight=weight_trained and not weight_grad)
-    return _reference(call, plan, new_weight=weight_trained and not weight_grad)
+    of_path = _triton if plan.path == "triton" else _reference
+    return of_path(call, plan, new_weight=call.trainable and not weight_grad)
 
 
 def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:

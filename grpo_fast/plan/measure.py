@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from grpo_fast.config import TrainConfig
+from grpo_fast.plan.devices import CUDA_CONTEXT, DeviceBudget
 from grpo_fast.plan.model_shape import random_model, with_layers
-from grpo_fast.plan.prediction import Calibration, Predictor
-from grpo_fast.plan.setup import Setup, StepSizes
-from grpo_fast.plan.trace import textless_policy
+from grpo_fast.plan.prediction import Calibration, Predictor, transient_bytes
+from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.plan.trace import Traces, textless_policy
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
@@ -27,34 +28,34 @@ CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
 
 
-def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
-    """Corrections for predictions of a setup, from an update of a few of its layers on this machine's device.
+def calibrate(
+    config: TrainConfig, model: PretrainedConfig, device: DeviceBudget, sizes: StepSizes
+) -> Calibration:
+    """Corrections for predictions of a run, from an update of a few of its layers on this machine's device.
 
     Resident bytes (weights, optimizer) are known exactly; the correction is for the transient ones. On a GPU
     the bytes that the process takes beside torch's allocator are measured too.
 
     Args:
-        setup: for this machine's device.
+        device: this machine's.
         sizes: completions are shortened to a micro-batch of 4096 tokens, one group of two.
 
     Raises:
-        ValueError: the setup is for a GPU, and there is none here.
+        ValueError: the device is a GPU, and there is none here.
         torch.OutOfMemoryError: not even this fits.
     """
-    on_gpu = setup.device.kind == "cuda"
+    on_gpu = device.kind == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        raise ValueError(
-            f"a calibration for {setup.device.name} needs it, and torch finds no CUDA device here"
-        )
-    layers = min(CALIBRATED_LAYERS, setup.config.get_text_config().num_hidden_layers)
-    small = replace(setup, config=with_layers(setup.config, layers))
+        raise ValueError(f"a calibration for {device.name} needs it, and torch finds no CUDA device here")
+    layers = min(CALIBRATED_LAYERS, model.get_text_config().num_hidden_layers)
+    small = Predictor(config, Traces(with_layers(model, layers)), device)
     length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
     prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
     probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
-    predicted = Predictor(small).predict(probe)
-    transient = predicted.transient("update")
+    predicted = small.predict(probe)
+    transient = transient_bytes(predicted.parts["update"])
     resident = predicted.allocated("update") - transient
-    context = None
+    context = CUDA_CONTEXT
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -63,20 +64,21 @@ def calibrate(setup: Setup, sizes: StepSizes) -> Calibration:
     return Calibration((measure_update(small, probe) - resident) / transient, context)
 
 
-def measure_update(setup: Setup, sizes: StepSizes) -> int:
+def measure_update(predictor: Predictor, sizes: StepSizes) -> int:
     """Bytes held by torch's allocator at the highest, weights and optimizer included.
 
     Two updates of random weights and tokens, every completion at its longest: Adam's moments are there in
-    the second. The twin of `Predictor(setup).predict(sizes).allocated("update")`; nothing else may allocate
+    the second. The twin of `predictor.predict(sizes).allocated("update")`; nothing else may allocate
     meanwhile.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
     """
-    device = torch.device(setup.device.kind)
+    device = torch.device(predictor.device.kind)
 
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        policy = random_policy(setup.config, setup.model, attention=setup.attention, device=device)
+        config, model = predictor.traces.config, predictor.run.model
+        policy = random_policy(config, model, attention=predictor.attention, device=device)
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2)
         return policy, optimizer, random_batches(policy, sizes)
 

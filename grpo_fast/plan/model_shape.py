@@ -1,12 +1,9 @@
-"""A model without its weights: its configuration, and its parts counted on the meta device.
-
-Well-known models' configurations are kept here, for planning and benchmarks without a download.
-"""
+"""A model without its weights: its configuration, and its parts counted on the meta device."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from grpo_fast.plan.devices import TABLES
 from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_layer_types
 from grpo_fast.policy.config import ModelConfig
@@ -24,51 +22,21 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PretrainedConfig, PreTrainedModel
 
-_QWEN2 = {"vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-_QWEN3 = _QWEN2 | {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-_LLAMA3 = {
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rope_theta": 5e5,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
+"""name: (transformers' model type, what its published config.json says)"""
 
-
-def _sizes(hidden: int, mlp: int, layers: int, heads: int, *, tied: bool, **others: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "tie_word_embeddings": tied,
-        **others,
-    }
-
-
-# name: (transformers' model type, what its published config.json says)
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "SmolLM2-135M": (
-        "llama",
-        _sizes(576, 1536, 30, 9, tied=True, num_key_value_heads=3, vocab_size=49152, rope_theta=1e5),
-    ),
-    "Qwen2.5-0.5B": ("qwen2", _QWEN2 | _sizes(896, 4864, 24, 14, tied=True, num_key_value_heads=2)),
-    "Qwen2.5-1.5B": ("qwen2", _QWEN2 | _sizes(1536, 8960, 28, 12, tied=True, num_key_value_heads=2)),
-    "Qwen2.5-3B": ("qwen2", _QWEN2 | _sizes(2048, 11008, 36, 16, tied=True, num_key_value_heads=2)),
-    "Qwen2.5-7B": (
-        "qwen2",
-        _QWEN2 | _sizes(3584, 18944, 28, 28, tied=False, num_key_value_heads=4, vocab_size=152064),
-    ),
-    "Qwen3-0.6B": ("qwen3", _QWEN3 | _sizes(1024, 3072, 28, 16, tied=True)),
-    "Qwen3-1.7B": ("qwen3", _QWEN3 | _sizes(2048, 6144, 28, 16, tied=True)),
-    "Qwen3-8B": ("qwen3", _QWEN3 | _sizes(4096, 12288, 36, 32, tied=False)),
-    "Llama-3.2-1B": ("llama", _LLAMA3 | _sizes(2048, 8192, 16, 32, tied=True, head_dim=64)),
-    "Llama-3.1-8B": ("llama", _LLAMA3 | _sizes(4096, 14336, 32, 32, tied=False)),
-}
-
-
-PARTS = ("embedding", "attention", "mlp", "experts", "norms", "head", "adapters", "other")
 BLOCK_TOKENS = 16  # of one page of vLLM's KV cache
+
+# What a module's name says of its parameters, in this order: an expert lies within an MLP, and some
+# attentions have norms of their own.
+_MARKS = {
+    "adapters": ("lora_",),
+    "norms": ("norm", "ln_"),
+    "experts": ("expert",),
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
+}
+PARTS = ("embedding", "attention", "mlp", "experts", "norms", "head", "adapters", "other")
 
 
 @dataclass(frozen=True)
@@ -85,7 +53,8 @@ class ModelShape:
 
     parameters: dict[str, int]  # by name in PARTS; parts without any are left out
     bytes: int  # of all of them, in the dtypes they are kept in
-    trainable: dict[torch.dtype, int]  # counts of what the optimiser changes, by dtype
+    narrow: int  # trained parameters of 16 bits, which have float32 masters
+    wide: int  # trained parameters that are their own masters
     trainable_tensors: int
     head_trained: bool
     softcap: bool
@@ -93,23 +62,8 @@ class ModelShape:
     hidden: int
     heads: int  # query heads
     layers: tuple[KvLayer, ...]  # as transformers keeps keys and values
-    latent: int | None  # numbers of one token and layer as vLLM keeps multi-head latent attention
+    paged_kv_bytes_per_token: int  # in vLLM's pages, which layers with a window share with those without
     itemsize: int  # bytes of one number of the model's dtype
-
-    @property
-    def total(self) -> int:
-        """Parameters in all."""
-        return sum(self.parameters.values())
-
-    @property
-    def narrow(self) -> int:
-        """Trained parameters of 16 bits, which have float32 masters."""
-        return sum(count for dtype, count in self.trainable.items() if dtype.itemsize < 4)
-
-    @property
-    def wide(self) -> int:
-        """Trained parameters that are their own masters."""
-        return sum(self.trainable.values()) - self.narrow
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of one sequence in transformers' cache, exactly `tokens` long."""
@@ -117,30 +71,9 @@ class ModelShape:
             layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers
         )
 
-    @property
-    def paged_kv_bytes_per_token(self) -> int:
-        """Bytes of one token in vLLM's pages. Layers with a window share the pages of those without."""
-        numbers = (layer.numbers if self.latent is None else self.latent for layer in self.layers)
-        return self.itemsize * sum(numbers)
-
     def paged_kv_bytes(self, tokens: int) -> int:
         """Bytes of one sequence in vLLM's pages of BLOCK_TOKENS."""
         return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * self.paged_kv_bytes_per_token
-
-
-def architecture(name: str) -> PretrainedConfig:
-    """The configuration of a model in `SHAPES`, by name in any case.
-
-    Raises:
-        ValueError: it is not one of them; the message lists them.
-    """
-    from transformers import AutoConfig
-
-    known = {shape.lower(): shape for shape in SHAPES}
-    if name.lower() not in known:
-        raise ValueError(f"model {name!r} is not a shape known here; known are {', '.join(SHAPES)}")
-    model_type, sizes = SHAPES[known[name.lower()]]
-    return AutoConfig.for_model(model_type, **sizes)
 
 
 def model_config(source: str, *, revision: str | None = None) -> PretrainedConfig:
@@ -157,8 +90,9 @@ def model_config(source: str, *, revision: str | None = None) -> PretrainedConfi
 
     if source.startswith(PREFIX):
         source = resolve_source(source)
-    if source.lower() in {shape.lower() for shape in SHAPES} and not Path(source).exists():
-        return architecture(source)
+    for known, (model_type, sizes) in SHAPES.items():
+        if source.lower() == known.lower() and not Path(source).exists():
+            return AutoConfig.for_model(model_type, **sizes)
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -224,48 +158,38 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
     config = base.config.get_text_config()
     head = base.get_output_embeddings()
-    parameters: dict[str, int] = {}
-    trainable: dict[torch.dtype, int] = {}
+    parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        part = _part(base, name, parameter)
-        parameters[part] = parameters.get(part, 0) + parameter.numel()
-        if parameter.requires_grad:
-            trainable[parameter.dtype] = trainable.get(parameter.dtype, 0) + parameter.numel()
-    rank = getattr(config, "kv_lora_rank", None)
+        parameters[_part(base, name, parameter)] += parameter.numel()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    layers, itemsize = _kv_layers(base), head.weight.element_size()
+    paged = sum(layer.numbers for layer in layers)
+    if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
+        paged = len(layers) * (latent + config.qk_rope_head_dim)
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
         bytes=sum(p.nbytes for p in model.parameters()),
-        trainable=trainable,
-        trainable_tensors=sum(p.requires_grad for p in model.parameters()),
+        narrow=sum(p.numel() for p in trained if p.element_size() < 4),
+        wide=sum(p.numel() for p in trained if p.element_size() >= 4),
+        trainable_tensors=len(trained),
         head_trained=head.weight.requires_grad,
         softcap=getattr(config, "final_logit_softcapping", None) is not None,
         vocabulary=head.weight.shape[0],
         hidden=head.weight.shape[1],
         heads=config.num_attention_heads,
-        layers=_kv_layers(base),
-        latent=None if rank is None else rank + config.qk_rope_head_dim,
-        itemsize=head.weight.element_size(),
+        layers=layers,
+        paged_kv_bytes_per_token=itemsize * paged,
+        itemsize=itemsize,
     )
 
 
 def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:
-    if "lora_" in name:
-        return "adapters"
     if parameter is base.get_input_embeddings().weight:
         return "embedding"
     if any(parameter is own for own in base.get_output_embeddings().parameters()):
         return "head"
     module = name.lower().rpartition(".")[0]
     return next((part for part, marks in _MARKS.items() if any(mark in module for mark in marks)), "other")
-
-
-# In this order: an expert lies within an MLP, and some attentions have norms of their own.
-_MARKS = {
-    "norms": ("norm", "ln_"),
-    "experts": ("expert",),
-    "attention": ("attn", "attention"),
-    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
-}
 
 
 def _kv_layers(base: PreTrainedModel) -> tuple[KvLayer, ...]:
@@ -294,21 +218,8 @@ def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     """The same architecture with its first layers only."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
-    for name, values in _per_layer(text).items():
-        setattr(text, name, values[:count])
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:  # one for each layer
+            setattr(text, name, value[:count])
     text.num_hidden_layers = count
     return changed
-
-
-def layers_alike(config: PretrainedConfig) -> bool:
-    """Whether nothing in the configuration tells one layer from another."""
-    text = config.get_text_config()
-    differing = [values for values in _per_layer(text).values() if len(set(map(str, values))) > 1]
-    dense_ones = any(getattr(text, name, None) for name in ("first_k_dense_replace", "mlp_only_layers"))
-    return not differing and not dense_ones and getattr(text, "decoder_sparse_step", 1) == 1
-
-
-def _per_layer(text: PretrainedConfig) -> dict[str, Sequence[object]]:
-    """Settings that are given for each layer."""
-    count = text.num_hidden_layers
-    return {k: v for k, v in vars(text).items() if isinstance(v, list | tuple) and len(v) == count}

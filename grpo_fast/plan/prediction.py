@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.head_bytes import head_bytes
-from grpo_fast.plan.model_shape import BLOCK_TOKENS, ModelShape
-from grpo_fast.plan.setup import MicroBatch, Setup, StepSizes, largest_micro_batch
+from grpo_fast.plan.model_shape import BLOCK_TOKENS
+from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch
 from grpo_fast.plan.stand_ins import Column
-from grpo_fast.plan.trace import Timeline, Traces
+from grpo_fast.plan.trace import Traces
+from grpo_fast.policy.load import resolve_attention
 from grpo_fast.rollout.config import Part
 from grpo_fast.rollout.handover import PARTS
 from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
@@ -48,7 +53,7 @@ class Calibration:
     """What a short run on the device itself says about the prediction; the default takes it as it is."""
 
     transient: float = 1.0  # measured / predicted, of the transient bytes
-    context: int | None = None  # bytes taken beside torch's allocator; None: `CUDA_CONTEXT` on a GPU
+    context: int = CUDA_CONTEXT  # bytes that a process on a GPU takes beside torch's allocator
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,6 @@ class Prediction:
         """Of these, what torch's allocator holds: what `torch.cuda.max_memory_allocated` shows."""
         return sum(size for part, size in self.parts[phase].items() if part not in _OUTSIDE_THE_ALLOCATOR)
 
-    def transient(self, phase: Phase) -> int:
-        """Of the allocated bytes, those that are freed again within the phase."""
-        return _transient(self.parts[phase])
-
-    @property
-    def fits(self) -> bool:
-        return self.free >= 0
-
     @property
     def free(self) -> int:
         """What is left of the device at the higher of the two peaks; negative where it does not fit."""
@@ -83,34 +80,52 @@ class Prediction:
 
 
 class Predictor:
-    """Predictions of one setup at any sizes.
+    """Predictions for one run on one device, which need not be this machine's, at any sizes.
 
     Args:
-        traces: of the same architecture; making them takes seconds, so setups of one model share them.
+        traces: of the run's model; making them takes seconds, so runs of one model share them.
     """
 
     def __init__(
-        self, setup: Setup, *, traces: Traces | None = None, calibration: Calibration | None = None
+        self,
+        run: TrainConfig,
+        traces: Traces,
+        device: DeviceBudget,
+        calibration: Calibration | None = None,
     ) -> None:
         """
         Raises:
             ValueError: a model that packing does not know, or LoRA modules that it does not have.
         """
-        self.setup = setup
-        self.traces = traces or Traces(setup.config)
+        self.run, self.traces, self.device = run, traces, device
         self.calibration = calibration or Calibration()
-        self.shape = self.traces.shape(setup.model)
+        self.shape = traces.shape(run.model)
+        self.dtype: torch.dtype = getattr(torch, run.model.dtype)
+        self.on_gpu = device.kind == "cuda"
+        self.attention: str = run.model.attention
+        if self.attention == "auto":
+            self.attention = resolve_attention("auto", torch.device(device.kind), run.model.dtype)
+        self.shares_prompts = self.attention != "flash_attention_2"  # as `Policy.shares_prompts`
+        self.engine = run.rollout.engine
+        if self.engine == "auto":  # a plan for another machine does not ask what is installed on this one
+            self.engine = "vllm" if self.on_gpu else "transformers"
+        vllm = run.rollout.vllm
+        self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
+        merged_lora = run.model.lora is not None and vllm.lora_sync != "adapter"
+        wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
+        self.shares_weights = wanted and vllm.tensor_parallel_size == 1 and not merged_lora
 
     def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
         """Bytes at these sizes, or with a micro-batch other than their largest."""
-        setup = self.setup
-        batch = micro_batch or largest_micro_batch(sizes, share_prompts=setup.shares_prompts)
+        batch = micro_batch or largest_micro_batch(sizes, share_prompts=self.shares_prompts)
         resident = self._resident(batch)
         update = resident | self._micro_batch(batch) | {"packed batches": sizes.packed_bytes}
-        engine = self._engine(sizes)
-        if setup.engine == "vllm":
-            asleep = ("engine residue",) if setup.sleeps else ("engine weights", "KV cache", "engine residue")
-            update |= {part: engine[part] for part in asleep}
+        if self.engine == "vllm":
+            engine = self._vllm(sizes)
+            stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
+            update |= {part: engine[part] for part in stays}
+        else:
+            engine = self._transformers(sizes)
         # Buffers of 16-bit parameters' gradients outlive the step.
         rollout = resident | {"gradients": resident["master"]} | engine
         offloaded = self._offloaded(rollout)
@@ -118,78 +133,131 @@ class Predictor:
             "update": self._with_overheads(update),
             "rollout": self._with_overheads(rollout | dict.fromkeys(offloaded, 0)),
         }
-        return Prediction(setup.device, parts, offloaded, batch)
+        return Prediction(self.device, parts, offloaded, batch)
 
     def _resident(self, batch: MicroBatch) -> dict[str, int]:
         """The trainer's tensors that outlive a micro-batch."""
-        shape, setup = self.shape, self.setup
-        narrow, wide = shape.narrow, shape.wide
-        steps = shape.trainable_tensors * (512 if setup.device.kind == "cuda" else 4)
+        shape, needs_reference = self.shape, self.run.loss.needs_reference and self.run.model.lora is None
+        steps = shape.trainable_tensors * (512 if self.on_gpu else 4)
         return {
             "weights": shape.bytes,
-            "master": 4 * narrow,
-            "gradients": 4 * narrow + (0 if batch.count == 1 else 4 * wide),
-            "optimizer": 8 * (narrow + wide) + steps,
-            "reference": shape.bytes if setup.needs_reference else 0,
+            "master": 4 * shape.narrow,
+            "gradients": 4 * shape.narrow + (0 if batch.count == 1 else 4 * shape.wide),
+            "optimizer": 8 * (shape.narrow + shape.wide) + steps,
+            "reference": shape.bytes if needs_reference else 0,
         }
 
     def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
-        setup, shape = self.setup, self.shape
+        shape = self.shape
         timeline = self.traces.update(
-            setup.model, setup.attention, masked=setup.shares_prompts, first=batch.count == 1
+            self.run.model, self.attention, masked=self.shares_prompts, first=batch.count == 1
         )
-        head = head_bytes(
-            setup.device.head_device,
+        call = Workload(
             rows=batch.targets,
-            hidden=shape.hidden,
             vocabulary=shape.vocabulary,
-            dtype=setup.dtype,
-            weight_trained=shape.head_trained,
+            dtype=self.dtype,
             softcap=shape.softcap,
-            entropy_trained=setup.entropy_trained,
-            weight_grad=shape.head_trained,
+            extra_statistics=True,
+            dense_gradient=self.run.loss.needs_entropy,
+            hidden_size=shape.hidden,
+            trainable=shape.head_trained,
         )
+        head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
         in_16_bits = shape.itemsize if shape.itemsize < 4 else 0
-        masks: dict[Column, int] = {
+        masks: dict[Column, float] = {
             "mask": shape.itemsize * batch.squares,
             "scores": shape.heads * batch.squares * (2 * 4 + in_16_bits),
             "scores_transient": shape.heads * batch.longest**2 * SOFTCAP_BYTES_PER_SCORE,
         }
-        heads: dict[Column, int] = {
+        heads: dict[Column, float] = {
             "head_kept": head.kept,
             "head_forward": head.forward,
             "head_backward": head.backward,
         }
-        plain = timeline.live(batch.inputs, batch.targets, {})
-        peak = int(timeline.live(batch.inputs, batch.targets, masks | heads).argmax())
+        plain, with_masks, with_head, whole = (
+            timeline.live(batch.inputs, batch.targets, columns)
+            for columns in ({}, masks, heads, masks | heads)
+        )
+        peak = whole.argmax()
         activations = min(plain[timeline.forward_end - 1], plain[peak])
-
-        def at_peak(columns: dict[Column, int]) -> float:
-            return sum(timeline.columns[name][peak] * size for name, size in columns.items())
-
         found = {
             "activations": activations,
             "gradients in flight": plain[peak] - activations,
-            "head": at_peak(heads),
-            "masks": at_peak(masks),
+            "head": with_head[peak] - plain[peak],
+            "masks": with_masks[peak] - plain[peak],
         }
         return {part: int(size * self.calibration.transient) for part, size in found.items()}
 
-    def _engine(self, sizes: StepSizes) -> dict[str, int]:
-        forward = self.traces.forward(self.setup.model)
-        if self.setup.engine == "vllm":
-            return vllm_bytes(self.setup, self.shape, sizes, forward)
-        return transformers_bytes(self.setup, self.shape, sizes, forward)
+    def _vllm(self, sizes: StepSizes) -> dict[str, int]:
+        """Bytes of vLLM awake, with every completion of a step in flight."""
+        shape, vllm = self.shape, self.run.rollout.vllm
+        large = self.device.total >= _LARGE_GPU
+        sequences = min(vllm.max_sequences or _SEQUENCES[large], sizes.completions)
+        prefill_tokens = min(_BATCHED_TOKENS[large], sizes.prompts * sizes.prompt_length)
+        prefill = int(self.traces.forward(self.run.model).live(prefill_tokens, 0, {}).max())
+        base = shape.bytes - 4 * shape.parameters.get("adapters", 0)
+        # Every completion at its longest, none preempted. A group shares the full pages of its prompt.
+        shared = sizes.prompt_length // BLOCK_TOKENS
+        own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
+        pages = sizes.prompts * (shared + sizes.generations * own) + 1  # vLLM's null page
+        needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
+        return {
+            "engine weights": 0 if self.shares_weights else base,
+            "KV cache": needed if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
+            "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
+            "engine residue": ENGINE_RESIDUE,
+        }
+
+    def _transformers(self, sizes: StepSizes) -> dict[str, int]:
+        """Bytes of our own engine at the end of its longest batch, when the cache is full."""
+        shape, length = self.shape, sizes.completion_length
+        prompts, rows = self.in_flight(sizes)
+        prefill = self.traces.forward(self.run.model).live(prompts * sizes.prompt_length, prompts, {}).max()
+        prefill += shape.itemsize * prompts * shape.vocabulary
+        scores = 4 * rows * shape.heads * (sizes.prompt_length + 2 * length)
+        drawn = min(rows * shape.vocabulary, SLICE.get(self.device.kind, SLICE_ELSEWHERE))
+        decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
+        kv_cache = rows * shape.kv_bytes(sizes.sequence_length)
+        if self._shares_prefix:
+            numbers = [layer.numbers for layer in shape.layers]
+            growing = rows * max(numbers) * length // 2  # a buffer that grows is copied
+            tokens = prompts * sizes.prompt_length + rows * length
+            itemsize = shape.itemsize if self.on_gpu else 4  # CPUs decode in float32
+            kv_cache = itemsize * (tokens * sum(numbers) + growing)
+        return {"KV cache": kv_cache, "engine workspace": max(int(prefill), decode)}
+
+    def in_flight(self, sizes: StepSizes) -> tuple[int, int]:
+        """(prompts, completions) that the transformers engine decodes at once."""
+
+        def held(rows: int) -> int:
+            if not self._shares_prefix:
+                return rows * sizes.sequence_length
+            prompts = -(-rows // sizes.generations)
+            return prompts * sizes.prompt_length + rows * sizes.completion_length
+
+        budget = self.run.rollout.max_batch_tokens
+        if budget is None and not self.on_gpu:
+            budget = max(CPU_BATCH_TOKENS, held(1))
+        rows = sizes.completions
+        if budget is not None:
+            rows = largest(1, rows, lambda count: held(count) <= budget) or 1
+        return -(-rows // sizes.generations), rows
+
+    @property
+    def _shares_prefix(self) -> bool:
+        """As `SharedPrefixDecoder.supports`: plain full attention in every layer."""
+        capped = getattr(self.traces.config.get_text_config(), "attn_logit_softcapping", None)
+        return all(layer.window is None for layer in self.shape.layers) and not capped
 
     def _offloaded(self, rollout: dict[str, int]) -> tuple[Part, ...]:
         """Parts of the trainer offloaded while the engine generates; with `auto`, until it has room."""
-        setup = self.setup
-        if setup.offload != "auto":
-            return tuple(part for part in setup.offload if rollout[part])
-        if setup.engine != "vllm" or setup.device.kind != "cuda":
+        offload = self.run.memory.offload
+        if offload != "auto":
+            return tuple(part for part in PARTS if part in offload and self.on_gpu and rollout[part])
+        if self.engine != "vllm" or not self.on_gpu:
             return ()
-        missing = sum(self._with_overheads(rollout).values()) - setup.device.total
+        missing = sum(self._with_overheads(rollout).values()) - self.device.total
         leaving: list[Part] = []
         for part in PARTS:
             if missing > 0 and rollout[part]:
@@ -199,88 +267,13 @@ class Predictor:
 
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""
-        device = self.setup.device
-        if device.kind == "cuda":
-            context = CUDA_CONTEXT if self.calibration.context is None else self.calibration.context
-            workspace = CUBLAS_WORKSPACE.get(device.capability[0], _SMALL_CUBLAS_WORKSPACE)
-            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": context}
-        parts = parts | {"fragmentation": int(FRAGMENTATION * _transient(parts))}
+        if self.on_gpu:
+            workspace = CUBLAS_WORKSPACE.get(self.device.capability[0], _SMALL_CUBLAS_WORKSPACE)
+            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": self.calibration.context}
+        parts = parts | {"fragmentation": int(FRAGMENTATION * transient_bytes(parts))}
         return {part: size for part, size in parts.items() if size}
 
 
-def _transient(parts: dict[str, int]) -> int:
+def transient_bytes(parts: dict[str, int]) -> int:
+    """Of the allocated bytes of a phase, those that are freed again within it."""
     return sum(parts.get(part, 0) for part in _TRANSIENT)
-
-
-def vllm_bytes(setup: Setup, shape: ModelShape, sizes: StepSizes, forward: Timeline) -> dict[str, int]:
-    """vLLM awake, with every completion of a step in flight."""
-    large = setup.device.total >= _LARGE_GPU
-    sequences = min(setup.max_sequences or _SEQUENCES[large], sizes.completions)
-    prefill = forward.live(min(_BATCHED_TOKENS[large], sizes.prompts * sizes.prompt_length), 0, {}).max()
-    base = shape.bytes - 4 * shape.parameters.get("adapters", 0)
-    return {
-        "engine weights": 0 if setup.shares_weights else base,
-        "KV cache": setup.kv_cache_bytes or paged_kv_bytes(shape, sizes),
-        "engine workspace": int(prefill) + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
-        "engine residue": ENGINE_RESIDUE,
-    }
-
-
-def paged_kv_bytes(shape: ModelShape, sizes: StepSizes) -> int:
-    """Pages for every completion of a step at its longest: none is preempted. Full pages of a prompt are
-    shared by its group."""
-    shared = sizes.prompt_length // BLOCK_TOKENS
-    own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
-    pages = sizes.prompts * (shared + sizes.generations * own) + 1  # vLLM's null page
-    return pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
-
-
-def transformers_bytes(
-    setup: Setup, shape: ModelShape, sizes: StepSizes, forward: Timeline
-) -> dict[str, int]:
-    """Our own engine at the end of its longest batch, when the cache is full."""
-    prompts, rows = in_flight(setup, shape, sizes)
-    prefill = forward.live(prompts * sizes.prompt_length, prompts, {}).max()
-    prefill += shape.itemsize * prompts * shape.vocabulary
-    scores = 4 * rows * shape.heads * (sizes.prompt_length + 2 * sizes.completion_length)
-    drawn = min(rows * shape.vocabulary, SLICE.get(setup.device.kind, SLICE_ELSEWHERE))
-    decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
-    return {
-        "KV cache": transformers_kv_bytes(setup, shape, sizes, prompts, rows),
-        "engine workspace": max(int(prefill), decode),
-    }
-
-
-def transformers_kv_bytes(setup: Setup, shape: ModelShape, sizes: StepSizes, prompts: int, rows: int) -> int:
-    """Of `rows` completions of `prompts` prompts, buffers that grow by copying included."""
-    if not _shares_prefix(shape, setup):
-        return rows * shape.kv_bytes(sizes.sequence_length)
-    itemsize = 4 if setup.device.kind == "cpu" else shape.itemsize  # CPUs decode in float32
-    numbers = [layer.numbers for layer in shape.layers]
-    growing = rows * max(numbers) * sizes.completion_length // 2
-    tokens = prompts * sizes.prompt_length + rows * sizes.completion_length
-    return itemsize * (tokens * sum(numbers) + growing)
-
-
-def in_flight(setup: Setup, shape: ModelShape, sizes: StepSizes) -> tuple[int, int]:
-    """(prompts, completions) that the transformers engine decodes at once."""
-
-    def held(rows: int) -> int:
-        if not _shares_prefix(shape, setup):
-            return rows * sizes.sequence_length
-        prompts = -(-rows // sizes.generations)
-        return prompts * sizes.prompt_length + rows * sizes.completion_length
-
-    budget = setup.max_batch_tokens
-    if budget is None and setup.device.kind == "cpu":
-        budget = max(CPU_BATCH_TOKENS, held(1))
-    rows = sizes.completions
-    if budget is not None and held(rows) > budget:
-        rows = max((r for r in range(1, rows) if held(r) <= budget), default=1)
-    return -(-rows // sizes.generations), rows
-
-
-def _shares_prefix(shape: ModelShape, setup: Setup) -> bool:
-    """As `SharedPrefixDecoder.supports`: plain full attention in every layer."""
-    capped = getattr(setup.config.get_text_config(), "attn_logit_softcapping", None)
-    return all(layer.window is None for layer in shape.layers) and not capped

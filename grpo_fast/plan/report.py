@@ -9,20 +9,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_fast.plan.devices import format_bytes
-from grpo_fast.plan.model_shape import ModelShape
 from grpo_fast.plan.prediction import PHASES
 from grpo_fast.plan.search import MOST_GENERATIONS, Plan
-from grpo_fast.plan.setup import Setup
+from grpo_fast.run_record.summary import bytes_text
 
 
-def render(plan: Plan, setup: Setup, shape: ModelShape, name: str) -> RenderableType:
+def render(plan: Plan) -> RenderableType:
     """Heading, parts by phase, what fits, and what would make room."""
-    sizes, batch, prediction = plan.sizes, plan.prediction.micro_batch, plan.prediction
+    predictor, sizes, prediction = plan.predictor, plan.sizes, plan.prediction
+    model, shape, batch = predictor.run.model, predictor.shape, prediction.micro_batch
     heading = (
-        f"{name}: {_count(shape.total)} parameters, {_count(sum(shape.trainable.values()))} trained, "
-        f"{setup.model.dtype}\n"
-        f"{setup.device.name}, {format_bytes(setup.device.total)}: {setup.engine}, {setup.attention}\n"
+        f"{model.path}: {_count(sum(shape.parameters.values()))} parameters, "
+        f"{_count(shape.narrow + shape.wide)} trained, {model.dtype}\n"
+        f"{prediction.device.name}, {bytes_text(prediction.device.total)}: {predictor.engine}, "
+        f"{predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
         f"{sizes.completion_length} tokens\n"
         f"largest micro-batch: {batch.inputs:,} tokens, {batch.groups:.2g} groups, one of {batch.count}\n"
@@ -32,58 +32,50 @@ def render(plan: Plan, setup: Setup, shape: ModelShape, name: str) -> Renderable
         update, rollout = (_cell(prediction.parts[phase].get(part, 0)) for phase in PHASES)
         parts.add_row(part, update, "away" if part in prediction.offloaded else rollout)
     parts.add_section()
-    parts.add_row("in all", *(format_bytes(prediction.total(phase)) for phase in PHASES), style="bold")
-    spare = format_bytes(abs(prediction.free))
+    parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
+    spare = bytes_text(abs(prediction.free))
     answers = (
-        f"{f'fits, {spare} to spare' if prediction.fits else f'does not fit: {spare} too much'}\n"
+        f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
         f"largest num_generations          {_size(plan.num_generations)}\n"
         f"  its update in one micro-batch  {_size(plan.group_in_one_micro_batch)}\n"
         f"largest micro_batch_tokens       {_size(plan.micro_batch_tokens, 'not even one completion fits')}\n"
-        f"KV cache, nothing preempted      {format_bytes(plan.kv_cache_bytes)}, "
-        f"room for {format_bytes(max(0, plan.kv_cache_room))}"
+        f"KV cache, nothing preempted      {bytes_text(plan.kv_cache_bytes)}, "
+        f"room for {bytes_text(max(0, plan.kv_cache_room))}"
     )
     knobs = _table("what makes room", *(f"{phase} saves" for phase in PHASES), "largest group")
     knobs.add_column("price")
-    for effect in plan.knobs:
-        size = "-" if effect.num_generations is None else _size(effect.num_generations)
-        saves = (_cell(max(0, effect.saves[phase])) for phase in PHASES)
-        knobs.add_row(effect.knob.text, *saves, size, effect.knob.cost)
+    for knob in plan.knobs:
+        saves = (_cell(max(0, knob.saves[phase])) for phase in PHASES)
+        knobs.add_row(knob.change, *saves, _size(knob.largest_num_generations, "-"), knob.cost)
     room: list[RenderableType] = [Text(""), knobs] if plan.knobs else []
     return Group(Text(heading), parts, Text(""), Text(answers), *room)
 
 
-def record(plan: Plan, setup: Setup, shape: ModelShape, name: str) -> dict[str, Any]:
+def record(plan: Plan) -> dict[str, Any]:
     """The same as JSON takes it; all sizes in bytes."""
-    prediction = plan.prediction
+    predictor, prediction = plan.predictor, plan.prediction
+    shape, device = predictor.shape, prediction.device
     return {
-        "model": name,
+        "model": predictor.run.model.path,
         "parameters": shape.parameters,
-        "trainable_parameters": sum(shape.trainable.values()),
+        "trainable_parameters": shape.narrow + shape.wide,
         "kv_bytes_per_token": shape.paged_kv_bytes_per_token,
-        "device": {"name": setup.device.name, "bytes": setup.device.total},
-        "engine": setup.engine,
-        "attention": setup.attention,
+        "device": {"name": device.name, "bytes": device.total},
+        "engine": predictor.engine,
+        "attention": predictor.attention,
         "step": asdict(plan.sizes),
         "parts": prediction.parts,
         "total": {phase: prediction.total(phase) for phase in PHASES},
         "allocated": {phase: prediction.allocated(phase) for phase in PHASES},
         "offloaded": list(prediction.offloaded),
-        "fits": prediction.fits,
+        "fits": prediction.free >= 0,
         "micro_batch": asdict(prediction.micro_batch),
         "largest_num_generations": plan.num_generations,
         "largest_group_in_one_micro_batch": plan.group_in_one_micro_batch,
         "largest_micro_batch_tokens": plan.micro_batch_tokens,
         "kv_cache_bytes": plan.kv_cache_bytes,
         "kv_cache_room": plan.kv_cache_room,
-        "knobs": [
-            {
-                "change": effect.knob.text,
-                "saves": effect.saves,
-                "cost": effect.knob.cost,
-                "largest_num_generations": effect.num_generations,
-            }
-            for effect in plan.knobs
-        ],
+        "knobs": [asdict(knob) for knob in plan.knobs],
     }
 
 
@@ -95,7 +87,7 @@ def _table(name: str, *numbers: str) -> Table:
 
 
 def _cell(size: int) -> str:
-    return format_bytes(size) if size else "-"
+    return bytes_text(size) if size else "-"
 
 
 def _size(count: int | None, none: str = "not even 2 fit") -> str:

@@ -1,9 +1,9 @@
 """What an update holds at every moment, traced on the meta device, as lines in the sizes of its batch.
 
 Our own forward, the head and a backward run on tensors without memory, so no architecture needs formulas of
-its own. A dispatch mode notes every storage that appears and goes. The allocations are the same whatever the
-sizes, and each grows linearly with the input tokens T and the targets N: runs at three sizes give its line,
-and the bytes alive in any other batch are one product with a matrix.
+its own. A dispatch mode notes every storage that appears and goes. Its bytes are constant or in proportion to
+the input tokens T or to the targets N. Both are huge primes here, so that the bytes tell which, and what is
+alive with any other batch is one product with a matrix.
 
 tests/plan/test_prediction.py holds it against the allocator. torch's own MemTracker under fake tensors does
 not look into operators, which leaves it far too low without checkpointing; it fails on LoRA, and runs anew
@@ -16,8 +16,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_fast.plan.model_shape import ModelShape, layers_alike, model_shape, skeleton, with_layers
-from grpo_fast.plan.stand_ins import Column, Tracing, planned_logprobs, traced
-from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.plan.model_shape import ModelShape, model_shape, skeleton
+from grpo_fast.plan.stand_ins import COLUMNS, Column, column_of, planned_logprobs, register
+from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -36,30 +36,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SIZES = ((64, 32), (128, 32), (128, 96))  # (T, N) of the three runs
-FEW_LAYERS = 3  # of which one is neither the first nor the last: the pattern of all between
+TOKENS, TARGETS = 2**40 + 15, 2**39 - 7  # primes; a constant has fewer bytes
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Storage that appears (sign 1) or goes (sign -1)."""
 
     sign: int
     bytes: int
     column: Column | None = None  # it stands for that column instead of bytes
     is_sum: bool = False  # of two tensors of one size
-
-
-@dataclass(frozen=True)
-class Run:
-    """The events of a forward and a backward at one size."""
-
-    events: list[Event]
-    forward_end: int  # how many of them the forward made
-
-
-TraceAt = Callable[[int, int], Run]
-"""(T, N) -> the run of a batch of these sizes."""
 
 
 class Recorder(TorchDispatchMode):
@@ -72,7 +58,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self._column: Column | None = None
+        self.in_backward = False
         self._alive: dict[int, object] = {
             tensor.untyped_storage()._cdata: tensor for tensor in (*model.parameters(), *model.buffers())
         }
@@ -81,24 +67,24 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._note(leaf.untyped_storage(), is_sum=func is torch.ops.aten.add.Tensor)
+                self._note(leaf, is_sum=func is torch.ops.aten.add.Tensor)
         return result
 
-    def column(self, name: Column) -> Tensor:
-        """A tensor that counts as the column's bytes for as long as it lives."""
-        self._column = name
-        tensor = torch.empty(0, device="meta")
-        self._column = None
-        return tensor
-
-    def _note(self, storage: torch.UntypedStorage, *, is_sum: bool) -> None:
-        key, size, column = storage._cdata, storage.nbytes(), self._column
+    def _note(self, tensor: Tensor, *, is_sum: bool) -> None:
+        storage, column = tensor.untyped_storage(), column_of(tensor)
+        key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
 
         def gone(_: object) -> None:
             del self._alive[key]
-            self.events.append(Event(-1, size, column))
+            last = self.events[-1]
+            # Autograd adds a gradient into the one that it holds already, unless a dispatch mode is active:
+            # then it makes a new tensor, and lets go of the old one at once.
+            if self.in_backward and last.is_sum and size == last.bytes:
+                self.events.pop()
+            else:
+                self.events.append(Event(-1, size, column))
 
         self.events.append(Event(1, size, column, is_sum))
         self._alive[key] = weakref.ref(storage, gone)
@@ -117,131 +103,83 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
             gc.enable()
 
 
-def added_in_place(events: Sequence[Event]) -> list[Event]:
-    """The events of a backward as they are without a recorder.
-
-    Autograd adds a gradient into the one that it holds already, unless a dispatch mode is active: then it
-    makes a new tensor, and lets go of the old one at once.
-    """
-    kept: list[Event] = []
-    for event in events:
-        last = kept[-1] if kept else None
-        if last is not None and last.is_sum and (event.sign, event.bytes) == (-1, last.bytes):
-            kept.pop()
-        else:
-            kept.append(event)
-    return kept
-
-
-class IrregularLayersError(Exception):
-    """Layers that differ in what they allocate."""
-
-
-def with_more_layers(short: TraceAt, long: TraceAt, times: int) -> TraceAt:
-    """The trace of a model with `times` layers more than that of `short`, where `long` has one more.
-
-    Raises:
-        IrregularLayersError: on a call, where the layer more is no block of events that could be repeated.
-    """
-
-    def at(tokens: int, targets: int) -> Run:
-        less, more = short(tokens, targets), long(tokens, targets)
-        forward = _repeat_block(less.events[: less.forward_end], more.events[: more.forward_end], times)
-        backward = _repeat_block(less.events[less.forward_end :], more.events[more.forward_end :], times)
-        return Run(forward + backward, len(forward))
-
-    return at
-
-
-def _repeat_block(short: list[Event], long: list[Event], times: int) -> list[Event]:
-    pairs = enumerate(zip(short, long, strict=False))
-    start = next((i for i, (one, other) in pairs if one != other), len(short))
-    block = long[start : start + len(long) - len(short)]
-    if short[:start] + block + short[start:] != long:
-        raise IrregularLayersError
-    return short[:start] + block * times + short[start:]
-
-
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes alive after each of E events: `base` + `per_token`·T + `per_target`·N + the columns."""
+    """What is alive after each of E events."""
 
-    base: np.ndarray  # (E,)
-    per_token: np.ndarray  # (E,)
-    per_target: np.ndarray  # (E,)
-    columns: Mapping[Column, np.ndarray]  # (E,) how many tensors of each are alive
-    forward_end: int  # the event after which the backward begins
+    lines: np.ndarray  # (E, 3 + columns): bytes, bytes per input, bytes per target, tensors of each column
+    forward_end: int  # the event with which the backward begins
 
     def live(self, tokens: float, targets: float, columns: Mapping[Column, float]) -> np.ndarray:
-        """(E,) bytes alive after each event, `columns` giving the bytes of one tensor of each."""
-        alive = self.base + self.per_token * tokens + self.per_target * targets
-        return alive + sum(self.columns[name] * size for name, size in columns.items())
+        """(E,) bytes alive, `columns` giving the bytes of one tensor of each."""
+        return self.lines @ [1, tokens, targets, *(columns.get(name, 0) for name in COLUMNS)]
 
     @classmethod
-    def fit(cls, trace: TraceAt) -> Timeline:
+    def of(cls, events: Sequence[Event], forward_end: int) -> Timeline:
         """
         Raises:
-            RuntimeError: the events depend on the sizes by more than their bytes.
+            RuntimeError: bytes that are neither constant nor in proportion to T or N.
         """
-        runs = [trace(*size) for size in SIZES]
-        events = runs[0].events
-        patterns = [[(event.sign, event.column) for event in run.events] for run in runs]
-        if any(pattern != patterns[0] for pattern in patterns):
-            raise RuntimeError("this model allocates differently for batches of different sizes")
-        changes = np.array([[event.sign * event.bytes for event in run.events] for run in runs], dtype=float)
-        system = np.array([(1, *size) for size in SIZES], dtype=float)
-        base, per_token, per_target = np.cumsum(np.linalg.solve(system, changes), axis=1)
-        columns: dict[Column, np.ndarray] = {
-            name: np.cumsum([event.sign * (event.column == name) for event in events])
-            for name in get_args(Column)
-        }
-        return cls(base, per_token, per_target, columns, runs[0].forward_end)
+        changes = np.zeros((len(events), 3 + len(COLUMNS)))
+        for change, (sign, size, column, _) in zip(changes, events, strict=True):
+            if column is not None:
+                change[3 + COLUMNS.index(column)] = sign
+            elif size % TOKENS == 0:
+                change[1] = sign * size / TOKENS
+            elif size % TARGETS == 0:
+                change[2] = sign * size / TARGETS
+            elif size < TARGETS:
+                change[0] = sign * size
+            else:
+                raise RuntimeError("this model allocates what grows otherwise than with its tokens")
+        return cls(changes.cumsum(axis=0), forward_end)
 
 
-def trace_update(model: PreTrainedModel | PeftModel, attention: str, *, masked: bool, first: bool) -> TraceAt:
+def trace_update(
+    model: PreTrainedModel | PeftModel, attention: str, *, masked: bool, first: bool
+) -> Timeline:
     """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
 
     Args:
-        model: of `skeleton`.
+        model: of `skeleton`, and of no use afterwards.
         attention: as `resolve_attention` gives it.
         masked: whether completions share their prompts, so that documents are masked.
         first: gradients of float32 parameters are allocated during this backward, and stay. In later
             micro-batches, and for 16-bit parameters always, they are added to existing buffers.
     """
     policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
-
-    def at(tokens: int, targets: int) -> Run:
-        batch = _batch(tokens, targets)
-        with _gradients(model, first), recording(model) as recorder:
-            with traced(Tracing(attention, masked, recorder.column)):
-                head, weight = policy.head, policy.head.weight
-                hidden = policy.hidden_states(batch)
-                # The head adds its gradient to the weight's by itself: see `PolicyOptimizer.gradient_of`.
-                logprobs = planned_logprobs(hidden, weight.detach(), head.bias)
-                loss = logprobs.sum()
-                del hidden, logprobs
-                forward_end = len(recorder.events)
-                if first and weight.requires_grad and weight.element_size() == 4:
-                    weight.grad = torch.zeros_like(weight)
-                loss.backward()
-                del loss
-            events = recorder.events
-            return Run(events[:forward_end] + added_in_place(events[forward_end:]), forward_end)
-
-    return at
+    register(attention, masked=masked)
+    for parameter in policy.trainable().values():
+        if not first or parameter.element_size() < 4:
+            parameter.register_post_accumulate_grad_hook(_drop)  # as `PolicyOptimizer` does
+    batch = _batch()
+    with recording(model) as recorder:
+        head, weight = policy.head, policy.head.weight
+        hidden = policy.hidden_states(batch)
+        # The head adds its gradient to the weight's by itself: see `PolicyOptimizer.gradient_of`.
+        logprobs = planned_logprobs(hidden, weight.detach(), head.bias)
+        loss = logprobs.sum()
+        del hidden, logprobs
+        forward_end, recorder.in_backward = len(recorder.events), True
+        if first and weight.requires_grad and weight.element_size() == 4:
+            weight.grad = torch.zeros_like(weight)
+        loss.backward()
+        del loss
+        return Timeline.of(recorder.events, forward_end)
 
 
-def trace_forward(model: PreTrainedModel | PeftModel) -> TraceAt:
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def trace_forward(model: PreTrainedModel | PeftModel) -> Timeline:
     """A forward without gradients, as for the prefill of prompts."""
     policy = textless_policy(model, "sdpa")
-
-    def at(tokens: int, targets: int) -> Run:
-        batch = _batch(tokens, targets)
-        with torch.no_grad(), recording(model) as recorder:
-            policy.hidden_states(batch)
-            return Run(list(recorder.events), len(recorder.events))
-
-    return at
+    register()
+    batch = _batch()
+    with torch.no_grad(), recording(model) as recorder:
+        policy.hidden_states(batch)
+        return Timeline.of(recorder.events, len(recorder.events))
 
 
 def textless_policy(model: PreTrainedModel | PeftModel, attention: str) -> Policy:
@@ -249,39 +187,34 @@ def textless_policy(model: PreTrainedModel | PeftModel, attention: str) -> Polic
     return Policy(model, cast("PreTrainedTokenizerBase", None), attention=attention)
 
 
-def _batch(tokens: int, targets: int) -> PackedBatch:
-    """One document without memory. Where it begins is known, and no operator's input."""
-    prompt, zeros = tokens + 1 - targets, (0,) * tokens
-    sample = Sample(zeros[:prompt], zeros[:targets], 0.0, 0, sampler_logprobs=(0.0,) * targets)
-    (batch,) = pack([sample], max_tokens=tokens, share_prompts=False, device="cpu")
-    return replace(batch.to("meta"), cu_seqlens=batch.cu_seqlens)
+def _batch() -> PackedBatch:
+    """One document without memory."""
+
+    def empty(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(count, dtype=dtype, device="meta")
+
+    return PackedBatch(
+        input_ids=empty(TOKENS),
+        position_ids=empty(TOKENS),
+        cu_seqlens=empty(2, torch.int32),
+        max_seqlen=TOKENS,
+        loss_index=empty(TARGETS),
+        targets=empty(TARGETS),
+        sequence_ids=empty(TARGETS),
+        group_ids=empty(TARGETS),
+        advantages=empty(TARGETS, torch.float32),
+        sampler_logprobs=empty(TARGETS, torch.float32),
+        num_sequences=1,
+        sample_ids=empty(1),
+    )
 
 
-@contextmanager
-def _gradients(model: nn.Module, first: bool) -> Iterator[None]:
-    """Gradients leave the parameter as they do in `PolicyOptimizer`, and none stays behind."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    absorbed = [p for p in parameters if not first or p.element_size() < 4]
-    hooks = [p.register_post_accumulate_grad_hook(_drop) for p in absorbed]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in parameters:
-            parameter.grad = None
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-@dataclass
 class Traces:
     """Shapes and timelines of one architecture, trained in one or several ways: each takes seconds, once."""
 
-    config: PretrainedConfig
-    _made: dict[object, Any] = field(default_factory=dict)
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self._made: dict[object, Any] = {}
 
     def shape(self, model: ModelConfig) -> ModelShape:
         """
@@ -293,17 +226,15 @@ class Traces:
     def forward(self, model: ModelConfig) -> Timeline:
         """Of the model without adapters and checkpointing, as an engine runs it."""
         bare = ModelConfig(path=model.path, dtype=model.dtype)
-        return self._once(("forward", model.dtype), lambda: timeline(self.config, bare, trace_forward))
+        return self._once(("forward", model.dtype), lambda: trace_forward(skeleton(self.config, bare)))
 
     def update(self, model: ModelConfig, attention: str, *, masked: bool, first: bool) -> Timeline:
         """See `trace_update`."""
         first = first and self.shape(model).wide > 0
-
-        def trace(module: PreTrainedModel | PeftModel) -> TraceAt:
-            return trace_update(module, attention, masked=masked, first=first)
-
-        key = (_way(model), attention, masked, first)
-        return self._once(key, lambda: timeline(self.config, model, trace))
+        return self._once(
+            (_way(model), attention, masked, first),
+            lambda: trace_update(skeleton(self.config, model), attention, masked=masked, first=first),
+        )
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
         if key not in self._made:
@@ -314,17 +245,3 @@ class Traces:
 def _way(model: ModelConfig) -> str:
     """The keys of a `model` section that its bytes depend on."""
     return model.model_dump_json(include={"dtype", "lora", "train_lm_head", "gradient_checkpointing"})
-
-
-def timeline(
-    config: PretrainedConfig, model: ModelConfig, trace_of: Callable[[PreTrainedModel | PeftModel], TraceAt]
-) -> Timeline:
-    """Of all layers; where they are alike, from traces of a few."""
-    count = config.get_text_config().num_hidden_layers
-    if count > FEW_LAYERS + 1 and layers_alike(config):
-        short, long = (trace_of(skeleton(with_layers(config, FEW_LAYERS + more), model)) for more in (0, 1))
-        try:
-            return Timeline.fit(with_more_layers(short, long, count - FEW_LAYERS))
-        except IrregularLayersError:
-            pass  # layers differ in ways that the configuration does not list
-    return Timeline.fit(trace_of(skeleton(config, model)))

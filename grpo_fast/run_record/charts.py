@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 from grpo_fast.run_record.summary import PHASES
 
 Records = Sequence[Mapping[str, Any]]
+Series = dict[int, float]
+"""step -> value, where there is one."""
 
 SIZE = (4.2, 2.1)  # inches at 72 dpi: the SVG scales
 SMOOTHING = 20  # the bold line averages a twentieth of the run
@@ -35,138 +37,108 @@ class Chart:
     legend: tuple[str, ...] = ()  # the n-th has the n-th series' colour
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Metrics that share a chart, each with its label."""
-
-    title: str
-    names: Mapping[str, str]  # metric -> label
-    scale: float = 1.0
-    stacked: bool = False
-
-
-METRIC_CURVES = (
-    Curve("KL to the reference", {"kl": "KL"}),
-    Curve("Clipped tokens, %", {"clip_ratio/region_mean": "clipped"}, scale=100),
-    Curve("Entropy", {"entropy": "entropy"}),
-    Curve("Completion length, tokens", {"completion/length_mean": "length"}),
-    Curve("Truncated completions, %", {"completion/truncated": "truncated"}, scale=100),
-    Curve("Groups without spread, %", {"groups/flat": "flat"}, scale=100),
-    Curve("Loss", {"loss": "loss"}),
-    Curve("Gradient norm", {"grad_norm": "norm"}),
-    Curve("Learning rate", {"learning_rate": "rate"}),
-    Curve("Sampler against trainer, |Δ log p|", {"sampling/logp_difference_mean": "mean"}),
-)
-TIMING_CURVES = (
-    Curve("Tokens per second", {"tokens_per_second": "tokens/s"}),
-    Curve("Seconds by phase", {f"time/{phase}": phase for phase in PHASES}, stacked=True),
-    Curve("Peak memory, GiB", {"memory/peak_bytes": "memory"}, scale=2**-30),
+STACKED = "Seconds by phase"
+# (title, factor, metric -> label)
+CURVES: tuple[tuple[str, float, Mapping[str, str]], ...] = (
+    ("KL to the reference", 1, {"kl": "KL"}),
+    ("Clipped tokens, %", 100, {"clip_ratio/region_mean": "clipped"}),
+    ("Entropy", 1, {"entropy": "entropy"}),
+    ("Completion length, tokens", 1, {"completion/length_mean": "length"}),
+    ("Truncated completions, %", 100, {"completion/truncated": "truncated"}),
+    ("Groups without spread, %", 100, {"groups/flat": "flat"}),
+    ("Loss", 1, {"loss": "loss"}),
+    ("Gradient norm", 1, {"grad_norm": "norm"}),
+    ("Learning rate", 1, {"learning_rate": "rate"}),
+    ("Sampler against trainer, |Δ log p|", 1, {"sampling/logp_difference_mean": "mean"}),
+    ("Tokens per second", 1, {"tokens_per_second": "tokens/s"}),
+    (STACKED, 1, {f"time/{phase}": phase for phase in PHASES}),
+    ("Peak memory, GiB", 2**-30, {"memory/peak_bytes": "memory"}),
 )
 
 
-def draw_curves(metrics: Records, timings: Records, evaluations: Records) -> list[Chart]:
-    """Every chart that the records have numbers for.
+def draw_curves(records: Records, evaluations: Records) -> list[Chart]:
+    """Every chart that the steps' metrics and timings, and the held-out scores, have numbers for.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing.
     """
-    names = dict.fromkeys(name for record in metrics for name in record)
-    parts = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
-    charts = [
-        _evaluation_chart(evaluations),
-        _reward_chart(metrics),
-        _curve_chart(Curve("Reward by function", parts), metrics) if len(parts) > 1 else None,
-        *(_curve_chart(curve, metrics) for curve in METRIC_CURVES),
-        *(_curve_chart(curve, timings) for curve in TIMING_CURVES),
-    ]
-    return [chart for chart in charts if chart is not None]
+    charts = [_evaluation_chart(evaluations)] if evaluations else []
+    means, spread = series(records, "reward/mean"), series(records, "reward/std")
+    if means:
+        figure, axes = _figure()
+        if spread.keys() == means.keys():
+            low, high = ([means[step] + sign * spread[step] for step in means] for sign in (-1, 1))
+            axes.fill_between(list(means), low, high, color=SERIES[0], alpha=0.1, linewidth=0)
+        _line(axes, means, SERIES[0])
+        charts.append(_chart("Reward, mean ± standard deviation", figure))
+    names = dict.fromkeys(name for record in records for name in record)
+    rewards = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
+    by_function = [("Reward by function", 1, rewards)] if len(rewards) > 1 else []
+    for title, factor, labels in (*by_function, *CURVES):
+        found = {label: series(records, name) for name, label in labels.items()}
+        drawn = {
+            label: {step: factor * value for step, value in values.items()}
+            for label, values in found.items()
+            if values
+        }
+        if drawn:
+            figure, axes = _figure()
+            if title == STACKED:
+                _stack(axes, list(drawn.values()))
+            else:
+                for values, colour in zip(drawn.values(), SERIES, strict=False):
+                    _line(axes, values, colour)
+            charts.append(_chart(title, figure, list(drawn)))
+    return charts
 
 
-def _evaluation_chart(evaluations: Records) -> Chart | None:
+def series(records: Records, name: str) -> Series:
+    """A metric by step, where it has a value."""
+    return {record["step"]: record[name] for record in records if record.get(name) is not None}
+
+
+def _evaluation_chart(evaluations: Records) -> Chart:
     """Held-out scores in per cent, with their intervals."""
-    if not evaluations:
-        return None
     names = list(dict.fromkeys(record["name"] for record in evaluations))
     figure, axes = _figure()
     for name, colour in zip(names, SERIES, strict=False):
-        records = [r for r in evaluations if r["name"] == name]
-        steps, scores = [r["step"] for r in records], [100 * r["score"] for r in records]
-        axes.plot(steps, scores, color=colour, marker="o", markersize=3.5, linewidth=1.6)
-        for record in records:
-            if None not in record["interval"]:
+        scores = {r["step"]: 100 * r["score"] for r in evaluations if r["name"] == name}
+        axes.plot(*_points(scores), color=colour, marker="o", markersize=3.5, linewidth=1.6)
+        for record in evaluations:
+            if record["name"] == name and None not in record["interval"]:
                 low, high = (100 * bound for bound in record["interval"])
                 axes.vlines(record["step"], low, high, color=colour, linewidth=1.2, alpha=0.6)
     return _chart("Held-out score, %", figure, names)
 
 
-def _reward_chart(metrics: Records) -> Chart | None:
-    """Mean reward of each step, its smoothed course, and the spread of the step's completions."""
-    steps, means = _series(metrics, "reward/mean")
-    if not steps:
-        return None
-    figure, axes = _figure()
-    spread_steps, spread = _series([r for r in metrics if r.get("reward/mean") is not None], "reward/std")
-    if spread_steps == steps:
-        low = [mean - std for mean, std in zip(means, spread, strict=True)]
-        high = [mean + std for mean, std in zip(means, spread, strict=True)]
-        axes.fill_between(steps, low, high, color=SERIES[0], alpha=0.1, linewidth=0)
-    _line(axes, steps, means, SERIES[0])
-    return _chart("Reward, mean ± standard deviation", figure, [])
-
-
-def _curve_chart(curve: Curve, records: Records) -> Chart | None:
-    drawn = {
-        label: (steps, [curve.scale * value for value in values])
-        for name, label in curve.names.items()
-        for steps, values in [_series(records, name)]
-        if steps
-    }
-    if not drawn:
-        return None
-    figure, axes = _figure()
-    if curve.stacked:
-        _stack(axes, list(drawn.values()))
-    else:
-        for (steps, values), colour in zip(drawn.values(), SERIES, strict=False):
-            _line(axes, steps, values, colour)
-    return _chart(curve.title, figure, list(drawn))
-
-
-def _chart(title: str, figure: Figure, labels: Sequence[str]) -> Chart:
+def _chart(title: str, figure: Figure, labels: Sequence[str] = ()) -> Chart:
     """With a legend for several series; the title says so when there are more of them than colours."""
     more = f" (first {len(SERIES)} of {len(labels)})" if len(labels) > len(SERIES) else ""
     return Chart(title + more, to_svg(figure, title), tuple(labels[: len(SERIES)]) if len(labels) > 1 else ())
 
 
-def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
-    """The values, faint, under their moving average; a short run's values alone."""
-    window = len(values) // SMOOTHING
+def _points(values: Series) -> tuple[list[int], list[float]]:
+    return list(values), list(values.values())
+
+
+def _line(axes: Axes, values: Series, colour: str) -> None:
+    """The values, faint, under the mean of the last `window` of them; a short run's values alone."""
+    steps, numbers = _points(values)
+    window = len(numbers) // SMOOTHING
     if window < 3:
-        axes.plot(steps, values, color=colour, linewidth=1.4)
+        axes.plot(steps, numbers, color=colour, linewidth=1.4)
         return
-    axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, _moving_average(values, window), color=colour, linewidth=1.8)
+    axes.plot(steps, numbers, color=colour, linewidth=0.8, alpha=0.35)
+    recent = (numbers[max(0, end - window) : end] for end in range(1, len(numbers) + 1))
+    axes.plot(steps, [sum(part) / len(part) for part in recent], color=colour, linewidth=1.8)
 
 
-def _stack(axes: Axes, drawn: Sequence[tuple[list[int], list[float]]]) -> None:
+def _stack(axes: Axes, drawn: Sequence[Series]) -> None:
     """Areas on top of each other; a phase that a step did without took no time."""
-    steps = sorted({step for series_steps, _ in drawn for step in series_steps})
-    by_step = [dict(zip(*series, strict=True)) for series in drawn]
-    layers = [[values.get(step, 0.0) for step in steps] for values in by_step]
+    steps = sorted({step for values in drawn for step in values})
+    layers = [[values.get(step, 0.0) for step in steps] for values in drawn]
     axes.stackplot(steps, layers, colors=SERIES[: len(layers)], alpha=0.75, linewidth=0)
     axes.set_ylim(bottom=0)
-
-
-def _moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last `window` values, of fewer at the start."""
-    parts = (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))
-    return [sum(part) / len(part) for part in parts]
-
-
-def _series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, where it has a value."""
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _figure() -> tuple[Figure, Axes]:

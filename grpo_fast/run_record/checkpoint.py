@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import tempfile
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ FORMAT = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
 FINAL = re.compile(r"step-(\d{8,})")
 # Being written, being deleted, and set aside while another of the same step takes its place.
-WRITING, DELETING, REPLACED = ".tmp-", ".del-", ".old-"
+WRITING, DELETING, REPLACED = ".tmp", ".del", ".old"
 
 
 class CheckpointConfig(Section):
@@ -64,19 +63,14 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder."""
+    """The checkpoints of one run, in one folder.
+
+    Args:
+        root: holds the checkpoints; made by the first save.
+        keep: checkpoints to keep; what a killed save left is removed at once. None to read only.
+    """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
-        """
-        Args:
-            root: holds the checkpoints; made by the first save.
-            keep: checkpoints to keep; what a killed save left is removed at once. None to read only.
-
-        Raises:
-            ValueError: `keep` below 1.
-        """
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep = {keep} must be at least 1")
         self.root, self.keep = Path(root), keep
         if keep is not None:
             self._clean()
@@ -99,23 +93,17 @@ class CheckpointStore:
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
-            ValueError: `state` is not JSON, a group has no valid name, or the store was opened to read.
+            ValueError: the store was opened to read.
         """
         if self.keep is None:
             raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
-        if wrong := [group for group in tensors if not re.fullmatch(r"\w+", group)]:
-            raise ValueError(f"a group of tensors names a file, which {wrong[0]!r} cannot")
-        path = self.root / f"step-{step:08d}"
-        try:
-            encoded = json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the state of {path.name} is not JSON: {error}") from error
+        path, encoded = self.root / f"step-{step:08d}", json.dumps(state)
         try:
             self._write(path, step, tensors, encoded)
             kept = [path for path in self.paths() if step_of(path) <= step][-self.keep :]
             for old in [path for path in self.paths() if path not in kept]:
                 # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
-                shutil.rmtree(old.rename(_beside(old, DELETING)))
+                shutil.rmtree(old.rename(old.with_suffix(DELETING)))
         except (OSError, SafetensorError) as error:
             free = bytes_text(_free_bytes(self.root))
             raise CheckpointSaveError(
@@ -155,7 +143,7 @@ class CheckpointStore:
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
     def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
-        folder = _beside(path, WRITING)
+        folder = path.with_suffix(WRITING)
         try:
             folder.mkdir(parents=True)
             for group, named in tensors.items():
@@ -168,7 +156,7 @@ class CheckpointStore:
                 sync(file)
             sync(folder)
             if path.exists():
-                path.rename(_beside(path, REPLACED))
+                path.rename(path.with_suffix(REPLACED))
             folder.rename(path)
             sync(self.root)
         finally:
@@ -177,13 +165,12 @@ class CheckpointStore:
     def _clean(self) -> None:
         """Finish what a kill interrupted: put a replaced checkpoint back or drop it, drop the rest."""
         for path in list(self.root.iterdir()) if self.root.is_dir() else ():
-            name, mark, _ = path.name.partition(".")
-            if not FINAL.fullmatch(name) or not mark:
+            final = path.with_suffix("")
+            if not FINAL.fullmatch(final.name):
                 continue
-            final = self.root / name
-            if path.name.startswith(name + REPLACED) and not final.exists():
+            if path.suffix == REPLACED and not final.exists():
                 path.rename(final)
-            elif path.name.startswith((name + WRITING, name + DELETING, name + REPLACED)):
+            elif path.suffix in (WRITING, DELETING, REPLACED):
                 shutil.rmtree(path)
 
 
@@ -194,33 +181,27 @@ def verify(path: Path) -> list[str]:
         DamagedCheckpoint: at the first file of which that is not true.
         CheckpointError: the checkpoint was written by a newer version.
     """
-
-    def damaged(file: str, what: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"checkpoint {path} is damaged: {file} {what}")
-
+    damaged = f"checkpoint {path} is damaged"
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, step, files = manifest["format"], manifest["step"], dict(manifest["files"])
-        expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except FileNotFoundError:
-        raise damaged(MANIFEST, "is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(MANIFEST, f"is unreadable ({type(error).__name__}: {error})") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        raise DamagedCheckpoint(f"{damaged}: {problem}") from None
     if version != FORMAT:
         raise CheckpointError(
             f"{path} has format {version!r} and this version reads format {FORMAT}: "
             "resume with the version of grpo_fast that wrote it"
         )
     if step != step_of(path) or STATE not in files or any(Path(name).name != name for name in files):
-        raise damaged(MANIFEST, "describes another checkpoint")
-    for name, (length, digest) in expected.items():
-        if not (path / name).is_file():
-            raise damaged(name, "is missing")
-        found = fingerprint(path / name)
-        if found["bytes"] != length:
-            raise damaged(name, f"has {found['bytes']} bytes instead of {length}")
-        if found["sha256"] != digest:
-            raise damaged(name, "has other content than was saved (SHA-256 differs)")
+        raise DamagedCheckpoint(f"{damaged}: {MANIFEST} describes another checkpoint")
+    for name, saved in files.items():
+        try:
+            found = fingerprint(path / name)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{damaged}: {name} cannot be read ({error})") from None
+        if found != saved:
+            raise DamagedCheckpoint(f"{damaged}: {name} has {found}, and was saved with {saved}")
     return list(files)
 
 
@@ -275,21 +256,15 @@ def sync(path: Path) -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two of the same memory: what safetensors accepts."""
-    taken: list[tuple[int, int]] = []
-    prepared = {}
+    """Contiguous tensors, no two of the same storage: what safetensors accepts."""
+    prepared: dict[str, Tensor] = {}
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        overlaps = any(start < other_end and other < end for other, other_end in taken)
-        prepared[name] = tensor.clone() if overlaps else tensor
-        taken.append((start, end))
+        storage = tensor.untyped_storage().data_ptr()
+        prepared[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
     return prepared
-
-
-def _beside(path: Path, mark: str) -> Path:
-    """An unused name beside a checkpoint that no reader takes for one."""
-    return path.with_name(f"{path.name}{mark}{uuid.uuid4().hex}")
 
 
 def _free_bytes(folder: Path) -> int:

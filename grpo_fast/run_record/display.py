@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import fmean
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -18,7 +20,6 @@ from rich.text import Text
 from grpo_fast.run_record.summary import PHASES, Interval, bytes_text, duration_text, score_text
 
 WIDTH = 96  # columns; wider panels are harder to read
-SIDE_BY_SIDE = 84  # columns from which the metrics stand in three groups
 HISTORY = 60  # rewards in the sparkline
 RECENT = 20  # steps that the remaining time is judged by
 BARS = "▁▂▃▄▅▆▇█"
@@ -59,6 +60,8 @@ POLICY = (
     Field("KL", "kl", "kl", ".3g"),
     Field("clip fraction", "clip", "clip_ratio/region_mean", "percent"),
     Field("entropy", "entropy", "entropy", ".3g"),
+)
+COMPLETIONS = (
     Field("sampler difference", "sampler_diff", "sampling/logp_difference_mean", ".2g"),
     Field("length", "length", "completion/length_mean", ".1f"),
     Field("truncated", "truncated", "completion/truncated", "percent"),
@@ -71,44 +74,10 @@ SPEED = (
 SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """A generation that goes on."""
-
-    tokens: int  # decoded
-    finished: int  # completions that have ended
-    total: int
-    started: float  # time.monotonic()
-
-    def text(self, now: float) -> str:
-        """How far it is, how fast, and how long it takes if completions go on ending as they did."""
-        seconds = now - self.started
-        words = [f"{self.finished} of {self.total} completions"]
-        if seconds > 0:
-            words.append(f"{self.tokens / seconds:,.0f} tokens/s")
-        if self.finished:
-            left = seconds * (self.total - self.finished) / self.finished
-            words.append(f"{duration_text(left)} left")
-        return " · ".join(words)
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that is shown. Replaced as a whole, for the panel is drawn from another thread."""
-
-    step: int
-    total: int  # steps of the whole run
-    metrics: Numbers
-    timings: Numbers
-    rewards: tuple[float, ...] = ()
-    evaluations: tuple[str, ...] = ()  # the first and the latest
-    remaining: float | None = None  # seconds
-    updated: float = 0.0  # time.monotonic() of the last update
-    rollout: Rollout | None = None  # None while nothing is generated
-
-
 class Display:
     """Progress of a run, as a context manager. Metrics that a run has not are left out.
+
+    The panel is drawn from another thread: attributes are replaced, never changed in place.
 
     Args:
         total_steps: optimiser steps of the whole run.
@@ -118,9 +87,16 @@ class Display:
 
     def __init__(self, total_steps: int, *, console: Console | None = None, start_step: int = 0) -> None:
         self._console = console or Console()
-        self._durations: deque[float] = deque(maxlen=RECENT)
-        self._state = State(start_step, total_steps, {}, {}, updated=time.monotonic())
         self._live: Live | None = None
+        self._step, self._total = start_step, total_steps
+        self._metrics: Numbers = {}
+        self._timings: Numbers = {}
+        self._rewards: list[float] = []
+        self._durations: list[float] = []
+        self._evaluations: list[str] = []  # the first and the latest
+        self._updated = time.monotonic()
+        self._generating = ""  # how far a generation is, while one goes on
+        self._decoded, self._started = 0, 0.0  # its tokens, and when it began
 
     def __enter__(self) -> Display:
         console = self._console
@@ -137,41 +113,41 @@ class Display:
 
     def update(self, step: int, metrics: Numbers, timings: Numbers) -> None:
         """Show a finished step; the first one is step 1."""
+        self._step, self._metrics, self._timings = step, metrics, timings
+        self._updated, self._generating = time.monotonic(), ""
         if "time/step" in timings:
-            self._durations.append(timings["time/step"])
-        mean = sum(self._durations) / len(self._durations) if self._durations else None
-        reward = metrics.get("reward/mean")
-        self._state = replace(
-            self._state,
-            step=step,
-            metrics=metrics,
-            timings=timings,
-            rewards=(*self._state.rewards, *([] if reward is None else [reward]))[-HISTORY:],
-            remaining=None if mean is None else (self._state.total - step) * mean,
-            updated=time.monotonic(),
-            rollout=None,
-        )
-        self._show(plain_line(self._state))
+            self._durations = [*self._durations, timings["time/step"]][-RECENT:]
+        if "reward/mean" in metrics:
+            self._rewards = [*self._rewards, metrics["reward/mean"]][-HISTORY:]
+        self._show(self._plain_line())
 
-    def evaluation(self, step: int, score: float, interval: Interval | None, n: int) -> None:
+    def evaluation(self, step: int, score: float, interval: Interval, n: int) -> None:
         """Show a held-out score: `interval` is (low, high), `n` counts questions."""
         text = f"{score_text(score, interval)} of {n} at step {step}"
-        evaluations = (*self._state.evaluations[:1], text)
-        self._state = replace(self._state, evaluations=evaluations, updated=time.monotonic(), rollout=None)
-        bounds = "" if interval is None else f" low={interval[0]:.4g} high={interval[1]:.4g}"
-        self._show(f"evaluation step={step}/{self._state.total} score={score:.4g}{bounds} n={n}")
+        self._evaluations = [*self._evaluations[:1], text]
+        self._updated, self._generating = time.monotonic(), ""
+        bounds = "low={:.4g} high={:.4g}".format(*interval)
+        self._show(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}")
 
     def rollout(self, tokens: int, finished: int, total: int) -> None:
-        """Show how a generation goes; only on a terminal. Fewer tokens than before begin another one.
+        """Show how a generation goes, and how long it takes if completions go on ending as they did.
+
+        Only on a terminal. Fewer tokens than before begin another one.
 
         Args:
             tokens: decoded so far.
             finished: completions that have ended, of `total`.
         """
-        before = self._state.rollout
-        started = time.monotonic() if before is None or tokens < before.tokens else before.started
-        rollout = Rollout(tokens, finished, total, started)
-        self._state = replace(self._state, rollout=None if finished == total else rollout)
+        now = time.monotonic()
+        if not self._generating or tokens < self._decoded:
+            self._started = now
+        self._decoded, seconds = tokens, now - self._started
+        words = [f"{finished} of {total} completions"]
+        if seconds > 0:
+            words.append(f"{tokens / seconds:,.0f} tokens/s")
+        if finished:
+            words.append(f"{duration_text(seconds * (total - finished) / finished)} left")
+        self._generating = " · ".join(words) if finished < total else ""
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
@@ -179,11 +155,16 @@ class Display:
 
     def panel(self) -> Panel:
         """What a terminal shows now."""
-        state = self._state
-        body = [_progress(state), Text(), _headline(state), Text()]
-        body.append(_metrics(state.metrics, self._console.width))
-        if state.timings or state.rollout:
-            body += [Text(), _speed(state)]
+        columns = [_pairs(_known(fields, self._metrics)) for fields in (LEARNING, POLICY, COMPLETIONS)]
+        body = (
+            self._progress(),
+            "",
+            self._headline(),
+            "",
+            Columns(columns, padding=(0, 4)),
+            "",
+            self._speed(),
+        )
         width = min(WIDTH, self._console.width)
         return Panel(Group(*body), title="grpo_fast", border_style="dim", width=width, padding=(0, 1))
 
@@ -193,17 +174,59 @@ class Display:
         else:
             self._live.refresh()
 
+    @property
+    def _remaining(self) -> str:
+        """How long the steps to come take, if they are as long as the last ones."""
+        if not self._durations:
+            return ""
+        return duration_text((self._total - self._step) * fmean(self._durations))
 
-def plain_line(state: State) -> str:
-    """A step as `key=value` words in ASCII; a metric has the same key in every line."""
-    heads = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("eval", "eval/score"))
-    words = [f"step={state.step}/{state.total}"]
-    words += [f"{key}={state.metrics[name]:.4g}" for key, name in heads if name in state.metrics]
-    for numbers, fields in ((state.metrics, POLICY + LEARNING), (state.timings, SPEED + SECONDS)):
-        words += [f"{f.key}={f.text(numbers).replace(' ', '')}" for f in fields if f.name in numbers]
-    if state.remaining is not None:
-        words.append(f"eta={duration_text(state.remaining)}")
-    return " ".join(words)
+    def _plain_line(self) -> str:
+        """A step as `key=value` words in ASCII; a metric has the same key in every line."""
+        metrics, timings = self._metrics, self._timings
+        heads = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("eval", "eval/score"))
+        words = [f"step={self._step}/{self._total}"]
+        words += [f"{key}={metrics[name]:.4g}" for key, name in heads if name in metrics]
+        for numbers, fields in ((metrics, POLICY + COMPLETIONS + LEARNING), (timings, SPEED + SECONDS)):
+            words += [f"{f.key}={f.text(numbers).replace(' ', '')}" for f in fields if f.name in numbers]
+        return " ".join([*words, *([f"eta={self._remaining}"] if self._remaining else [])])
+
+    def _progress(self) -> RenderableType:
+        clock = Text("done", style="bold")
+        if self._step < self._total:
+            left = f"{self._remaining} left" if self._remaining else ""
+            into = f"  {int(time.monotonic() - self._updated)}s into the step"
+            clock = Text.assemble((left, "bold"), (into, "dim"))
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=self._total, completed=self._step)
+        row.add_row(Text(f"step {self._step}/{self._total}", style="bold"), bar, clock)
+        return row
+
+    def _headline(self) -> RenderableType:
+        metrics, rows = self._metrics, _pairs()
+        if self._rewards:
+            spread = f" ± {metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
+            text = Text(f"{self._rewards[-1]:.3f}{spread}  ", style="bold")
+            rows.add_row("reward", text + Text(sparkline(self._rewards), style="green"))
+        parts = [name.split("/")[1] for name in metrics if re.fullmatch(r"reward/[^/]+/mean", name)]
+        if len(parts) > 1:
+            rows.add_row("of which", " · ".join(f"{p} {metrics[f'reward/{p}/mean']:.3f}" for p in parts))
+        if self._evaluations:
+            rows.add_row("held-out", Text(" → ".join(self._evaluations), style="bold"))
+        if not rows.row_count:
+            rows.add_row("waiting for the first step", "")
+        return rows
+
+    def _speed(self) -> RenderableType:
+        rows = _pairs([("generating", self._generating)] if self._generating else [])
+        if speed := _known(SPEED, self._timings):
+            rows.add_row("speed", " · ".join(f"{text} {label}" for label, text in speed))
+        if phases := _known(SECONDS, self._timings):
+            rows.add_row("phases", " · ".join(f"{label} {text}" for label, text in phases))
+        return rows
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -216,57 +239,9 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BARS[round((value - low) * level)] if math.isfinite(value) else " " for value in values)
 
 
-def _progress(state: State) -> RenderableType:
-    if state.step >= state.total:
-        clock = Text("done", style="bold")
-    else:
-        left = "" if state.remaining is None else f"{duration_text(state.remaining)} left"
-        into = f"  {int(time.monotonic() - state.updated)}s into the step"
-        clock = Text.assemble((left, "bold"), (into, "dim"))
-    row = Table.grid(padding=(0, 2), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
-    bar = ProgressBar(total=state.total, completed=state.step)
-    row.add_row(Text(f"step {state.step}/{state.total}", style="bold"), bar, clock)
-    return row
-
-
-def _headline(state: State) -> RenderableType:
-    rows = _pairs()
-    if state.rewards:
-        spread = state.metrics.get("reward/std")
-        value = f"{state.rewards[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-        line = Text(f"{value}  ", style="bold") + Text(sparkline(state.rewards), style="green")
-        rows.add_row("reward", line)
-    names = [name.split("/") for name in state.metrics if name.startswith("reward/")]
-    parts = [part for _, part, *mean in names if mean == ["mean"]]  # of `reward/<function>/mean`
-    if len(parts) > 1:
-        rows.add_row("of which", " · ".join(f"{p} {state.metrics[f'reward/{p}/mean']:.3f}" for p in parts))
-    if state.evaluations:
-        rows.add_row("held-out", Text(" → ".join(state.evaluations), style="bold"))
-    if not rows.row_count:
-        rows.add_row("waiting for the first step", "")
-    return rows
-
-
-def _metrics(metrics: Numbers, width: int) -> RenderableType:
-    wide = width >= SIDE_BY_SIDE
-    groups = (LEARNING, POLICY[:3], POLICY[3:]) if wide else (LEARNING + POLICY,)
-    row = Table.grid(padding=(0, 4))
-    row.add_row(*(_pairs((f.label, f.text(metrics)) for f in group if f.name in metrics) for group in groups))
-    return row
-
-
-def _speed(state: State) -> RenderableType:
-    rows, timings = _pairs(), state.timings
-    if state.rollout is not None:
-        rows.add_row("generating", state.rollout.text(time.monotonic()))
-    if words := [f"{f.text(timings)} {f.label}" for f in SPEED if f.name in timings]:
-        rows.add_row("speed", " · ".join(words))
-    if phases := [f"{f.label} {f.text(timings)}" for f in SECONDS if f.name in timings]:
-        rows.add_row("phases", " · ".join(phases))
-    return rows
+def _known(fields: Sequence[Field], numbers: Numbers) -> list[tuple[str, str]]:
+    """(label, text) of the fields that there are numbers for."""
+    return [(field.label, field.text(numbers)) for field in fields if field.name in numbers]
 
 
 def _pairs(pairs: Iterable[tuple[str, str]] = ()) -> Table:

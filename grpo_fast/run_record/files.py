@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +68,9 @@ class JsonlLog:
         Raises:
             ValueError: the file has fewer bytes, or no line ends there: it is another run's.
         """
-        if not 0 <= offset <= self._size or not self._ends_line(offset):
+        self._file.seek(max(offset - 1, 0))
+        ends_line = offset == 0 or self._file.read(1) == b"\n"
+        if not 0 <= offset <= self._size or not ends_line:
             raise ValueError(
                 f"offset = {offset} is not the end of a line of {self.path} ({self._size} bytes): the file "
                 "does not belong to this checkpoint; resume in the run's own directory, or start afresh "
@@ -78,10 +78,6 @@ class JsonlLog:
             )
         self._file.truncate(offset)
         self._size = offset
-
-    def _ends_line(self, offset: int) -> bool:
-        self._file.seek(max(offset - 1, 0))
-        return offset == 0 or self._file.read(1) == b"\n"
 
     def close(self) -> None:
         self._file.close()
@@ -100,32 +96,21 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"got {line[:80]!r}")
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not JSON ({error}); repair or delete the line"
+                f"{path}, line {number}: no JSON object ({error}); repair or delete the line"
             ) from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object, got {line[:80]!r}; delete the line"
-            )
         records.append(record)
     return records
 
 
 def _encode(record: Record) -> bytes:
-    text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    # NumPy's scalars become numbers, NaN and infinity null.
+    plain = json.loads(
+        json.dumps(record, default=lambda scalar: scalar.item()), parse_constant=lambda _: None
+    )
+    text = json.dumps(plain, ensure_ascii=False)
     # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    # NumPy's scalars are Real or Integral, and unknown to json.
-    if isinstance(value, Real) and not isinstance(value, Integral):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return value

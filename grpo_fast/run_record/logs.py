@@ -3,9 +3,10 @@
 | file | one line is | same bytes after kill and resume |
 |---|---|---|
 | `metrics.jsonl` | a step's metrics | yes |
-| `timings.jsonl` | a step's seconds, tokens/s, memory | no: wall-clock |
 | `samples.jsonl` | a sampled completion with its rewards | yes |
 | `evaluations.jsonl` | a held-out score | yes |
+| `alerts.jsonl` | an alert that was raised, or has cleared | yes |
+| `timings.jsonl` | a step's seconds, tokens/s, memory | no: wall-clock |
 | `provenance.jsonl` | a start: versions, device, command | no |
 
 NaN and infinity are written as null.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.run_record.alerts import Alert
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
 from grpo_fast.run_record.mirrors import LoggingConfig, Mirrors
 from grpo_fast.run_record.summary import Interval
@@ -35,67 +37,11 @@ METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+ALERTS_FILE = "alerts.jsonl"
 PROVENANCE_FILE = "provenance.jsonl"
+EXACT_FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE)
 
 NO_TIMINGS: Mapping[str, float] = MappingProxyType({})
-
-
-class MetricsLog:
-    """A run's metrics and timings, as JSON lines and wherever the configuration mirrors them.
-
-    The JSON lines hold every step that is logged; `logging.every` thins the mirrors.
-
-    Raises:
-        ModuleNotFoundError: a mirror's library is missing.
-        OSError: `run_dir` cannot be written.
-    """
-
-    def __init__(self, run_dir: Path, config: LoggingConfig, *, run_name: str) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = JsonlLog(run_dir / METRICS_FILE)
-        self._timings = JsonlLog(run_dir / TIMINGS_FILE)
-        self._every = config.every
-        self._mirrors = Mirrors(run_dir, config, run_name)
-        starts = JsonlLog(run_dir / PROVENANCE_FILE)
-        starts.append(provenance())
-        starts.close()
-
-    def log(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] = NO_TIMINGS) -> None:
-        """Write one step. What depends on the clock or the machine belongs in `timings`.
-
-        Raises:
-            TypeError: a value is no number.
-            ValueError: a name is `step`, or in both mappings.
-            OSError: the disk is full.
-        """
-        metrics, timings = _numbers(metrics), _numbers(timings)
-        if both := sorted(metrics.keys() & timings.keys()):
-            raise ValueError(f"{both} are in metrics and in timings; a name belongs to one of them")
-        self._metrics.append({"step": step, **metrics})
-        if timings:
-            self._timings.append({"step": step, **timings})
-        if step % self._every == 0:
-            self._mirrors.log(step, {**metrics, **timings})
-
-    @property
-    def offset(self) -> int:
-        """Bytes of `metrics.jsonl`, for a checkpoint."""
-        return self._metrics.offset
-
-    def truncate(self, offset: int) -> None:
-        """Go back to a checkpoint's `offset`; timings of later steps go too.
-
-        Raises:
-            ValueError: `offset` is not this file's.
-        """
-        self._metrics.truncate(offset)
-        kept = read_jsonl(self._metrics.path)
-        _drop_later(self._timings, kept[-1]["step"] if kept else -1)
-
-    def close(self) -> None:
-        self._mirrors.close()
-        self._timings.close()
-        self._metrics.close()
 
 
 @dataclass(frozen=True)
@@ -120,44 +66,70 @@ class StepResult:
     samples: Sequence[SampleRecord] = ()
 
 
-class SampleLog(JsonlLog):
-    """`samples.jsonl`: completions with their rewards."""
+class RunLogs:
+    """A run's files, and wherever the configuration mirrors its metrics.
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / SAMPLES_FILE)
+    The files hold every step that is logged; `logging.every` thins the mirrors.
 
-    def write(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        self.append(*({"step": step, **vars(sample)} for sample in samples))
+    Raises:
+        ModuleNotFoundError: a mirror's library is missing.
+        OSError: `run_dir` cannot be written; of all methods: the disk is full.
+    """
 
+    def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._every = config.every
+        self._mirrors = Mirrors(run_dir, config, run_dir.name)
+        names = (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
+        self._files = {name: JsonlLog(run_dir / name) for name in names}
+        self._files[PROVENANCE_FILE].append(provenance())
 
-class EvaluationLog(JsonlLog):
-    """`evaluations.jsonl`: held-out scores, by the name of what was evaluated."""
+    def metrics(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float] = NO_TIMINGS
+    ) -> None:
+        """Write one step. What depends on the clock or the machine belongs in `timings`."""
+        metrics, timings = ({name: float(n) for name, n in found.items()} for found in (metrics, timings))
+        self._files[METRICS_FILE].append({"step": step, **metrics})
+        if timings:
+            self._files[TIMINGS_FILE].append({"step": step, **timings})
+        if step % self._every == 0:
+            self._mirrors.log(step, {**metrics, **timings})
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir / EVALUATIONS_FILE)
+    def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
 
-    def write(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
+    def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
         """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
-        self.append({"step": step, "name": name, "score": score, "interval": interval, "n": n})
+        record = {"step": step, "name": name, "score": score, "interval": interval, "n": n}
+        self._files[EVALUATIONS_FILE].append(record)
 
+    def alert(self, alert: Alert) -> None:
+        self._files[ALERTS_FILE].append(vars(alert))
 
-def _numbers(values: Mapping[str, float]) -> dict[str, float]:
-    if "step" in values:
-        raise ValueError("a metric is named `step`, which every line has already; rename it")
-    numbers = {}
-    for name, value in values.items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} = {value!r} is no number; log numbers, or torch scalars") from error
-    return numbers
+    def offsets(self) -> dict[str, int]:
+        """Bytes of the files that a resumed run writes exactly, for a checkpoint."""
+        return {name: self._files[name].offset for name in EXACT_FILES}
 
+    def truncate(self, offsets: Mapping[str, int]) -> None:
+        """Go back to a checkpoint's `offsets`, 0 where there is none; timings of later steps go too.
 
-def _drop_later(log: JsonlLog, step: int) -> None:
-    """Cut a log, whose steps never decrease, after the last line of `step`."""
-    lines = log.path.read_bytes().split(b"\n")[:-1]
-    kept = [line for line, record in zip(lines, read_jsonl(log.path), strict=True) if record["step"] <= step]
-    log.truncate(sum(len(line) + 1 for line in kept))
+        Raises:
+            ValueError: an offset is not its file's.
+        """
+        for name in EXACT_FILES:
+            self._files[name].truncate(offsets.get(name, 0))
+        kept, timings = read_jsonl(self._files[METRICS_FILE].path), self._files[TIMINGS_FILE]
+        last = kept[-1]["step"] if kept else -1
+        lines = timings.path.read_bytes().splitlines(keepends=True)
+        records = read_jsonl(timings.path)
+        timings.truncate(
+            sum(len(line) for line, one in zip(lines, records, strict=True) if one["step"] <= last)
+        )
+
+    def close(self) -> None:
+        self._mirrors.close()
+        for file in self._files.values():
+            file.close()
 
 
 class Clock:

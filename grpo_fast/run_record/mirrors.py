@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
@@ -28,14 +28,6 @@ class LoggingConfig(Section):
     project: str = "grpo_fast"
 
 
-class Mirror(Protocol):
-    """Somewhere else that metrics are shown."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Mirrors:
     """The mirrors that the configuration asks for. One that fails costs a warning, never the run.
 
@@ -44,7 +36,7 @@ class Mirrors:
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, run_name: str) -> None:
-        self._mirrors: list[Mirror] = []
+        self._mirrors: list[TensorBoard | Wandb | Trackio] = []
         for kind in (TensorBoard, Wandb, Trackio):
             option = kind.__name__.lower()
             if getattr(config, option):
@@ -63,7 +55,7 @@ class Mirrors:
         self._each(lambda mirror: mirror.close())
         self._mirrors = []
 
-    def _each(self, call: Callable[[Mirror], None]) -> None:
+    def _each(self, call: Callable[[TensorBoard | Wandb | Trackio], None]) -> None:
         for mirror in list(self._mirrors):
             try:
                 call(mirror)
@@ -98,17 +90,23 @@ class TensorBoard:
             self._writer.close()
 
 
-class Wandb:
-    """A Weights & Biases run; a resumed run continues it."""
+class _Service:
+    """A run of a tracking service; a resumed run continues it."""
 
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        path = run_dir / CONFIG_FILE
+        config = yaml.safe_load(path.read_text("utf-8")) if path.exists() else None
+        service = import_module(type(self).__name__.lower())
+        self._run = service.init(resume="allow", config=config, **settings)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Wandb(_Service):
     def __init__(self, run_dir: Path, project: str, name: str) -> None:
-        self._run = import_module("wandb").init(
-            project=project,
-            name=name,
-            id=_run_id(run_dir / "wandb_id"),
-            resume="allow",
-            dir=str(run_dir),
-            config=_run_config(run_dir),
+        super().__init__(
+            run_dir, project=project, name=name, id=_run_id(run_dir / "wandb_id"), dir=str(run_dir)
         )
         # W&B's own step only grows and drops what a resumed run shows again, hence an axis of ours.
         self._run.define_metric("step")
@@ -117,26 +115,13 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
 
-
-class Trackio:
-    """A trackio run; a resumed run continues it."""
-
+class Trackio(_Service):
     def __init__(self, run_dir: Path, project: str, name: str) -> None:
-        self._run = import_module("trackio").init(
-            project=project,
-            name=f"{name}-{_run_id(run_dir / 'trackio_id')}",
-            resume="allow",
-            config=_run_config(run_dir),
-        )
+        super().__init__(run_dir, project=project, name=f"{name}-{_run_id(run_dir / 'trackio_id')}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _run_id(path: Path) -> str:
@@ -144,8 +129,3 @@ def _run_id(path: Path) -> str:
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
     return path.read_text().strip()
-
-
-def _run_config(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / CONFIG_FILE
-    return yaml.safe_load(path.read_text("utf-8")) if path.exists() else None

@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.random_state import capture_rng
-from grpo_fast.run_record.alerts import ALERTS_FILE, AlertMonitor
+from grpo_fast.run_record.alerts import AlertMonitor
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.run_record.display import Display
-from grpo_fast.run_record.files import JsonlLog, read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE, EvaluationLog, MetricsLog, SampleLog, StepResult
+from grpo_fast.run_record.files import read_jsonl
+from grpo_fast.run_record.logs import EVALUATIONS_FILE, RunLogs, StepResult
 from grpo_fast.run_record.report import write_report
-from grpo_fast.run_record.summary import Interval, Score, before_after
+from grpo_fast.run_record.summary import Interval, before_after
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
@@ -94,41 +93,23 @@ class Recorder:
         self.config = config
         self.run_dir = Path(config.output_dir)
         self.store = store
-        self.metrics = MetricsLog(self.run_dir, config.logging, run_name=self.run_dir.name)
-        self.samples = SampleLog(self.run_dir)
-        self.evaluations = EvaluationLog(self.run_dir)
-        self.alerts = JsonlLog(self.run_dir / ALERTS_FILE)
         self.monitor = AlertMonitor(config.alerts)
         if checkpoint:
             self.monitor.load_state_dict(checkpoint.state["alerts"])
+        self.logs = RunLogs(self.run_dir, config.logging)
         self._stack = ExitStack()
-        offsets = checkpoint.state["offsets"] if checkpoint else {}
-        for name, log in self.logs().items():
-            self._stack.callback(log.close)
-            log.truncate(offsets.get(name, 0))
+        self._stack.callback(self.logs.close)
+        self.logs.truncate(checkpoint.state["offsets"] if checkpoint else {})
         self.display = Display(config.max_steps, start_step=trainer.step) if show else None
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
         self.boundary = self.capture()
-
-    def logs(self) -> dict[str, MetricsLog | JsonlLog]:
-        return {
-            "metrics": self.metrics,
-            "samples": self.samples,
-            "evaluations": self.evaluations,
-            "alerts": self.alerts,
-        }
 
     def __enter__(self) -> Recorder:
         if self.display is not None:
             self._stack.enter_context(self.display)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._stack:
             if error is not None:
                 self.rescue(error)
@@ -141,7 +122,7 @@ class Recorder:
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
         if self.trainer.step == 0:
-            self.metrics.log(0, self.evaluate(None))
+            self.logs.metrics(0, self.evaluate(None))
             self.boundary = self.capture()
 
     def record(self, result: StepResult) -> None:
@@ -153,22 +134,22 @@ class Recorder:
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 metrics = metrics | self.evaluate(None if last else config.evaluation.size)
         finally:
-            self.metrics.log(step, metrics, timings)
+            self.logs.metrics(step, metrics, timings)
         if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
-            self.samples.write(step, result.samples)
+            self.logs.samples(step, result.samples)
         if self.display:
             self.display.update(step, metrics, timings)
         for alert in self.monitor.update(step, metrics):
-            self.alerts.append(alert.record())
+            self.logs.alert(alert)
             self.say(alert.text)
         self.boundary = self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save(self.boundary)
+            self.save()
 
     def finish(self, signal: str | None) -> None:
         """The last checkpoint, the outcome and the report; `signal` names what stopped the run early."""
         if self.trainer.step not in (0, self.saved):
-            self.save(self.boundary, must=True)
+            self.save(must=True)
         if signal:
             self.say(f"{signal}: saved at step {self.trainer.step}; continue with --resume")
         self.say(self.outcome())
@@ -190,7 +171,7 @@ class Recorder:
                 self.boundary = self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
-                self.save(self.boundary, must=True)
+                self.save(must=True)
         except Exception as second:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
@@ -205,7 +186,7 @@ class Recorder:
         evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-        self.evaluations.write(step, name, evaluation.score, evaluation.interval, n)
+        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
         if self.display:
             self.display.evaluation(step, evaluation.score, evaluation.interval, n)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
@@ -218,37 +199,33 @@ class Recorder:
             "trainer": self.trainer.state_dict(),
             "alerts": self.monitor.state_dict(),
             "rng": rng_state,
-            "offsets": {name: log.offset for name, log in self.logs().items()},
+            "offsets": self.logs.offsets(),
         }
         return Boundary(self.trainer.step, json.dumps(state), rng_tensors)
 
-    def save(self, boundary: Boundary, *, must: bool = False) -> None:
+    def save(self, *, must: bool = False) -> None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on."""
-        trainer = self.trainer
+        step, policy, optimizer = self.boundary.step, self.trainer.policy, self.trainer.optimizer
+        tensors: dict[str, Mapping[str, torch.Tensor]] = {
+            "trainable": policy.trainable(),
+            "optimizer": optimizer.state_tensors(),
+            "rng": self.boundary.rng,
+        }
         try:
-            self.store.save(
-                boundary.step,
-                tensors={
-                    "trainable": trainer.policy.trainable(),
-                    "optimizer": trainer.optimizer.state_tensors(),
-                    "rng": boundary.rng,
-                },
-                state=json.loads(boundary.state),
-            )
+            self.store.save(step, tensors, json.loads(self.boundary.state))
         except CheckpointSaveError as error:
             if must:
                 raise
-            self.say(f"checkpoint of step {boundary.step} not saved: {error}; training goes on")
+            self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
         else:
-            self.saved = boundary.step
+            self.saved = step
 
     def outcome(self) -> str:
         """Held-out score before → after."""
         scores = [e for e in read_jsonl(self.run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
         if len(scores) < 2:
             return f"step {self.trainer.step} of {self.config.max_steps}"
-        first, last = (Score(e["score"], tuple(e["interval"]), e["n"]) for e in (scores[0], scores[-1]))
-        return f"held-out score: {before_after(first, last)}"
+        return f"held-out score: {before_after(scores[0], scores[-1])}"
 
     def say(self, text: str) -> None:
         if self.display:

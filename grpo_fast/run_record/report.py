@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from grpo_fast.run_record.charts import draw_curves
+from grpo_fast.run_record.charts import draw_curves, series
 from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
 from grpo_fast.run_record.logs import (
     EVALUATIONS_FILE,
@@ -28,19 +27,6 @@ SAMPLED_STEPS = 12  # that the page shows; a long run's page stays light
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RunFiles:
-    """What a run directory holds; a run that was interrupted has less."""
-
-    name: str
-    config_text: str
-    metrics: list[Record]
-    timings: list[Record]
-    samples: list[Record]
-    evaluations: list[Record]
-    starts: list[Record]
-
-
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run directory and return its path.
 
@@ -51,38 +37,40 @@ def write_report(run_dir: Path) -> Path:
         ValueError: one of its files is damaged other than by an unfinished last line.
         ModuleNotFoundError: matplotlib is missing.
     """
+    from jinja2 import Environment, StrictUndefined
+
     names = (METRICS_FILE, TIMINGS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, PROVENANCE_FILE)
-    config_path, path = run_dir / CONFIG_FILE, run_dir / REPORT_FILE
     if not any((run_dir / name).exists() for name in (*names, CONFIG_FILE)):
         raise FileNotFoundError(
             f"{run_dir} holds no run: none of {', '.join((*names, CONFIG_FILE))} is there"
         )
-    text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
-    page = _render(RunFiles(run_dir.resolve().name, text, *(read_jsonl(run_dir / name) for name in names)))
-    write_whole(path, page.encode("utf-8", "backslashreplace"))
-    return path
-
-
-def _render(run: RunFiles) -> str:
-    from jinja2 import Environment, StrictUndefined
-
+    config_path = run_dir / CONFIG_FILE
+    config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    config = yaml.safe_load(config_text) or {}
+    metrics, timings, samples, evaluations, starts = (read_jsonl(run_dir / name) for name in names)
+    shown, left_out = _samples_by_step(samples)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    config = yaml.safe_load(run.config_text) or {}
-    samples, left_out = _samples_by_step(run.samples)
-    return environment.from_string(_packaged("report.html.j2")).render(
-        run=run,
+    page = environment.from_string(_packaged("report.html.j2")).render(
+        name=run_dir.resolve().name,
+        config_text=config_text,
+        starts=starts,
         style=page_style(),
-        status=_status(run, config.get("max_steps")),
-        headlines=_headlines(run.evaluations),
+        last=max((record["step"] for record in metrics), default=0),
+        total=config.get("max_steps"),
+        evaluations=evaluations,
+        score=lambda record: score_text(record["score"], record["interval"]),
         confidence=f"{100 * CONFIDENCE:.0f} %",
-        facts=_facts(run, config),
-        charts=draw_curves(run.metrics, run.timings, run.evaluations),
-        samples=samples,
+        facts=_facts(config, metrics, timings, starts),
+        charts=draw_curves(metrics + timings, evaluations),
+        samples=shown,
         left_out=left_out,
-        table=_metric_table(run.metrics + run.timings),
+        table=_metric_table(metrics + timings),
     )
+    path = run_dir / REPORT_FILE
+    write_whole(path, page.encode("utf-8", "backslashreplace"))
+    return path
 
 
 def page_style() -> str:
@@ -94,42 +82,20 @@ def _packaged(name: str) -> str:
     return files("grpo_fast.run_record").joinpath(name).read_text(encoding="utf-8")
 
 
-def _status(run: RunFiles, total: int | None) -> str:
-    last = max((record["step"] for record in run.metrics), default=0)
-    if total is None:
-        return f"{last} steps"
-    return f"finished, {total} steps" if last >= total else f"not finished: step {last} of {total}"
-
-
-def _headlines(evaluations: Sequence[Record]) -> list[Record]:
-    """For each held-out set its first and its last score."""
-    headlines = []
-    for name in dict.fromkeys(record["name"] for record in evaluations):
-        records = [record for record in evaluations if record["name"] == name]
-        scored = [{**r, "text": score_text(r["score"], r["interval"])} for r in records]
-        first, last = scored[0], scored[-1]
-        gain = f"{100 * (last['score'] - first['score']):+.1f} points"
-        after = last if len(records) > 1 else None
-        headlines.append({"name": name, "before": first, "after": after, "gain": gain})
-    return headlines
-
-
-def _facts(run: RunFiles, config: Mapping[str, Any]) -> dict[str, str]:
+def _facts(
+    config: Mapping[str, Any], metrics: Sequence[Record], timings: Sequence[Record], starts: Sequence[Record]
+) -> dict[str, str]:
     """A few words on top of the page; those that the run has."""
     model, dataset = config.get("model") or {}, config.get("dataset") or {}
     facts = {"Model": model.get("path"), "Data": dataset.get("source")}
-    if run.starts:
-        facts |= {"Device": run.starts[-1]["device"], "Started": run.starts[0]["started"]}
-    if seconds := _values(run.timings, "time/step"):
+    if starts:
+        facts |= {"Device": starts[-1]["device"], "Started": starts[0]["started"]}
+    if seconds := series(timings, "time/step").values():
         mean = duration_text(sum(seconds) / len(seconds))
         facts["Time in steps"] = f"{duration_text(sum(seconds))}, {mean} each"
-    if rewards := _values(run.metrics, "reward/mean"):
+    if rewards := [*series(metrics, "reward/mean").values()]:
         facts["Reward"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
     return {name: str(value) for name, value in facts.items() if value}
-
-
-def _values(records: Sequence[Record], name: str) -> list[float]:
-    return [record[name] for record in records if record.get(name) is not None]
 
 
 def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
@@ -142,8 +108,7 @@ def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
         {
             "step": step,
             "prompts": [
-                {"prompt": prompt, "rows": list(rows)}
-                for prompt, rows in groupby(records, key=lambda record: record["prompt"])
+                (prompt, list(rows)) for prompt, rows in groupby(records, key=lambda record: record["prompt"])
             ],
             "rewards": list(dict.fromkeys(name for record in records for name in record["rewards"])),
         }
@@ -151,12 +116,12 @@ def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
     ], len(steps) - len(indices)
 
 
-def _metric_table(records: Sequence[Record]) -> list[Record]:
-    """Every metric: first, last, smallest, largest value."""
+def _metric_table(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
+    """Every metric that has values: its first, last, smallest and largest."""
     names = sorted({name for record in records for name in record} - {"step"})
-    columns = {name: _values(records, name) for name in names}
+    columns = {name: [*series(records, name).values()] for name in names}
     return [
-        {"name": name, "numbers": [f"{x:.4g}" for x in (column[0], column[-1], min(column), max(column))]}
+        (name, [f"{x:.4g}" for x in (column[0], column[-1], min(column), max(column))])
         for name, column in columns.items()
         if column
     ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+from pydantic import ByteSize
 
 CONFIDENCE = 0.95
 PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")  # of a step: `time/<phase>`
@@ -13,21 +15,19 @@ PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")  # of 
 Interval = tuple[float, float]  # (low, high)
 
 
-def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """Confidence interval (low, high) of the mean of independent values.
+def mean_interval(values: Sequence[float]) -> Interval:
+    """95 % confidence interval (low, high) of the mean of independent values.
 
     Values that are all 0 or 1 are a proportion and get the score interval of Wilson (1927, JASA 22,
     p. 209), which stays inside [0, 1] and is honest at 0 % and 100 %. Other values get the normal
     interval; a single one tells nothing about its spread and gets (-inf, inf).
 
     Raises:
-        ValueError: no values, or `confidence` outside (0, 1).
+        ValueError: no values.
     """
     if not values:
         raise ValueError("values is empty: an interval needs at least one value")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence = {confidence} must lie between 0 and 1, such as 0.95")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     n = len(values)
     mean = fmean(values)
     if all(value in (0, 1) for value in values):
@@ -49,23 +49,13 @@ def score_text(score: float, interval: Sequence[float | None] | None = None) -> 
     return f"{text} [{bounds[0]:.1f}, {bounds[1]:.1f}]" if len(bounds) == 2 else text
 
 
-@dataclass(frozen=True)
-class Score:
-    """A share of `n` questions, with its interval."""
-
-    score: float
-    interval: Interval
-    n: int
-
-
-def before_after(before: Score, after: Score) -> str:
-    """`21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300 questions, 95 % intervals)`."""
-    questions = f"{after.n}" if before.n == after.n else f"{before.n} and {after.n}"
-    return (
-        f"{score_text(before.score, before.interval)} → {score_text(after.score, after.interval)}, "
-        f"{100 * (after.score - before.score):+.1f} points "
-        f"({questions} questions, {100 * CONFIDENCE:.0f} % intervals)"
-    )
+def before_after(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Of two lines of `evaluations.jsonl`: `21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6], +27.3 points (300
+    questions, 95 % intervals)`."""
+    questions = f"{after['n']}" if before["n"] == after["n"] else f"{before['n']} and {after['n']}"
+    scores = " → ".join(score_text(one["score"], one["interval"]) for one in (before, after))
+    gain = f"{100 * (after['score'] - before['score']):+.1f} points"
+    return f"{scores}, {gain} ({questions} questions, {100 * CONFIDENCE:.0f} % intervals)"
 
 
 def duration_text(seconds: float) -> str:
@@ -85,9 +75,5 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Binary units: `1.2GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f}{unit}"
-        count /= 1024
-    return f"{count:.1f}GiB"
+    """`1.5 GiB`, `12.0 MiB`, `512 B`."""
+    return ByteSize(count).human_readable(separator=" ")

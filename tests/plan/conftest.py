@@ -1,4 +1,4 @@
-"""Small models of several families, and setups to plan them in."""
+"""Small models of several families, and predictions of training them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PretrainedConfig
 
+from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.setup import Setup
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.plan.prediction import Calibration, Predictor
+from grpo_fast.plan.trace import Traces
 
 SIZES = {
     "vocab_size": 1000,
@@ -49,19 +50,23 @@ def config() -> Callable[..., PretrainedConfig]:
 
 
 @pytest.fixture(scope="session")
-def setup() -> Callable[..., Setup]:
-    """`setup(config, dtype="bfloat16")`: trained on a CPU, which also generates."""
+def predictor() -> Callable[..., Predictor]:
+    """`predictor(config, dtype="bfloat16")`: of a model trained on a CPU, or of its traces.
 
-    def on_cpu(config: PretrainedConfig, **model: Any) -> Setup:
-        return Setup(
-            config=config,
-            model=ModelConfig(path="-", **{"dtype": "float32", **model}),
-            device=CPU,
-            attention="sdpa",
-            engine="transformers",
-            shares_weights=True,
-            sleeps=False,
-            offload=(),
-        )
+    The keywords are keys of `model`; `sections` are others of the run's.
+    """
 
-    return on_cpu
+    def make(
+        model: PretrainedConfig | Traces,
+        device: DeviceBudget = CPU,
+        calibration: Calibration | None = None,
+        sections: dict[str, Any] | None = None,
+        **keys: Any,
+    ) -> Predictor:
+        anything = {"dataset": {"source": "-"}, "rewards": [{"reward": "length"}]}
+        keys = {"path": "-", "dtype": "float32"} | keys
+        run = TrainConfig.model_validate({"model": keys, **anything, **(sections or {})})
+        traces = model if isinstance(model, Traces) else Traces(model)
+        return Predictor(run, traces, device, calibration)
+
+    return make

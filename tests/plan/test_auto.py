@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from grpo_fast.plan.auto import AUTO_MOST, planned_kv_cache_bytes, resolve_auto
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import plan
+from grpo_fast.plan.trace import Traces
 from grpo_fast.run import train
 
 CPU = DeviceBudget("cpu", "cpu", 1 << 30)
@@ -27,18 +27,21 @@ def auto_run(toy: dict[str, Any], **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate(toy | {"dataset": dataset, "rollout": rollout} | changes)
 
 
-def needed(toy: dict[str, Any], generations: int, length: int = 8) -> int:
-    """Bytes that the toy's step takes with so many completions."""
-    rollout = {"num_generations": generations, "max_completion_length": length}
-    config = auto_run(toy, rollout=rollout)
-    return CPU.total - plan(config, model_config(config.model.path), CPU, knobs=False).prediction.free
+@pytest.fixture(scope="module")
+def traces(toy: dict[str, Any]) -> Traces:
+    return Traces(model_config(toy["model"]["path"]))
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`memory(bytes)`: what the device has."""
+def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces) -> Any:
+    """`memory(generations=5)`: the device has what so many completions need; `memory(bytes)`: so much."""
+    monkeypatch.setattr(auto, "_traces_of", lambda _: traces)
 
-    def give(total: int) -> None:
+    def give(total: int = 0, generations: int | None = None) -> None:
+        if generations is not None:
+            rollout = {"num_generations": generations, "max_completion_length": 8}
+            found = plan(auto_run(toy, rollout=rollout), traces, CPU, knobs=False)
+            total = CPU.total - found.prediction.free
         monkeypatch.setattr(auto, "device_budget", lambda _: replace(CPU, total=total))
 
     return give
@@ -47,41 +50,28 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_auto_takes_what_fits_up_to_what_is_usual(
     toy: dict[str, Any], memory: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory(1 << 30)
-
-    with caplog.at_level(logging.WARNING):
-        found = resolve_auto(auto_run(toy))
-
-    assert found.rollout.num_generations == AUTO_MOST
-    assert "rollout.num_generations = auto: 64" in caplog.text
-
-
-def test_with_less_memory_auto_takes_less(toy: dict[str, Any], memory: Any) -> None:
     sizes = []
-    for generations in (40, 20, 2):
-        memory(needed(toy, generations))
+    for given in ({"total": 1 << 30}, {"generations": 20}, {"generations": 2}):
+        memory(**given)
         sizes.append(resolve_auto(auto_run(toy)).rollout.num_generations)
 
     # The largest of those that take as much: how even the micro-batches are plays a part.
-    assert AUTO_MOST > sizes[0] >= 40 > sizes[1] >= 20 > sizes[2] >= 2
+    assert AUTO_MOST == sizes[0] > sizes[1] >= 20 > sizes[2] >= 2
+    assert "rollout.num_generations = auto: 64" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("total", "changes", "message"),
-    [
-        (1 << 16, {}, r"need .* cpu has 64\.0 KiB"),
-        (1 << 30, {"max_prompt_length": None}, "max_prompt_length"),
-    ],
+    ("total", "length", "message"),
+    [(1 << 16, 8, r"need .* cpu has 64\.0 KiB"), (1 << 30, None, "max_prompt_length")],
     ids=["not even two fit", "prompts of unknown length"],
 )
 def test_auto_says_why_it_finds_no_number(
-    total: int, changes: dict[str, Any], message: str, toy: dict[str, Any], memory: Any
+    total: int, length: int | None, message: str, toy: dict[str, Any], memory: Any
 ) -> None:
     memory(total)
-    dataset = toy["dataset"] | {"max_prompt_length": 8} | changes
 
     with pytest.raises(ValueError, match=rf"num_generations.*{message}"):
-        resolve_auto(auto_run(toy, dataset=dataset))
+        resolve_auto(auto_run(toy, dataset=toy["dataset"] | {"max_prompt_length": length}))
 
 
 def test_a_number_stays_as_it_is(toy: dict[str, Any]) -> None:
@@ -91,40 +81,47 @@ def test_a_number_stays_as_it_is(toy: dict[str, Any]) -> None:
 
 
 def test_a_stage_can_leave_its_own_group_to_auto(toy: dict[str, Any], memory: Any) -> None:
-    memory(needed(toy, 30))
+    memory(generations=30)
     longer = {"rollout": {"max_completion_length": 16}}
-    own = {"rollout": {"max_completion_length": 16, "num_generations": "auto"}}
-    stages = [{"name": "short", "steps": 2}, {"name": "long", "overrides": longer}]
+    first = {"name": "short", "steps": 2}
 
-    inherited = resolve_auto(auto_run(toy, stages=stages)).rollout.num_generations
-    stages[1]["overrides"] = own
-    chosen = resolve_auto(auto_run(toy, stages=stages))
+    def resolved(*stages: dict[str, Any]) -> list[int]:
+        """Of the run, and of each stage that says something of its own."""
+        found = resolve_auto(auto_run(toy, stages=list(stages)))
+        own = [stage.overrides.get("rollout", {}).get("num_generations") for stage in found.stages]
+        return [found.rollout.num_generations, *(size for size in own if size is not None)]
 
-    alone = resolve_auto(auto_run(toy)).rollout.num_generations
-    assert chosen.rollout.num_generations == alone
-    assert chosen.stages[1].overrides["rollout"]["num_generations"] == inherited < alone
+    (alone,) = resolved()
+    (inherited,) = resolved(first, {"name": "long", "overrides": longer})
+    own = {"rollout": longer["rollout"] | {"num_generations": "auto"}}
+    assert resolved(first, {"name": "long", "overrides": own}) == [alone, inherited]
+    assert inherited < alone
+    numbers = [{**first, "overrides": {"rollout": {"num_generations": 4}}}]
+    assert resolved(*numbers, {"name": "long", "overrides": {"rollout": {"num_generations": 6}}}) == [4, 4, 6]
 
 
 def test_a_resumed_run_keeps_its_group_whatever_memory_there_is(
     toy: dict[str, Any], memory: Any, tmp_path: Path
 ) -> None:
-    memory(needed(toy, 5))
-    config = auto_run(toy, output_dir=str(tmp_path / "run"), max_steps=2)
+    memory(generations=5)
+    own = {"rollout": {"num_generations": "auto", "max_completion_length": 16}}
+    stages = [{"name": "a", "steps": 1}, {"name": "b", "overrides": own}]
+    config = auto_run(toy, stages=stages, max_steps=2, evaluation={}, output_dir=str(tmp_path / "run"))
     train(config, display=False)
-    started = load_config(tmp_path / "run" / "config.yaml").rollout.num_generations
+    started = load_config(tmp_path / "run")
 
     memory(1 << 30)
     train(config.model_copy(update={"max_steps": 3}), resume="latest", display=False)
 
-    resumed = load_config(tmp_path / "run" / "config.yaml")
-    assert (resumed.rollout.num_generations, resumed.max_steps) == (started, 3) == (5, 3)
+    assert started.rollout.num_generations == 5
+    assert load_config(tmp_path / "run") == started.model_copy(update={"max_steps": 3})
 
 
 @pytest.mark.parametrize("command", [["generate"], ["groups", "describe"]], ids=str)
 def test_a_look_before_training_resolves_auto_too(
     command: list[str], toy: dict[str, Any], memory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory(needed(toy, 5))
+    memory(generations=5)
     (tmp_path / "run.yaml").write_text(dump_config(auto_run(toy)))
 
     code = main([*command, str(tmp_path / "run.yaml")])

@@ -1,51 +1,48 @@
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import replace
 
 import pytest
 import torch
 
 from grpo_fast.head import linear_logprob, operator
-from grpo_fast.head.plan import Device
+from grpo_fast.head.plan import Device, Workload
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.head_bytes import HeadBytes, head_bytes
+from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.measure import peak_bytes
 
 CPU = torch.device("cpu")
 HOPPER = device_budget("H200").head_device
-Weight = Literal["trained", "added to", "frozen"]
+WAYS = [(True, False), (True, True), (False, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weight", ["trained", "added to", "frozen"])
+@pytest.mark.parametrize(("trained", "adds"), WAYS, ids=["trained", "added to", "frozen"])
 @pytest.mark.parametrize("sizes", [(300, 64, 9000), (1100, 96, 3000)], ids=str)
 def test_the_workspace_is_what_the_profiler_sees(
-    sizes: tuple[int, int, int], weight: Weight, dtype: torch.dtype, rng: torch.Generator
+    sizes: tuple[int, int, int], trained: bool, adds: bool, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
-    compare(Device("cpu"), sizes, weight, dtype, rng)
+    rows, width, vocabulary = sizes
+    call = Workload(rows, vocabulary, dtype, extra_statistics=True, hidden_size=width, trainable=trained)
+    compare(Device("cpu"), call, adds, rng)
 
 
-@pytest.mark.parametrize("weight", ["trained", "added to", "frozen"])
+@pytest.mark.parametrize(("trained", "adds"), WAYS, ids=["trained", "added to", "frozen"])
 def test_so_it_is_for_exact_gradients_of_the_kernels(
-    weight: Weight, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    trained: bool, adds: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     if not torch.cuda.is_available():  # interpreted, and in float32: a CPU copies 16 bits for its products
         monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
-        compare(HOPPER, (70, 48, 1200), weight, torch.float32, rng, tolerance=0.0)
+        call = Workload(
+            70, 1200, torch.float32, extra_statistics=True, hidden_size=48, trainable=trained, tolerance=0.0
+        )
+        compare(HOPPER, call, adds, rng)
 
 
-def compare(
-    device: Device,
-    sizes: tuple[int, int, int],
-    weight: Weight,
-    dtype: torch.dtype,
-    rng: torch.Generator,
-    **options: Any,
-) -> None:
+def compare(device: Device, call: Workload, adds: bool, rng: torch.Generator) -> None:
     """Forward and backward on the CPU against the plan for a device."""
-    rows, width, vocabulary = sizes
-    adds, trained = weight == "added to", weight != "frozen"
+    rows, width, vocabulary, dtype = call.rows, call.hidden_size, call.vocabulary, call.dtype
 
     def operands() -> tuple[torch.Tensor, ...]:
         hidden = torch.randn(rows, width, generator=rng).to(dtype).requires_grad_()
@@ -53,26 +50,18 @@ def compare(
         targets = torch.randint(vocabulary, (rows,), generator=rng)
         if adds:
             return hidden, matrix, targets, torch.zeros(vocabulary, width)
-        return hidden, matrix.requires_grad_(trained), targets
+        return hidden, matrix.requires_grad_(call.trainable), targets
 
     def forward(made: tuple[torch.Tensor, ...]) -> torch.Tensor:
         into = made[3] if adds else None
         outputs = ("logprob", "entropy")
-        return linear_logprob(*made[:3], outputs=outputs, weight_grad=into, **options).logprob.sum()
+        out = linear_logprob(*made[:3], outputs=outputs, weight_grad=into, tolerance=call.tolerance)
+        return out.logprob.sum()
 
-    found = head_bytes(
-        device,
-        rows=rows,
-        hidden=width,
-        vocabulary=vocabulary,
-        dtype=dtype,
-        weight_trained=trained,
-        weight_grad=adds,
-        **options,
-    )
+    found = head_bytes(device, call, weight_grad=adds)
     given = sum(tensor.nbytes for tensor in operands())
     gradients = rows * width * dtype.itemsize
-    if trained and not adds:
+    if call.trainable and not adds:
         gradients += vocabulary * width * dtype.itemsize
 
     slack = 64 * rows  # a few numbers a row come and go beside what is planned for
@@ -83,32 +72,24 @@ def compare(
     assert abs(whole - planned) <= 0.05 * whole + slack
 
 
-ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151936
-WEIGHT = 2 * VOCABULARY * HIDDEN
-
-
-def on_hopper(**options: Any) -> HeadBytes:
-    given = {"rows": ROWS, "hidden": HIDDEN, "vocabulary": VOCABULARY, "weight_trained": True}
-    return head_bytes(HOPPER, dtype=torch.bfloat16, **given | options)
+ON_HOPPER = Workload(4096, 151936, torch.bfloat16, extra_statistics=True, hidden_size=2048)
 
 
 def test_nothing_of_the_kernels_is_as_wide_as_the_vocabulary() -> None:
-    found = on_hopper(rows=16384, weight_trained=False)
+    found = head_bytes(HOPPER, replace(ON_HOPPER, rows=16384, trainable=False))
 
-    assert max(found.forward, found.backward, found.kept) < 2 * 16384 * VOCABULARY / 4
+    assert max(found.forward, found.backward, found.kept) < 2 * 16384 * ON_HOPPER.vocabulary / 4
 
 
-def test_a_trained_weight_and_a_flat_batch_are_planned_for() -> None:
-    frozen, trained = on_hopper(weight_trained=False), on_hopper()
+def test_a_trained_weight_and_a_flat_batch_are_planned_for_but_not_for_a_gradient_of_the_entropy() -> None:
+    weight = 2 * ON_HOPPER.vocabulary * ON_HOPPER.hidden_size
+    trained = head_bytes(HOPPER, ON_HOPPER)
 
-    assert trained.backward >= frozen.backward + WEIGHT  # the sparse and the dense attempt hold one each
+    frozen = head_bytes(HOPPER, replace(ON_HOPPER, trainable=False))
+    assert trained.backward >= frozen.backward + weight  # the sparse and the dense attempt hold one each
     assert trained.kept == frozen.kept
-    added_in_place = on_hopper(rows=1024, weight_grad=True)
-    assert on_hopper(rows=1024).backward - added_in_place.backward == WEIGHT
-
-
-def test_a_gradient_of_the_entropy_has_no_sparse_lists() -> None:
-    plain, of_entropy = on_hopper(), on_hopper(entropy_trained=True)
-
-    assert of_entropy.backward < plain.backward
-    assert of_entropy.kept == plain.kept
+    few = replace(ON_HOPPER, rows=1024)
+    assert head_bytes(HOPPER, few).backward - head_bytes(HOPPER, few, weight_grad=True).backward == weight
+    of_entropy = head_bytes(HOPPER, replace(ON_HOPPER, dense_gradient=True))  # without sparse lists
+    assert of_entropy.backward < trained.backward
+    assert of_entropy.kept == trained.kept

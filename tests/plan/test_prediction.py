@@ -9,92 +9,100 @@ from transformers import AutoModelForCausalLM
 
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrate, measure_update, peak_bytes
-from grpo_fast.plan.model_shape import BLOCK_TOKENS, architecture
-from grpo_fast.plan.prediction import (
-    Calibration,
-    Prediction,
-    Predictor,
-    in_flight,
-    paged_kv_bytes,
-    transformers_kv_bytes,
-)
-from grpo_fast.plan.setup import Setup, StepSizes
+from grpo_fast.plan.model_shape import BLOCK_TOKENS, model_config, with_layers
+from grpo_fast.plan.prediction import Calibration, Prediction, Predictor
+from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
 
-UPDATE = StepSizes(prompts=4, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
+UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 ROLLOUT = StepSizes(
     prompts=3, generations=4, prompt_length=18, completion_length=32, micro_batch_tokens=10**6
 )
-WAYS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "checkpointed": {"gradient_checkpointing": True},
-    "lora": {"lora": LoraConfig(r=8)},
-    "frozen head": {"train_lm_head": False},
-}
+CHECKPOINTED, LORA, FROZEN_HEAD = (
+    {"gradient_checkpointing": True},
+    {"lora": LoraConfig(r=8)},
+    {"train_lm_head": False},
+)
 
 
-def compare(setup: Setup, sizes: StepSizes, tolerance: float) -> None:
-    predicted = Predictor(setup).predict(sizes)
+def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
+    predicted = predictor.predict(sizes).allocated("update")
 
-    measured = measure_update(setup, sizes)
+    measured = measure_update(predictor, sizes)
 
-    assert predicted.allocated("update") == pytest.approx(measured, rel=tolerance)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_takes_what_was_predicted(way: str, dtype: str, config: Any, setup: Any) -> None:
-    compare(setup(config("qwen2"), dtype=dtype, **WAYS[way]), UPDATE, 0.03)
+    assert predicted == pytest.approx(measured, rel=tolerance)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "qwen3_moe"])
-def test_so_it_does_for_other_architectures(family: str, config: Any, setup: Any) -> None:
-    compare(setup(config(family), dtype="bfloat16"), UPDATE, 0.05)
+@pytest.mark.parametrize(
+    ("family", "dtype", "way", "tolerance"),
+    [
+        ("qwen2", "float32", {}, 0.03),
+        ("qwen2", "bfloat16", {}, 0.03),
+        ("qwen2", "bfloat16", CHECKPOINTED, 0.03),
+        ("qwen2", "bfloat16", LORA, 0.03),
+        ("qwen2", "float32", LORA, 0.03),
+        ("qwen2", "float32", FROZEN_HEAD, 0.03),
+        ("gemma3_text", "bfloat16", {}, 0.05),
+        ("gpt_neox", "bfloat16", {}, 0.05),
+        ("qwen3_moe", "bfloat16", {}, 0.05),
+    ],
+    ids=str,
+)
+def test_an_update_takes_what_was_predicted(
+    family: str, dtype: str, way: dict[str, Any], tolerance: float, config: Any, predictor: Any
+) -> None:
+    compare(predictor(config(family), dtype=dtype, **way), UPDATE, tolerance)
 
 
-@pytest.mark.parametrize("way", ["full", "checkpointed"])
-def test_scores_that_a_cpu_keeps_are_counted(way: str, config: Any, setup: Any) -> None:
+@pytest.mark.parametrize("way", [{}, CHECKPOINTED], ids=["full", "checkpointed"])
+def test_scores_that_a_cpu_keeps_are_counted(way: dict[str, Any], config: Any, predictor: Any) -> None:
     sizes = replace(UPDATE, prompt_length=80, completion_length=60)
 
-    compare(setup(config("gemma2"), **WAYS[way]), sizes, 0.08)
+    compare(predictor(config("gemma2"), **way), sizes, 0.08)
 
 
-def test_so_it_does_in_several_micro_batches(config: Any, setup: Any) -> None:
-    compare(setup(config("llama")), replace(UPDATE, micro_batch_tokens=400), 0.03)
+def test_so_it_does_in_several_micro_batches(config: Any, predictor: Any) -> None:
+    compare(predictor(config("llama")), replace(UPDATE, prompts=4, micro_batch_tokens=400), 0.03)
 
 
-def test_so_it_does_for_the_widths_of_a_real_model(setup: Any) -> None:
-    shape = architecture("SmolLM2-135M")
-    shape.num_hidden_layers = 2
+def test_so_it_does_for_the_widths_of_a_real_model(predictor: Any) -> None:
+    model = with_layers(model_config("SmolLM2-135M"), 1)
+    model.vocab_size = 8192
 
-    compare(setup(shape, dtype="bfloat16"), replace(UPDATE, prompts=2), 0.02)
+    compare(predictor(model, dtype="bfloat16"), replace(UPDATE, prompts=2), 0.02)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_on_the_gpu_takes_what_was_predicted(way: str, setup: Any) -> None:
+@pytest.mark.parametrize("way", [{}, CHECKPOINTED, LORA, FROZEN_HEAD], ids=str)
+def test_an_update_on_the_gpu_takes_what_was_predicted(way: dict[str, Any], predictor: Any) -> None:
     sizes = StepSizes(8, 8, prompt_length=256, completion_length=512, micro_batch_tokens=16384)
-    planned = setup(architecture("Qwen2.5-0.5B"), dtype="bfloat16", **WAYS[way])
+    model = model_config("Qwen2.5-0.5B")
 
-    compare(replace(planned, device=device_budget(), attention="flex_attention"), sizes, 0.05)
+    planned = predictor(model, device_budget(), dtype="bfloat16", attention="flex_attention", **way)
+
+    compare(planned, sizes, 0.05)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_prediction_that_holds_needs_no_calibration(family: str, config: Any, setup: Any) -> None:
-    sizes = replace(UPDATE, prompts=2, prompt_length=60)
+def test_a_prediction_that_holds_needs_no_calibration(config: Any, predictor: Any) -> None:
+    planned = predictor(config("gemma3_text", num_hidden_layers=6, layer_types=None))
 
-    found = calibrate(setup(config(family, num_hidden_layers=6, layer_types=None)), sizes)
+    found = calibrate(planned.run, planned.traces.config, planned.device, replace(UPDATE, prompts=2))
 
     assert found.transient == pytest.approx(1, abs=0.05)
-    assert found.context is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_a_gpu_that_is_not_there_cannot_be_measured(config: Any, setup: Any) -> None:
+def test_a_gpu_that_is_not_there_cannot_be_measured(config: Any, predictor: Any) -> None:
     with pytest.raises(ValueError, match="H200"):
-        calibrate(replace(setup(config()), device=device_budget("H200")), UPDATE)
+        calibrate(predictor(config()).run, config(), device_budget("H200"), UPDATE)
+
+
+def test_fewer_layers_keep_their_kinds(config: Any) -> None:
+    short = with_layers(config("gemma3_text"), 2)
+
+    assert (short.num_hidden_layers, short.layer_types) == (2, ["sliding_attention"] * 2)
 
 
 @pytest.fixture(scope="module")
@@ -103,65 +111,64 @@ def traces(config: Any) -> Traces:
 
 
 @pytest.fixture
-def on_gpu(traces: Traces, setup: Any) -> Any:
-    """`on_gpu(sleeps=False)`: what an H200 takes of a bfloat16 model with vLLM, its setup changed."""
+def on_gpu(traces: Traces, predictor: Any) -> Any:
+    """`on_gpu(memory={...})`: what an H200 takes of a bfloat16 model with vLLM, with other settings."""
 
-    def predict(calibration: Calibration | None = None, **changes: Any) -> Prediction:
-        given = {"attention": "flash_attention_2", "engine": "vllm", "sleeps": True}
-        planned = setup(traces.config, dtype="bfloat16")
-        planned = replace(planned, **{"device": device_budget("H200")} | given | changes)
-        return Predictor(planned, traces=traces, calibration=calibration).predict(UPDATE)
+    def predict(
+        calibration: Calibration | None = None, total: int | None = None, **sections: Any
+    ) -> Prediction:
+        h200 = device_budget("H200")
+        device = h200 if total is None else replace(h200, total=total)
+        sections = {"memory": {"offload": "none"}} | sections
+        settings = {"dtype": "bfloat16", "attention": "flash_attention_2"}
+        return predictor(traces, device, calibration, sections, **settings).predict(UPDATE)
 
     return predict
 
 
-def test_a_sleeping_engine_leaves_the_update_its_memory(on_gpu: Any) -> None:
-    asleep, awake = on_gpu(), on_gpu(sleeps=False)
+def test_what_an_engine_and_a_reference_cost(on_gpu: Any) -> None:
+    plain = on_gpu()
+    weights, kv_cache = plain.parts["update"]["weights"], plain.parts["rollout"]["KV cache"]
+    assert "KV cache" not in plain.parts["update"]
 
-    assert "KV cache" not in asleep.parts["update"]
-    assert awake.total("update") - asleep.total("update") == awake.parts["rollout"]["KV cache"]
-
-
-def test_weights_of_its_own_cost_the_engine_a_model(on_gpu: Any) -> None:
-    shared, own = on_gpu(), on_gpu(shares_weights=False)
-
-    assert own.total("rollout") - shared.total("rollout") == shared.parts["update"]["weights"]
-
-
-def test_a_reference_is_a_second_model(on_gpu: Any) -> None:
-    without, with_it = on_gpu(), on_gpu(needs_reference=True)
-
-    assert with_it.total("update") - without.total("update") == without.parts["update"]["weights"]
+    awake = on_gpu(rollout={"vllm": {"sleep_level": 0}})
+    assert awake.total("update") - plain.total("update") == kv_cache
+    own = on_gpu(rollout={"vllm": {"share_weights": False}})
+    assert own.total("rollout") - plain.total("rollout") == weights
+    with_reference = on_gpu(loss={"beta": 0.1})
+    assert with_reference.total("update") - plain.total("update") == weights
 
 
 def test_parts_leave_in_order_until_the_engine_has_room(on_gpu: Any) -> None:
-    roomy = on_gpu(offload="auto")
-    parts = roomy.parts["rollout"]
+    auto = {"memory": {"offload": "auto"}}
+    roomy = on_gpu(**auto)
 
     def with_bytes_missing(count: int) -> tuple[str, ...]:
-        device = replace(roomy.device, total=roomy.total("rollout") - count)
-        return on_gpu(offload="auto", device=device).offloaded
+        return on_gpu(total=roomy.total("rollout") - count, **auto).offloaded
 
     assert roomy.offloaded == ()
     assert with_bytes_missing(1) == ("gradients",)
-    assert with_bytes_missing(parts["gradients"] + 1) == ("gradients", "optimizer")
+    assert with_bytes_missing(roomy.parts["rollout"]["gradients"] + 1) == ("gradients", "optimizer")
     assert with_bytes_missing(10**9) == ("gradients", "optimizer", "master")  # no reference: it is not there
+    assert on_gpu(memory={"offload": ["master"]}).offloaded == ("master",)
 
 
 def test_a_calibration_scales_what_comes_and_goes_alone(on_gpu: Any) -> None:
-    plain, doubled = on_gpu().parts["update"], on_gpu(Calibration(transient=2.0)).parts["update"]
+    plain = on_gpu().parts["update"]
 
-    assert [doubled[part] for part in ("weights", "optimizer")] == [plain["weights"], plain["optimizer"]]
-    assert doubled["activations"] == 2 * plain["activations"]
+    calibrated = on_gpu(Calibration(transient=2.0, context=7)).parts["update"]
+
+    assert [calibrated[part] for part in ("weights", "optimizer")] == [plain["weights"], plain["optimizer"]]
+    assert calibrated["activations"] == 2 * plain["activations"]
+    assert calibrated["CUDA context"] == 7
 
 
-def test_a_context_beside_the_allocator_belongs_to_gpus(on_gpu: Any, traces: Traces, setup: Any) -> None:
-    gpu, cpu = on_gpu(), Predictor(setup(traces.config), traces=traces).predict(UPDATE)
+def test_a_context_beside_the_allocator_belongs_to_gpus(on_gpu: Any, traces: Traces, predictor: Any) -> None:
+    gpu, cpu = on_gpu(), predictor(traces).predict(UPDATE)
 
     assert "CUDA context" in gpu.parts["update"]
     assert "CUDA context" not in cpu.parts["update"]
     assert gpu.total("update") > gpu.allocated("update") > 0
-    assert on_gpu(Calibration(context=7)).parts["update"]["CUDA context"] == 7
 
 
 def decode(model: torch.nn.Module, sizes: StepSizes) -> int:
@@ -177,25 +184,28 @@ def decode(model: torch.nn.Module, sizes: StepSizes) -> int:
     return decoder.memory()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma3_text"])
-def test_keys_and_values_are_what_the_engine_holds(family: str, dtype: str, config: Any, setup: Any) -> None:
-    planned = setup(config(family), dtype=dtype)
-    shape = Traces(planned.config).shape(planned.model)
-    model = AutoModelForCausalLM.from_config(planned.config, dtype=planned.dtype).eval()
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("qwen2", "float32"), ("qwen2", "bfloat16"), ("gpt_neox", "bfloat16"), ("gemma3_text", "bfloat16")],
+)
+def test_keys_and_values_are_what_the_engine_holds(
+    family: str, dtype: str, config: Any, predictor: Any
+) -> None:
+    planned = predictor(config(family), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(planned.traces.config, dtype=planned.dtype).eval()
 
     held = decode(model, ROLLOUT)
 
-    growing = transformers_kv_bytes(planned, shape, ROLLOUT, ROLLOUT.prompts, ROLLOUT.completions)
+    growing = planned.predict(ROLLOUT).parts["rollout"]["KV cache"]
     assert held <= growing <= 1.25 * held  # of one layer, a copy while it grows; windows keep a token less
 
 
-def test_decoding_takes_what_was_predicted(traces: Traces, setup: Any) -> None:
-    planned = setup(traces.config)
-    parts = Predictor(planned, traces=traces).predict(ROLLOUT).parts["rollout"]
+def test_decoding_takes_what_was_predicted(traces: Traces, predictor: Any) -> None:
+    planned = predictor(traces)
+    parts = planned.predict(ROLLOUT).parts["rollout"]
 
     measured = peak_bytes(
-        lambda: AutoModelForCausalLM.from_config(planned.config, dtype=planned.dtype).eval(),
+        lambda: AutoModelForCausalLM.from_config(traces.config, dtype=planned.dtype).eval(),
         lambda model: decode(model, ROLLOUT),
         torch.device("cpu"),
     )
@@ -203,21 +213,20 @@ def test_decoding_takes_what_was_predicted(traces: Traces, setup: Any) -> None:
     assert measured <= 1.05 * sum(parts[name] for name in ("weights", "KV cache", "engine workspace"))
 
 
-def test_a_cpu_decodes_in_batches(traces: Traces, setup: Any) -> None:
-    planned = setup(traces.config)
-    shape = traces.shape(planned.model)
+def test_a_cpu_decodes_in_batches(traces: Traces, predictor: Any) -> None:
     many = replace(ROLLOUT, prompts=64, completion_length=512)
 
-    prompts, rows = in_flight(planned, shape, many)
+    prompts, rows = predictor(traces).in_flight(many)
 
     held = prompts * many.prompt_length + rows * many.completion_length
     assert held <= 2**14 < held + many.completion_length + many.prompt_length
-    assert in_flight(replace(planned, max_batch_tokens=10**6), shape, many) == (64, 256)
+    large = {"rollout": {"max_batch_tokens": 10**6}}
+    assert predictor(traces, sections=large).in_flight(many) == (64, 256)
 
 
-def test_a_group_shares_the_full_pages_of_its_prompt(traces: Traces, setup: Any) -> None:
-    shape = traces.shape(setup(traces.config).model)
-    page = BLOCK_TOKENS * shape.paged_kv_bytes_per_token
+def test_a_group_shares_the_full_pages_of_its_prompt(traces: Traces, predictor: Any) -> None:
+    planned = predictor(traces, device_budget("H200"), attention="sdpa")
+    page = BLOCK_TOKENS * planned.shape.paged_kv_bytes_per_token
 
     # A prompt of 18 tokens fills one page; 18 + 32 tokens take four, so each completion three of its own.
-    assert paged_kv_bytes(shape, ROLLOUT) == (3 * (1 + 4 * 3) + 1) * page
+    assert planned.predict(ROLLOUT).parts["rollout"]["KV cache"] == (3 * (1 + 4 * 3) + 1) * page

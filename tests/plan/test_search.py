@@ -4,25 +4,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.search import MOST_GENERATIONS, largest, plan
+from grpo_fast.plan.search import MOST_GENERATIONS, Plan, plan
 from grpo_fast.plan.trace import Traces
-from grpo_fast.policy.config import LoraConfig
 
 ANY = {
     "model": {"path": "-", "dtype": "bfloat16", "attention": "flash_attention_2"},
     "dataset": {"source": "any.jsonl", "max_prompt_length": 64},
     "rewards": [{"reward": "length"}],
-    "rollout": {"num_generations": 8, "max_completion_length": 64},
 }
 
 
-def run(**changes: Any) -> TrainConfig:
-    return TrainConfig.model_validate(ANY | changes)
+def run(num_generations: int | str = 8, **changes: Any) -> TrainConfig:
+    rollout = {"num_generations": num_generations, "max_completion_length": 64}
+    return TrainConfig.model_validate({**ANY, "rollout": rollout, **changes})
 
 
 def gpu(total: int) -> DeviceBudget:
@@ -34,76 +31,57 @@ def traces(config: Any) -> Traces:
     return Traces(config("llama", num_hidden_layers=2))
 
 
-@given(low=st.integers(1, 50), more=st.integers(0, 5000), last=st.integers(0, 6000))
-def test_the_largest_is_the_last_that_fits(low: int, more: int, last: int) -> None:
-    high = low + more
+def test_auto_plans_for_the_largest_group_and_one_more_would_not_fit(traces: Traces) -> None:
+    def plan_for(num_generations: int | str) -> Plan:
+        return plan(run(num_generations), traces, gpu(2 << 30), knobs=False)
 
-    found = largest(low, high, lambda size: size <= last)
-
-    assert found == (None if last < low else min(last, high))
-
-
-def test_one_more_completion_would_not_fit(traces: Traces) -> None:
-    config, device = run(), gpu(2 << 30)
-
-    found = plan(config, traces, device, knobs=False)
-
-    def fits(count: int) -> bool:
-        rollout = config.rollout.model_copy(update={"num_generations": count})
-        changed = config.model_copy(update={"rollout": rollout})
-        return plan(changed, traces, device, knobs=False).prediction.fits
+    found = plan_for("auto")
 
     assert 2 < found.num_generations < MOST_GENERATIONS
-    assert fits(found.num_generations)
-    assert not fits(found.num_generations + 1)
-
-
-def test_auto_plans_for_the_largest_group(traces: Traces) -> None:
-    rollout = {"num_generations": "auto", "max_completion_length": 64}
-
-    found = plan(run(rollout=rollout), traces, gpu(2 << 30), knobs=False)
-
-    assert found.sizes.generations == found.num_generations
-    assert found.prediction.fits
+    assert found.sizes.generations == found.num_generations == plan_for(8).num_generations
+    assert found.prediction.free >= 0
+    assert plan_for(found.num_generations + 1).prediction.free < 0
 
 
 def test_what_does_not_fit_says_so(traces: Traces) -> None:
     found = plan(run(), traces, gpu(1 << 20), knobs=False)
 
-    assert not found.prediction.fits
     assert found.prediction.free < 0
     assert (found.num_generations, found.micro_batch_tokens, found.group_in_one_micro_batch) == (None,) * 3
 
 
-def test_the_room_for_keys_and_values_is_what_is_left(traces: Traces) -> None:
-    device = gpu(3 << 30)
-
-    found = plan(run(), traces, device, knobs=False)
+def test_the_largest_micro_batch_and_the_room_for_keys_and_values_are_what_is_left(traces: Traces) -> None:
+    found = plan(run(), traces, gpu(3 << 29), knobs=False)
 
     others = found.prediction.total("rollout") - found.kv_cache_bytes
-    assert found.kv_cache_room == device.total - others
+    assert found.kv_cache_room == (3 << 29) - others
+    at, above = (
+        plan(run(micro_batch_tokens=tokens), traces, gpu(3 << 29), knobs=False).prediction
+        for tokens in (found.micro_batch_tokens, 2 * found.micro_batch_tokens)
+    )
+    assert at.total("update") <= 3 << 29
+    assert above.micro_batch.count == 1 or above.total("update") > 3 << 29
 
 
 def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:
-    loss = {"beta": 0.1}
+    found = plan(run(loss={"beta": 0.1}), traces, gpu(2 << 30))
 
-    found = plan(run(loss=loss), traces, gpu(2 << 30))
-
-    changes = {effect.knob.key: effect for effect in found.knobs}
+    changes = {knob.change.partition("=")[0]: knob for knob in found.knobs}
     assert {"model.gradient_checkpointing", "model.lora", "loss.beta", "prompts_per_step"} <= set(changes)
-    assert all(max(effect.saves.values()) > 0 for effect in found.knobs)
-    groups = [effect.num_generations or 0 for effect in found.knobs]
+    assert all(max(knob.saves.values()) > 0 for knob in found.knobs)
+    groups = [knob.largest_num_generations or 0 for knob in found.knobs]
     assert groups == sorted(groups, reverse=True)
     weights = found.prediction.parts["update"]["weights"]
     assert changes["loss.beta"].saves["update"] == weights == changes["loss.beta"].saves["rollout"]
+    assert changes["model.lora"].change == "model.lora={r: 16}"
 
 
 def test_knobs_that_are_turned_already_are_not_offered(traces: Traces) -> None:
-    model = ANY["model"] | {"lora": LoraConfig().model_dump(), "gradient_checkpointing": True}
+    model = ANY["model"] | {"lora": {"r": 16}, "gradient_checkpointing": True}
 
     found = plan(run(model=model), traces, gpu(2 << 30))
 
-    offered = {effect.knob.key for effect in found.knobs}
+    offered = {knob.change.partition("=")[0] for knob in found.knobs}
     assert not offered & {"model.lora", "model.gradient_checkpointing", "model.train_lm_head", "loss.beta"}
     assert "rollout.vllm.lora_sync" in offered  # merged weights are a second copy
 

@@ -9,118 +9,60 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_fast.plan.measure import random_batches, random_policy
-from grpo_fast.plan.model_shape import skeleton, with_layers
-from grpo_fast.plan.setup import StepSizes
-from grpo_fast.plan.trace import (
-    Event,
-    IrregularLayersError,
-    Run,
-    Timeline,
-    Traces,
-    added_in_place,
-    recording,
-    trace_update,
-    with_more_layers,
-)
-from grpo_fast.policy.config import LoraConfig
+from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.plan.stand_ins import allocate
+from grpo_fast.plan.trace import TARGETS, TOKENS, Event, Timeline, Traces, recording
 
 SIZES = StepSizes(prompts=3, generations=2, prompt_length=20, completion_length=12, micro_batch_tokens=10**6)
-CHECKPOINTED, ADAPTED = {"gradient_checkpointing": True}, {"lora": LoraConfig(r=4)}
 
 
-def test_storages_count_once_and_until_the_last_tensor_on_them_goes() -> None:
+def test_storages_count_once_from_the_first_tensor_on_them_to_the_last_but_not_the_models_own() -> None:
     layer = nn.Linear(4, 4, device="meta")
 
     with torch.no_grad(), recording(layer) as recorder:
+        own = layer.weight.T.detach()
         made = layer(torch.empty(8, 4, device="meta"))
         view = made.T
-        del made
-        assert [(event.sign, event.bytes) for event in recorder.events] == [(1, 128), (1, 128), (-1, 128)]
+        del own, made
+        assert recorder.events == [Event(1, 128), Event(1, 128), Event(-1, 128)]
         del view
+        (mask,) = allocate(["mask"])
+        del mask
 
-    assert [(event.sign, event.bytes) for event in recorder.events[3:]] == [(-1, 128)]
-
-
-def test_a_models_own_tensors_do_not_count() -> None:
-    layer = nn.Linear(4, 4, device="meta")
-
-    with recording(layer) as recorder:
-        layer.weight.T.detach()
-
-    assert recorder.events == []
+    assert recorder.events[3:] == [Event(-1, 128), Event(1, 0, "mask"), Event(-1, 0, "mask")]
 
 
-def test_a_column_lives_like_a_tensor_and_has_no_bytes_of_its_own() -> None:
-    with recording(nn.Identity()) as recorder:
-        tensor = recorder.column("mask")
-        del tensor
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_gradient_that_autograd_adds_to_another_takes_no_room(in_backward: bool) -> None:
+    with torch.no_grad(), recording(nn.Identity()) as recorder:
+        gradient, more = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+        recorder.in_backward = in_backward
+        gradient = gradient + more
+        alive = np.cumsum([event.sign * event.bytes for event in recorder.events])
+        del gradient, more
 
-    assert recorder.events == [Event(1, 0, "mask"), Event(-1, 0, "mask")]
-
-
-def test_a_gradient_that_autograd_adds_to_another_takes_no_room() -> None:
-    added, unequal = Event(1, 16, is_sum=True), Event(1, 8, is_sum=True)
-    events = [Event(1, 16), added, Event(-1, 16), Event(-1, 16), unequal, Event(-1, 4)]
-
-    assert added_in_place(events) == [Event(1, 16), Event(-1, 16), unequal, Event(-1, 4)]
+    assert (alive.max(), alive[-1]) == (32 if in_backward else 48, 32)
 
 
-def test_lines_through_three_sizes_hold_for_any() -> None:
-    def trace(tokens: int, targets: int) -> Run:
-        lines = [Event(1, 100), Event(1, 6 * tokens + 8 * targets), Event(1, 0, "mask"), Event(-1, 100)]
-        return Run(lines, 3)
+def test_a_batch_of_any_size_has_the_bytes_of_a_trace_at_its_sizes() -> None:
+    events = [Event(1, 100), Event(1, 6 * TOKENS), Event(1, 8 * TARGETS), Event(1, 0, "mask"), Event(-1, 100)]
 
-    timeline = Timeline.fit(trace)
+    timeline = Timeline.of(events, 3)
 
-    expected = [100, 100 + 6e6 + 8e5, 100 + 6e6 + 8e5 + 7, 6e6 + 8e5 + 7]
-    np.testing.assert_allclose(timeline.live(10**6, 10**5, {"mask": 7}), expected)
-    assert timeline.forward_end == 3
-
-
-def test_sizes_that_change_what_is_allocated_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="allocates differently"):
-        Timeline.fit(lambda tokens, _: Run([Event(1, 8)] * (tokens // 64), 0))
-
-
-def test_a_layer_more_that_is_no_block_is_noticed() -> None:
-    def trace(*sizes: int) -> Any:
-        return lambda tokens, targets: Run([Event(1, size) for size in sizes], len(sizes))
-
-    assert len(with_more_layers(trace(1, 5, 2), trace(1, 5, 5, 2), 3)(0, 0).events) == 6
-    with pytest.raises(IrregularLayersError):
-        with_more_layers(trace(1, 5, 2), trace(1, 7, 5, 9, 2), 3)(0, 0)
-
-
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [("qwen2", CHECKPOINTED), ("qwen2", ADAPTED), ("gpt_neox", {}), ("qwen3_moe", {}), ("gemma3_text", {})],
-    ids=str,
-)
-def test_a_few_layers_tell_what_all_of_them_do(
-    family: str, way: dict[str, Any], config: Any, setup: Any
-) -> None:
-    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3} if family == "gemma3_text" else {}
-    deep = config(family, num_hidden_layers=6, **kinds)
-    model = setup(deep, dtype="bfloat16", **way).model
-
-    found = Traces(deep).update(model, "sdpa", masked=True, first=False)
-
-    whole = Timeline.fit(trace_update(skeleton(deep, model), "sdpa", masked=True, first=False))
-    sizes = (1000, 800, {"mask": 50_000, "head_kept": 7, "head_forward": 11, "head_backward": 13})
-    np.testing.assert_array_equal(found.live(*sizes), whole.live(*sizes))
-    assert found.forward_end == whole.forward_end
-
-
-def test_fewer_layers_keep_their_kinds(config: Any) -> None:
-    short = with_layers(config("gemma3_text"), 2)
-
-    assert (short.num_hidden_layers, short.layer_types) == (2, ["sliding_attention"] * 2)
+    expected = [100, 100 + 6e6, 100 + 6e6 + 8e5, 100 + 6e6 + 8e5 + 7, 6e6 + 8e5 + 7]
+    np.testing.assert_array_equal(timeline.live(10**6, 10**5, {"mask": 7}), expected)
+    with pytest.raises(RuntimeError, match="grows otherwise"):
+        Timeline.of([Event(1, TOKENS + 1)], 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_what_is_kept_for_the_backward_is_what_autograd_saves(family: str, config: Any, setup: Any) -> None:
-    planned = setup(config(family))
-    policy = random_policy(planned.config, planned.model, attention="sdpa", device=torch.device("cpu"))
+def test_what_is_kept_for_the_backward_is_what_autograd_saves(
+    family: str, config: Any, predictor: Any
+) -> None:
+    planned = predictor(config(family))
+    policy = random_policy(
+        planned.traces.config, planned.run.model, attention="sdpa", device=torch.device("cpu")
+    )
     (batch,) = random_batches(policy, SIZES)
     own = {p.untyped_storage()._cdata for p in policy.model.parameters()}
     saved: dict[int, Tensor] = {}
@@ -135,7 +77,7 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(family: str, confi
     saved[hidden.untyped_storage()._cdata] = hidden  # the head keeps it
     exact = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
-    timeline = Traces(planned.config).update(planned.model, "sdpa", masked=True, first=False)
+    timeline = planned.traces.update(planned.run.model, "sdpa", masked=True, first=False)
     squares = int(batch.cu_seqlens.diff().square().sum())
     tokens, targets = len(batch.input_ids), len(batch.targets)
     kept = timeline.live(tokens, targets, {"mask": 4 * squares})[timeline.forward_end - 1]
@@ -149,11 +91,11 @@ def kept_per_token(traces: Traces, model: Any, attention: str) -> float:
     return timeline.live(1000, 0, {})[timeline.forward_end - 1] / 1000
 
 
-def test_checkpointing_keeps_the_inputs_of_layers_alone(config: Any, setup: Any) -> None:
+def test_checkpointing_keeps_the_inputs_of_layers_alone(config: Any, predictor: Any) -> None:
     traces = Traces(config("llama"))
 
     all_kept, kept = (
-        kept_per_token(traces, setup(traces.config, gradient_checkpointing=on).model, "flash_attention_2")
+        kept_per_token(traces, predictor(traces, gradient_checkpointing=on).run.model, "flash_attention_2")
         for on in (False, True)
     )
 
@@ -161,21 +103,13 @@ def test_checkpointing_keeps_the_inputs_of_layers_alone(config: Any, setup: Any)
     assert inputs <= kept <= 2 * inputs < all_kept / 4
 
 
-def test_the_attentions_differ_in_what_they_hold(config: Any, setup: Any) -> None:
+def test_the_attentions_differ_in_what_they_hold(config: Any, predictor: Any) -> None:
     plain = Traces(config(num_attention_heads=4, num_key_value_heads=2))
     odd = Traces(config(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=32))
 
     def kept(traces: Traces, attention: str) -> float:
-        return kept_per_token(traces, setup(traces.config).model, attention)
+        return kept_per_token(traces, predictor(traces).run.model, attention)
 
     flash, sdpa, flex = (kept(plain, name) for name in ("flash_attention_2", "sdpa", "flex_attention"))
     assert flash == flex < sdpa  # which puts the documents' results together once more
     assert kept(odd, "flex_attention") > kept(odd, "flash_attention_2")  # and repeats keys for odd heads
-
-
-def test_the_trace_leaves_no_gradients_and_no_hooks(config: Any, setup: Any) -> None:
-    model = skeleton(config(), setup(config()).model)
-
-    trace_update(model, "sdpa", masked=False, first=True)(32, 16)
-
-    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())

@@ -36,10 +36,6 @@ def monitor() -> AlertMonitor:
     return AlertMonitor(AlertsConfig(window=4))
 
 
-def test_a_healthy_run_raises_nothing(monitor):
-    assert run(monitor, (50, {"eval/score": 0.4})) == []
-
-
 @pytest.mark.parametrize(
     ("name", "metrics", "remedy"),
     [
@@ -58,11 +54,25 @@ def test_each_alert_is_raised_once_with_what_to_try_and_cleared_once(monitor, na
     assert [(alert.alert, alert.state) for alert in alerts] == [(name, "raised"), (name, "cleared")]
     assert 10 < alerts[0].step <= 14 and 50 < alerts[1].step <= 54
     assert remedy in alerts[0].text and "try:" in alerts[0].text and "try:" not in alerts[1].text
-    assert json.loads(json.dumps(alerts[0].record()))["threshold"] == alerts[0].threshold
 
 
-def test_one_odd_step_raises_nothing(monitor):
-    assert run(monitor, (10, {}), (1, {"kl": 1.5, "groups/flat": 1.0}), (10, {})) == []
+@pytest.mark.parametrize(
+    "stretches",
+    [
+        [(50, {"eval/score": 0.4})],
+        [(10, {}), (1, {"kl": 1.5, "groups/flat": 1.0}), (10, {})],
+        [(10, {"reward/mean": 0.6, "eval/score": 0.6}), (20, {"reward/mean": 0.3, "eval/score": 0.2})],
+        [(10, {"eval/score": 0.6}), (20, {"reward/mean": 0.9, "eval/score": 0.58})],
+        [(1, {"kl": float("nan")})],
+    ],
+    ids=["healthy", "one odd step", "score and reward fall", "a small fall of the score", "not a number"],
+)
+def test_what_is_no_alarm_raises_nothing(monitor, stretches):
+    assert run(monitor, *stretches) == []
+
+
+def test_an_alert_without_threshold_is_off():
+    assert run(AlertMonitor(AlertsConfig(window=2, kl=None)), (10, {"kl": 100.0})) == []
 
 
 def test_a_figure_that_trembles_around_its_threshold_is_told_of_once(monitor, dice):
@@ -81,21 +91,6 @@ def test_reward_that_rises_while_the_held_out_score_falls_is_reward_hacking(moni
         ("reward_rise", "cleared"),
     ]
     assert "samples.jsonl" in alerts[0].text
-
-
-def test_a_falling_score_with_a_falling_reward_is_no_reward_hacking(monitor):
-    good, bad = {"reward/mean": 0.6, "eval/score": 0.6}, {"reward/mean": 0.3, "eval/score": 0.2}
-    assert run(monitor, (10, good), (20, bad)) == []
-
-
-def test_a_small_fall_of_the_held_out_score_is_noise(monitor):
-    assert run(monitor, (10, {"eval/score": 0.6}), (20, {"reward/mean": 0.9, "eval/score": 0.58})) == []
-
-
-def test_an_alert_without_threshold_is_off_and_missing_metrics_are_no_alerts():
-    monitor = AlertMonitor(AlertsConfig(window=2, kl=None))
-    assert run(monitor, (10, {"kl": 100.0})) == []
-    assert AlertMonitor(AlertsConfig(window=1)).update(1, {"loss": 1.0, "kl": float("nan")}) == []
 
 
 def test_a_new_stage_begins_with_a_clean_sheet(monitor):
@@ -118,12 +113,8 @@ def test_a_resumed_monitor_goes_on_exactly(dice):
     for step, metrics in enumerate(steps[30:], start=30):
         assert resumed.update(step, metrics) == original.update(step, metrics)
     assert resumed.state_dict() == original.state_dict()
-
-
-def test_the_state_of_another_window_is_refused():
-    state = AlertMonitor(AlertsConfig(window=3)).state_dict()
     with pytest.raises(ValueError, match=r"alerts\.window"):
-        AlertMonitor(AlertsConfig(window=5)).load_state_dict(state)
+        AlertMonitor(AlertsConfig(window=5)).load_state_dict(original.state_dict())
 
 
 @pytest.mark.parametrize(

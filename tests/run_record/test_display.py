@@ -26,7 +26,7 @@ TIMINGS = {
     "time/generate": 3.5,
     "time/reward": 0.012,
     "tokens_per_second": 512.3,
-    "memory/peak_bytes": 1.25 * 2**30,
+    "memory/peak_bytes": 1.5 * 2**30,
 }
 
 
@@ -53,7 +53,7 @@ def test_without_a_terminal_each_step_is_one_line_of_key_value_words():
 
     with Display(40, console=console) as display:
         display.update(1, METRICS, TIMINGS)
-        display.update(2, METRICS, TIMINGS)
+        display.update(2, {"reward/mean": math.nan, "kl": math.inf}, {})
         display.evaluation(2, 0.217, (0.174, 0.267), 300)
         display.message("saved [bold]checkpoint[/bold] 10")
         display.rollout(0, 0, 64)  # on a terminal only
@@ -61,18 +61,20 @@ def test_without_a_terminal_each_step_is_one_line_of_key_value_words():
     first, second, evaluation, message = text_of(console).splitlines()
     words = dict(word.split("=") for word in first.split())
     assert len(words) == len(first.split())
-    assert words["step"] == "1/40" and second.startswith("step=2/40 ")
+    assert words["step"] == "1/40"
     assert words["reward"] == "0.512" and words["reward_std"] == "0.301"
     assert words["kl"] == "0.0012" and words["clip"] == "1.3%" and words["truncated"] == "2.0%"
-    assert words["tok/s"] == "512" and words["mem"] == "1.2GiB" and words["t_generate"] == "3.5s"
+    assert words["tok/s"] == "512" and words["mem"] == "1.5GiB" and words["t_generate"] == "3.5s"
     assert words["eta"] == "4m17s"
     assert first.isascii()
+    assert second == "step=2/40 reward=nan kl=inf eta=4m11s"
     assert evaluation == "evaluation step=2/40 score=0.217 low=0.174 high=0.267 n=300"
     assert message == "saved [bold]checkpoint[/bold] 10"
 
 
-def test_the_panel_shows_the_step_its_rewards_and_the_first_and_latest_score():
-    console = terminal()
+@pytest.mark.parametrize("width", [30, 60, 100, 200])
+def test_the_panel_shows_the_step_its_rewards_and_scores_and_never_overflows_the_terminal(width: int):
+    console = terminal(width)
 
     with Display(40, console=console) as display:
         display.evaluation(0, 0.217, (0.174, 0.267), 300)
@@ -80,20 +82,12 @@ def test_the_panel_shows_the_step_its_rewards_and_the_first_and_latest_score():
         display.evaluation(20, 0.49, (0.434, 0.546), 300)
 
     text = text_of(console)
-    for part in ("20/40", "2m12s", "0.512", "0.301", "correct 0.400", "1.3 %", "512 tokens/s", "12ms"):
-        assert part in text
-    assert "21.7 % [17.4, 26.7] of 300 at step 0 → 49.0 % [43.4, 54.6] of 300 at step 20" in text
-
-
-@pytest.mark.parametrize("width", [30, 60, 100, 200])
-def test_the_panel_never_overflows_the_terminal(width: int):
-    console = terminal(width)
-
-    with Display(40, console=console) as display:
-        display.update(1, METRICS, TIMINGS)
-
-    panel = [line for line in text_of(console).splitlines() if line.startswith(("│", "╭", "╰"))]
+    panel = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
     assert panel and max(map(len, panel)) <= width
+    if width >= 100:
+        for part in ("20/40", "2m12s", "0.512", "0.301", "correct 0.400", "1.3 %", "512 tokens/s", "12ms"):
+            assert part in text
+        assert "21.7 % [17.4, 26.7] of 300 at step 0 → 49.0 % [43.4, 54.6] of 300 at step 20" in text
 
 
 @pytest.mark.parametrize("make_console", [pipe, terminal])
@@ -108,13 +102,6 @@ def test_a_missing_metric_is_left_out(make_console, name: str | None):
     text = text_of(console)
     assert "3/40" in text
     assert ("kl=" in text or "KL " in text) == ("kl" in metrics)
-
-
-def test_a_number_that_is_not_finite_is_shown_as_such():
-    console = pipe()
-    with Display(40, console=console) as display:
-        display.update(1, {"reward/mean": math.nan, "kl": math.inf}, {})
-    assert text_of(console).splitlines() == ["step=1/40 reward=nan kl=inf"]
 
 
 def test_a_resumed_run_starts_where_it_was_and_an_error_leaves_the_terminal_as_it_was():

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
+import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo_fast.run_record import files
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
+
+FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
 
 @pytest.fixture
@@ -26,28 +28,23 @@ def log(tmp_path: Path) -> Iterator[JsonlLog]:
     log.close()
 
 
-def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch, is_killed: bool):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"old and long")
-
-    files.write_whole(path, b"new")
-
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_kill_before_the_exchange_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "config.yaml"
-    path.write_bytes(b"old")
 
     def killed(*_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
+    if is_killed:
+        monkeypatch.setattr(files.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            files.write_whole(path, b"new")
+    else:
         files.write_whole(path, b"new")
+        assert list(tmp_path.iterdir()) == [path]
 
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == (b"old and long" if is_killed else b"new")
 
 
 @pytest.mark.parametrize(
@@ -117,44 +114,41 @@ def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(t
             read_jsonl(path)
 
 
-FULL_DISK = """
-import resource, signal, sys
-from pathlib import Path
-from grpo_fast.run_record.files import JsonlLog
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-log = JsonlLog(Path(sys.argv[1]))
-log.append({"step": 1})
-resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
-try:
-    log.append({"step": 2, "text": "x" * 100})
-except OSError as error:
-    print(error)
-log.append({"step": 3})
-"""
+def append_to_a_full_disk(path: Path, result: Any) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = JsonlLog(path)
+    log.append({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+    try:
+        log.append({"step": 2, "text": "x" * 100})
+    except OSError as error:
+        result.send(str(error))
+    log.append({"step": 3})
 
 
 def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(tmp_path: Path):
     path = tmp_path / "log.jsonl"
+    receiver, sender = FORK.Pipe(duplex=False)
 
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=True, timeout=600
-    )
+    writer = FORK.Process(target=append_to_a_full_disk, args=(path, sender))
+    writer.start()
+    writer.join()
 
-    assert "cannot append" in done.stdout and str(path) in done.stdout
+    assert "cannot append" in (message := receiver.recv()) and str(path) in message
     assert [record["step"] for record in read_jsonl(path)] == [1, 3]
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from grpo_fast.run_record.files import JsonlLog
-log = JsonlLog(Path(sys.argv[1]))
-log.truncate(int(sys.argv[2]))
-for step in range(int(sys.argv[3]), 10**9):
-    log.append({"step": step, "value": 1 / (step + 1), "text": "x" * 5000})
-    if step == int(sys.argv[3]):
-        print("writing", flush=True)
-"""
+def record_of(step: int) -> dict[str, Any]:
+    return {"step": step, "value": 1 / (step + 1), "text": "x" * 5000}
+
+
+def keep_writing(path: Path, offset: int, first: int, sender: Any) -> None:
+    log = JsonlLog(path)
+    log.truncate(offset)
+    for step in range(first, 10**9):
+        log.append(record_of(step))
+        if step == first:
+            sender.send("writing")
 
 
 def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in_one_go(
@@ -162,22 +156,21 @@ def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in
 ):
     path, offset, step = tmp_path / "log.jsonl", 0, 0
 
-    for _ in range(3):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(offset), str(step)], stdout=subprocess.PIPE
-        )
-        assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
+    for _ in range(5):
+        receiver, sender = FORK.Pipe(duplex=False)
+        writer = FORK.Process(target=keep_writing, args=(path, offset, step, sender))
+        writer.start()
+        assert receiver.recv() == "writing"
         time.sleep(dice.uniform(0, 0.05))
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.communicate()
+        writer.kill()
+        writer.join()
         lines = path.read_bytes().split(b"\n")[:-1]
         step = dice.randint(0, len(lines))  # a checkpoint somewhere in what was written
         offset = sum(len(line) + 1 for line in lines[:step])
 
     log = JsonlLog(path)
     log.truncate(offset)
-    records = read_jsonl(path)
-    expected = [{"step": i, "value": 1 / (i + 1), "text": "x" * 5000} for i in range(step)]
-    assert records == expected
+    expected = [record_of(i) for i in range(step)]
+    assert read_jsonl(path) == expected
     assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
     log.close()

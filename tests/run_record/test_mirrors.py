@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.run_record.files import read_jsonl
-from grpo_fast.run_record.logs import MetricsLog
+from grpo_fast.run_record.logs import RunLogs
 from grpo_fast.run_record.mirrors import LoggingConfig
 
 CONFIG = LoggingConfig(tensorboard=False, project="sums")
@@ -20,6 +19,7 @@ class Service:
         self.starts: list[dict] = []
         self.logged: list[tuple[dict, int | None]] = []
         self.finished = 0
+        self.is_down = False
 
     def init(self, **kwargs: object) -> Service:
         self.starts.append(kwargs)
@@ -28,6 +28,8 @@ class Service:
     def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
 
     def log(self, metrics: dict, step: int | None = None) -> None:
+        if self.is_down:
+            raise ConnectionError("the network is down")
         self.logged.append((metrics, step))
 
     def finish(self) -> None:
@@ -36,12 +38,11 @@ class Service:
 
 def test_tensorboard_shows_metrics_and_timings_and_hides_steps_that_were_run_again(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = LoggingConfig()
     for steps in (range(1, 6), range(3, 8)):  # killed after step 5, resumed from step 2
-        log = MetricsLog(tmp_path, config, run_name="run")
+        logs = RunLogs(tmp_path, LoggingConfig())
         for step in steps:
-            log.log(step, {"loss": float(step)}, timings={"time/step": 0.5})
-        log.close()
+            logs.metrics(step, {"loss": float(step)}, timings={"time/step": 0.5})
+        logs.close()
 
     events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -57,20 +58,23 @@ def log_in(monkeypatch: pytest.MonkeyPatch):
 
     def log_in(name: str, run_dir: Path, steps: range = range(1, 2), **changes: object) -> Service:
         monkeypatch.setitem(sys.modules, name, service)
-        log = MetricsLog(run_dir, CONFIG.model_copy(update={name: True, **changes}), run_name="run")
+        logs = RunLogs(run_dir, CONFIG.model_copy(update={name: True, **changes}))
         for step in steps:
-            log.log(step, {"loss": 0.5})
-        log.close()
+            logs.metrics(step, {"loss": 0.5})
+        logs.close()
         return service
 
+    log_in.service = service
     return log_in
 
 
 def test_wandb_continues_its_run_on_an_axis_that_may_go_back(tmp_path: Path, log_in) -> None:
-    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("seed: 3\n")
 
-    log_in("wandb", tmp_path)
-    service = log_in("wandb", tmp_path)
+    log_in("wandb", run_dir)
+    service = log_in("wandb", run_dir)
 
     first, second = service.starts
     assert first["id"] == second["id"]
@@ -96,23 +100,14 @@ def test_a_missing_library_is_named_with_what_to_install(
     monkeypatch.setitem(sys.modules, name, None)
 
     with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name}"):
-        MetricsLog(tmp_path, CONFIG.model_copy(update={name: True}), run_name="run")
+        RunLogs(tmp_path, CONFIG.model_copy(update={name: True}))
 
 
-def test_a_service_that_fails_costs_one_warning_and_no_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("the network is down")
-
-    run = SimpleNamespace(log=fail, finish=fail)
-    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **kwargs: run))
-    log = MetricsLog(tmp_path, CONFIG.model_copy(update={"trackio": True}), run_name="run")
+def test_a_service_that_fails_costs_one_warning_and_no_metrics(tmp_path: Path, log_in) -> None:
+    log_in.service.is_down = True
 
     with pytest.warns(RuntimeWarning, match="Trackio") as warnings:
-        log.log(1, {"loss": 0.5})
-        log.log(2, {"loss": 0.25})
-        log.close()
+        log_in("trackio", tmp_path, range(1, 3))
 
     assert len(warnings) == 1
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -29,11 +29,9 @@ def exact_files(run_dir: Path) -> dict[str, bytes]:
 
 STEP_PHASES = {
     "generate": "grpo_fast.rollout.transformers.TransformersEngine.generate",
-    "sleep": "grpo_fast.rollout.transformers.TransformersEngine.sleep",
     "forward": "grpo_fast.policy.policy.Policy.hidden_states",
     "sync": "grpo_fast.rollout.transformers.TransformersEngine.sync",
-    "wake": "grpo_fast.rollout.transformers.TransformersEngine.wake",
-    "record": "grpo_fast.run_record.logs.SampleLog.write",
+    "record": "grpo_fast.run_record.logs.RunLogs.samples",
 }
 NO_CHECKPOINTS: dict[str, Any] = {"logging": {"tensorboard": False, "samples_every": 1}, "max_steps": 5}
 
@@ -73,10 +71,8 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     ("phase", "error"),
     [
         ("generate", KeyboardInterrupt()),
-        ("sleep", ValueError("bug")),
         ("forward", KeyboardInterrupt()),
         ("sync", ValueError("bug")),
-        ("wake", RuntimeError("the engine is broken")),
     ],
 )
 def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo_fast.plan.setup import StepSizes, largest_micro_batch, undivided_group
+from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch, undivided_group
 from grpo_fast.policy import PackedBatch, Sample, pack
 
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
@@ -30,7 +32,7 @@ def packed(sizes: StepSizes, *, share_prompts: bool) -> list[PackedBatch]:
         replace(SIZES, micro_batch_tokens=10),
         replace(SIZES, minibatches=2),
         replace(SIZES, completion_length=1),
-        StepSizes(1, 3000, prompt_length=8, completion_length=16, micro_batch_tokens=200),
+        StepSizes(1, 1000, prompt_length=8, completion_length=16, micro_batch_tokens=200),
         StepSizes(2, 40, prompt_length=16, completion_length=900, micro_batch_tokens=20_000),
     ],
     ids=str,
@@ -63,3 +65,12 @@ def test_a_step_holds_all_its_packed_batches() -> None:
     planned = SIZES.packed_bytes  # with segments, old and reference log-probabilities, which these do without
 
     assert exact < planned < 2 * exact
+
+
+@given(low=st.integers(1, 50), more=st.integers(0, 5000), last=st.integers(0, 6000))
+def test_the_largest_is_the_last_that_fits(low: int, more: int, last: int) -> None:
+    high = low + more
+
+    found = largest(low, high, lambda size: size <= last)
+
+    assert found == (None if last < low else min(last, high))

@@ -1,23 +1,12 @@
-"""What a prediction follows from: a model, a device, who shares it, and the sizes of a step."""
+"""The sizes of a training step and of the largest micro-batch that it is packed into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-import torch
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.plan.devices import GIB, DeviceBudget
-from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.load import resolve_attention
 from grpo_fast.policy.packing import _sharing_pays
-from grpo_fast.rollout.config import Part
-from grpo_fast.rollout.handover import PARTS
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Bytes of a packed batch: token, position and segment of every input; of every target its index, id, sequence
 # and group, its advantage, sampler's, old and reference log-probability.
@@ -53,64 +42,6 @@ class StepSizes:
         """Of all packed batches, which are on the device together; prompts count each time."""
         per_completion = BYTES_PER_INPUT * self.sequence_length + BYTES_PER_TARGET * self.completion_length
         return self.completions * per_completion
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Who is on the device, and what leaves it when."""
-
-    config: PretrainedConfig
-    model: ModelConfig
-    device: DeviceBudget
-    attention: str  # as `resolve_attention` gives it
-    engine: Literal["transformers", "vllm"]
-    shares_weights: bool  # the engine generates with the trainer's own
-    sleeps: bool  # the engine gives its memory up during the update
-    offload: tuple[Part, ...] | Literal["auto"]  # of the trainer, during the rollout
-    needs_reference: bool = False
-    entropy_trained: bool = False  # the loss has a term of the entropy
-    max_batch_tokens: int | None = None  # of the transformers engine
-    kv_cache_bytes: int | None = None  # as configured
-    max_sequences: int | None = None  # of vLLM
-
-    @property
-    def shares_prompts(self) -> bool:
-        """As `Policy.shares_prompts`."""
-        return self.attention != "flash_attention_2"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.model.dtype)
-
-
-def setup_of(config: TrainConfig, model_config: PretrainedConfig, device: DeviceBudget) -> Setup:
-    """The setup of a run on a device, which need not be this machine's."""
-    model, vllm, loss, on_gpu = config.model, config.rollout.vllm, config.loss, device.kind == "cuda"
-    engine = config.rollout.engine
-    if engine == "auto":  # a plan for another machine does not ask what is installed on this one
-        engine = "vllm" if on_gpu else "transformers"
-    attention: str = model.attention
-    if attention == "auto":
-        attention = resolve_attention("auto", torch.device(device.kind), model.dtype)
-    merged_lora = model.lora is not None and vllm.lora_sync != "adapter"
-    wanted = on_gpu if vllm.share_weights == "auto" else vllm.share_weights
-    offload = config.memory.offload
-    return Setup(
-        config=model_config,
-        model=model,
-        device=device,
-        attention=attention,
-        engine=engine,
-        shares_weights=engine == "transformers"
-        or bool(wanted and vllm.tensor_parallel_size == 1 and not merged_lora),
-        sleeps=engine == "vllm" and on_gpu and vllm.sleep_level != 0,
-        offload=offload if offload == "auto" else tuple(p for p in PARTS if p in offload and on_gpu),
-        needs_reference=loss.needs_reference and model.lora is None,
-        entropy_trained=loss.needs_entropy,
-        max_batch_tokens=config.rollout.max_batch_tokens,
-        kv_cache_bytes=None if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
-        max_sequences=vllm.max_sequences,
-    )
 
 
 def step_sizes(config: TrainConfig, *, prompt_length: int | None = None) -> StepSizes:
@@ -170,8 +101,7 @@ def undivided_group(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
 def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int, int]]:
     """(inputs, targets) of the documents that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only
-    alone = length = sizes.prompt_length + completion
-    held = 1
+    length, held = sizes.prompt_length + completion, 1
     while (
         share_prompts
         and held < sizes.generations
@@ -180,19 +110,32 @@ def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int
     ):
         held, length = held + 1, length + completion
     full, rest = divmod(sizes.generations, held)
-    documents = [(length, held * sizes.completion_length)] * full
-    if rest:
-        documents.append((alone + (rest - 1) * completion, rest * sizes.completion_length))
-    return documents
+    counts = [held] * full + ([rest] if rest else [])
+    return [(sizes.prompt_length + n * completion, n * sizes.completion_length) for n in counts]
 
 
 def _micro_batch(documents: Sequence[tuple[int, int]], sizes: StepSizes, count: int) -> MicroBatch:
-    targets = sum(found for _, found in documents)
+    lengths, targets = [inputs for inputs, _ in documents], sum(found for _, found in documents)
     return MicroBatch(
-        inputs=sum(inputs for inputs, _ in documents),
+        inputs=sum(lengths),
         targets=targets,
-        squares=sum(inputs**2 for inputs, _ in documents),
-        longest=max(inputs for inputs, _ in documents),
+        squares=sum(length**2 for length in lengths),
+        longest=max(lengths),
         groups=targets / (sizes.generations * sizes.completion_length),
         count=count,
     )
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number from `low` to `high` that fits, where none fits beyond one that does not."""
+    if not fits(low):
+        return None
+    step = low
+    while low < high and fits(min(low + step, high)):
+        low = min(low + step, high)
+        step *= 2
+    above = min(low + step, high + 1)
+    while above - low > 1:
+        middle = (low + above) // 2
+        low, above = (middle, above) if fits(middle) else (low, middle)
+    return low
