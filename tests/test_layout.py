@@ -1,5 +1,5 @@
 """The folder `kernels/` must serve `grpo_fast.kernels` without shadowing the hub's `kernels` package,
-which transformers looks for by name."""
+which transformers looks for by name; and an installed package holds what the sources do."""
 
 from __future__ import annotations
 
@@ -18,36 +18,22 @@ import grpo_fast
 
 ROOT = Path(__file__).resolve().parent.parent
 HUB_KERNELS = "kernels==0.17.2"
-PROBE = """
-import importlib.resources
-
-import grpo_fast.kernels
+BESIDE_THE_HUBS = """
 import transformers
-from grpo_fast.config_io import load_config
+import grpo_fast.kernels
+import kernels
 
-def test_a_transformers_model_loads():
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    assert transformers.LlamaForCausalLM(config).lm_head.weight.shape == (16, 8)
-
-def test_the_recipes_are_installed():
-    assert load_config("quickstart", []).model.path
-
-def test_type_checkers_may_read_the_annotations():
-    assert importlib.resources.files("grpo_fast").joinpath("py.typed").is_file()
-
-if __name__ == "__main__":
-    test_a_transformers_model_loads()
-    test_the_recipes_are_installed()
-    test_type_checkers_may_read_the_annotations()
-    print(grpo_fast.kernels.__file__)
+config = transformers.LlamaConfig(
+    vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+)
+assert transformers.LlamaForCausalLM(config).lm_head.weight.shape == (16, 8)
+print(kernels.__file__, grpo_fast.kernels.__file__)
 """
-BENCHMARKS = """
-from grpo_fast.benchmarks.models import load_lengths
+INSTALLED = """
+import grpo_fast.kernels
 from grpo_fast.cli import main
 
-assert load_lengths().prompts
+print(grpo_fast.kernels.__file__)
 main(["bench", "--help"])
 """
 
@@ -68,50 +54,45 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("layout") / "checkout"
     copy.mkdir()
     for name in ("grpo_fast", "kernels", "csrc", "benchmarks"):
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, copy / name)
-    (copy / "tests").mkdir()
-    (copy / "tests" / "test_probe.py").write_text(PROBE)
     return copy
 
 
-@pytest.fixture(scope="module")
-def hub_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("hub_kernels")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, HUB_KERNELS]
-    if subprocess.run([str(word) for word in pip], capture_output=True).returncode:
-        pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
-    return target
-
-
-def install(checkout: Path, mode: str, folder: Path) -> tuple[Path, Path]:
+def install(checkout: Path, folder: Path, *options: str) -> tuple[Path, Path]:
+    """The (python, packages) of an environment with the dependencies of this one, and the copy installed."""
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
     packages = next((folder / "venv" / "lib").glob("python*/site-packages"))
-    # The dependencies of this environment, without the grpo_fast that is installed in it.
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
-    source = ["--editable", checkout] if mode == "editable" else [checkout]
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation"]
-    run(*pip, *source, cwd=folder)
+    run(*pip, *options, checkout, cwd=folder)
     return python, packages
 
 
-@pytest.mark.parametrize("mode", ["regular", "editable"])
-def test_an_installed_package_loads_kernels_and_transformers_beside_the_hubs(
-    mode: str, checkout: Path, hub_kernels: Path, tmp_path: Path
-):
-    python, packages = install(checkout, mode, tmp_path)
+def test_a_checkout_loads_kernels_and_transformers_beside_the_hubs(checkout: Path, tmp_path: Path):
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "hub"]
+    if subprocess.run([str(word) for word in [*pip, HUB_KERNELS]], capture_output=True).returncode:
+        pytest.skip(f"{HUB_KERNELS} cannot be installed here (is the package registry reachable?)")
+    python, _ = install(checkout, tmp_path, "--editable")
+    # From the checkout's root, which `python -c` puts before everything else, as pytest does.
+    hubs, ours = run(python, "-c", BESIDE_THE_HUBS, cwd=checkout, path=tmp_path / "hub").split()
+    assert hubs.startswith(str(tmp_path)) and ours.startswith(str(checkout))
 
-    elsewhere = run(python, "-c", PROBE + BENCHMARKS, cwd=tmp_path, path=hub_kernels)
-    assert str(packages if mode == "regular" else checkout) in elsewhere
-    assert "usage: grpo-fast bench" in elsewhere
 
+def test_an_installed_package_holds_every_file_and_the_benchmarks(checkout: Path, tmp_path: Path):
+    data = {
+        str(path.relative_to(checkout))
+        for path in (checkout / "grpo_fast").rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so")
+    }
+    python, packages = install(checkout, tmp_path)
+    assert [name for name in sorted(data) if not (packages / name).is_file()] == []
 
-def test_pytest_from_the_root_of_a_checkout_loads_kernels_and_transformers(checkout: Path, hub_kernels: Path):
-    pytest_command = Path(sys.executable).parent / "pytest"
-    assert "3 passed" in run(pytest_command, "tests/test_probe.py", cwd=checkout, path=hub_kernels)
+    shown = run(python, "-c", INSTALLED, cwd=tmp_path)
+    assert str(packages) in shown and "usage: grpo-fast bench" in shown
+    assert list((packages / "grpo_fast" / "benchmarks").rglob("*.json")), "recorded lengths are installed"
 
 
 def test_type_checkers_see_the_public_names():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import importlib.metadata
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from grpo_fast.cli import commands
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -67,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         tokens.remove("--debug")
     if tokens[:1] == ["bench"]:  # its arguments are its own
-        return commands.bench(tokens[1:])
+        return bench(tokens[1:])
     args, overrides = parse(tokens)
     try:
-        return args.command(args, overrides)
+        module, _, name = args.command.partition(":")
+        return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -81,6 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return report_error(error)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """`grpo-fast bench`: the benchmarks parse their own arguments and print their own errors."""
+    try:
+        from grpo_fast.benchmarks.__main__ import main
+    except ModuleNotFoundError as error:
+        if error.name != "grpo_fast.benchmarks":
+            raise
+        missing = "this installation has no benchmarks; install grpo-fast again"
+        print(f"grpo-fast: {missing}, or run `python -m benchmarks` in a checkout", file=sys.stderr)
+        return FAILURE
+    return main(arguments, program="grpo-fast bench")
 
 
 def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -117,37 +131,28 @@ def report_error(error: Exception) -> int:
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
-class Version(argparse.Action):
-    """Prints the version, read from the package's metadata only when asked."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"grpo-fast {version('grpo-fast')}")
-        parser.exit()
-
-
 def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The whole command line, and each command's own parser by name."""
     description = "Group-relative policy optimisation of language models."
     parser = Parser(prog="grpo-fast", description=description, epilog=FIRST_STEPS)
-    parser.add_argument("--version", action=Version, nargs=0, help="print the version")
+    version = f"grpo-fast {importlib.metadata.version('grpo-fast')}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, run: Callable[..., int], text: str, overrides: bool = False, **more: Any) -> Parser:
+    def add(name: str, run: str, text: str, overrides: bool = False, **more: Any) -> Parser:
         command = parsers.add_parser(name, help=text, epilog=OVERRIDES_HELP if overrides else None, **more)
         command.set_defaults(command=run, takes_overrides=overrides)
         return command
 
-    train = add("train", commands.train, "train a model", overrides=True)
+    train = add("train", "commands:train", "train a model", overrides=True)
     train.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     train.add_argument("--print-config", action="store_true", help="print the whole configuration and leave")
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
     train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
 
-    evaluate = add("eval", commands.evaluate, "pass@1, pass@k and mean@k on a dataset", overrides=True)
+    evaluate = add("eval", "commands:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
     evaluate.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
     evaluate.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
     evaluate.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
@@ -157,18 +162,18 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
 
     look = "look at prompts, completions and rewards before training"
-    generate = add("generate", commands.generate, look, overrides=True, aliases=["preview"])
+    generate = add("generate", "commands:generate", look, overrides=True, aliases=["preview"])
     generate.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     generate.add_argument("--num-prompts", type=int, default=2, metavar="N", help="prompts to show (2)")
 
     look = "look at how the prompts would be grouped: sizes, likeness, examples"
-    groups = add("groups", commands.groups, look, overrides=True)
+    groups = add("groups", "commands:groups", look, overrides=True)
     groups.add_argument("action", choices=["describe"], help="what to do")
     groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     groups.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
 
     fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
-    plan = add("plan", commands.plan, fits, overrides=True)
+    plan = add("plan", "commands:plan", fits, overrides=True)
     plan.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)
     model = "a folder, config.json, hub id, or a known shape as Qwen2.5-1.5B"
     plan.add_argument("--model", metavar="MODEL", help=model)
@@ -179,24 +184,21 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     plan.add_argument("--calibrate", action="store_true", help=calibrate)
     plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
-    export = add("export", commands.export, "write a trained model for transformers and vLLM")
+    export = add("export", "commands:export", "write a trained model for transformers and vLLM")
     export.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it")
     export.add_argument("out", metavar="OUT", help="the folder to write")
 
-    report = add("report", commands.report, "write a run's HTML report")
+    report = add("report", "commands:report", "write a run's HTML report")
     report.add_argument("run", metavar="RUN_DIR")
 
-    convert = add(
-        "convert",
-        commands.convert,
-        "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key",
-    )
+    foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
+    convert = add("convert", "commands:convert", foreign)
     convert.add_argument("file", metavar="FILE", help="YAML or JSON")
     convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")
     sources = ("axolotl", "trl", "nemo_rl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
-    doctor = add("doctor", commands.doctor, "what is installed, which device, which kernels and engines")
+    doctor = add("doctor", "doctor:doctor", "what is installed, which device, which kernels and engines")
     doctor.add_argument("--json", action="store_true", help="as JSON")
-    add("bench", commands.bench, "speed, memory and accuracy, ours and the peers'", add_help=False)
+    add("bench", "", "speed, memory and accuracy, ours and the peers'", add_help=False)
     return parser, parsers.choices

@@ -1,4 +1,4 @@
-"""What each command of `grpo-fast` does; it returns the exit code. Heavy libraries are imported inside."""
+"""What each command of `grpo-fast` does; it returns the exit code."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from grpo_fast.config import TrainConfig
-    from grpo_fast.data import Prompt
-    from grpo_fast.policy import Policy
-    from grpo_fast.rollout import Engine, Sampling
+from rich.console import Console
+
+from grpo_fast import run
+from grpo_fast.cli.export import export_run, load_policy_of
+from grpo_fast.cli.show import evaluation_record, evaluation_table, group_text
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
+from grpo_fast.data import Prompt, load_prompts
+from grpo_fast.evaluate import evaluate as score_answers
+from grpo_fast.experience import compare, score
+from grpo_fast.groups.sampler import describe_groups
+from grpo_fast.plan import Traces, calibrate, device_budget, model_config, resolve_auto, step_sizes
+from grpo_fast.plan import plan as make_plan
+from grpo_fast.plan import report as plan_report
+from grpo_fast.policy import Policy, load_tokenizer
+from grpo_fast.rewards import load_rewards
+from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
+from grpo_fast.run_record.report import write_report
+from grpo_fast.stages import resolve_stages
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast train`"""
-    from grpo_fast.config_io import dump_config, load_config
-
     config = load_config(args.config, overrides)
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    from grpo_fast import run
-
     if args.plain:
         os.environ["TTY_COMPATIBLE"] = "0"  # rich's own switch: plain lines also on a terminal
     run.train(config, resume=args.resume)
@@ -37,8 +46,6 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast eval`"""
-    from grpo_fast.config_io import ConfigError, Problem
-
     config = evaluation_config(args, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if min(args.k) < 1:
@@ -46,21 +53,13 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
-
-    from grpo_fast.cli.export import load_policy_of
-    from grpo_fast.cli.show import evaluation_record, evaluation_table
-    from grpo_fast.data import load_prompts
-    from grpo_fast.evaluate import evaluate as score
-    from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import require_engine
-
     require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(None if args.model else args.config, config)
     questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
     sampling = evaluation_sampling(config, num_samples)
     with engine_for(config, policy, questions, sampling) as engine:
-        result = score(
+        result = score_answers(
             engine,
             questions,
             rewards,
@@ -78,18 +77,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast generate`"""
-    from grpo_fast.config_io import load_config
-
     config = load_config(args.config, overrides)
-
-    from grpo_fast.cli.export import load_policy_of
-    from grpo_fast.cli.show import group_text
-    from grpo_fast.data import load_prompts
-    from grpo_fast.experience import compare, score
-    from grpo_fast.plan import resolve_auto
-    from grpo_fast.rewards import load_rewards
-    from grpo_fast.rollout import require_engine, sampling_of
-
     require_engine(config.rollout)
     config = resolve_auto(config)
     rewards = load_rewards(config.rewards)
@@ -108,17 +96,7 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
-    from grpo_fast.config_io import load_config
-
-    config = load_config(args.config, overrides)
-
-    from grpo_fast.data import load_prompts
-    from grpo_fast.groups.sampler import describe_groups
-    from grpo_fast.plan import resolve_auto
-    from grpo_fast.policy import load_tokenizer
-    from grpo_fast.stages import resolve_stages
-
-    config = resolve_auto(config)
+    config = resolve_auto(load_config(args.config, overrides))
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
@@ -142,15 +120,7 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
-    from grpo_fast.config_io import ConfigError, Problem
-
     config = plan_config(args, overrides)
-
-    from rich.console import Console
-
-    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, report, step_sizes
-    from grpo_fast.plan import plan as make_plan
-
     device = device_budget(args.gpu)
     traces = Traces(model_config(config.model.path, revision=config.model.revision))
     calibration = None
@@ -162,32 +132,26 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         calibration = calibrate(config, traces.config, device, sizes)
     found = make_plan(config, traces, device, prompt_length=args.prompt_length, calibration=calibration)
     if args.json:
-        print(json.dumps(report.record(found), indent=1))
+        print(json.dumps(plan_report.record(found), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(report.render(found))
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(plan_report.render(found))
     return 0 if found.prediction.free >= 0 else 1
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast export`"""
-    from grpo_fast.cli.export import export_run
-
     print(export_run(args.run, args.out))
     return 0
 
 
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast report`"""
-    from grpo_fast.run_record.report import write_report
-
     print(write_report(Path(args.run)))
     return 0
 
 
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr."""
-    from grpo_fast.config_io import convert_file
-
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
@@ -197,65 +161,35 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     return 0
 
 
-def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast doctor`"""
-    from grpo_fast.cli.doctor import examine
-
-    diagnosis = examine()
-    print(json.dumps(diagnosis.record(), indent=1) if args.json else diagnosis.text())
-    return 0 if diagnosis.healthy else 1
-
-
-def bench(arguments: Sequence[str]) -> int:
-    """`grpo-fast bench`: the benchmarks parse their own arguments and print their own errors."""
-    try:
-        from grpo_fast.benchmarks.__main__ import main
-    except ModuleNotFoundError as error:
-        if error.name != "grpo_fast.benchmarks":
-            raise
-        print(
-            "grpo-fast: this installation has no benchmarks; install grpo-fast again, or run "
-            "`python -m benchmarks` in a checkout",
-            file=sys.stderr,
-        )
-        return 1
-    return main(arguments, program="grpo-fast bench")
-
-
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `eval`: a file's, or one made of --model, --dataset and --reward."""
-    from grpo_fast.config_io import ConfigError, Problem, load_config
-
-    given = list(overrides)
-    given += [f"model.path={json.dumps(args.model)}"] if args.model else []
+    given = [*overrides, *_override("model.path", args.model)]
     if args.config is not None:
-        given += [f"evaluation.dataset.source={json.dumps(args.dataset)}"] if args.dataset else []
-        given += [f"evaluation.reward={json.dumps(args.reward)}"] if args.reward else []
-        return load_config(args.config, given)
+        given += _override("evaluation.dataset.source", args.dataset)
+        return load_config(args.config, given + _override("evaluation.reward", args.reward))
     if not (args.model and args.dataset and args.reward):
         message = "is required, or all of --model, --dataset and --reward"
         raise ConfigError("eval", [Problem("CONFIG", message)])
     rewards = f"rewards=[{{reward: {json.dumps(args.reward)}}}]"
-    return load_config(None, [*given, f"dataset.source={json.dumps(args.dataset)}", rewards])
+    return load_config(None, [*given, *_override("dataset.source", args.dataset), rewards])
 
 
 def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `plan`: a file's, or defaults for --model, whatever they would be trained on."""
-    from grpo_fast.config_io import ConfigError, Problem, load_config
-
-    given = [f"model.path={json.dumps(args.model)}"] if args.model else []
+    given = [*overrides, *_override("model.path", args.model)]
     if args.config is not None:
-        return load_config(args.config, [*overrides, *given])
+        return load_config(args.config, given)
     if not args.model:
         raise ConfigError("plan", [Problem("CONFIG", "is required, or --model")])
-    anything = ["dataset.source=any.jsonl", "rewards=[{reward: length}]"]
-    return load_config(None, [*anything, *overrides, *given])
+    return load_config(None, ["dataset.source=any.jsonl", "rewards=[{reward: length}]", *given])
+
+
+def _override(key: str, value: str | None) -> list[str]:
+    return [f"{key}={json.dumps(value)}"] if value else []
 
 
 def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
     """As training evaluates; several answers need a temperature, and take the rollout's where none is set."""
-    from grpo_fast.rollout import sampling_of
-
     temperature = config.evaluation.temperature
     if num_samples > 1 and temperature == 0:
         temperature = config.rollout.temperature
@@ -266,7 +200,5 @@ def engine_for(
     config: TrainConfig, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling
 ) -> AbstractContextManager[Engine]:
     """An engine with room for the longest prompt and its completion."""
-    from grpo_fast.rollout import make_engine
-
     longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_completion_length
     return make_engine(config.rollout, policy, max_length=longest)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,24 +18,23 @@ from packaging.requirements import Requirement
 
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
-State = Literal["ok", "missing", "broken"]
-
 GPU_ONLY = ("vllm", "flash-attn", "liger-kernel")
-# What the package's metadata does not name, or does not name as it is installed.
-INSTALL = {
-    "vllm": "pip install vllm  (in an environment whose torch it pins; see docs.vllm.ai)",
-    "flash-attn": "pip install flash-attn --no-build-isolation",
-    "reasoning-gym": "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
-}
-PURPOSES = {
-    "triton": "the head's kernels",
-    "vllm": "fast generation",
-    "flash-attn": "packed attention on a GPU",
-    "liger-kernel": "fused layers on a GPU",
-    "gguf": "models shipped as GGUF, such as the quickstart's",
-    "reasoning-gym": "generated tasks, such as the quickstart's",
-    "wandb": "Weights & Biases",
-    "trackio": "trackio",
+# What a library is for, and how it is got where its extra of ours does not do.
+LIBRARIES = {
+    "triton": ("the head's kernels", ""),
+    "vllm": (
+        "fast generation",
+        "pip install vllm  (in an environment whose torch it pins: docs.vllm.ai)",
+    ),
+    "flash-attn": ("packed attention on a GPU", "pip install flash-attn --no-build-isolation"),
+    "liger-kernel": ("fused layers on a GPU", ""),
+    "gguf": ("models shipped as GGUF, such as the quickstart's", ""),
+    "reasoning-gym": (
+        "generated tasks, such as the quickstart's",
+        "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
+    ),
+    "wandb": ("Weights & Biases", ""),
+    "trackio": ("trackio", ""),
 }
 UNDECLARED = ("flash-attn; extra == 'attention'",)
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
@@ -44,7 +45,7 @@ class Finding:
     """One line of the diagnosis."""
 
     name: str
-    state: State
+    state: Literal["ok", "missing", "broken"]
     detail: str
     essential: bool = False
     remedy: str = ""
@@ -59,7 +60,7 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Whether nothing essential is missing or broken."""
-        return not any(finding.essential and finding.state != "ok" for finding in self._all())
+        return not any(f.essential and f.state != "ok" for found in self.sections.values() for f in found)
 
     def record(self) -> dict[str, Any]:
         """For a program."""
@@ -68,18 +69,22 @@ class Diagnosis:
 
     def text(self) -> str:
         """For a person: sections of findings, then what to do, one line each."""
-        lines = []
+        lines, remedies = [], []
         for title, findings in self.sections.items():
             width = max(len(finding.name) for finding in findings)
             lines.append(title)
             lines += [f"  {f.name:<{width}}  {f.state:<7}  {f.detail}".rstrip() for f in findings]
-        remedies = [f"  {f.name}: {f.remedy}" for f in self._all() if f.remedy and f.state != "ok"]
+            remedies += [f"  {f.name}: {f.remedy}" for f in findings if f.remedy]
         lines += ["for the rest", *remedies] if remedies else []
         lines.append("all that training needs is there" if self.healthy else "training cannot work like this")
         return "\n".join(lines)
 
-    def _all(self) -> list[Finding]:
-        return [finding for findings in self.sections.values() for finding in findings]
+
+def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
+    """`grpo-fast doctor`: 0 where training can work."""
+    diagnosis = examine()
+    print(json.dumps(diagnosis.record(), indent=1) if args.json else diagnosis.text())
+    return 0 if diagnosis.healthy else 1
 
 
 def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
@@ -90,61 +95,57 @@ def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
     """
     if requirements is None:
         requirements = [*(importlib.metadata.requires("grpo-fast") or ()), *UNDECLARED]
+    if problem := _problem(lambda: importlib.import_module("torch")):
+        devices = [Finding("torch", "broken", f"no device can be looked at: {problem}", essential=True)]
+    else:
+        devices = _devices()
+    cuda = any(device.name == "cuda:0" for device in devices)
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    libraries = [Finding("python", "ok", python, essential=True)]
-    libraries += [finding for line in requirements if (finding := _library(Requirement(line)))]
-    installed = {finding.name for finding in libraries if finding.state == "ok"}
+    libraries = [found for line in requirements if (found := _library(Requirement(line), cuda))]
+    transformers = Finding("rollout: transformers", "ok", "everywhere", essential=True)
     return Diagnosis(
         {
-            "libraries": libraries,
-            "devices": _devices(),
-            "abilities": _abilities(installed),
+            "libraries": [Finding("python", "ok", python, essential=True), *libraries],
+            "devices": devices,
+            "abilities": [_head_path(), transformers, _vllm(cuda)],
             "layout": [_kernels_name(), _own_kernels()],
         }
     )
 
 
-def _library(wanted: Requirement) -> Finding | None:
+def _library(wanted: Requirement, cuda: bool) -> Finding | None:
     """A library with its version; those of an extra are not essential."""
     extra = str(wanted.marker or "").partition("extra == ")[2].strip("\"'")
     if extra in NOT_OURS:
         return None
     name, essential = wanted.name, not extra
+    purpose, install = LIBRARIES.get(name, ("everything", ""))
     package = f"'grpo-fast[{extra}]'" if extra else f"'{name}{wanted.specifier}'"
-    install = INSTALL.get(name, f"pip install {package}")
+    install = install or f"pip install {package}"
     try:
         version = (installed_version() if name == "vllm" else None) or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        useless = name in GPU_ONLY and not _has_cuda()
-        detail = f"for {PURPOSES.get(name, 'everything')}"
-        return Finding(name, "missing", detail, essential, "" if useless else install)
+        remedy = install if cuda or name not in GPU_ONLY else ""
+        return Finding(name, "missing", f"for {purpose}", essential, remedy)
     if name != "vllm" and not wanted.specifier.contains(version, prereleases=True):
         remedy = f"pip install --upgrade '{name}{wanted.specifier}'"
         return Finding(name, "broken", f"{version} is not {wanted.specifier}", essential, remedy)
-    if essential and (problem := _import_problem(name.replace("-", "_").replace("pyyaml", "yaml"))):
-        return Finding(name, "broken", f"{version}: {problem}", True, install)
+    module = name.replace("-", "_").replace("pyyaml", "yaml")
+    if essential and (problem := _problem(lambda: importlib.import_module(module))):
+        return Finding(name, "broken", f"{version}: does not import: {problem}", True, install)
     return Finding(name, "ok", version, essential)
 
 
-def _import_problem(module: str) -> str:
+def _problem(attempt: Callable[[], object]) -> str:
+    """What an attempt raises, in one line; nothing where it succeeds."""
     try:
-        importlib.import_module(module)
+        attempt()
     except Exception as error:
-        return f"does not import: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
     return ""
 
 
-def _has_cuda() -> bool:
-    if _import_problem("torch"):
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _devices() -> list[Finding]:
-    if _import_problem("torch"):
-        return [Finding("torch", "broken", "no device can be looked at", essential=True)]
     import torch
 
     findings = [_cpu(torch.get_num_threads())]
@@ -169,21 +170,12 @@ def _cpu(threads: int) -> Finding:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    flags = set(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     slow = "" if {"avx512_bf16", "amx_bf16"} & flags else "; bfloat16 is emulated, float32 may be faster"
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
     detail = f"{os.cpu_count()} cores, torch uses {threads} threads, {memory}"
     return Finding("cpu", "ok", f"{detail}, {' '.join(features) or 'no vector features known'}{slow}")
-
-
-def _abilities(installed: set[str]) -> list[Finding]:
-    cuda = _has_cuda()
-    found = [_head_path(), Finding("rollout: transformers", "ok", "everywhere", essential=True), _vllm(cuda)]
-    for name, ability in (("flash-attn", "attention: flash-attn"), ("liger-kernel", "layers: liger")):
-        problem = "needs a GPU" if not cuda else "" if name in installed else f"{name} is not installed"
-        found.append(Finding(ability, "missing" if problem else "ok", problem or "available"))
-    return found
 
 
 def _vllm(cuda: bool) -> Finding:
@@ -196,12 +188,9 @@ def _vllm(cuda: bool) -> Finding:
 
 def _head_path() -> Finding:
     """Which path the head takes for bfloat16 weights on the default device, and whether it runs there."""
-    try:
-        detail = _try_head()
-    except Exception as error:
-        problem = str(error).strip().splitlines() or ["no message"]
-        return Finding("head", "broken", f"{type(error).__name__}: {problem[0]}", essential=True)
-    return Finding("head", "ok", detail, essential=True)
+    details: list[str] = []
+    problem = _problem(lambda: details.append(_try_head()))
+    return Finding("head", "broken" if problem else "ok", problem or details[0], essential=True)
 
 
 def _try_head() -> str:

@@ -18,27 +18,16 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_run_stands_for_its_newest_checkpoint(run):
+def test_a_run_stands_for_its_newest_checkpoint_and_a_checkpoint_leads_to_its_run(run):
     assert locate(run) == (run, None)
-
-
-def test_a_checkpoint_leads_to_its_run(run):
     assert locate(run / "checkpoints" / "step-7") == (run, run / "checkpoints" / "step-7")
-
-
-def test_any_other_folder_is_refused(run):
     with pytest.raises(FileNotFoundError, match="is neither a run's directory"):
         locate(run / "checkpoints")
 
 
-def test_an_occupied_folder_is_not_written_over(run, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "file").touch()
+def test_an_occupied_folder_and_a_run_without_a_checkpoint_are_refused(run, tmp_path):
     with pytest.raises(FileExistsError, match="not an empty folder"):
-        export_run(run, tmp_path / "out")
-
-
-def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path, run):
+        export_run(run, tmp_path)
     (run / "checkpoints" / "step-7").rmdir()
     with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
         export_run(run, tmp_path / "out")
