@@ -18,8 +18,6 @@ from grpo_fast.head import HeadParameters, linear_logprob
 from grpo_fast.integrations.host import Replacements
 from grpo_fast.policy.architecture import head_parameters
 
-HeadFunction = Callable[[Tensor, HeadParameters], Any]
-
 
 def logprob_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
@@ -30,48 +28,26 @@ def logprob_and_entropy(
     return out.logprob, out.entropy
 
 
-class HeadTap(nn.Module):
-    """Takes the head's place for one forward, and keeps what `function` made of the hidden states.
+@contextmanager
+def tapped_head(model: Any, function: Callable[[Tensor, HeadParameters], Any]) -> Iterator[list[Any]]:
+    """While open, `model` computes `function(hidden, head)` in place of its logits.
 
     The model receives logits of width zero, which it may scale, cap or slice but not read.
-    """
-
-    def __init__(self, head: nn.Linear, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        # In a tuple, or the head's parameters would be listed twice.
-        self._head = (head,)
-        self._function = function
-        self.called = False
-        self.result: Any = None
-
-    @property
-    def weight(self) -> Tensor:
-        """(V, H), for models that ask their head for its dtype or device."""
-        return self._head[0].weight
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with Replacements() as replacements:
-            replacements.replace(self._head[0], "forward", self._function)
-            self.result = self._head[0](hidden)
-        self.called = True
-        return hidden.detach().new_empty(*hidden.shape[:-1], 0)
-
-
-@contextmanager
-def tapped_head(model: Any, function: HeadFunction) -> Iterator[HeadTap]:
-    """While open, `model` computes `function(hidden, head)` in place of its logits.
 
     Args:
         model: a transformers causal language model, not wrapped.
         function: given the hidden states (B, T, H) that the head receives and the head's parameters, returns
             tensors, or a tuple or dict of them.
 
+    Yields:
+        What the function returned, one entry for each call of the head.
+
     Raises:
         ValueError: the model has no plain linear head.
     """
-    head = model.get_output_embeddings()
     head_parameters(model)
-    owner, name = _place(model, head)
+    head = model.get_output_embeddings()
+    results: list[Any] = []
 
     def compute(hidden: Tensor) -> Any:
         parameters = head_parameters(model)
@@ -82,20 +58,12 @@ def tapped_head(model: Any, function: HeadFunction) -> Iterator[HeadTap]:
             )
         return function(hidden, parameters)
 
-    tap = HeadTap(head, compute)
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...], result: Any) -> Tensor:
+        results.append(result)
+        return inputs[0].detach().new_empty(*inputs[0].shape[:-1], 0)
+
     with Replacements() as replacements:
-        # head_parameters reads the head through the model, which must go on finding the real one.
-        replacements.replace(model, "get_output_embeddings", lambda: head)
-        owner._modules[name] = tap
-        try:
-            yield tap
-        finally:
-            owner._modules[name] = head
-
-
-def _place(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
-    for owner in model.modules():
-        for name, child in owner._modules.items():
-            if child is head:
-                return owner, name
-    raise ValueError(f"{type(model).__name__} names an output head that is not one of its modules")
+        replacements.replace(head, "forward", compute)
+        # The last of the hooks: those that were there before it see the result.
+        replacements.callback(head.register_forward_hook(keep).remove)
+        yield results

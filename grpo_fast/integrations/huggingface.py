@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +15,7 @@ from grpo_fast.integrations.head_tap import tapped_head
 from grpo_fast.integrations.host import Replacements
 from grpo_fast.policy.architecture import head_parameters
 
-_MARK = "_grpo_fast_patch"
-
-
-@dataclass(frozen=True)
-class _Patch:
-    forward: Callable[..., Any]
-    before: Callable[..., Any] | None  # the instance's own forward that it covers; None: the class's
+_UNDO = "_grpo_fast_undo"  # attribute of a patched model
 
 
 def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float | None = None) -> nn.Module:
@@ -49,7 +41,7 @@ def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float 
             one.
     """
     base = _base(model)
-    if _MARK in vars(base):
+    if _UNDO in vars(base):
         raise ValueError(f"this {type(base).__name__} is patched already; call unpatch_causal_lm first")
     head_parameters(base)
     original = base.forward
@@ -60,10 +52,10 @@ def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**signature.bind(*args, **kwargs).arguments, **kwargs}
-        patched = vars(base).get(_MARK) is patch
+        patched = vars(base).get(_UNDO) is undo
         if not patched or (given.get("labels") is None and given.get("shift_labels") is None):
             return original(*args, **kwargs)
-        loss_calls = 0
+        losses: list[Tensor] = []
 
         def compute(hidden: Tensor, head: HeadParameters) -> dict[str, Tensor]:
             result = {"loss": _causal_lm_loss(hidden, head, given, tolerance)}
@@ -73,22 +65,27 @@ def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float 
             return result
 
         def loss_of_tap(*_args: Any, **_kwargs: Any) -> Tensor:
-            nonlocal loss_calls
-            loss_calls += 1
-            return tap.result["loss"]
+            losses.extend(result["loss"] for result in results)
+            return losses[0]
 
-        with tapped_head(base, compute) as tap, Replacements() as replacements:
+        with tapped_head(base, compute) as results, Replacements() as replacements:
             replacements.replace(base, "_loss_function", loss_of_tap)
             output = original(*args, **kwargs)
-        if not (tap.called and loss_calls):
+        if not losses:
             raise ValueError(
                 f"{type(base).__name__} does not compute its loss by transformers' loss_function; unpatch it"
             )
-        return _with_logits(output, tap.result.get("logits"))
+        return _with_logits(output, results[0].get("logits"))
 
-    patch = _Patch(forward, vars(base).get("forward"))
-    setattr(base, _MARK, patch)
-    base.forward = forward
+    replacements = Replacements()
+    replacements.replace(base, "forward", forward)
+
+    def undo() -> None:
+        # A wrapper that was put around the patched forward stays, and so does what it wraps.
+        if vars(base).get("forward") is forward:
+            replacements.close()
+
+    setattr(base, _UNDO, undo)
     return model
 
 
@@ -99,13 +96,10 @@ def unpatch_causal_lm(model: nn.Module) -> nn.Module:
         ValueError: the model is not patched.
     """
     base = _base(model)
-    patch = vars(base).pop(_MARK, None)
-    if patch is None:
+    undo = vars(base).pop(_UNDO, None)
+    if undo is None:
         raise ValueError(f"this {type(base).__name__} is not patched")
-    if vars(base).get("forward") is patch.forward:
-        del base.forward
-        if patch.before is not None:
-            base.forward = patch.before
+    undo()
     return model
 
 
@@ -114,14 +108,11 @@ def _causal_lm_loss(
 ) -> Tensor:
     """transformers' `ForCausalLMLoss`, from hidden states (B, T, H).
 
-    Only rows that have a target reach the head.
+    Only rows that have a target reach the head. NaN where there is none and no `num_items_in_batch` is given,
+    as torch's mean of nothing.
 
     Args:
         given: arguments of the model's forward.
-
-    Returns:
-        () float32, float64 for float64 inputs. NaN where nothing is to be predicted and no
-        `num_items_in_batch` is given, as torch's mean of nothing.
 
     Raises:
         ValueError: labels and hidden states of different shapes.

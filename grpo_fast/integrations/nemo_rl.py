@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host import Replacements, require, require_config
+from grpo_fast.integrations.host import Replacements, require, require_loss
 from grpo_fast.integrations.padded import padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
-KNOWN_VERSIONS = ("0.6",)
-
-_NAMES = {
+_NAMES = {  # NeMo-RL's, where it has them
     "kl": "kl_penalty",
     "policy/ratio_mean": "probs_ratio",
     "policy/ratio_min": "probs_ratio_min",
@@ -31,6 +29,7 @@ _TOKEN_METRICS = (
     *("kl_penalty", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"),
     *("sampling/logp_difference_mean", "sampling/kl", "sampling/rejected_mean", "policy/masked_mean"),
 )
+_PLAIN_METRICS = ("num_valid_samples", "probs_ratio_min", "probs_ratio_max")
 _patch = Replacements()
 
 
@@ -46,8 +45,8 @@ class PolicyLoss:
 
     Raises:
         ImportError: NeMo-RL is missing, or of a version this adapter does not know.
-        TypeError: `config` is none.
-        ValueError: the loss needs the entropy or a value head.
+        TypeError: `config` is no configuration.
+        ValueError: the loss needs the entropy.
     """
 
     def __init__(
@@ -56,15 +55,10 @@ class PolicyLoss:
         use_fused_linear_logprobs: bool = False,
         exactly_on_policy: bool = False,
     ) -> None:
-        require_config(config)
-        require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
+        require_loss(config, "NeMo-RL", "entropy")
+        require("nemo_rl", "0.6")
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
 
-        if config.needs_entropy:
-            raise ValueError(
-                "config needs the entropy, which NeMo-RL does not hand to a loss; leave entropy_coef, "
-                "use_adaptive_entropy and top_entropy_quantile at their defaults"
-            )
         self.config = config
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         # NeMo-RL's name: its trainer then skips the forward that would compute them.
@@ -72,13 +66,10 @@ class PolicyLoss:
         self.input_type = LossInputType.LOGPROB
         per_token = config.is_custom or config.facts.aggregation == "token_mean"
         self.loss_type = LossType.TOKEN_LEVEL if per_token else LossType.SEQUENCE_LEVEL
-        self.metric_normalizations = {
-            "loss": MetricNormalizer.TOKENS if per_token else MetricNormalizer.SEQUENCES,
-            **dict.fromkeys(_TOKEN_METRICS, MetricNormalizer.TOKENS),
-            **dict.fromkeys(
-                ("num_valid_samples", "probs_ratio_min", "probs_ratio_max"), MetricNormalizer.NONE
-            ),
-        }
+        tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
+        self.metric_normalizations = dict.fromkeys(_TOKEN_METRICS, tokens)
+        self.metric_normalizations |= dict.fromkeys(_PLAIN_METRICS, none)
+        self.metric_normalizations["loss"] = tokens if per_token else sequences
 
     def __call__(
         self,
@@ -99,42 +90,34 @@ class PolicyLoss:
             The loss (), and metrics that add up over micro-batches.
         """
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        generation, advantages = data["generation_logprobs"][:, 1:], data["advantages"][:, 1:]
+        generation = data["generation_logprobs"][:, 1:]
         previous = None if self.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
-        needs_reference = self.config.needs_reference
+        reference = data["reference_policy_logprobs"][:, 1:] if self.config.needs_reference else None
         result = padded_policy_loss(
             self.config,
             mask,
             StepTotals(float(global_valid_toks), float(global_valid_seqs)),
             logprobs=next_token_logprobs,
-            advantages=advantages,
+            advantages=data["advantages"][:, 1:],
             old_logprobs=previous,
-            ref_logprobs=data["reference_policy_logprobs"][:, 1:] if needs_reference else None,
+            ref_logprobs=reference,
             sampler_logprobs=generation,
         )
+        # NeMo-RL adds metrics up, all but the extremes it knows.
+        metrics = {
+            _NAMES.get(name, name): value.item()
+            for name, value in result.metrics.items()
+            if name in _NAMES or not name.endswith(("_min", "_max"))
+        }
         current = next_token_logprobs.detach()
-        live = mask != 0
-
-        def token_mean(values: Tensor) -> float:
-            return float(values[live].sum() / global_valid_toks)
-
-        return result.loss, _renamed(result.metrics) | {
+        error = (generation - (current if previous is None else previous)).abs().exp()
+        entropy = -(current - generation).exp() * current
+        return result.loss, metrics | {
             "loss": result.loss.item(),
-            "token_mult_prob_error": token_mean(
-                (generation - (current if previous is None else previous)).abs().exp()
-            ),
-            "approx_entropy": token_mean(-(current - generation).exp() * current),
+            "token_mult_prob_error": float(error[mask != 0].sum() / global_valid_toks),
+            "approx_entropy": float(entropy[mask != 0].sum() / global_valid_toks),
             "num_valid_samples": float(data["sample_mask"].sum()),
         }
-
-
-def _renamed(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """NeMo-RL's names where it has them, ours beside; it adds up all but the extremes it knows."""
-    return {
-        _NAMES.get(name, name): value.item()
-        for name, value in metrics.items()
-        if name in _NAMES or not name.endswith(("_min", "_max"))
-    }
 
 
 def patch() -> None:
@@ -143,16 +126,14 @@ def patch() -> None:
     Raises:
         ImportError: NeMo-RL is missing, or of a version this adapter does not know.
     """
-    if not _patch:
-        require("nemo_rl", "nemo-rl", KNOWN_VERSIONS)
-        from nemo_rl.distributed import model_utils
+    require("nemo_rl", "0.6")
+    from nemo_rl.distributed import model_utils
 
-        _patch.replace(model_utils, "from_parallel_hidden_states_to_logprobs", hidden_states_to_logprobs)
+    unpatch()
+    _patch.replace(model_utils, "from_parallel_hidden_states_to_logprobs", hidden_states_to_logprobs)
 
 
-def unpatch() -> None:
-    """Undo `patch`."""
-    _patch.undo()
+unpatch = _patch.close
 
 
 def hidden_states_to_logprobs(
@@ -172,9 +153,8 @@ def hidden_states_to_logprobs(
     Args:
         tensor_parallel_hidden_states: (T/P, B, H), this rank's positions of P tensor-parallel ranks.
         output_weight_layer: (V/P, H), this rank's rows.
-        runtime_gather_output, chunk_size: have no meaning here: nothing of vocabulary width is formed.
         target: (B, T) token ids, not shifted.
-        vocab_start_index, vocab_end_index: implied by the ranks' order and rows.
+        runtime_gather_output, chunk_size, vocab_start_index, vocab_end_index: of no effect.
 
     Returns:
         (B, T − 1) float32: of each next token.
@@ -188,12 +168,9 @@ def hidden_states_to_logprobs(
     hidden = tensor_parallel_hidden_states
     if group is not None:
         hidden = _GatherPositions.apply(hidden, group)
-    targets = target.roll(shifts=-1, dims=-1)
+    rows = hidden.transpose(0, 1)[:, :-1]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        out = linear_logprob(
-            hidden.transpose(0, 1)[:, :-1], output_weight_layer, targets[:, :-1], process_group=group
-        )
-    return out.logprob
+        return linear_logprob(rows, output_weight_layer, target[:, 1:], process_group=group).logprob
 
 
 class _GatherPositions(torch.autograd.Function):

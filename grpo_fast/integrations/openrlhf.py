@@ -8,6 +8,7 @@ leaves as it is when `train_ppo_ray` follows in the same process.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,17 +16,15 @@ from torch import Tensor
 
 from grpo_fast.head import HeadParameters, linear_logprob
 from grpo_fast.integrations.head_tap import tapped_head
-from grpo_fast.integrations.host import Replacements, require, require_config
-from grpo_fast.integrations.padded import padded_local_loss
-from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.integrations.host import Replacements, require, require_loss
+from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.objective import GRPOLossConfig
 
-KNOWN_VERSIONS = ("0.11",)
-
-_actor_patch, _loss_patch = Replacements(), Replacements()
+_patch = Replacements()
 
 
 def patch(loss: GRPOLossConfig | None = None) -> None:
-    """Put our head under OpenRLHF's actor. Idempotent for the head; a new `loss` replaces the last.
+    """Put our head under OpenRLHF's actor. Calling it again replaces the loss.
 
     Args:
         loss: what `PolicyLoss` computes from now on, whatever its own arguments say; None leaves
@@ -34,30 +33,24 @@ def patch(loss: GRPOLossConfig | None = None) -> None:
     Raises:
         ImportError: OpenRLHF is missing, or of a version this adapter does not know.
         TypeError: the loss is no configuration.
-        ValueError: the loss has terms that OpenRLHF adds itself, or is not of the catalogue.
+        ValueError: the loss has terms that OpenRLHF adds itself.
     """
     if loss is not None:
-        _check(loss)
-    require("openrlhf", "openrlhf", KNOWN_VERSIONS)
+        require_loss(loss, "OpenRLHF", "reference", "entropy")
+    require("openrlhf", "0.11")
     from openrlhf.models import actor
     from openrlhf.models.loss import PolicyLoss
 
-    if not _actor_patch:
-        _actor_patch.replace(actor.Actor, "forward", _actor_forward(actor.Actor.forward))
-    _loss_patch.undo()
+    unpatch()
+    _patch.replace(actor.Actor, "forward", _actor_forward(actor, actor.Actor.forward))
     if loss is not None:
-        _loss_patch.replace(PolicyLoss, "forward", _policy_loss_forward(loss))
+        _patch.replace(PolicyLoss, "forward", functools.partialmethod(_policy_loss, loss))
 
 
-def unpatch() -> None:
-    """Undo `patch`."""
-    _loss_patch.undo()
-    _actor_patch.undo()
+unpatch = _patch.close
 
 
-def _actor_forward(original: Any) -> Any:
-    from openrlhf.models import actor
-
+def _actor_forward(actor: ModuleType, original: Any) -> Any:
     @functools.wraps(original)
     def forward(
         self: Any,
@@ -86,11 +79,11 @@ def _actor_forward(original: Any) -> Any:
             out = linear_logprob(hidden, head.weight, labels, **given)
             return out.logprob, out.entropy
 
-        with tapped_head(_unwrapped(self.model), score) as tap, Replacements() as replacements:
+        with tapped_head(_unwrapped(self.model), score) as results, Replacements() as replacements:
             # What the forward would make of its logits is known without them.
             replacements.replace(actor, "unpad_and_slice_tensor", unpad_and_slice_tensor)
-            replacements.replace(actor, "log_probs_from_logits", lambda *_, **__: tap.result[0])
-            replacements.replace(actor, "compute_entropy", lambda *_, **__: tap.result[1])
+            replacements.replace(actor, "log_probs_from_logits", lambda *_, **__: results[0][0])
+            replacements.replace(actor, "compute_entropy", lambda *_, **__: results[0][1])
             return original(self, sequences, action_mask, *args, **options)
 
     return forward
@@ -102,66 +95,40 @@ def _unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _check(loss: GRPOLossConfig) -> None:
-    require_config(loss)
-    if loss.is_custom:
-        raise ValueError(
-            f"loss_type = {loss.loss_type!r} is a function of your own, whose normaliser is unknown; choose "
-            "a catalogued loss"
-        )
-    if loss.beta or loss.needs_entropy:
-        raise ValueError(
-            "loss has a KL or entropy term; leave beta, entropy_coef, use_adaptive_entropy and "
-            "top_entropy_quantile at their defaults and set OpenRLHF's own options"
-        )
-
-
-def _share_outside(config: GRPOLossConfig, log_ratio: Tensor, metrics: dict[str, Tensor]) -> Tensor | None:
-    """Share of tokens that the sampler correction rejects or bounds; None where there is no such count."""
-    if config.sampler_correction.endswith("_mask"):
-        return metrics["sampling/rejected_mean"]
-    if config.sampler_correction != "token_truncate":
-        return None
-    ratio = log_ratio.detach().exp()
-    return (ratio != ratio.clamp(config.sampler_clip_min, config.sampler_clip_max)).float().mean()
-
-
-def _policy_loss_forward(config: GRPOLossConfig) -> Any:
-    def forward(
-        self: Any,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
-        dp_size: int = 1,
-        batch_num_tokens: float | None = None,
-        global_batch_size: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """OpenRLHF's `PolicyLoss.forward`: loss, share clipped, KL to the old policy and to the sampler,
-        share that the sampler correction left out.
-        """
-        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
-        totals = None
-        if batch_num_tokens is not None or global_batch_size is not None:
-            totals = StepTotals(float(batch_num_tokens or 1), float(global_batch_size or 1))
-        result = padded_local_loss(
-            config,
-            mask,
-            totals,
-            logprobs=log_probs,
-            old_logprobs=old_log_probs,
-            advantages=advantages,
-            sampler_logprobs=rollout_log_probs,
-        )
-        live = mask != 0
-        metrics, none = result.metrics, torch.zeros((), device=log_probs.device)
-        clipped = metrics.get("clip_ratio/region_mean", metrics.get("clip_ratio/high_mean", none))
-        sampler_kl = rejected = None
-        if rollout_log_probs is not None and config.needs_sampler:
-            sampler_kl = (rollout_log_probs - old_log_probs)[live].mean()
-            rejected = _share_outside(config, (old_log_probs - rollout_log_probs)[live], metrics)
-        policy_kl = (old_log_probs - log_probs.detach())[live].mean()
-        return result.loss * (1 if totals is None else dp_size), clipped, policy_kl, sampler_kl, rejected
-
-    return forward
+def _policy_loss(
+    self: Any,
+    config: GRPOLossConfig,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """OpenRLHF's `PolicyLoss.forward`: loss, share clipped, KL to the old policy and to the sampler, share
+    that the sampler correction left out.
+    """
+    mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+    result = padded_policy_loss(
+        config,
+        mask,
+        local_totals(mask, batch_num_tokens, global_batch_size),
+        logprobs=log_probs,
+        old_logprobs=old_log_probs,
+        advantages=advantages,
+        sampler_logprobs=rollout_log_probs,
+    )
+    of_step = batch_num_tokens is not None or global_batch_size is not None
+    live, metrics, none = mask != 0, result.metrics, log_probs.new_zeros(())
+    clipped = metrics.get("clip_ratio/region_mean", metrics.get("clip_ratio/high_mean", none))
+    sampler_kl = left_out = None
+    if rollout_log_probs is not None and config.needs_sampler:
+        log_ratio = (old_log_probs - rollout_log_probs)[live]
+        sampler_kl, left_out = -log_ratio.mean(), metrics["sampling/rejected_mean"]
+        if config.sampler_correction == "token_truncate":
+            ratio = log_ratio.exp()
+            left_out = (ratio != ratio.clamp(config.sampler_clip_min, config.sampler_clip_max)).float().mean()
+    policy_kl = (old_log_probs - log_probs.detach())[live].mean()
+    return result.loss * (dp_size if of_step else 1), clipped, policy_kl, sampler_kl, left_out

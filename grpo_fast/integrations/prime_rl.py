@@ -10,19 +10,16 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from grpo_fast.integrations.head_tap import logprob_and_entropy
-from grpo_fast.integrations.host import Replacements, require
-from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals
-from grpo_fast.objective import policy_loss as _policy_loss
+from grpo_fast.integrations.host import Replacements, require, require_loss
+from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.objective import GRPOLossConfig
 
 if TYPE_CHECKING:
     from prime_rl.trainer.rl.loss import LossInputs as HostInputs
     from prime_rl.trainer.rl.loss import LossOutputs as HostOutputs
-
-KNOWN_VERSIONS = ("0.8",)
 
 _patch = Replacements()
 
@@ -43,60 +40,38 @@ def policy_loss(inputs: HostInputs, **config: Any) -> HostOutputs:
             the entropy, or a correction from π_old to the sampler.
     """
     outputs = _host_outputs()
-    loss = _checked(tuple(sorted(config.items())))
+    loss = GRPOLossConfig(**config)
+    require_loss(loss, "prime-rl", "entropy", "sampler")
+    if not loss.is_custom and loss.facts.aggregation != "token_mean":
+        raise ValueError(
+            f"loss_type = {loss.loss_type!r} averages over sequences, but prime-rl divides a sum by the "
+            "step's tokens; use 'dapo', with importance_sampling_level = 'sequence' for a ratio of sequences"
+        )
     if loss.beta and inputs.loss_weights is not None:
         raise ValueError(
             f"beta = {loss.beta} beside per-token loss_weights: only the policy term can be weighted; set "
             "beta = 0"
         )
-    tokens = inputs.trainer_logprobs.shape[0]
-    result = _policy_loss(
-        LossInputs(
-            logprobs=inputs.trainer_logprobs,
-            advantages=inputs.advantages,
-            sequence_ids=torch.zeros(tokens, dtype=torch.int64, device=inputs.trainer_logprobs.device),
-            loss_mask=inputs.loss_mask,
-            num_sequences=1,
-            old_logprobs=inputs.inference_logprobs,
-            ref_logprobs=inputs.ref_logprobs,
-            # One token and one sequence: a sum, which prime-rl divides by the step's tokens.
-            totals=StepTotals(num_tokens=1, num_sequences=1),
-            policy_weights=inputs.loss_weights,
-        ),
-        loss,
-    )
-    live = inputs.loss_mask.sum().clamp(min=1)
-    metrics = {
-        name: value if name.endswith(("_min", "_max")) else value / live
-        for name, value in result.metrics.items()
+    mask = inputs.loss_mask[None]
+    tensors = {
+        "logprobs": inputs.trainer_logprobs,
+        "advantages": inputs.advantages,
+        "old_logprobs": inputs.inference_logprobs,
+        "ref_logprobs": inputs.ref_logprobs,
+        "policy_weights": inputs.loss_weights,
     }
-    return outputs(loss=result.loss, metrics=metrics)
+    rows = {name: tensor[None] for name, tensor in tensors.items() if tensor is not None}
+    # One token and one sequence in the step: a sum, which prime-rl divides by the step's tokens.
+    result = padded_policy_loss(loss, mask, local_totals(mask, 1, 1), **rows)
+    return outputs(loss=result.loss, metrics=result.metrics)
 
 
 @functools.cache
 def _host_outputs() -> type[HostOutputs]:
-    require("prime_rl", "prime-rl", KNOWN_VERSIONS)
+    require("prime_rl", "0.8")
     from prime_rl.trainer.rl.loss import LossOutputs
 
     return LossOutputs
-
-
-@functools.cache
-def _checked(options: tuple[tuple[str, Any], ...]) -> GRPOLossConfig:
-    config = GRPOLossConfig(**dict(options))
-    if not config.is_custom and config.facts.aggregation != "token_mean":
-        raise ValueError(
-            f"loss_type = {config.loss_type!r} averages over sequences, but prime-rl divides a sum "
-            "by the step's tokens; use 'dapo', with importance_sampling_level = 'sequence' for a ratio of "
-            "sequences"
-        )
-    if config.needs_sampler or config.needs_entropy:
-        raise ValueError(
-            "config needs the entropy or a separate old policy, which prime-rl does not hand to a loss; "
-            "leave sampler_correction, entropy_coef, use_adaptive_entropy and top_entropy_quantile at their "
-            "defaults"
-        )
-    return config
 
 
 def patch() -> None:
@@ -105,19 +80,16 @@ def patch() -> None:
     Raises:
         ImportError: prime-rl is missing, or of a version this adapter does not know.
     """
-    if _patch:
-        return
-    require("prime_rl", "prime-rl", KNOWN_VERSIONS)
+    require("prime_rl", "0.8")
     from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
     from prime_rl.trainer.models.layers.lm_head_gemma import GemmaFusedOutputLinear
 
+    unpatch()
     for layer in (FusedOutputLinear, GemmaFusedOutputLinear):
         _patch.replace(layer, "forward", _output_layer_forward)
 
 
-def unpatch() -> None:
-    """Undo `patch`."""
-    _patch.undo()
+unpatch = _patch.close
 
 
 def _output_layer_forward(

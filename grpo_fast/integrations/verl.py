@@ -7,6 +7,7 @@ on `linear_logprob`, and a loss of our catalogue is `actor.policy_loss.loss_mode
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -16,11 +17,10 @@ from torch import Tensor
 
 from grpo_fast.integrations.head_tap import logprob_and_entropy
 from grpo_fast.integrations.host import Replacements, require
-from grpo_fast.integrations.padded import padded_local_loss
-from grpo_fast.objective import GRPOLossConfig, StepTotals
+from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
-KNOWN_VERSIONS = ("0.9",)
 PREFIX = "grpo_fast_"
 
 _AGGREGATION = {
@@ -30,8 +30,7 @@ _AGGREGATION = {
     "constant_length": "seq-mean-token-sum-norm",
 }
 _KERNEL = "linear_cross_entropy"
-_patch = Replacements()  # of what is not bound to many names
-_kernels: list[Any] = []  # verl's own, while patched
+_patch = Replacements()
 
 
 def patch() -> None:
@@ -40,30 +39,22 @@ def patch() -> None:
     Raises:
         ImportError: verl is missing, or of a version this adapter does not know.
     """
-    if _patch:
-        return
-    require("verl", "verl", KNOWN_VERSIONS)
-    from verl.trainer.ppo.core_algos import register_policy_loss
+    require("verl", "0.9")
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.kernel import linear_cross_entropy as kernel
 
-    _kernels.append(getattr(kernel, _KERNEL))
-    _rebind(_kernels[0], fused_linear_cross_entropy)
+    unpatch()
+    theirs = getattr(kernel, _KERNEL)
+    _rebind(theirs, fused_linear_cross_entropy)
+    _patch.callback(_rebind, fused_linear_cross_entropy, theirs)
     _patch.replace(FusedLinearForPPO, "forward", _fused_linear_for_ppo)
     for name in LOSS_TYPES:
-        register_policy_loss(PREFIX + name)(_policy_loss_named(name))
+        POLICY_LOSS_REGISTRY[PREFIX + name] = functools.partial(_policy_loss, name)
+        _patch.callback(POLICY_LOSS_REGISTRY.pop, PREFIX + name, None)
 
 
-def unpatch() -> None:
-    """Undo `patch`."""
-    if not _patch:
-        return
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
-    _patch.undo()
-    _rebind(fused_linear_cross_entropy, _kernels.pop())
-    for name in LOSS_TYPES:
-        POLICY_LOSS_REGISTRY.pop(PREFIX + name, None)
+unpatch = _patch.close
 
 
 def fused_linear_cross_entropy(
@@ -133,54 +124,39 @@ def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int)
     return GRPOLossConfig(loss_type=name, **chosen)
 
 
-def _policy_loss_named(name: str) -> Any:
-    def compute(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:
-        info = config.global_batch_info
-        result = padded_local_loss(
-            loss_config(name, config, loss_agg_mode, response_mask.shape[-1]),
-            response_mask,
-            _totals(info),
-            logprobs=log_prob,
-            advantages=advantages,
-            old_logprobs=old_log_prob,
-            policy_weights=rollout_is_weights,
-        )
-        return result.loss * info.get("dp_size", 1), _metrics(
-            result.metrics, log_prob, old_log_prob, response_mask
-        )
-
-    return compute
-
-
-def _totals(info: dict[str, Any]) -> StepTotals | None:
+def _policy_loss(
+    name: str,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """verl's protocol of a policy loss, but for the name of ours."""
+    info = config.global_batch_info
     tokens, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
-    if tokens is None and sequences is None:
-        if info.get("dp_size", 1) > 1:
-            raise ValueError(
-                "batch_num_tokens and global_batch_size are missing from config.global_batch_info, but "
-                f"dp_size = {info['dp_size']}; set them, or every rank would divide by its own counts"
-            )
-        return None
-    # A count that verl left out is one its aggregation does not divide by.
-    return StepTotals(num_tokens=float(tokens or 1), num_sequences=float(sequences or 1))
-
-
-def _metrics(
-    metrics: dict[str, Tensor], log_prob: Tensor, old_log_prob: Tensor, mask: Tensor
-) -> dict[str, float]:
-    """verl's three names, and our means. verl averages what it gets, so extremes are left out."""
-    live = mask != 0
+    processes = info.get("dp_size", 1)
+    if tokens is None and sequences is None and processes > 1:
+        raise ValueError(
+            "batch_num_tokens and global_batch_size are missing from config.global_batch_info, but "
+            f"dp_size = {processes}; set them, or every rank would divide by its own counts"
+        )
+    result = padded_policy_loss(
+        loss_config(name, config, loss_agg_mode, response_mask.shape[-1]),
+        response_mask,
+        local_totals(response_mask, tokens, sequences),
+        logprobs=log_prob,
+        advantages=advantages,
+        old_logprobs=old_log_prob,
+        policy_weights=rollout_is_weights,
+    )
+    live = response_mask != 0
     kl = (old_log_prob - log_prob.detach()).masked_fill(~live, 0).sum() / live.sum().clamp(min=1)
-    found = {name: value.item() for name, value in metrics.items() if not name.endswith(("_min", "_max"))}
-    return {f"actor/{name}": value for name, value in found.items()} | {
+    # verl averages what it gets, so extremes are left out.
+    found = {key: value.item() for key, value in result.metrics.items() if not key.endswith(("_min", "_max"))}
+    return result.loss * processes, {f"actor/{key}": value for key, value in found.items()} | {
         "actor/ppo_kl": kl.item(),
         "actor/pg_clipfrac": found.get("clip_ratio/region_mean", found.get("clip_ratio/high_mean", 0.0)),
         "actor/pg_clipfrac_lower": found.get("clip_ratio/delta_mean", 0.0),

@@ -1,32 +1,49 @@
-"""What the adapters' tests share: small models, examples, processes beside this one."""
+"""What the adapters' tests share: small models, padded batches, examples."""
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_fast import examples
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # for `host_stubs`, which the workers import by its name too
+sys.path.insert(0, str(Path(__file__).parent))  # for `host_stubs`, which the two ranks import by its name too
 
 
 @pytest.fixture
-def small_llama() -> Callable[..., LlamaForCausalLM]:
-    def make(**options: Any) -> LlamaForCausalLM:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-        return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 53} | sizes | heads | options)).eval()
+def small_model() -> Callable[..., PreTrainedModel]:
+    def make(family: str = "llama", **options: Any) -> PreTrainedModel:
+        sizes = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0}
+        sizes |= {"bos_token_id": 1, "eos_token_id": 1}
+        config = AutoConfig.for_model(family, **sizes | options)
+        return AutoModelForCausalLM.from_config(config).eval()
 
     return make
+
+
+@pytest.fixture
+def padded(rng: torch.Generator) -> SimpleNamespace:
+    """A host's (4, 9) float64 batch, one sequence empty: `new` is a leaf, masked entries are finite."""
+
+    def noise() -> Tensor:
+        return 0.5 * torch.randn(4, 9, generator=rng, dtype=torch.float64)
+
+    old = -torch.rand(4, 9, generator=rng, dtype=torch.float64) * 3
+    advantages = torch.randn(4, 1, generator=rng, dtype=torch.float64).expand(4, 9).contiguous()
+    mask = torch.arange(9) < torch.tensor([[9], [4], [0], [6]])
+    return SimpleNamespace(
+        old=old, new=(old + noise()).requires_grad_(), sampler=old + noise(), advantages=advantages, mask=mask
+    )
 
 
 @pytest.fixture
@@ -42,24 +59,6 @@ def run_example(
     return run
 
 
-@pytest.fixture
-def run_worker(tmp_path: Path) -> Callable[..., None]:
-    """Runs a worker of this folder, which is given a file for its store, to its end."""
-
-    def run(name: str, *arguments: Any, launcher: tuple[str, ...] = ()) -> None:
-        paths = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            [sys.executable, *launcher, str(HERE / name), str(tmp_path / "store"), *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, for TRL's trainers."""
@@ -71,7 +70,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def trl_does_not_stay_patched() -> Iterator[None]:
+def no_host_stays_patched() -> Iterator[None]:
+    """But verl, which is patched by an import."""
     yield
-    if adapter := sys.modules.get("grpo_fast.integrations.trl.patch"):
-        adapter.unpatch()
+    for host in ("trl.patch", "openrlhf", "prime_rl", "nemo_rl"):
+        if adapter := sys.modules.get(f"grpo_fast.integrations.{host}"):
+            adapter.unpatch()

@@ -10,7 +10,6 @@ import importlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -45,26 +44,15 @@ class _StubFinder:
 
 
 def use_checkout(name: str, *folders: str) -> None:
-    """Makes a checkout importable, here and in processes started from here, under its own version.
+    """Makes a checkout, if there is one of the name, importable here and in processes started from here.
 
     Args:
-        name: of the folder and of the package in it.
         folders: of the checkout that are to be imported from.
     """
-    checkout = Path(os.environ.get("GRPO_FAST_PEER_SOURCES", "")) / name
-    if "GRPO_FAST_PEER_SOURCES" not in os.environ or not checkout.is_dir():
-        return
-    paths = [str(checkout / folder) for folder in folders]
-    version = re.search(r'^version = "(.+)"', (checkout / "pyproject.toml").read_text(), re.MULTILINE)
-    if version is not None:
-        installed = Path(tempfile.mkdtemp()) / f"{name}-{version[1]}.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version[1]}\n"
-        )
-        paths.append(str(installed.parent))
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if (sources := os.environ.get("GRPO_FAST_PEER_SOURCES")) and (checkout := Path(sources, name)).is_dir():
+        paths = [str(checkout / folder) for folder in folders]
+        sys.path[:0] = paths
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextmanager
@@ -93,6 +81,9 @@ def importable(host: str) -> Iterator[frozenset[str]]:
         if host == "prime_rl":
             import prime_rl.trainer
 
+            project = Path(prime_rl.__path__[0]).parents[1] / "pyproject.toml"
+            if project.is_file():  # of a checkout, which is not installed
+                prime_rl.__version__ = re.search(r'^version = "(.+)"', project.read_text(), re.MULTILINE)[1]
             models = sys.modules["prime_rl.trainer.models"] = ModuleType("prime_rl.trainer.models")
             models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
         try:

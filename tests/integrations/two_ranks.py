@@ -1,26 +1,231 @@
-"""Starts two processes with a gloo group: the workers' last line."""
+"""Two ranks with a gloo group: `python two_ranks.py STORE MODEL_FOLDER CHECK...`, functions of this file.
+
+One process imports what takes seconds, and forks.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from host_stubs import HEAVY, importable
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from grpo_fast.integrations.huggingface import patch_causal_lm
+
+CLOSE = {"rtol": 1e-3, "atol": 1e-6}
 
 
-def run(main: Callable[..., None], *arguments: Any) -> None:
-    """`main(rank, *arguments)` in two processes, forked after the imports. The store is `sys.argv[1]`."""
-    multiprocessing.start_processes(_start, args=(main, arguments), nprocs=2, start_method="fork")
+def huggingface(rank: int, folder: Path) -> None:
+    """Each rank has half a batch and the normaliser of the whole; its gradients add up to those of one."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(2, 61, (4, 8))
+    labels = ids.masked_fill(torch.rand(4, 8) < 0.3, -100)
+    labels[2:] = torch.where(torch.arange(8) < 6, -100, labels[2:])  # the ranks hold different counts
+    items = (labels[:, 1:] != -100).sum()
+    reference, rows = copy.deepcopy(model), slice(2 * rank, 2 * rank + 2)
+    reference(ids, labels=labels, num_items_in_batch=items).loss.backward()
+
+    for parallel in ("ddp", "fsdp2"):
+        patched = patch_causal_lm(copy.deepcopy(model))
+        if parallel == "ddp":
+            wrapped: nn.Module = DistributedDataParallel(patched)  # reduces only while it is alive
+        else:
+            # The head as a unit of its own: its weight is whole only while the head module itself is called.
+            wrapped = sharded(patched, *patched.model.layers, patched.lm_head)
+        output = wrapped(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=items)
+        output.loss.backward()
+        assert output.logits is None
+        assert_gradients(patched, reference, scale=2)
 
 
-def _start(rank: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def trl(rank: int, folder: Path) -> None:
+    """Completions of unequal lengths on the ranks; TRL counts their tokens over both."""
+    from trl import GRPOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+
+    from benchmarks.trainers import words_task
+    from benchmarks.trl_side_by_side import Setting, differences, train
+    from grpo_fast import GRPOLossConfig
+    from grpo_fast.integrations.trl import FastGRPOTrainer
+    from grpo_fast.integrations.trl.trainer import LossAtHead, add_loss_to_forward, step_scale
+
+    def scored_model() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        add_loss_to_forward(model)
+        return model
+
+    def loss_of(model: nn.Module, inputs: dict[str, Any], processes: int) -> Tensor:
+        config = GRPOLossConfig("dapo", beta=0.1, epsilon_low=0.1)
+        head = LossAtHead(inputs, config, step_scale("dapo", inputs, processes, accumulated=1, generated=1))
+        prompts = torch.full_like(inputs["prompt_ids"], -100)
+        labels = inputs["completion_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        return head.forward_of(model)(
+            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            attention_mask=torch.cat([torch.ones_like(prompts), inputs["completion_mask"]], dim=1),
+            labels=torch.cat([prompts, labels], dim=1),
+            fused_lm_head=True,
+        ).loss
+
+    mask = (torch.arange(6) < torch.tensor([6, 2, 1, 5])[:, None]).long()
+    whole = {
+        "prompt_ids": torch.randint(60, (4, 3)),
+        "completion_ids": torch.randint(60, (4, 6)),
+        "completion_mask": mask,
+        "advantages": torch.randn(4),
+        "old_per_token_logps": 0.3 * torch.randn(4, 6) - 5,
+        "ref_per_token_logps": 0.3 * torch.randn(4, 6) - 5,
+        "num_items_in_batch": mask.sum(),
+    }
+    mine = {name: value.chunk(2)[rank] if value.dim() else value for name, value in whole.items()}
+    plain, halves = scored_model(), scored_model()
+    wrapped = sharded(halves, *halves.model.layers)
+    assert isinstance(halves.lm_head.weight, DTensor)
+    loss_of(plain, whole, processes=1).backward()
+    loss_of(wrapped, mine, processes=2).backward()
+    assert_gradients(halves, plain)
+
+    options = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "num_generations": 2}
+    theirs, ours = (
+        train(Setting("dapo", options=options), kind, words_task(folder), steps=2).history
+        for kind in (GRPOTrainer, FastGRPOTrainer)
+    )
+    gaps = differences(theirs, ours) if rank == 0 else {"": 0.0}
+    assert max(gaps.values()) < 2e-5, gaps
+
+
+def verl(rank: int, folder: Path) -> None:
+    """Half the vocabulary on each rank."""
+    from verl.utils.kernel import linear_cross_entropy as kernel
+
+    import grpo_fast.integrations.verl  # noqa: F401
+
+    hidden = torch.randn(5, 3, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(40, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 40, (5, 3))
+    shard = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    copied = hidden.detach().clone().requires_grad_()
+
+    def results(rows: Tensor, head: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        logprobs, entropy = kernel.linear_cross_entropy(rows, head, labels, 0.9, "none", group)
+        loss = (torch.linspace(-1, 2, 15, dtype=torch.float64) * logprobs + 0.3 * entropy).sum()
+        return [logprobs, entropy, *torch.autograd.grad(loss, (rows, head))]
+
+    *expected, d_weight = results(hidden, weight, None)
+    found = results(copied, shard, dist.group.WORLD)
+    dist.all_reduce(found[2])  # what Megatron's sequence-parallel gather does in its backward
+    torch.testing.assert_close(found, [*expected, d_weight.chunk(2)[rank]])
+
+
+def nemo_rl(rank: int, folder: Path) -> None:
+    """Half the positions and half the vocabulary on each rank, as Megatron's sequence parallelism has it."""
+    from nemo_rl.distributed import model_utils
+
+    from grpo_fast.integrations import nemo_rl as adapter
+
+    hidden, weight, target = torch.randn(8, 3, 16), torch.randn(40, 16), torch.randint(0, 40, (3, 8))
+    scale = torch.linspace(-1, 2, 21).view(3, 7)
+
+    def results() -> list[Tensor]:
+        part, shard = (tensor.chunk(2)[rank].clone().requires_grad_() for tensor in (hidden, weight))
+        logprobs = model_utils.from_parallel_hidden_states_to_logprobs(
+            part, shard, None, target, 20 * rank, 20 * rank + 20, dist.group.WORLD, chunk_size=3
+        )
+        return [logprobs, *torch.autograd.grad((scale * logprobs).sum(), (part, shard))]
+
+    def reduce_scatter(output: Tensor, inputs: list[Tensor], op: Any, group: Any) -> None:
+        total = torch.stack(inputs)
+        dist.all_reduce(total, op, group=group)
+        output.copy_(total[dist.get_rank(group)])
+
+    # Gloo has no reduce-scatter, which theirs uses; it is the sum, then one's own part.
+    dist.reduce_scatter = reduce_scatter
+    expected = results()
+    adapter.patch()
+    assert model_utils.from_parallel_hidden_states_to_logprobs is adapter.hidden_states_to_logprobs
+    torch.testing.assert_close(results(), expected, rtol=1e-4, atol=1e-5)
+
+
+def zero3(rank: int, folder: Path) -> None:
+    """DeepSpeed partitions the head's weight, gathers it while TRL scores, and again for the backward."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from trl.trainer.utils import add_fused_lm_head
+
+    from grpo_fast.integrations.trl import patch
+
+    def scored_model() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        return model
+
+    def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        out = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        return (-out.log_probs - 0.1 * out.entropy).sum() / len(ids)
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    ids = torch.randint(60, (4, 9))
+    labels = ids.masked_fill(torch.rand(4, 9) < 0.4, -100)
+    whole = scored_model()
+    loss_of(whole, ids, labels).backward()
+
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    untested = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    # From here on `from_pretrained` partitions; the name keeps the settings alive.
+    settings = HfDeepSpeedConfig(
+        {"train_micro_batch_size_per_gpu": 2, "zero_optimization": stage, **untested}
+    )
+    patch()
+    model = scored_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, config=settings.config, optimizer=optimizer)
+    assert is_deepspeed_zero3_enabled() and model.lm_head.weight.numel() == 0
+    engine.backward(loss_of(engine, ids.chunk(2)[rank], labels.chunk(2)[rank]))
+    for plain, partitioned in zip(whole.parameters(), model.parameters(), strict=True):
+        found = deepspeed.utils.safe_get_full_grad(partitioned)
+        torch.testing.assert_close(found, plain.grad, rtol=1e-3, atol=1e-5)
+
+
+def sharded(model: nn.Module, *units: nn.Module) -> nn.Module:
+    for module in (*units, model):
+        fully_shard(module)
+    return model
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module, scale: float = 1.0) -> None:
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
+        torch.testing.assert_close(
+            scale * gradient, expected.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def main(rank: int, store: str, folder: str, *checks: str) -> None:
     ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= ranks  # which Accelerate reads
-    store, timeout = f"file://{sys.argv[1]}", timedelta(seconds=500)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
-    main(rank, *arguments)
+    timeout = timedelta(seconds=500)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    for check in checks:
+        torch.manual_seed(3)
+        with importable(check) if check in HEAVY else nullcontext():
+            globals()[check](rank, Path(folder))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "trl" in sys.argv:
+        import grpo_fast.integrations.trl.trainer  # noqa: F401
+    torch.multiprocessing.start_processes(main, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")

@@ -1,4 +1,4 @@
-"""`LigerFusedLinearGRPOLoss` of Liger 0.8 on our head and our losses."""
+"""`LigerFusedLinearGRPOLoss` of Liger 0.8 on our head and our surrogates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, HostLoss
-from grpo_fast.integrations.padded import Packing
-from grpo_fast.objective import LossInputs
+from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, host_config
+from grpo_fast.integrations.padded import live_values
+from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.loss import kl_estimate
-from grpo_fast.objective.surrogates import PolicyTokens, log_importance
-from grpo_fast.objective.types import Segments
-
-_UNCLIPPED = ("sapo", "vespo")
+from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, log_importance
+from grpo_fast.objective.types import Segments, token_weights
 
 
 @dataclass(eq=False, repr=False)
@@ -93,150 +91,86 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         Raises:
             ValueError: a combination that is not offered, or a KL without its reference.
         """
-        host_loss = self._host_loss()
-        packing = Packing.of(attention_mask)
-        over_padding = self._averages_padding(attention_mask.shape, vllm_is_ratio)
-        scored = Packing.of(torch.ones_like(attention_mask)) if over_padding else packing
-        ids = scored.pack(selected_token_ids)
-        logprobs = self._logprobs(scored.pack(_input), lin_weight, ids, bias)
-        old = scored.constant(old_per_token_logps, logprobs.dtype)
-        old = logprobs.detach() if old is None else old
-        reference = scored.constant(ref_per_token_logps, logprobs.dtype) if self._has_kl else None
-        if self._has_kl and reference is None:
-            if ref_input is None or ref_weight is None:
+        config = self._config()
+        mask = attention_mask != 0
+        # Liger's mean of LUSPO's (length × term), arXiv 2602.05261, runs over B·T positions. A term that is
+        # one per sequence comes out as in the paper; one per token is averaged with what is in the padding.
+        per_token = self.importance_sampling_level == "token" or (self.beta != 0 and self.use_ref_model)
+        per_token |= vllm_is_ratio is not None and vllm_is_ratio.shape == mask.shape
+        over_padding = per_token and self.loss_type == "luspo"
+        scored = torch.ones_like(mask) if over_padding else mask
+        ids = selected_token_ids[scored]
+        logprobs = self._logprobs(_input[scored], lin_weight, ids, bias)
+        old = logprobs if old_per_token_logps is None else old_per_token_logps[scored]
+        segments = Segments.of(scored.nonzero()[:, 0], mask[scored], len(mask), logprobs.dtype)
+        ratio = None
+        if vllm_is_ratio is not None:
+            ratio = live_values(vllm_is_ratio, scored)
+            if self.loss_type == "vespo" and vllm_is_ratio.shape != mask.shape:
+                # Vespo multiplies the ratios of its tokens: one of a whole sequence must count once.
+                ratio = ratio.pow(1 / segments.spread(segments.counts))
+        tokens = PolicyTokens(
+            logprobs=logprobs,
+            old_logprobs=old.detach(),
+            advantages=live_values(advantages, scored).to(logprobs.dtype),
+            segments=segments,
+            sampler_weight=ratio,
+        )
+        surrogate = SURROGATES[config.facts.surrogate](tokens, config)
+        terms = surrogate.loss
+        if ratio is not None and not surrogate.uses_sampler_weight:
+            terms = terms * ratio
+        sides = [surrogate.clipped[side] for side in ("low", "high") if side in surrogate.clipped]
+        metrics = [sum(sides, torch.zeros_like(logprobs))]
+        if self.beta != 0:
+            if not self.use_ref_model:
+                reference = logprobs
+            elif ref_per_token_logps is not None:
+                reference = ref_per_token_logps[scored]
+            elif ref_input is not None and ref_weight is not None:
+                reference = self._logprobs(ref_input[scored], ref_weight, ids, ref_bias)
+            else:
                 raise ValueError(
                     f"beta = {self.beta} weighs a KL to a reference model: give ref_per_token_logps, or "
                     "ref_input and ref_weight, or set use_ref_model=False"
                 )
-            with torch.no_grad():
-                reference = self._logprobs(scored.pack(ref_input), ref_weight, ids, ref_bias)
-        live = packing.index if over_padding else slice(None)
-        inputs = packing.loss_inputs(
-            logprobs[live],
-            packing.spread(advantages).to(logprobs.dtype),
-            packing.totals,
-            old_logprobs=old[live],
-            ref_logprobs=None if reference is None else reference[live],
-        )
-        metrics = self._metrics(inputs)
+            kl = kl_estimate(logprobs, reference.detach(), "k3")
+            if self.use_bias_correction_kl:
+                kl = kl * log_importance(tokens, config.ratio_level).exp()
+            terms = terms + self.beta * kl
+            metrics.insert(0, kl.detach())
         if over_padding:
-            shape = packing.mask.shape
-            loss = self._luspo_over_padding(
-                logprobs.view(shape),
-                old.view(shape),
-                None if reference is None else reference.view(shape),
-                packing.mask,
-                advantages,
-                vllm_is_ratio,
+            weights = live_values(mask.sum(1), scored) / mask.numel()
+        else:
+            count = self._step_tokens(mask, num_items_in_batch)
+            weights = token_weights(
+                config.facts.aggregation, segments, StepTotals(count, len(mask)), config.max_completion_length
             )
-            return loss, metrics
-        if vllm_is_ratio is not None:
-            host_loss, inputs = host_loss.with_ratio(inputs, self._ratio(packing, vllm_is_ratio))
-        loss = host_loss(inputs)
-        if self.loss_type in TOKEN_MEANS:
-            loss = loss * (max(packing.num_tokens, 1) / _step_tokens(packing, num_items_in_batch))
-        return loss, metrics
-
-    @property
-    def _has_kl(self) -> bool:
-        return self.beta != 0 and self.use_ref_model
+        live = mask.sum().clamp(min=1)
+        return (weights * terms).sum(), tuple(segments.sum(metric).sum() / live for metric in metrics)
 
     def _logprobs(self, rows: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.to(rows.dtype)
         return linear_logprob(rows, weight, ids, bias=bias, temperature=self.temperature).logprob
 
-    def _host_loss(self) -> HostLoss:
+    def _config(self) -> GRPOLossConfig:
         level, kind = self.importance_sampling_level, self.loss_type
-        if level == "sequence" and kind in ("cispo", *_UNCLIPPED):
+        if level == "sequence" and kind in ("cispo", "sapo", "vespo"):
             raise ValueError(
                 f"Sequence-level importance sampling is not supported for loss_type={kind!r}; use "
                 "importance_sampling_level='token'"
             )
-        return HostLoss.of(
-            kind,
-            level,
-            beta=self.beta if self.use_ref_model else 0.0,
-            max_completion_length=self.max_completion_length,
-            use_bias_correction_kl=self.use_bias_correction_kl,
-            **{name: getattr(self, name) for name in LOSS_CONSTANTS},
-        )
+        constants = {name: getattr(self, name) for name in LOSS_CONSTANTS}
+        return host_config(kind, level, self.max_completion_length, constants)
 
-    def _averages_padding(self, shape: torch.Size, ratio: Tensor | None) -> bool:
-        """Whether Liger's mean runs over B·T positions: `luspo` with a term for each of them."""
-        per_token = self.importance_sampling_level == "token" or self._has_kl
-        return self.loss_type == "luspo" and (per_token or (ratio is not None and ratio.shape == shape))
-
-    def _luspo_over_padding(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        ref_logprobs: Tensor | None,
-        mask: Tensor,
-        advantages: Tensor,
-        ratio: Tensor | None,
-    ) -> Tensor:
-        """(): the mean over B·T positions of (length × term), LUSPO, arXiv 2602.05261.
-
-        A term that is one per sequence comes out as in the paper. One per token (token ratios, a KL, a (B, T)
-        ratio) is averaged with what stands in the padding, and weighs length/T of what `objective` gives it.
-        """
-        lengths = mask.sum(1, keepdim=True)
-        log_ratio = logprobs - old_logprobs
-        if self.importance_sampling_level == "sequence":
-            log_ratio = (log_ratio * mask).sum(1, keepdim=True) / lengths.clamp(min=1)
-        importance = log_ratio.exp()
-        bounded = importance.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-        free = importance if self.delta is None else importance.clamp(max=self.delta)
-        advantages = advantages[:, None].to(logprobs.dtype)
-        terms = -torch.minimum(free * advantages, bounded * advantages)
-        if ratio is not None:
-            terms = terms * (ratio[:, None] if ratio.dim() == 1 else ratio)
-        if ref_logprobs is not None:
-            kl = kl_estimate(logprobs, ref_logprobs, "k3")
-            terms = terms + self.beta * (kl * importance if self.use_bias_correction_kl else kl)
-        return (terms * lengths).mean()
-
-    @torch.no_grad()
-    def _metrics(self, inputs: LossInputs) -> tuple[Tensor, ...]:
-        """Means over the live tokens: the KL as the loss weighs it, and the clipped share."""
-        assert inputs.old_logprobs is not None
-        segments = Segments.of(
-            inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, inputs.logprobs.dtype
-        )
-        tokens = PolicyTokens(inputs.logprobs, inputs.old_logprobs, inputs.advantages, segments)
-        ratio = log_importance(tokens, self.importance_sampling_level).exp()
-        shares = [self._clipped(ratio, inputs.advantages).to(ratio.dtype)]
-        if self.beta != 0:
-            reference = inputs.logprobs if inputs.ref_logprobs is None else inputs.ref_logprobs
-            kl = kl_estimate(inputs.logprobs, reference, "k3")
-            shares.insert(0, kl * ratio if self.use_bias_correction_kl else kl)
-        return tuple(share.sum() / max(share.numel(), 1) for share in shares)
-
-    def _clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """(N,) bool: tokens whose ratio is out of bounds on the side where clipping takes their gradient."""
-        if self.loss_type in _UNCLIPPED:
-            return torch.zeros_like(ratio, dtype=torch.bool)
-        if self.loss_type == "cispo":
-            return (ratio > self.epsilon_high) & (advantages > 0)
-        below, above = ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high
-        return below & (advantages < 0) | above & (advantages > 0)
-
-    def _ratio(self, packing: Packing, ratio: Tensor) -> Tensor:
-        """(N,)."""
-        per_token = packing.spread(ratio)
-        if self.loss_type == "vespo" and ratio.shape != packing.mask.shape:
-            # Vespo multiplies a sequence's tokens; a ratio of the whole sequence must come out once.
-            return per_token.pow(1 / packing.spread(packing.mask.sum(1)))
-        return per_token
-
-
-def _step_tokens(packing: Packing, num_items_in_batch: Tensor | float | None) -> Tensor:
-    """(): the normaliser of a token mean, per process and at least one."""
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_items_in_batch is not None:
-        items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=packing.mask.device)
-    else:
-        items = packing.mask.sum().float()
+    def _step_tokens(self, mask: Tensor, num_items_in_batch: Tensor | float | None) -> float:
+        """The normaliser of a token mean, per process."""
+        if self.loss_type not in TOKEN_MEANS:
+            return float(mask.sum())
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if num_items_in_batch is not None:
+            return float(num_items_in_batch) / processes
+        items = mask.sum().float()
         if processes > 1:
             dist.all_reduce(items)
-    return (items / processes).clamp(min=1)
+        return float(items) / processes

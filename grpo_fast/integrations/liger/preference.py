@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,52 +16,27 @@ from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, pr
 Results = tuple[Tensor, tuple[Tensor, ...]]  # the loss, and metrics without gradient
 
 
-@dataclass(frozen=True)
-class _Completions:
-    """S padded completions under one head."""
-
-    rows: Tensor  # (S, T, H)
-    weight: Tensor  # (V, H)
-    target: Tensor  # (S, T) int64
-    bias: Tensor | None  # (V,)
-    ignore_index: int
-
-    @cached_property
-    def token_logprobs(self) -> Tensor:
-        """(S, T), zero where ignored; differentiable."""
-        weight = self.weight.to(self.rows.dtype)
-        options: dict[str, Any] = {"bias": self.bias, "ignore_index": self.ignore_index}
-        return linear_logprob(self.rows, weight, self.target, **options).logprob
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """(S,) tokens that count."""
-        return (self.target != self.ignore_index).sum(-1)
-
-    def logprobs(self, average: bool) -> Tensor:
-        """(S,): sums over the tokens, or means."""
-        sums = self.token_logprobs.sum(-1)
-        return sums / self.lengths if average else sums
-
-    @torch.no_grad()
-    def logit_sums(self) -> Tensor:
-        """(S,): the sum of every logit of a sequence, ignored tokens included, as Liger reports them.
-
-        A sum of products is one product with the sum, so no logit is needed.
-        """
-        total = self.rows.float() @ self.weight.float().sum(0)
-        return (total if self.bias is None else total + self.bias.float().sum()).sum(-1)
-
-
 class _PreferenceLoss(nn.Module):
     """What all share. Subclasses are dataclasses of Liger's settings, in Liger's order."""
 
     ignore_index: int
     beta: float
-    average_log_prob: bool  # compare means over tokens
+    average_log_prob: bool = True  # compare means over tokens
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def _score(
+        self, rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Differentiable log-probabilities of tokens (S, T), zero where ignored, and of sequences (S,)."""
+        out = linear_logprob(rows, weight.to(rows.dtype), target, bias=bias, ignore_index=self.ignore_index)
+        sums = out.logprob.sum(-1)
+        return out.logprob, sums / self._lengths(target) if self.average_log_prob else sums
+
+    def _lengths(self, target: Tensor) -> Tensor:
+        """(S,) tokens that count."""
+        return (target != self.ignore_index).sum(-1)
 
     @torch.no_grad()
     def _reference(
@@ -75,60 +48,65 @@ class _PreferenceLoss(nn.Module):
                 "use_ref_model=True compares with a reference model: give ref_input and ref_weight, or set "
                 "it to False"
             )
-        return _Completions(rows, weight, target, bias, self.ignore_index).logprobs(self.average_log_prob)
+        return self._score(rows, weight, target, bias)[1]
+
+
+@torch.no_grad()
+def _logit_sums(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(S,): the sum of every logit of a sequence, ignored tokens included, as Liger reports them.
+
+    A sum of products is one product with the sum, so no logit is needed.
+    """
+    total = rows.float() @ weight.float().sum(0)
+    return (total if bias is None else total + bias.float().sum()).sum(-1)
 
 
 class _PairedLoss(_PreferenceLoss):
     """The first half of a batch is chosen, the second rejected."""
 
     compute_nll_loss: bool
-    alpha: float  # weight of the chosen completions' negative log-likelihood
+    alpha: float = 1.0  # weight of the chosen completions' negative log-likelihood
 
-    def _of_pairs(
-        self,
-        objective: Callable[[PreferenceInputs], Tensor],
-        policy: _Completions,
-        reference: Tensor | None = None,
-        likelihood: _Completions | None = None,
-    ) -> Results:
-        """
-        Args:
-            reference: (2 B,) log-probabilities.
-            likelihood: the chosen completions with labels of their own for that term; None: `policy`'s.
-        """
-        logprobs = policy.logprobs(self.average_log_prob)
-        base = torch.zeros_like(logprobs) if reference is None else reference
-        (chosen, rejected), (ref_chosen, ref_rejected) = logprobs.chunk(2), base.chunk(2)
-        # Lengths of one where the loss would divide what has been divided.
-        lengths = torch.ones_like(chosen)
-        loss = objective(PreferenceInputs(chosen, rejected, lengths, lengths, ref_chosen, ref_rejected))
-        pairs = len(chosen)
-        nll = loss.new_zeros(())
-        if self.compute_nll_loss:
-            likelihood = likelihood or policy
-            nll = -likelihood.token_logprobs[:pairs].sum() / likelihood.lengths[:pairs].sum()
-        logits = policy.logit_sums() / (policy.target.numel() // 2 * len(policy.weight))
-        rewards = self.beta * (logprobs - base)
-        metrics = (
-            *(chosen, rejected),
-            *(logits[:pairs].sum(), logits[pairs:].sum()),
-            nll,
-            *rewards.chunk(2),
-        )
-        return loss + self.alpha * nll, tuple(metric.detach() for metric in metrics)
-
-
-class _ReferenceFreeLoss(_PairedLoss):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Results:
         """As `LigerFusedLinearDPOLoss.forward`, without a reference."""
-        policy = _Completions(_input, lin_weight, target, bias, self.ignore_index)
-        config = self._config()
-        return self._of_pairs(lambda inputs: preference_loss(inputs, config).loss, policy)
+        return self._of_pairs(_input, lin_weight, target, bias)
 
-    def _config(self) -> PreferenceLossConfig:
+    def _loss(self, inputs: PreferenceInputs) -> Tensor:
+        """() without the likelihood term."""
         raise NotImplementedError
+
+    def _of_pairs(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        reference: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> Results:
+        """
+        Args:
+            reference: (2 B,) log-probabilities.
+            nll_target: (2 B, T) labels of the likelihood term; None: `target`.
+        """
+        tokens, logprobs = self._score(rows, weight, target, bias)
+        base = torch.zeros_like(logprobs) if reference is None else reference
+        (chosen, rejected), (ref_chosen, ref_rejected) = logprobs.chunk(2), base.chunk(2)
+        # Lengths of one where the loss would divide what has been divided.
+        lengths = torch.ones_like(chosen)
+        loss = self._loss(PreferenceInputs(chosen, rejected, lengths, lengths, ref_chosen, ref_rejected))
+        pairs, nll = len(chosen), loss.new_zeros(())
+        if self.compute_nll_loss:
+            labels = (target if nll_target is None else nll_target)[:pairs]
+            if nll_target is not None:
+                tokens, _ = self._score(rows[:pairs], weight, labels, bias)
+            nll = -tokens[:pairs].sum() / self._lengths(labels).sum()
+        logits = _logit_sums(rows, weight, bias) / (target.numel() // 2 * len(weight))
+        rewards = (self.beta * (logprobs - base)).chunk(2)
+        metrics = (chosen, rejected, logits[:pairs].sum(), logits[pairs:].sum(), nll, *rewards)
+        return loss + self.alpha * nll, tuple(metric.detach() for metric in metrics)
 
 
 @dataclass(eq=False, repr=False)
@@ -190,11 +168,12 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
         Raises:
             ValueError: no reference model where one is to be used.
         """
-        policy = _Completions(_input, lin_weight, target, bias, self.ignore_index)
-        reference = self._reference(ref_input, ref_weight, target, ref_bias) if self.use_ref_model else None
-        return self._of_pairs(self._objective, policy, reference)
+        reference = None
+        if self.use_ref_model:
+            reference = self._reference(ref_input, ref_weight, target, ref_bias)
+        return self._of_pairs(_input, lin_weight, target, bias, reference)
 
-    def _objective(self, inputs: PreferenceInputs) -> Tensor:
+    def _loss(self, inputs: PreferenceInputs) -> Tensor:
         if self.loss_type not in DPO_VARIANTS:
             smoothing = self.label_smoothing if self.loss_type == "robust" else 0.0
             config = PreferenceLossConfig(self.loss_type, beta=self.beta, label_smoothing=smoothing)
@@ -208,9 +187,6 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearORPOLoss(_PairedLoss):
     """ORPO: negative log-likelihood of the chosen, and beta times the odds-ratio term."""
-
-    average_log_prob = True
-    alpha = 1.0
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -232,28 +208,20 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
         Args:
             nll_target: (2 B, T) labels of the likelihood term; None: `target`.
         """
-        config = PreferenceLossConfig("orpo", beta=self.beta)
-
-        def odds_ratio_term(inputs: PreferenceInputs) -> Tensor:
-            # The likelihood term is Liger's own; ours is part of ORPO's definition.
-            return preference_loss(inputs, config).loss + inputs.chosen_logprobs.mean()
-
-        policy = _Completions(_input, lin_weight, target, bias, self.ignore_index)
-        labelled = None
-        if nll_target is not None:
-            pairs = len(target) // 2
-            labelled = _Completions(_input[:pairs], lin_weight, nll_target[:pairs], bias, self.ignore_index)
-        loss, metrics = self._of_pairs(odds_ratio_term, policy, likelihood=labelled)
+        loss, metrics = self._of_pairs(_input, lin_weight, target, bias, nll_target=nll_target)
         chosen, rejected = metrics[:2]
         log_odds = chosen - rejected - torch.log(torch.expm1(chosen) / torch.expm1(rejected))
         return loss, (*metrics, logsigmoid(log_odds).mean(), log_odds.mean())
 
+    def _loss(self, inputs: PreferenceInputs) -> Tensor:
+        config = PreferenceLossConfig("orpo", beta=self.beta)
+        # The likelihood term is Liger's own; ours is part of ORPO's definition.
+        return preference_loss(inputs, config).loss + inputs.chosen_logprobs.mean()
+
 
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearSimPOLoss(_ReferenceFreeLoss):
+class LigerFusedLinearSimPOLoss(_PairedLoss):
     """SimPO."""
-
-    average_log_prob = True
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -264,13 +232,14 @@ class LigerFusedLinearSimPOLoss(_ReferenceFreeLoss):
     gamma: float = 0.5
     chunk_size: int = 1
 
-    def _config(self) -> PreferenceLossConfig:
+    def _loss(self, inputs: PreferenceInputs) -> Tensor:
         smoothing = self.label_smoothing
-        return PreferenceLossConfig("simpo", beta=self.beta, gamma=self.gamma, label_smoothing=smoothing)
+        config = PreferenceLossConfig("simpo", beta=self.beta, gamma=self.gamma, label_smoothing=smoothing)
+        return preference_loss(inputs, config).loss
 
 
 @dataclass(eq=False, repr=False)
-class LigerFusedLinearCPOLoss(_ReferenceFreeLoss):
+class LigerFusedLinearCPOLoss(_PairedLoss):
     """CPO."""
 
     ignore_index: int = -100
@@ -282,9 +251,10 @@ class LigerFusedLinearCPOLoss(_ReferenceFreeLoss):
     average_log_prob: bool = False
     chunk_size: int = 1
 
-    def _config(self) -> PreferenceLossConfig:
+    def _loss(self, inputs: PreferenceInputs) -> Tensor:
         smoothing = self.label_smoothing
-        return PreferenceLossConfig("cpo", beta=self.beta, label_smoothing=smoothing, cpo_alpha=0.0)
+        config = PreferenceLossConfig("cpo", beta=self.beta, label_smoothing=smoothing, cpo_alpha=0.0)
+        return preference_loss(inputs, config).loss
 
 
 @dataclass(eq=False, repr=False)
@@ -327,27 +297,22 @@ class LigerFusedLinearKTOLoss(_PreferenceLoss):
             raise ValueError(
                 "preference_labels is None: give a (S,) bool tensor, True for wanted completions"
             )
-        wanted = preference_labels.bool()
-        policy = _Completions(_input, lin_weight, target, bias, self.ignore_index)
-        logprobs = policy.logprobs(self.average_log_prob)
+        sides = preference_labels.bool(), ~preference_labels.bool()
+        _, logprobs = self._score(_input, lin_weight, target, bias)
         base = torch.zeros_like(logprobs)
         if self.use_ref_model:
             base = self._reference(ref_input, ref_weight, target, ref_bias)
         # Scores enter as score − kl only, so a reference point of each completion's own is part of its base.
         shifted = base if kl is None else base + kl
-        lengths = torch.ones_like(base)
+        (chosen, rejected), (ref_chosen, ref_rejected), (ones, other_ones) = (
+            [values[of] for of in sides] for values in (logprobs, shifted, torch.ones_like(base))
+        )
         inputs = PreferenceInputs(
-            chosen_logprobs=logprobs[wanted],
-            rejected_logprobs=logprobs[~wanted],
-            chosen_lengths=lengths[wanted],
-            rejected_lengths=lengths[~wanted],
-            ref_chosen_logprobs=shifted[wanted],
-            ref_rejected_logprobs=shifted[~wanted],
-            kl=base.new_zeros(()),
+            chosen, rejected, ones, other_ones, ref_chosen, ref_rejected, kl=base.new_zeros(())
         )
         loss = preference_loss(inputs, PreferenceLossConfig("kto", beta=self.beta)).loss
-        reported = (logprobs, policy.logit_sums(), self.beta * (logprobs - base))
-        return loss, tuple(values[of].sum().detach() for values in reported for of in (wanted, ~wanted))
+        reported = (logprobs, _logit_sums(_input, lin_weight, bias), self.beta * (logprobs - base))
+        return loss, tuple(values[of].sum().detach() for values in reported for of in sides)
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -356,50 +321,31 @@ class LigerFusedLinearKTOLoss(_PreferenceLoss):
 
 
 def _exo_pair(chosen: Tensor, rejected: Tensor, loss: LigerFusedLinearDPOLoss) -> Tensor:
-    """EXO, arXiv 2402.00856, eq. 16: KL from the policy's preference to the smoothed label."""
+    """KL from the policy's preference to the smoothed label."""
     log_wins, log_loses = logsigmoid(chosen - rejected), logsigmoid(rejected - chosen)
     of_label, of_other = math.log1p(-loss.label_smoothing), math.log(loss.label_smoothing)
     return log_wins.exp() * (log_wins - of_label) + log_loses.exp() * (log_loses - of_other)
 
 
-def _nca_pair(chosen: Tensor, rejected: Tensor, _: LigerFusedLinearDPOLoss) -> Tensor:
-    """NCA, arXiv 2402.05369, for pairs."""
-    return -logsigmoid(chosen) - 0.5 * (logsigmoid(-chosen) + logsigmoid(-rejected))
-
-
-def _bco_pair(chosen: Tensor, rejected: Tensor, _: LigerFusedLinearDPOLoss) -> Tensor:
-    """BCO, arXiv 2404.04656, without its reward shift."""
-    return -logsigmoid(chosen) - logsigmoid(-rejected)
-
-
-def _sppo_hard(chosen: Tensor, rejected: Tensor, loss: LigerFusedLinearDPOLoss) -> Tensor:
-    """SPPO, arXiv 2405.00675, eq. 4.7, with the winner's probability one."""
-    return ((chosen - 0.5) / loss.beta).square() + ((rejected + 0.5) / loss.beta).square()
-
-
-def _apo_zero(chosen: Tensor, rejected: Tensor, _: LigerFusedLinearDPOLoss) -> Tensor:
-    """APO, arXiv 2408.06266, eq. 7."""
-    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
-
-
-def _apo_down(chosen: Tensor, rejected: Tensor, _: LigerFusedLinearDPOLoss) -> Tensor:
-    """APO, arXiv 2408.06266, eq. 8."""
-    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
-
-
 def _discopop(chosen: Tensor, rejected: Tensor, loss: LigerFusedLinearDPOLoss) -> Tensor:
-    """DiscoPOP, arXiv 2406.08414, eq. 5: the logistic loss and the exponential one, blended."""
+    """The logistic loss and the exponential one, blended."""
     margin = chosen - rejected
     blend = torch.sigmoid(margin / loss.discopop_tau)
     return -logsigmoid(margin) * (1 - blend) + torch.exp(-margin) * blend
 
 
 DPO_VARIANTS: dict[str, Callable[[Tensor, Tensor, LigerFusedLinearDPOLoss], Tensor]] = {
+    # EXO, arXiv 2402.00856, eq. 16
     "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    # NCA, arXiv 2402.05369, for pairs
+    "nca_pair": lambda w, l, _: -logsigmoid(w) - 0.5 * (logsigmoid(-w) + logsigmoid(-l)),
+    # BCO, arXiv 2404.04656, without its reward shift
+    "bco_pair": lambda w, l, _: -logsigmoid(w) - logsigmoid(-l),
+    # SPPO, arXiv 2405.00675, eq. 4.7, with the winner's probability one
+    "sppo_hard": lambda w, l, loss: ((w - 0.5) / loss.beta).square() + ((l + 0.5) / loss.beta).square(),
+    # APO, arXiv 2408.06266, eq. 7 and 8
+    "apo_zero": lambda w, l, _: torch.sigmoid(-w) + torch.sigmoid(l),
+    "apo_down": lambda w, l, _: torch.sigmoid(w) + torch.sigmoid(l - w),
+    # DiscoPOP, arXiv 2406.08414, eq. 5
     "discopop": _discopop,
 }

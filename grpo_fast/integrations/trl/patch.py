@@ -7,24 +7,23 @@ only the rows that are scored.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from grpo_fast.head import linear_logprob
 from grpo_fast.integrations.host import Replacements, require
 
-KNOWN_VERSIONS = ("1.15", "1.16")
+require("trl", "1.15", "1.16")
+from trl.trainer import utils  # noqa: E402
 
 HeadResults = tuple[Tensor | None, ...]  # five
 Score = Callable[[Tensor, Tensor, Tensor | None], HeadResults]  # of hidden states, weight and bias
 
-_COMPACTION = "_use_triton"  # absent in 1.15, which always compacts
 _OUTPUTS = {
     "entropy": "entropy",
     "log_sum_sq_probs": "log_sum_sq_probs",
@@ -34,28 +33,18 @@ _OUTPUTS = {
 _patch = Replacements()
 
 
-def require_trl() -> None:
-    """Raises ImportError where TRL is missing, or of a version whose fused LM head is not known."""
-    require("trl", "trl", KNOWN_VERSIONS)
-
-
-def trl_utils() -> ModuleType:
-    """TRL's module that its trainers look the head up in."""
-    return importlib.import_module("trl.trainer.utils")
-
-
 def replace_head(head: Any) -> Replacements:
-    """Lets TRL's trainers call `head.apply` as they would call their autograd function's, until undone."""
-    utils, replacements = trl_utils(), Replacements()
+    """Lets TRL's trainers call `head.apply` as they would call their autograd function's, until closed."""
+    replacements = Replacements()
     replacements.replace(utils, "_ChunkedLogProbFunction", head)
-    if hasattr(utils, _COMPACTION):
-        triton_devices = getattr(utils, _COMPACTION)
+    if hasattr(utils, "_use_triton"):  # absent in 1.15, which always hands over the scored rows only
+        triton_devices = utils._use_triton
 
         def scores_live_rows_only(device: torch.device) -> bool:
             # TRL scores every row on CPU too; nothing is recompiled there when their number changes.
             return device.type == "cpu" or triton_devices(device)
 
-        replacements.replace(utils, _COMPACTION, scores_live_rows_only)
+        replacements.replace(utils, "_use_triton", scores_live_rows_only)
     return replacements
 
 
@@ -63,31 +52,21 @@ def patch() -> None:
     """Makes every TRL trainer of this process score its tokens with `grpo_fast.linear_logprob`.
 
     Trainers that exist already are included. Calling it again changes nothing.
-
-    Raises:
-        ImportError: a TRL version whose fused LM head is not known.
     """
-    global _patch
-    if not _patch:
-        require_trl()
-        _patch = replace_head(FusedHead)
+    unpatch()
+    _patch.enter_context(replace_head(FusedHead))
 
 
 def unpatch() -> None:
     """Gives TRL its own objects back. Without a `patch` before it changes nothing."""
-    _patch.undo()
+    _patch.close()
 
 
 @contextmanager
 def patched() -> Iterator[None]:
     """`patch` for as long as the block runs; one that was in force before stays."""
-    mine = not _patch
-    patch()
-    try:
+    with replace_head(FusedHead):
         yield
-    finally:
-        if mine:
-            unpatch()
 
 
 class FusedHead:
@@ -134,16 +113,9 @@ class FusedHead:
             mean_logit = None if out.mean_logit is None else out.mean_logit.detach()
             return out.logprob, out.entropy, out.log_sum_sq_probs, mean_logit, out.argmax_is_target
 
-        if is_zero3_enabled():
+        if is_deepspeed_zero3_enabled():
             return _BackwardGathered.apply(score, hidden, weight, bias)
         return score(hidden, weight, bias)
-
-
-def is_zero3_enabled() -> bool:
-    """Whether DeepSpeed partitions the parameters: the head's weight is there only while it is gathered."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    return is_deepspeed_zero3_enabled()
 
 
 class _BackwardGathered(torch.autograd.Function):
@@ -154,25 +126,25 @@ class _BackwardGathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, score: Score, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, score: Score, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadResults:
         with torch.enable_grad():
             inner = hidden.detach().requires_grad_(hidden.requires_grad)
             ctx.results = score(inner, weight, bias)
         ctx.inputs = (inner, weight, bias)
         ctx.set_materialize_grads(False)
-        pairs = [(result, None if result is None else result.detach()) for result in ctx.results]
-        constants = [copy for result, copy in pairs if result is not None and not result.requires_grad]
-        ctx.mark_non_differentiable(*constants)
-        return tuple(copy for _, copy in pairs)
+        copies = [None if result is None else result.detach() for result in ctx.results]
+        pairs = zip(ctx.results, copies, strict=True)
+        ctx.mark_non_differentiable(
+            *(copy for result, copy in pairs if copy is not None and not result.requires_grad)
+        )
+        return tuple(copies)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> HeadResults:
         given = [pair for pair in zip(ctx.results, gradients, strict=True) if pair[1] is not None]
         results, of_results = zip(*given, strict=True)
         wanted = [tensor is not None and tensor.requires_grad for tensor in ctx.inputs]
         leaves = [tensor for tensor, asked in zip(ctx.inputs, wanted, strict=True) if asked]
-        with trl_utils().maybe_gather_lm_head_ctx(*ctx.inputs[1:]):
+        with utils.maybe_gather_lm_head_ctx(*ctx.inputs[1:]):
             found = iter(torch.autograd.grad(results, leaves, of_results))
         return None, *(next(found) if asked else None for asked in wanted)

@@ -5,31 +5,27 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import ProcessorMixin
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fast.head import linear_grpo_loss
-from grpo_fast.integrations.head_tap import logprob_and_entropy
-from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, HostLoss
-from grpo_fast.integrations.padded import Packing
-from grpo_fast.integrations.trl.patch import (
-    HeadResults,
-    is_zero3_enabled,
-    patched,
-    replace_head,
-    require_trl,
-)
-from grpo_fast.objective import LossInputs
+from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, host_config
+from grpo_fast.integrations.padded import live_values
+from grpo_fast.integrations.trl.patch import HeadResults, patched, replace_head
+from grpo_fast.objective import GRPOLossConfig
+from grpo_fast.objective.types import present
 
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor | Any]
+_PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "tool_mask")
 Scores = tuple[Tensor | None, Tensor | None, Tensor | None]  # log-probabilities, entropies, auxiliary loss
 
 
@@ -48,13 +44,12 @@ class FastGRPOTrainer(GRPOTrainer):
     model: torch.nn.Module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        require_trl()
         super().__init__(*args, **kwargs)
         self.fallback_reason: str | None = None
-        self._scored: Scores | None = None  # what the next scoring pass shall return
+        self._loss_at_head: LossAtHead | None = None  # of the micro-batch whose loss is being computed
         self._skip_old_pass = False
         try:
-            self._host_loss = self._loss_of_arguments()
+            self._loss_config = self._loss_of_arguments()
         except ValueError as error:
             self.fallback_reason = str(error)
             logger.warning("FastGRPOTrainer uses TRL's own loss: %s", self.fallback_reason)
@@ -62,46 +57,44 @@ class FastGRPOTrainer(GRPOTrainer):
             model = self.model
             add_loss_to_forward(model.get_base_model() if isinstance(model, PeftModel) else model)
 
-    def _loss_of_arguments(self) -> HostLoss:
+    def _loss_of_arguments(self) -> GRPOLossConfig:
         """Raises ValueError, with the reason, where TRL's loss must be computed by TRL."""
-        reason = self._unsupported()
-        if reason is not None:
-            raise ValueError(reason)
-        constants = {name: getattr(self.args, name) for name in LOSS_CONSTANTS if "epsilon" not in name}
-        return HostLoss.of(
+        by_sequence = self.importance_sampling_level == "sequence"
+        learns_prompt = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
+        reasons = {
+            "the entropy bonus is a mean over each micro-batch": self._entropy_bonus_enabled,
+            "the load-balancing loss of a mixture of experts is TRL's": self.aux_loss_enabled,
+            "a multimodal batch is cut up by TRL": isinstance(self.processing_class, ProcessorMixin),
+            "prompt learning puts tokens of its own before the batch's": learns_prompt,
+            "top_entropy_quantile < 1 takes its threshold over all processes": (
+                self.top_entropy_quantile < 1 and self.accelerator.num_processes > 1
+            ),
+            "off_policy_mask_threshold reads the sampler's log-probabilities, which may have gaps": (
+                self.use_vllm and self.off_policy_mask_threshold is not None
+            ),
+            "use_bias_correction_kl weighs a token's KL by the ratio of its sequence": (
+                self.beta != 0 and by_sequence and self.args.use_bias_correction_kl
+            ),
+            "vespo takes the sampler's ratio into the weight of a sequence": (
+                self.loss_type == "vespo" and self._corrects_sampler
+            ),
+            "DeepSpeed ZeRO-3 takes the head's weight away before the backward": is_deepspeed_zero3_enabled(),
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(reason)
+        constants = {name: getattr(self.args, name) for name in LOSS_CONSTANTS - {"epsilon_low"}}
+        constants |= {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        return host_config(
             self.loss_type,
             self.importance_sampling_level,
+            self.max_completion_length,
+            constants,
             beta=self.beta,
-            max_completion_length=self.max_completion_length,
             use_bias_correction_kl=self.args.use_bias_correction_kl,
             top_entropy_quantile=self.top_entropy_quantile,
             off_policy_mask_threshold=self.off_policy_mask_threshold,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            **constants,
         )
-
-    def _unsupported(self) -> str | None:
-        if self._entropy_bonus_enabled:
-            return "the entropy bonus is a mean over each micro-batch, whatever the loss's own normaliser"
-        if self.top_entropy_quantile < 1 and self.accelerator.num_processes > 1:
-            return "top_entropy_quantile < 1 takes its threshold over all processes"
-        if self.aux_loss_enabled:
-            return "the load-balancing loss of a mixture of experts is TRL's"
-        if isinstance(self.processing_class, ProcessorMixin):
-            return "a multimodal batch is cut up by TRL"
-        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
-            return "prompt learning puts tokens of its own before the batch's"
-        if self.use_vllm and self.off_policy_mask_threshold is not None:
-            return "off_policy_mask_threshold reads the sampler's log-probabilities, which may have gaps"
-        if is_zero3_enabled():
-            return "DeepSpeed ZeRO-3 takes the head's weight away before the backward"
-        return None
-
-    @property
-    def _steps_per_generation(self) -> int:
-        assert self.args.steps_per_generation is not None, "GRPOConfig fills it in"
-        return self.args.steps_per_generation
 
     @property
     def _corrects_sampler(self) -> bool:
@@ -114,7 +107,8 @@ class FastGRPOTrainer(GRPOTrainer):
         A micro-batch trained on before the optimiser's next step is exactly on-policy: its training forward
         yields the old log-probabilities, for this use and for later iterations over the same completions.
         """
-        accumulated, generated = self.args.gradient_accumulation_steps, self._steps_per_generation
+        accumulated = self.args.gradient_accumulation_steps
+        generated = present(self.args.steps_per_generation)
         trl_scores = accumulated % (generated * self.num_iterations) != 0
         # The sampler's correction is made of the old log-probabilities before the loss is: TRL's pass stays.
         return trl_scores and accumulated % generated == 0 and not self._corrects_sampler
@@ -131,60 +125,36 @@ class FastGRPOTrainer(GRPOTrainer):
             # The first pass after generation is for the old log-probabilities; the reference's follows.
             self._skip_old_pass = False
             return None, None, None
-        if self._scored is not None:
-            return self._scored
+        forward = model if self._loss_at_head is None else self._loss_at_head.forward_of(model)
         with patched():
-            scores = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            scores = super()._get_per_token_logps_and_entropies(forward, *args, **kwargs)
         if kwargs.get("compute_entropy"):
             self._training_logps = scores[0].detach()
         return scores
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
+        given, training = inputs, self.model.training
         if self.fallback_reason is None:
-            loss = self._loss_in_forward(model, inputs)
-        else:
-            loss = super()._compute_loss(model, inputs)
-        reused = self.model.training and self.num_iterations > 1 and self._old_is_known_at_first_use
-        if reused and "old_per_token_logps" not in inputs:
-            inputs["old_per_token_logps"] = self._training_logps
-        return loss
-
-    def _loss_in_forward(self, model: torch.nn.Module, inputs: Batch) -> Tensor:
-        head = LossAtHead(inputs, self._host_loss, self._scale(inputs))
-        with self.accelerator.autocast():
-            output = model(
-                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                labels=head.labels(),
-                fused_lm_head=True,
-                loss_at_head=head,
+            accumulated = self.current_gradient_accumulation_steps if training else 1
+            generated = present(self.args.steps_per_generation) if training else 1
+            scale = step_scale(self.loss_type, inputs, self.accelerator.num_processes, accumulated, generated)
+            self._loss_at_head = LossAtHead(inputs, self._loss_config, scale)
+            # Tokens of tools are not scored: zero, which must meet zero in the metrics.
+            live, names = (
+                live_tokens(inputs) != 0,
+                inputs.keys() & {"old_per_token_logps", "ref_per_token_logps"},
             )
-        length = inputs["completion_ids"].shape[1]
-        self._training_logps = output.log_probs[:, -length:]
-        self._record_metrics(model, inputs, output.entropy[:, -length:])
-        return output.loss
-
-    def _record_metrics(self, model: torch.nn.Module, inputs: Batch, entropies: Tensor) -> None:
-        """TRL's own metrics, which its loss function records beside the loss."""
-        mask = live_tokens(inputs) != 0
-        masked = {
-            name: torch.where(mask, inputs[name], 0)
-            for name in ("old_per_token_logps", "ref_per_token_logps")
-            if name in inputs
-        }
-        self._scored = (self._training_logps, entropies, None)
+            given = inputs | {name: torch.where(live, inputs[name], 0) for name in names}
         try:
-            with torch.no_grad():
-                super()._compute_loss(model, {**inputs, **masked})
+            # It also makes the model's inputs and records metrics, which stay TRL's.
+            loss = super()._compute_loss(model, given)
+            if self._loss_at_head is not None:
+                loss = present(self._loss_at_head.loss)
         finally:
-            self._scored = None
-
-    def _scale(self, inputs: Batch) -> Tensor | float:
-        """From the mean over this micro-batch to TRL's normaliser over the optimiser's step."""
-        training = self.model.training
-        accumulated = self.current_gradient_accumulation_steps if training else 1
-        generated = self._steps_per_generation if training else 1
-        return step_scale(self.loss_type, inputs, self.accelerator.num_processes, accumulated, generated)
+            self._loss_at_head = None
+        if training and self.num_iterations > 1 and self._old_is_known_at_first_use:
+            inputs.setdefault("old_per_token_logps", self._training_logps)
+        return loss
 
 
 class LossAtHead:
@@ -193,23 +163,20 @@ class LossAtHead:
     A plain class: wrappers that rebuild dataclasses among a forward's arguments would lose the result.
     """
 
-    def __init__(self, inputs: Batch, host_loss: HostLoss, scale: Tensor | float) -> None:
-        """
-        Args:
-            inputs: TRL's batch.
-            scale: factor from the mean over this batch, in the sense of the loss, to TRL's normaliser.
-        """
-        self.packing = Packing.of(live_tokens(inputs))
+    def __init__(self, inputs: Batch, config: GRPOLossConfig, scale: Tensor | float) -> None:
+        """`inputs` are TRL's batch; for `scale` see `step_scale`."""
         self.loss: Tensor | None = None
-        self._inputs = inputs
-        self._host_loss = host_loss
-        self._scale = scale
+        self._inputs, self._config, self._scale = inputs, config, scale
 
-    def labels(self) -> Tensor:
-        """(B, P + T) int64: the tokens whose log-probabilities the loss reads, -100 elsewhere."""
-        prompt_ids, completion_ids = self._inputs["prompt_ids"], self._inputs["completion_ids"]
-        ignored = torch.full_like(prompt_ids, -100)
-        return torch.cat([ignored, completion_ids.masked_fill(~self.packing.mask, -100)], dim=1)
+    def forward_of(self, model: torch.nn.Module) -> Callable[..., Any]:
+        """The model's forward, with its head replaced by this; see `add_loss_to_forward`."""
+
+        def forward(**inputs: Any) -> Any:
+            output = model(**inputs, loss_at_head=self)
+            self.loss = output.loss  # as the model's wrappers hand it out
+            return output
+
+        return forward
 
     def apply(
         self,
@@ -224,54 +191,31 @@ class LossAtHead:
         outputs: tuple[str, ...] = (),
     ) -> HeadResults:
         """The loss goes to `self.loss`; returned are log-probabilities and entropies without gradient."""
-        host_loss, inputs = self._host_loss, self._loss_inputs()
-        if (ratio := self._inputs.get("importance_sampling_ratio")) is not None:
-            host_loss, inputs = host_loss.with_ratio(inputs, self.packing.spread(ratio))
-        score = _score_by_autograd if host_loss.sequence_kl else _score_in_one
-        loss, logprobs, entropies = score(
+        given, live = self._inputs, self._inputs["completion_mask"] != 0
+        packed = {name: given[name].detach()[live] for name in _PER_TOKEN if given.get(name) is not None}
+        advantages = live_values(given["advantages"], live)
+        if (ratio := given.get("importance_sampling_ratio")) is not None:
+            # The policy term is proportional to the advantage.
+            advantages = advantages * live_values(ratio, live)
+        result = linear_grpo_loss(
             hidden,
             weight.to(hidden.dtype),
             targets,
-            host_loss,
-            inputs,
+            advantages,
+            sequence_ids=live.nonzero()[:, 0],
+            old_logprobs=packed.get("old_per_token_logps"),
+            ref_logprobs=packed.get("ref_per_token_logps"),
+            loss_mask=packed.get("tool_mask"),
+            num_sequences=len(live),
+            config=self._config,
             bias=bias,
             temperature=temperature,
             logit_scale=logit_scale,
             softcap=final_logit_softcapping,
+            entropy=True,
         )
-        self.loss = loss * self._scale
-        return logprobs, entropies, None, None, None
-
-    def _loss_inputs(self) -> LossInputs:
-        """All but the log-probabilities."""
-        packing, given = self.packing, self._inputs
-        return packing.loss_inputs(
-            torch.empty(0),
-            packing.spread(given["advantages"]),
-            packing.totals,
-            old_logprobs=packing.constant(given.get("old_per_token_logps")),
-            ref_logprobs=packing.constant(given.get("ref_per_token_logps")),
-        )
-
-
-def _score_in_one(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss: HostLoss, inputs: LossInputs, **head: Any
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    names = ("sequence_ids", "old_logprobs", "ref_logprobs", "sampler_logprobs", "num_sequences", "totals")
-    given = {name: getattr(inputs, name) for name in names}
-    result = linear_grpo_loss(
-        hidden, weight, targets, inputs.advantages, config=loss.config, entropy=True, **given, **head
-    )
-    return result.loss, result.logprobs, result.entropy
-
-
-def _score_by_autograd(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss: HostLoss, inputs: LossInputs, **head: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """With the term of the loss that `linear_grpo_loss` does not have."""
-    logprobs, entropies = logprob_and_entropy(hidden, weight, targets, **head)
-    entropies = entropies.detach()
-    return loss(replace(inputs, logprobs=logprobs, entropy=entropies)), logprobs.detach(), entropies
+        self.loss = result.loss * self._scale
+        return result.logprobs, result.entropy, None, None, None
 
 
 def live_tokens(inputs: Batch) -> Tensor:

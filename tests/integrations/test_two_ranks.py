@@ -1,0 +1,31 @@
+"""What adapters compute on two ranks, against one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from host_stubs import use_checkout
+
+use_checkout("nemo_rl", ".")
+HERE = Path(__file__).resolve().parent
+HOSTS = ["huggingface", *(host for host in ("trl", "verl", "nemo_rl") if find_spec(host))]
+
+
+@pytest.mark.parametrize("checks", [HOSTS, ["zero3"]])
+def test_two_ranks_give_the_gradients_of_one(checks, model_folder, tmp_path):
+    if "zero3" in checks and find_spec("deepspeed") is None:
+        pytest.skip("pip install --no-deps deepspeed hjson msgpack ninja nvidia-ml-py, which compile once")
+    paths = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "two_ranks.py"), str(tmp_path / "store"), str(model_folder), *checks],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
