@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose, isnan
+from itertools import chain
+from math import comb, isclose, isnan
 from statistics import fmean
 from typing import Annotated
 
@@ -47,7 +48,7 @@ class Evaluation:
     @property
     def n(self) -> int:
         """Questions that count: those with at least one answer that the reward applies to."""
-        return len(self._counts)
+        return len(self._applicable)
 
     @property
     def skipped(self) -> int:
@@ -72,13 +73,12 @@ class Evaluation:
     @property
     def mean_reward(self) -> float:
         """Mean of the deciding reward over all answers it applies to."""
-        return fmean(score for row in self.scores for score in row if not isnan(score))
+        return fmean(chain.from_iterable(self._applicable))
 
     @property
     def truncated(self) -> float:
         """Share of answers cut off by the length limit."""
-        answers = [completion for group in self.completions for completion in group]
-        return sum(completion.truncated for completion in answers) / len(answers)
+        return fmean(completion.truncated for group in self.completions for completion in group)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -99,97 +99,75 @@ class Evaluation:
         return max(0.0, low), min(1.0, high)
 
     @property
-    def _counts(self) -> list[tuple[int, int]]:
-        """(answers, right answers) of each question that counts."""
-        applicable = [[score for score in row if not isnan(score)] for row in self.scores]
-        return [(len(row), sum(map(self._is_right, row))) for row in applicable if row]
+    def _applicable(self) -> list[list[float]]:
+        rows = ([score for score in row if not isnan(score)] for row in self.scores)
+        return [row for row in rows if row]
 
     def _is_right(self, score: float) -> bool:
         # Scores went through fp32 and the threshold did not.
         return score >= self.threshold or isclose(score, self.threshold, rel_tol=1e-6)
 
     def _pass_rates(self, k: int) -> list[float]:
-        return [pass_at_k(total, right, k) for total, right in self._counts]
+        return [pass_at_k(len(row), sum(map(self._is_right, row)), k) for row in self._applicable]
 
 
 def pass_at_k(total: int, right: int, k: int) -> float:
     """Unbiased estimate of the chance that one of `k` answers is right, from `right` of `total` drawn ones.
 
-    1 - C(total - right, k) / C(total, k), as a product (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    Chen et al. 2021, arXiv:2107.03374, eq. 1.
 
     Raises:
         ValueError: `k` is not in 1..total.
     """
     if not 1 <= k <= total:
         raise ValueError(f"k = {k} needs at least as many answers to a question, and there are {total}")
-    if total - right < k:
-        return 1.0
-    missed = 1.0
-    for i in range(total - right + 1, total + 1):
-        missed *= 1 - k / i
-    return 1 - missed
+    return 1 - comb(total - right, k) / comb(total, k)
 
 
 def evaluate(
     engine: Engine,
-    dataset: Sequence[Prompt],
+    questions: Sequence[Prompt],
     rewards: RewardSet,
-    *,
+    config: EvaluationConfig,
     sampling: Sampling,
-    num_samples: int = 1,
-    threshold: float = 1.0,
-    reward_name: str | None = None,
+    *,
     observer: RolloutObserver | None = None,
 ) -> Evaluation:
-    """Answer every question `num_samples` times and score the answers.
+    """Answer every question `config.num_samples` times and score the answers.
 
     Args:
         engine: generates with the weights it holds.
-        dataset: the questions.
         rewards: all are computed; one decides.
         sampling: how answers are drawn; several answers need a temperature.
-        threshold: the reward from which an answer is right.
-        reward_name: which reward decides; none: the first.
         observer: told how the generation goes.
 
     Raises:
         ValueError: no questions, a reward that is not there, several greedy answers, or a deciding reward
             that applies to no answer.
     """
-    if not dataset:
+    n, names = config.num_samples, ", ".join(rewards.names)
+    if not questions:
         raise ValueError("the dataset is empty: there is nothing to evaluate")
-    if num_samples > 1 and sampling.temperature == 0:
+    if n > 1 and sampling.temperature == 0:
         raise ValueError(
-            f"num_samples = {num_samples} at temperature 0 gives the same answer each time; "
-            "set evaluation.temperature above 0 or num_samples to 1"
+            f"num_samples = {n} at temperature 0 gives the same answer each time; set evaluation.temperature "
+            "above 0 or num_samples to 1"
         )
-    column = reward_column(rewards.names, reward_name)
-    ids = [prompt.token_ids for prompt in dataset]
-    completions = engine.generate(ids, num_samples, sampling, observer=observer)
-    table = rewards.score_completions(dataset, completions).table
-    scores = table[:, column].view(len(dataset), num_samples)
+    name = rewards.names[0] if config.reward is None else config.reward
+    if name not in rewards.names:
+        raise ValueError(f"evaluation.reward = {name!r} is not among the rewards: {names}")
+    ids = [question.token_ids for question in questions]
+    completions = engine.generate(ids, n, sampling, observer=observer)
+    table = rewards.score_completions(questions, completions).table
+    scores = table[:, rewards.names.index(name)].view(-1, n)
     if scores.isnan().all():
         raise ValueError(
-            f"the reward {rewards.names[column]} applies to no answer; name another one in evaluation.reward "
-            f"({', '.join(rewards.names)})"
+            f"the reward {name} applies to no answer; name another one in evaluation.reward ({names})"
         )
     return Evaluation(
-        scores=tuple(tuple(row) for row in scores.tolist()),
-        reward_name=rewards.names[column],
-        threshold=threshold,
-        prompts=tuple(dataset),
-        completions=tuple(tuple(group) for group in completions),
+        scores=tuple(map(tuple, scores.tolist())),
+        reward_name=name,
+        threshold=config.threshold,
+        prompts=tuple(questions),
+        completions=tuple(map(tuple, completions)),
     )
-
-
-def reward_column(names: Sequence[str], name: str | None) -> int:
-    """Position of the deciding reward; none: the first.
-
-    Raises:
-        ValueError: no reward has this name.
-    """
-    if name is None:
-        return 0
-    if name not in names:
-        raise ValueError(f"evaluation.reward = {name!r} is not among the rewards: {', '.join(names)}")
-    return list(names).index(name)

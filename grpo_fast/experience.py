@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,36 +37,24 @@ class Group:
     flat: bool = False  # all rewards equal: nothing to learn
 
 
+@dataclass
 class RolloutWatch:
-    """Beside a rollout: rewards of complete groups, the display, prefetch of the trainer's tensors.
+    """Beside a rollout: rewards of complete groups, the display, prefetch of the trainer's tensors."""
 
-    Args:
-        scores: are told of each complete group.
-        progress: is told how many tokens and completions there are.
-        prefetch: is called once, while the last completions decode.
-    """
-
-    def __init__(
-        self,
-        *,
-        scores: EarlyScores | None = None,
-        progress: Progress | None = None,
-        prefetch: Callable[[], None] | None = None,
-    ) -> None:
-        self._scores = scores
-        self._progress = progress
-        self._prefetch = prefetch
+    on_progress: Progress | None = None
+    scores: EarlyScores | None = None
+    prefetch: Callable[[], None] | None = None  # called once, while the last completions decode
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
-        if self._scores is not None:
-            self._scores.group_done(index, completions)
+        if self.scores is not None:
+            self.scores.group_done(index, completions)
 
     def progress(self, tokens: int, finished: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(tokens, finished, total)
-        if self._prefetch is not None and finished >= PREFETCH_FROM * total:
-            self._prefetch()
-            self._prefetch = None
+        if self.on_progress is not None:
+            self.on_progress(tokens, finished, total)
+        if self.prefetch is not None and finished >= PREFETCH_FROM * total:
+            self.prefetch()
+            self.prefetch = None
 
 
 def generate(
@@ -76,18 +66,16 @@ def generate(
     *,
     progress: Progress | None = None,
     prefetch: Callable[[], None] | None = None,
-) -> tuple[list[list[Completion]], EarlyScores | None]:
-    """`n` completions of each prompt, and the rewards that were begun meanwhile; None where none may be."""
-    early = any(reward.per_group for reward in rewards.rewards)
-    scores = EarlyScores(rewards, prompts) if early else None
-    watch = RolloutWatch(scores=scores, progress=progress, prefetch=prefetch)
+) -> tuple[list[list[Completion]], EarlyScores]:
+    """`n` completions of each prompt, and the rewards that were begun meanwhile."""
+    scores = EarlyScores(rewards, prompts)
+    watch = RolloutWatch(progress, scores, prefetch)
     watch.progress(0, 0, n * len(prompts))  # the prefill counts
     try:
         ids = [prompt.token_ids for prompt in prompts]
         return engine.generate(ids, n, sampling, observer=watch), scores
     except BaseException:
-        if scores is not None:
-            scores.cancel()
+        scores.cancel()
         raise
 
 
@@ -97,7 +85,7 @@ def score(
     rewards: RewardSet,
     *,
     weights: Sequence[float] | None = None,
-    precomputed: Mapping[str, Sequence[float]] | None = None,
+    precomputed: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> list[Group]:
     """What G prompts with n completions each earned.
 
@@ -106,7 +94,7 @@ def score(
         precomputed: values of reward functions that have been called already, by name.
     """
     n = len(completions[0])
-    result = rewards.score_completions(prompts, completions, precomputed=precomputed or {})
+    result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     per_prompt = zip(prompts, completions, totals.split(n), result.table.split(n), strict=True)
     return [Group(prompt, tuple(group), total, table) for prompt, group, total, table in per_prompt]
@@ -128,21 +116,13 @@ def compare(
         ValueError: the configured advantage function returns something of the wrong shape.
     """
     totals = torch.stack([group.rewards for group in groups])
-    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards != "none":
-        found = decoupled_advantages(
-            torch.stack([group.reward_table for group in groups]),
-            weights,
-            scale_rewards=config.scale_rewards,
-            baseline=config.baseline,
-            baseline_groups=baseline_groups,
-        )
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("baseline", "scale_rewards")}
+    options["baseline_groups"] = baseline_groups
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        table = torch.stack([group.reward_table for group in groups])
+        found = decoupled_advantages(table, weights, **options)
     else:
-        found = group_advantages(
-            totals,
-            scale_rewards=config.scale_rewards,
-            baseline=config.baseline,
-            baseline_groups=baseline_groups,
-        )
+        found = group_advantages(totals, **options)
     rows = zip(groups, found.advantages.tolist(), found.flat.tolist(), strict=True)
     compared = [replace(group, advantages=tuple(row), flat=flat) for group, row, flat in rows]
     return compared if config.function is None else own_advantages(compared, totals, config.function)
@@ -153,25 +133,19 @@ def own_advantages(groups: Sequence[Group], rewards: Tensor, path: str) -> list[
     given = load_callable(path, "advantage.function")(list(groups), rewards)
     if len(given) != len(groups):
         raise ValueError(f"advantage.function = {path!r} returned {len(given)} groups for {len(groups)}")
-    rows = [_checked(row, group, path) for group, row in zip(groups, given, strict=True)]
-    return [
-        replace(group, advantages=row, flat=not any(any(a) if isinstance(a, tuple) else a for a in row))
-        for group, row in zip(groups, rows, strict=True)
-    ]
-
-
-def _checked(
-    row: Sequence[float | list[float] | tuple[float, ...]], group: Group, path: str
-) -> tuple[Advantage, ...]:
-    given = tuple(tuple(map(float, a)) if isinstance(a, (list, tuple)) else float(a) for a in row)
-    lengths = [len(completion.token_ids) for completion in group.completions]
-    found = [len(a) if isinstance(a, tuple) else n for a, n in zip(given, lengths, strict=False)]
-    if len(given) != len(lengths) or found != lengths:
-        raise ValueError(
-            f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
-            "give each completion a number, or a list with one for each of its tokens"
-        )
-    return given
+    own = []
+    for group, row in zip(groups, given, strict=True):
+        values = tuple(tuple(map(float, a)) if isinstance(a, (list, tuple)) else float(a) for a in row)
+        lengths = [len(completion.token_ids) for completion in group.completions]
+        found = [len(a) if isinstance(a, tuple) else n for a, n in zip(values, lengths, strict=False)]
+        if len(values) != len(lengths) or found != lengths:
+            raise ValueError(
+                f"advantage.function = {path!r} returned {found} values for completions of {lengths} tokens; "
+                "give each completion a number, or a list with one for each of its tokens"
+            )
+        flat = not any(any(a) if isinstance(a, tuple) else a for a in values)
+        own.append(replace(group, advantages=values, flat=flat))
+    return own
 
 
 def penalized(groups: Sequence[Group], penalties: Tensor) -> list[Group]:

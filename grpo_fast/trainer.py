@@ -163,35 +163,28 @@ class Trainer:
         """Completions of each prompt, and what they earned."""
         seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
         self.handover.to_engine()
+        sampling = replace(self.sampling, max_completion_length=self.length.limit, seed=seed)
+        n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
+        weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         with clock("generate"):
             completions, early = generate(
                 self.engine,
                 prompts,
-                int(self.config.rollout.num_generations),  # `auto` has become a number at the start
-                replace(self.sampling, max_completion_length=self.length.limit, seed=seed),
+                n,
+                sampling,
                 self.rewards,
                 progress=self.on_progress,
                 prefetch=self.offloader.reload_if_room,
             )
         with clock("reward"):
-            return score(
-                prompts,
-                completions,
-                self.rewards,
-                weights=None if self.adaptive_weights is None else self.adaptive_weights.weights,
-                precomputed=early.values() if early else {},
-            )
+            return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())
 
     def compared(self, groups: Sequence[Group], clock: Clock) -> list[Group]:
         """The groups with their completions' advantages."""
-        adaptive = self.adaptive_weights
+        weights = (self.adaptive_weights or self.rewards).weights
         with clock("reward"):
-            return compare(
-                groups,
-                self.config.advantage,
-                self.rewards.weights if adaptive is None else adaptive.weights,
-                self.prompts.baseline_groups([group.prompt for group in groups]),
-            )
+            baseline_groups = self.prompts.baseline_groups([group.prompt for group in groups])
+            return compare(groups, self.config.advantage, weights, baseline_groups)
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Let the sampler and the reward weights learn from what was earned; their metrics are of before."""
@@ -212,30 +205,24 @@ class Trainer:
     def evaluate(self, size: int | None = None) -> Evaluation:
         """Score of the held-out prompts, or of the first `size` of them."""
         self.handover.to_engine()
-        return evaluate(
-            self.engine,
-            self.held_out[:size],
-            self.judges,
-            sampling=self.evaluation_sampling,
-            num_samples=self.evaluation.num_samples,
-            threshold=self.evaluation.threshold,
-            reward_name=self.evaluation.reward,
-            observer=RolloutWatch(progress=self.on_progress),
-        )
+        questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
+        config, sampling = self.evaluation, self.evaluation_sampling
+        return evaluate(self.engine, questions, self.judges, config, sampling, observer=watch)
 
     def pick_samples(self, groups: Sequence[Group]) -> list[SampleRecord]:
         """The first completion of each group, for a person to read."""
+        firsts = [(group, group.completions[0], group.advantages[0]) for group in groups]
         return [
             SampleRecord(
                 prompt=str(self.policy.tokenizer.decode(list(group.prompt.token_ids))),
-                completion=group.completions[0].text,
+                completion=completion.text,
                 rewards=dict(zip(self.rewards.names, group.reward_table[0].tolist(), strict=True)),
                 reward=group.rewards[0].item(),
-                advantage=fmean(a if isinstance(a := group.advantages[0], tuple) else (a,)),
-                truncated=group.completions[0].truncated,
-                num_tokens=len(group.completions[0].token_ids),
+                advantage=fmean(advantage if isinstance(advantage, tuple) else (advantage,)),
+                truncated=completion.truncated,
+                num_tokens=len(completion.token_ids),
             )
-            for group in groups
+            for group, completion, advantage in firsts
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
 from grpo_fast.run_record.logs import Clock
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -31,28 +34,23 @@ class Minibatch:
 
     def with_logprobs(self, name: str, values: Sequence[Tensor | None]) -> Minibatch:
         """`old_logprobs` or `ref_logprobs` set to these, (N,) for each micro-batch."""
-        changes: list[dict[str, Any]] = [{name: value} for value in values]
-        pairs = zip(self.batches, changes, strict=True)
-        return replace(self, batches=tuple(replace(batch, **change) for batch, change in pairs))
+        changes: list[Any] = [{name: value} for value in values]
+        batches = [replace(batch, **change) for batch, change in zip(self.batches, changes, strict=True)]
+        return replace(self, batches=tuple(batches))
 
-    def repacked(self, batches: Sequence[PackedBatch], max_tokens: int) -> Minibatch:
+    def repacked(self, batches: tuple[PackedBatch, ...], max_tokens: int) -> Minibatch:
         """The same samples in other micro-batches; log-probabilities that are known move along."""
-        moved = replace(self, batches=tuple(batches), max_tokens=max_tokens)
+        moved = replace(self, batches=batches, max_tokens=max_tokens)
         for name in ("old_logprobs", "ref_logprobs"):
-            if getattr(self.batches[0], name) is not None:
-                known = self._by_sample(name)
+            known: dict[int, Tensor] = {}  # (C,) by sample: a sequence's tokens are contiguous in its batch
+            for batch in self.batches if getattr(self.batches[0], name) is not None else ():
+                ids = batch.sample_ids.tolist()
+                lengths = [len(self.samples[i].completion_ids) for i in ids]
+                known |= zip(ids, getattr(batch, name).split(lengths), strict=True)
+            if known:
                 values = [torch.cat([known[i] for i in batch.sample_ids.tolist()]) for batch in batches]
                 moved = moved.with_logprobs(name, values)
         return moved
-
-    def _by_sample(self, name: str) -> dict[int, Tensor]:
-        """(C,) for each sample; a sequence's tokens are contiguous in its micro-batch."""
-        known: dict[int, Tensor] = {}
-        for batch in self.batches:
-            ids = batch.sample_ids.tolist()
-            lengths = [len(self.samples[i].completion_ids) for i in ids]
-            known |= dict(zip(ids, getattr(batch, name).split(lengths), strict=True))
-        return known
 
 
 class PolicyUpdate:
@@ -96,22 +94,16 @@ class PolicyUpdate:
             return {"update/skipped": 1.0, "learning_rate": self.optimizer.learning_rate}
         minibatches = self.split(samples, totals)
         with clock("logprobs"):
-            for i in range(len(minibatches)):
-                for attempt in self.budget.attempts():
-                    with attempt:
-                        minibatches[i] = self.fitted(minibatches[i], attempt)
-                        minibatches[i] = self.with_fixed_logprobs(minibatches[i], stale=i > 0)
+            for i, minibatch in enumerate(minibatches):
+                minibatches[i] = self.fit(minibatch, self.with_fixed_logprobs, i > 0)
         steps = []
         with clock("update"):
             for _ in range(self.config.num_iterations):
-                for i in range(len(minibatches)):
+                for i, minibatch in enumerate(minibatches):
                     config = self.loss_config()
-                    for attempt in self.budget.attempts():
-                        with attempt:
-                            minibatches[i] = self.fitted(minibatches[i], attempt)
-                            minibatches[i], shares = self.backward(minibatches[i], config)
+                    minibatches[i], shares = self.fit(minibatch, self.backward, config)
                     steps.append(self.step(shares, config))
-        return mean_metrics(steps) | {"update/skipped": 0.0}
+        return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
     def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
@@ -135,7 +127,14 @@ class PolicyUpdate:
     def minibatch(self, samples: Sequence[Sample], totals: StepTotals) -> Minibatch:
         """The samples of one optimiser step in micro-batches of today's budget."""
         tokens = self.micro_batch_tokens
-        return Minibatch(tuple(samples), totals, tuple(self._pack(samples, tokens)), tokens)
+        return Minibatch(tuple(samples), totals, self._pack(samples, tokens), tokens)
+
+    def fit(self, minibatch: Minibatch, work: Callable[..., Result], *arguments: Any) -> Result:
+        """`work` of the minibatch, again and again in smaller micro-batches until the memory holds it."""
+        for attempt in self.budget.attempts():
+            with attempt:
+                return work(self.fitted(minibatch, attempt), *arguments)
+        raise AssertionError("attempts end with a result or an error")
 
     def fitted(self, minibatch: Minibatch, attempt: Attempt) -> Minibatch:
         """The minibatch in micro-batches of today's budget, of which the attempt is told the sizes."""
@@ -146,12 +145,12 @@ class PolicyUpdate:
         attempt.sizes(minibatch.batches[0].input_ids.numel(), longest)
         return minibatch
 
-    def _pack(self, samples: Sequence[Sample], max_tokens: int) -> list[PackedBatch]:
+    def _pack(self, samples: Sequence[Sample], max_tokens: int) -> tuple[PackedBatch, ...]:
         shares, device = self.policy.shares_prompts, self.policy.device
-        return pack(samples, max_tokens=max_tokens, share_prompts=shares, device=device)
+        return tuple(pack(samples, max_tokens=max_tokens, share_prompts=shares, device=device))
 
     @torch.no_grad()
-    def with_fixed_logprobs(self, minibatch: Minibatch, *, stale: bool = False) -> Minibatch:
+    def with_fixed_logprobs(self, minibatch: Minibatch, stale: bool = False) -> Minibatch:
         """Old and reference log-probabilities, each only where the loss needs it.
 
         The policy moves before a `stale` minibatch's turn, so its old log-probabilities are computed now;
@@ -240,22 +239,20 @@ class PolicyUpdate:
         every = torch.ones_like(entropies, dtype=torch.bool)
         return entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
 
-    @torch.no_grad()
     def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
-        totals = StepTotals(sum(len(sample.completion_ids) for sample in samples), len(samples))
-        minibatch, loss = self.minibatch(samples, totals), self.config.loss
-        for attempt in self.budget.attempts():
-            with attempt:
-                minibatch = self.fitted(minibatch, attempt)
-                self._ready()
-                penalties = torch.zeros(len(samples))
-                for batch in minibatch.batches:
-                    logprobs = self.head_outputs(self.policy, batch).logprob
-                    with self.policy.reference() as reference:
-                        ref_logprobs = self.head_outputs(reference, batch).logprob
-                    tokens = kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1")
-                    penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
+        return self.fit(self.minibatch(samples, StepTotals(0, 0)), self._kl_penalties)
+
+    @torch.no_grad()
+    def _kl_penalties(self, minibatch: Minibatch) -> Tensor:
+        self._ready()
+        loss, penalties = self.config.loss, torch.zeros(len(minibatch.samples))
+        for batch in minibatch.batches:
+            logprobs = self.head_outputs(self.policy, batch).logprob
+            with self.policy.reference() as reference:
+                ref_logprobs = self.head_outputs(reference, batch).logprob
+            tokens = kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1")
+            penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
         return penalties
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,13 +281,9 @@ def packed_loss(
 
     Args:
         hidden: (N, H), the states that predict `batch.targets`.
-        config: which loss; its defaults unless given.
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
-        weight_grad: (V, H), what the backward adds the head's gradient to, of `PolicyOptimizer.gradient_of`;
-            none: autograd brings it to the parameter.
-
-    Raises:
-        ValueError: as `linear_grpo_loss` does.
+        weight_grad: (V, H), `PolicyOptimizer.gradient_of` the head, to which the backward adds; none: the
+            parameter's own.
     """
     return linear_grpo_loss(
         hidden,
@@ -311,8 +304,3 @@ def packed_loss(
         weight_grad=weight_grad,
         **head.options,
     )
-
-
-def mean_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean over the optimiser steps of one rollout."""
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}

@@ -1,61 +1,31 @@
-"""Out of memory, a step is done again in smaller micro-batches, and comes out as if it had been all along."""
+"""One update: its loss over micro-batches, and out of memory, a step as of small ones from the start."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_fast import update
+from grpo_fast import update as update_module
 from grpo_fast.experience import make_samples
 from grpo_fast.objective import StepTotals
+from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample
+from grpo_fast.policy import PolicyOptimizer, Sample
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
-from grpo_fast.update import packed_loss
+from grpo_fast.update import Minibatch, packed_loss
 
-WORK = StepSizes(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
-SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-@pytest.fixture
-def seed() -> int:
-    seed = torch.seed() % 2**31
-    print(f"seed {seed}")
-    return seed
-
-
-def limit_memory(trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The policy's forward raises above so many tokens; returns the sizes of those that it refused."""
-    forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
-    refused: list[int] = []
-
-    def bounded(batch: Any) -> torch.Tensor:
-        if batch.input_ids.numel() > tokens:
-            refused.append(batch.input_ids.numel())
-            raise torch.OutOfMemoryError(f"tried to allocate for {batch.input_ids.numel()} tokens")
-        return forward(batch)
-
-    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
-    return refused
+Gradients = dict[str, torch.Tensor]
 
 
 def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
@@ -64,97 +34,256 @@ def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
     return make_samples(groups, trainer.config.advantage)
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
+    """One optimiser step's samples, ready for its backward."""
+    return trainer.update.with_fixed_logprobs(trainer.update.minibatch(samples, totals))
 
 
-def flat_weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([value.flatten() for value in weights(trainer).values()])
+def gradients(trainer: Trainer, samples: Any, totals: Any) -> tuple[float, Gradients]:
+    """Loss and gradient of one optimiser step, without taking it."""
+    _, shares = trainer.update.backward(minibatch_of(trainer, samples, totals), trainer.update.loss_config())
+    loss = sum(share["loss"].item() for share in shares)
+    trained = trainer.policy.trainable().items()
+    return loss, {name: p.grad.clone() for name, p in trained if p.grad is not None}
+
+
+def shifted(samples: Sequence[Sample], shift: float) -> list[Sample]:
+    """With other log-probabilities of the sampler."""
+    return [
+        replace(s, sampler_logprobs=tuple(value + shift for value in s.sampler_logprobs)) for s in samples
+    ]
+
+
+def assert_same(found: tuple[float, Gradients], expected: tuple[float, Gradients]) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.policy.trainable().values()])
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"num_iterations": 2},
-        {"loss": {"top_entropy_quantile": 0.5}},
-        {"model": {"lora": {"r": 4, "dropout": 0.5}}},
-    ],
-    ids=["on-policy", "two-epochs", "entropy-quantile", "dropout"],
+    ("loss_type", "beta"), [("grpo", 0.1), ("bnpo", 0.0), ("dr_grpo", 0.1), ("dapo", 0.0)]
 )
-def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, seed: int, sections: dict[str, Any]
-) -> None:
-    trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)
-    refused = limit_memory(trainer, 40, monkeypatch)
-    found = trainer.train_step()
-    budget = trainer.update.budget.limit
-
-    assert refused and budget is not None and budget < min(refused)
-    small = make_trainer(seed=seed, micro_batch_tokens=budget, **sections)
-    assert found.metrics == small.train_step().metrics
-    for name, value in weights(small).items():
-        assert torch.equal(weights(trainer)[name], value), name
-    assert found.timings["memory/micro_batch_tokens"] == budget
+def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, loss_type, beta):
+    trainer = make_trainer(loss={"loss_type": loss_type, "beta": beta}, seed=seed)
+    trainer.train_step()  # off the reference, so that the KL term has a gradient
+    samples, totals = collected(trainer)
+    counts, results = [], []
+    for budget in (4096, 64, 16):
+        trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
+        counts.append(len(minibatch_of(trainer, samples, totals).batches))
+        results.append(gradients(trainer, samples, totals))
+    assert 1 == counts[0] < counts[1] < counts[2]
+    for found in results[1:]:
+        assert_same(found, results[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_failed_backward_has_added_to_gradients_is_forgotten(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, seed: int, dtype: str
-) -> None:
-    sections = {"seed": seed, "model": {"dtype": dtype}}
-    trainer = make_trainer(micro_batch_tokens=4096, **sections)
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
+def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer, monkeypatch, lora):
+    trainer = make_trainer(model={"lora": lora})
+    head, given = trainer.policy.head, []
+    linear_grpo_loss = update_module.linear_grpo_loss
+
+    def watched(*args: Any, weight_grad: torch.Tensor | None, **options: Any) -> Any:
+        given.append(weight_grad)
+        return linear_grpo_loss(*args, weight_grad=weight_grad, **options)
+
+    monkeypatch.setattr(update_module, "linear_grpo_loss", watched)
+    minibatch = minibatch_of(trainer, *collected(trainer))
+    trainer.update.backward(minibatch, trainer.update.loss_config())
+
+    assert len(given) == len(minibatch.batches) > 1
+    assert all(into is head.weight.grad for into in given)  # None with adapters
+    assert (head.weight.grad is None) == (lora is not None)
+
+
+def test_skipping_groups_without_spread_changes_no_gradient_and_metrics_are_of_what_was_computed(
+    make_trainer, seed
+):
+    trainer = make_trainer(seed=seed)
+    groups, _ = trainer.collect(Clock())
+    flat = [
+        replace(g, flat=True, advantages=(0.0,) * len(g.advantages)) if i % 2 else g
+        for i, g in enumerate(groups)
+    ]
+    config = trainer.config.advantage
+    skipped, totals = make_samples(flat, config)
+    kept, same_totals = make_samples(flat, config.model_copy(update={"skip_flat_groups": False}))
+    assert len(skipped) < len(kept) and totals == same_totals
+    assert_same(gradients(trainer, skipped, totals), gradients(trainer, kept, totals))
+
+    batches, policy = minibatch_of(trainer, skipped, totals).batches, trainer.policy
+    entropy = torch.cat([trainer.update.head_outputs(policy, b, "entropy").entropy for b in batches])
+    metrics = trainer.update.run(skipped, totals, Clock())
+    assert metrics["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_ratio/region_mean"] == 0
+    assert metrics["sampling/logp_difference_mean"] < 1e-4
+
+
+def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows by one for each forward of the policy; true where it is for a gradient."""
+    forward, calls = trainer.policy.hidden_states, []
+
+    def counted(batch: Any) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return forward(batch)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("old_logprobs", "minibatches", "extra"),
+    [("recompute", 1, 0), ("recompute", 2, 1), ("sampler", 2, 0)],
+)
+def test_old_logprobs_cost_a_forward_only_for_minibatches_whose_turn_comes_after_an_update(
+    make_trainer, monkeypatch, old_logprobs: str, minibatches: int, extra: int
+):
+    sections = {"num_iterations": 2, "minibatches": minibatches, "old_logprobs": old_logprobs}
+    trainer = make_trainer(**sections, micro_batch_tokens=4096, optimizer={"learning_rate": 2e-2})
+    calls = count_forwards(trainer, monkeypatch)
+    metrics = trainer.train_step().metrics
+    assert calls.count(True) == 2 * minibatches and calls.count(False) == extra
+    assert metrics["clip_ratio/region_mean"] > 0  # the second epoch is off-policy
+
+
+def test_old_logprobs_of_later_epochs_are_those_of_the_policy_that_sampled(make_trainer, seed):
+    trainer = make_trainer(num_iterations=2, seed=seed)
+    minibatch = minibatch_of(trainer, *collected(trainer))
+    with torch.no_grad():
+        expected = [trainer.update.head_outputs(trainer.policy, batch).logprob for batch in minibatch.batches]
+    config, update = trainer.update.loss_config(), trainer.update
+    updated, shares = update.backward(minibatch, config)
+    update.step(shares, config)
+    again, _ = update.backward(updated, config)
+    for before, after, later in zip(expected, updated.batches, again.batches, strict=True):
+        torch.testing.assert_close(after.old_logprobs, before, rtol=0, atol=1e-6)
+        assert later.old_logprobs is after.old_logprobs
+
+
+def test_the_samplers_logprobs_as_old_ones_put_its_error_into_the_ratio(make_trainer, seed):
+    trainer = make_trainer(old_logprobs="sampler", seed=seed)
+    samples, totals = collected(trainer)
+    for given, ratio in ((samples, 1.0), (shifted(samples, -0.5), math.exp(0.5))):
+        minibatch = minibatch_of(trainer, given, totals)
+        metrics = sum_metrics(trainer.update.backward(minibatch, trainer.update.loss_config())[1])
+        assert metrics["policy/ratio_max"] == pytest.approx(ratio, rel=1e-3)
+        assert (metrics["clip_ratio/high_mean"] > 0) == (ratio > 1.2)
+
+
+def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_forward(
+    make_trainer, monkeypatch, seed
+):
+    loss = {"sampler_correction": "token_truncate", "sampler_clip_max": 1.25}
+    trainer = make_trainer(loss=loss, seed=seed, micro_batch_tokens=4096)
+    samples, totals = collected(trainer)
+    expected: Gradients = {}
+    for shift, weight in ((0.0, 1.0), (-0.1, math.exp(0.1)), (-1.0, 1.25)):
+        calls = count_forwards(trainer, monkeypatch)
+        _, grads = gradients(trainer, shifted(samples, shift), totals)
+        assert calls == [True]
+        expected = expected or grads
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, weight * expected[name], rtol=1e-3, atol=1e-5)
+
+    with pytest.raises(ValueError, match="sampler_correction = 'token_truncate'"):
+        make_trainer(old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
+
+
+def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(make_trainer):
+    trainer = make_trainer(model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
+    names = set(trainer.policy.trainable())
+    assert names and all("lora_" in name for name in names)
+    first, second = trainer.train_step().metrics, trainer.train_step().metrics
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-6
+
+
+def test_adaptive_entropy_raises_its_coefficient_while_the_entropy_is_below_its_target(make_trainer):
+    loss = {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.01}
+    trainer = make_trainer(loss=loss)
+    coefficients = [trainer.train_step().metrics["entropy_coef"] for _ in range(3)]
+    assert coefficients == pytest.approx([0.0, 0.01, 0.02])
+
+
+def limit_memory(
+    trainer: Trainer, tokens: int, monkeypatch: pytest.MonkeyPatch, *, backward: bool = False
+) -> list[int]:
+    """The policy's forward, or its backward after the head's, raises above so many tokens.
+
+    Returns:
+        The sizes that were refused.
+    """
     forward: Callable[..., torch.Tensor] = trainer.policy.hidden_states
     refused: list[int] = []
 
     def bounded(batch: Any) -> torch.Tensor:
-        hidden, tokens = forward(batch), batch.input_ids.numel()
+        size = batch.input_ids.numel()
 
-        def refuse(_: torch.Tensor) -> None:  # the head's backward is over: its gradient has been added
-            refused.append(tokens)
-            raise torch.OutOfMemoryError(f"tried to allocate for {tokens} tokens")
+        def refuse(_: Any = None) -> None:
+            refused.append(size)
+            raise torch.OutOfMemoryError(f"tried to allocate for {size} tokens")
 
-        if tokens > 40 and hidden.requires_grad:
+        if size > tokens and not backward:
+            refuse()
+        hidden = forward(batch)
+        if size > tokens and hidden.requires_grad:
             hidden.register_hook(refuse)
         return hidden
 
     monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
-    found = trainer.train_step()
-
-    assert refused
-    small = make_trainer(micro_batch_tokens=trainer.update.budget.limit, **sections)
-    assert found.metrics == small.train_step().metrics
-    assert torch.equal(flat_weights(trainer), flat_weights(small))
+    return refused
 
 
-def test_a_step_of_the_optimiser_that_does_not_fit_says_what_helps(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sections", "backward"),
+    [
+        ({}, True),
+        ({"model": {"dtype": "bfloat16"}}, True),
+        ({"num_iterations": 2}, False),
+        ({"loss": {"top_entropy_quantile": 0.5}}, False),
+        ({"model": {"lora": {"r": 4, "dropout": 0.5}}}, False),
+    ],
+    ids=str,
+)
+def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_start(
+    make_trainer, monkeypatch, seed: int, sections: dict[str, Any], backward: bool
 ) -> None:
+    trainer = make_trainer(seed=seed, micro_batch_tokens=4096, **sections)
+    refused = limit_memory(trainer, 40, monkeypatch, backward=backward)
+    found = trainer.train_step()
+    budget = trainer.update.budget.limit
+
+    assert refused and budget is not None and budget < min(refused)
+    assert found.timings["memory/micro_batch_tokens"] == budget
+    small = make_trainer(seed=seed, micro_batch_tokens=budget, **sections)
+    assert found.metrics == small.train_step().metrics
+    assert torch.equal(weights(trainer), weights(small))
+
+
+def test_a_step_of_the_optimiser_that_does_not_fit_says_what_helps(make_trainer, monkeypatch) -> None:
     optimizer = make_trainer().optimizer
-
-    def full() -> float:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(optimizer, "step", full)
-    with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora.*train_lm_head.*CUDA error"):
-        optimizer_step(optimizer)
+    errors = iter([RuntimeError("CUDA error: out of memory"), RuntimeError("size mismatch")])
 
     def broken() -> float:
-        raise RuntimeError("size mismatch")
+        raise next(errors)
 
     monkeypatch.setattr(optimizer, "step", broken)
+    with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora.*train_lm_head.*CUDA error"):
+        optimizer_step(optimizer)
     with pytest.raises(RuntimeError, match="size mismatch"):
         optimizer_step(optimizer)
 
 
-def test_only_the_optimiser_step_that_failed_is_repeated(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypatch, seed: int) -> None:
     sections = {"seed": seed, "num_iterations": 3, "minibatches": 2, "micro_batch_tokens": 4096}
     sections["loss"] = {"beta": 0.1}  # its reference log-probabilities move to the smaller micro-batches
     sections["advantage"] = {"skip_flat_groups": False}  # else few samples might be left
-    trainer = make_trainer(**sections)
-    steps, loss = [], update.packed_loss
+    trainer, whole = make_trainer(**sections), make_trainer(**sections)
+    steps, loss = [], update_module.packed_loss
     step = trainer.optimizer.step
     monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
 
@@ -163,27 +292,23 @@ def test_only_the_optimiser_step_that_failed_is_repeated(
             raise torch.OutOfMemoryError("later than the first")
         return loss(head, hidden, batch, *args, **options)
 
-    before = flat_weights(trainer)
+    before = weights(trainer)
     with monkeypatch.context() as patch:
-        patch.setattr(update, "packed_loss", late)
+        patch.setattr(update_module, "packed_loss", late)
         metrics = trainer.train_step().metrics
 
-    whole = make_trainer(**sections)
     expected = whole.train_step().metrics
     assert len(steps) == 6 and trainer.update.budget.limit <= 60
     for name in ("kl", "entropy", "grad_norm"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-2)
     # In the norm: where a gradient is rounding noise, Adam steps by the full rate in either direction.
-    distance = (flat_weights(trainer) - flat_weights(whole)).norm()
-    assert distance < 1e-2 * (flat_weights(whole) - before).norm()
+    distance = (weights(trainer) - weights(whole)).norm()
+    assert distance < 1e-2 * (weights(whole) - before).norm()
 
 
-def test_known_log_probabilities_move_to_the_tokens_they_belong_to(
-    make_trainer: Callable[..., Trainer],
-) -> None:
+def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer) -> None:
     trainer = make_trainer(micro_batch_tokens=4096)
-    samples, totals = collected(trainer)
-    minibatch = trainer.update.minibatch(samples, totals)
+    minibatch = trainer.update.minibatch(*collected(trainer))
     codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
     minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
 
@@ -194,11 +319,10 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(
     for batch in smaller.batches:
         expected = 1000 * batch.sample_ids[batch.sequence_ids] + batch.targets
         assert torch.equal(batch.old_logprobs, expected.float()) and batch.ref_logprobs is None
+    assert trainer.update.fitted(smaller, Attempt()) is smaller  # not laid out again where nothing changed
 
 
-def test_where_one_completion_does_not_fit_the_error_names_what_helps(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_completion_does_not_fit_the_error_names_what_helps(make_trainer, monkeypatch) -> None:
     trainer = make_trainer()
     limit_memory(trainer, 3, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError, match=r"gradient_checkpointing.*max_completion_length.*lora"):
@@ -207,7 +331,7 @@ def test_where_one_completion_does_not_fit_the_error_names_what_helps(
 
 
 def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_trainer, monkeypatch, caplog
 ) -> None:
     trainer = make_trainer(micro_batch_tokens=4096)
     limit_memory(trainer, 60, monkeypatch)
@@ -223,9 +347,7 @@ def test_the_run_says_so_once_and_a_resumed_one_begins_with_what_fits(
     assert resumed.update.micro_batch_tokens == trainer.update.budget.limit < 60
 
 
-def test_a_forward_for_fixed_log_probabilities_is_repeated_too(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_for_fixed_log_probabilities_is_repeated_too(make_trainer, monkeypatch) -> None:
     trainer = make_trainer(loss={"beta": 0.1, "kl_in_reward": True}, micro_batch_tokens=4096)
     refused = limit_memory(trainer, 60, monkeypatch)
     groups, _ = trainer.collect(Clock())
@@ -234,81 +356,62 @@ def test_a_forward_for_fixed_log_probabilities_is_repeated_too(
     assert totals.abs().max() < 1e-4  # the policy is its reference still
 
 
-def test_other_errors_are_not_taken_for_it(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_are_not_taken_for_it(make_trainer, monkeypatch) -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert not is_out_of_memory(RuntimeError("size mismatch"))
     assert not is_out_of_memory(ValueError("out of memory"))
-    trainer = make_trainer()
     attempts: list[int] = []
 
     def broken(*_: Any, **__: Any) -> Any:
         attempts.append(1)
         raise RuntimeError("size mismatch")
 
-    monkeypatch.setattr(update, "packed_loss", broken)
+    monkeypatch.setattr(update_module, "packed_loss", broken)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        trainer.train_step()
+        make_trainer().train_step()
     assert len(attempts) == 1
 
 
-def test_a_completion_longer_than_the_budget_is_not_laid_out_again_and_again(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer()
-    samples, totals = collected(trainer)
-    trainer.update.budget.limit = 2
-    minibatch = trainer.update.minibatch(samples, totals)
-    same = trainer.update.fitted(minibatch, Attempt())
-    assert same is minibatch
-
-
-def make(seed: int, *, tied: bool, **model: Any) -> tuple[Policy, PolicyOptimizer]:
-    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=tied)
-    torch.manual_seed(seed)
-    policy = random_policy(
-        config, ModelConfig(path="-", **model), attention="sdpa", device=torch.device("cpu")
-    )
-    return policy, PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1)
-
-
-def gradients(
-    policy: Policy, optimizer: PolicyOptimizer, batches: list[PackedBatch], *, in_place: bool
-) -> dict[str, torch.Tensor]:
-    """What the optimiser would step by."""
-    optimizer.zero_grad()
-    head = policy.head
-    for batch in batches:
-        into = optimizer.gradient_of(head.weight) if in_place else None
-        packed_loss(head, policy.hidden_states(batch), batch, weight_grad=into).loss.backward()
-    return {name: optimizer.gradient_of(p).clone() for name, p in policy.trainable().items()}
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2, "bos_token_id": 1}
+WORK = StepSizes(prompts=3, generations=2, prompt_length=6, completion_length=5, micro_batch_tokens=20)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_whole_models_gradient_is_that_of_autograd(seed: int, tied: bool, dtype: str) -> None:
-    policy, optimizer = make(seed, tied=tied, dtype=dtype)
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS, tie_word_embeddings=tied)
+    torch.manual_seed(seed)
+    model = ModelConfig(path="-", dtype=dtype)
+    policy = random_policy(config, model, attention="sdpa", device=torch.device("cpu"))
+    optimizer, head = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1), policy.head
+
+    def gradients(batches: Sequence[Any], *, in_place: bool) -> Gradients:
+        """What the optimiser would step by."""
+        optimizer.zero_grad()
+        for batch in batches:
+            into = optimizer.gradient_of(head.weight) if in_place else None
+            packed_loss(head, policy.hidden_states(batch), batch, weight_grad=into).loss.backward()
+        return {name: optimizer.gradient_of(p).clone() for name, p in policy.trainable().items()}
+
     batches = random_batches(policy, WORK)
     assert len(batches) > 1
-
-    found = gradients(policy, optimizer, batches, in_place=True)
-
-    expected = gradients(policy, optimizer, batches, in_place=False)
-    parts = [gradients(policy, optimizer, [batch], in_place=False) for batch in batches]
-    (head,) = (name for name, p in policy.trainable().items() if p is policy.head.weight)
-    assert found[head].norm() > 0
-    for name, gradient in expected.items():
-        if name != head:
-            assert torch.equal(found[name], gradient), name
+    found, expected = gradients(batches, in_place=True), gradients(batches, in_place=False)
+    (name,) = (name for name, p in policy.trainable().items() if p is head.weight)
+    mine, theirs = found.pop(name), expected.pop(name)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
     # Each of a micro-batch's gradients of the head is rounded, in 16 bits up to three times.
-    rounding = 4 * torch.finfo(getattr(torch, dtype)).eps
-    assert (found[head] - expected[head]).norm() <= rounding * sum(part[head].norm() for part in parts)
+    parts = sum(gradients([batch], in_place=False)[name].norm() for batch in batches)
+    assert mine.norm() > 0
+    assert (mine - theirs).norm() <= 4 * torch.finfo(getattr(torch, dtype)).eps * parts
 
 
-def test_a_frozen_head_has_no_gradient_to_add_to(seed: int) -> None:
-    for model in ({"lora": LoraConfig(r=4)}, {"train_lm_head": False}):
-        policy, optimizer = make(seed, tied=False, **model)
+@pytest.mark.parametrize("model", [{"lora": LoraConfig(r=4)}, {"train_lm_head": False}], ids=str)
+def test_a_frozen_head_has_no_gradient_to_add_to(model: dict[str, Any]) -> None:
+    config = AutoConfig.for_model("llama", **SIZES, **HEADS, tie_word_embeddings=False)
+    device = torch.device("cpu")
+    policy = random_policy(config, ModelConfig(path="-", **model), attention="sdpa", device=device)
+    optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1)
 
-        assert optimizer.gradient_of(policy.head.weight) is None
+    assert optimizer.gradient_of(policy.head.weight) is None

@@ -58,16 +58,9 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     policy = load_policy_of(None if args.model else args.config, config)
     questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
     sampling = evaluation_sampling(config, num_samples)
+    asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     with engine_for(config, policy, questions, sampling) as engine:
-        result = score_answers(
-            engine,
-            questions,
-            rewards,
-            sampling=sampling,
-            num_samples=num_samples,
-            threshold=config.evaluation.threshold,
-            reward_name=config.evaluation.reward,
-        )
+        result = score_answers(engine, questions, rewards, asked, sampling)
     print(evaluation_table(result, args.k, sampling.temperature))
     if args.output:
         text = json.dumps(evaluation_record(result, args.k, config.model.path), indent=1, allow_nan=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import string
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -61,6 +62,13 @@ MAKERS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_vllm_leaves_is_not_searched_for_garbage() -> Iterator[None]:
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
