@@ -99,7 +99,7 @@ class Head:
         """NaN where the lists of the sparse backward overflow."""
         from grpo_fast.head import accelerated
 
-        plan = replace(self.plan, backward="dense") if exact else self.plan
+        plan = replace(self.plan, tolerance=0.0) if exact else self.plan
         statistics, state = forward
         with mock.patch.object(accelerated, "_capturing", return_value=True):
             return accelerated.backward(self.problem, statistics, self.gradients, wanted, state, plan)[0]
@@ -284,7 +284,7 @@ def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]
 
 
 def _require_library() -> None:
-    from grpo_fast.head import cuda
+    from grpo_fast.kernels import cuda
 
     if not cuda.available():
         raise Unsupported("csrc/ was not built: install with nvcc on the path")

@@ -23,9 +23,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from grpo_fast.kernels import cuda
 from torch import Tensor
 
-from grpo_fast.head import cuda, tuning
+from grpo_fast.head import tuning
 from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 

@@ -13,7 +13,7 @@ float uniform() { return static_cast<float>(rand()) / static_cast<float>(RAND_MA
 
 int run_hidden_gradient(int64_t depth) {
   const int vocabulary = 40;
-  const std::vector<int32_t> counts = {300, 0, 41};
+  const std::vector<int32_t> counts = {260, 0, 3};
   const auto rows = static_cast<int64_t>(counts.size());
   const std::vector<uint16_t> weight(vocabulary * depth, 0x3F80);
   std::vector<uint16_t> gradient(rows * depth);
@@ -55,7 +55,7 @@ int run_mass_curve() {
 
 int main() {
   int failed = run_mass_curve();
-  for (const int64_t depth : {8, 2048, 4104, 37}) failed |= run_hidden_gradient(depth);
+  for (const int64_t depth : {8, 4104, 37}) failed |= run_hidden_gradient(depth);
   std::printf("ran\n");
   return failed;
 }

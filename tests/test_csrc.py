@@ -11,8 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from grpo_fast.head import cuda
+from grpo_fast.kernels import cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE_NVCC = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho library > "$2"\n'
@@ -60,122 +59,86 @@ def test_the_mass_curve_keeps_its_histogram_in_shared_memory(tmp_path):
     assert not re.search(r"\b(?:LDL|STL|ATOMS|RED)\b", code)
 
 
-def run_sanitized(sanitizer: str, sources: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Every kernel, emulated under one of g++'s sanitizers."""
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_the_emulated_kernels_have_no_race_and_no_bad_access(tmp_path, sanitizer):
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("the emulation of csrc/ needs g++")
-    program = folder / "run"
-    files = [ROOT / "tests" / "csrc_run.cpp", *sorted(sources.glob("*.cu"))]
-    options = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", f"-I{sources}", "-x", "c++"]
+    program, csrc = tmp_path / "run", ROOT / "csrc"
+    files = [ROOT / "tests" / "csrc_run.cpp", *sorted(csrc.glob("*.cu"))]
+    options = ["-std=c++20", "-pthread", f"-fsanitize={sanitizer}", f"-I{csrc}", "-x", "c++"]
     done = subprocess.run([compiler, *options, *files, "-o", program], capture_output=True, text=True)
     if "cannot find -l" in done.stderr or "cannot find lib" in done.stderr:
         pytest.skip(f"g++ came without its {sanitizer} sanitizer")
     assert done.returncode == 0, done.stderr
+
     ran = subprocess.run([program], capture_output=True, text=True)
+
     if "FATAL: " in ran.stderr:
         pytest.skip(f"the sanitizer cannot run here: {ran.stderr[:200]}")
-    return ran
-
-
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_the_emulated_kernels_have_no_race_and_no_bad_access(tmp_path, sanitizer):
-    done = run_sanitized(sanitizer, ROOT / "csrc", tmp_path)
-
-    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
-
-
-def test_a_forgotten_barrier_would_be_seen(tmp_path):
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    kernel = tmp_path / "csrc" / "hidden_gradient.cu"
-    call = "const int count = keep_entries(call, row, first, kept, warp_kept);\n"
-    kernel.write_text(kernel.read_text().replace(f"{call}    __syncthreads();", call))
-
-    done = run_sanitized("thread", tmp_path / "csrc", tmp_path)
-
-    assert "data race" in done.stderr
+    assert (ran.returncode, ran.stdout) == (0, "ran\n"), ran.stderr
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    copy = tmp_path / "checkout"
-    copy.mkdir()
+def build(tmp_path: Path):
+    """Runs setup.py in a copy of the checkout, with this nvcc and no other."""
+    checkout, tools = tmp_path / "checkout", tmp_path / "tools"
     for name in ("grpo_fast", "kernels", "csrc", "benchmarks"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "_cuda"))
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "_cuda"))
     for name in ("pyproject.toml", "setup.py", "README.md"):
-        shutil.copy(ROOT / name, copy / name)
-    return copy
-
-
-def build(
-    checkout: Path, nvcc: str | None, wanted: str | None, *, in_place: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """A wheel in `checkout/out`, or the library beside its sources; with this nvcc and no other."""
-    tools = checkout / "tools"
+        shutil.copy(ROOT / name, checkout / name)
+    setup = checkout / "setup.py"
+    setup.write_text(setup.read_text().replace("/usr/local/cuda", str(tools / "none")))
     (tools / "bin").mkdir(parents=True)
-    if nvcc is not None:
-        (tools / "bin" / "nvcc").write_text(nvcc)
-        (tools / "bin" / "nvcc").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tools / 'bin'}:/usr/bin:/bin", "CUDA_HOME": str(tools)}
-    environment.pop("CUDA_PATH", None)
-    environment.pop("GRPO_FAST_CUDA", None)
-    if wanted is not None:
-        environment["GRPO_FAST_CUDA"] = wanted
-    if nvcc is None:
-        source = (checkout / "setup.py").read_text()
-        (checkout / "setup.py").write_text(source.replace("/usr/local/cuda", str(tools / "none")))
-    pip = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", "out", "."]
-    command = [sys.executable, *(["setup.py", "build_ext", "--inplace"] if in_place else pip)]
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+
+    def build(nvcc: str | None, wanted: str | None, *command: str) -> tuple[int, str, Path]:
+        if nvcc is not None:
+            (tools / "bin" / "nvcc").write_text(nvcc)
+            (tools / "bin" / "nvcc").chmod(0o755)
+        environment = os.environ | {"PATH": f"{tools / 'bin'}:/usr/bin:/bin", "CUDA_HOME": str(tools)}
+        for name in ("CUDA_PATH", "GRPO_FAST_CUDA"):
+            environment.pop(name, None)
+        if wanted is not None:
+            environment["GRPO_FAST_CUDA"] = wanted
+        done = subprocess.run(
+            [sys.executable, "setup.py", *command],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stdout + done.stderr, checkout
+
+    return build
 
 
-def packed(checkout: Path) -> tuple[str, bool]:
-    """The wheel's tags, and whether it holds the library."""
-    (wheel,) = (checkout / "out").glob("*.whl")
-    return wheel.stem.split("-", 2)[2], "grpo_fast/_cuda/libgrpo_fast.so" in zipfile.ZipFile(wheel).namelist()
+@pytest.mark.parametrize(("nvcc", "holds"), [(FAKE_NVCC, True), (None, False)], ids=["nvcc", "no nvcc"])
+def test_a_wheel_holds_the_library_for_any_python_where_there_is_nvcc_and_else_is_pure(build, nvcc, holds):
+    error, said, checkout = build(nvcc, None, "-q", "bdist_wheel")
 
-
-def test_with_nvcc_the_wheel_holds_the_library_for_any_python(checkout):
-    done = build(checkout, FAKE_NVCC, None)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    tags, holds = packed(checkout)
-    assert holds and tags.startswith("py3-none-") and not tags.endswith("-any")
-
-
-@pytest.mark.parametrize(("nvcc", "wanted"), [(None, None), (FAKE_NVCC, "0")], ids=["no nvcc", "not wanted"])
-def test_without_the_library_the_wheel_is_pure(checkout, nvcc, wanted):
-    done = build(checkout, nvcc, wanted)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert packed(checkout) == ("py3-none-any", False)
-
-
-def test_a_checkout_builds_the_library_where_the_head_looks_for_it(checkout):
-    done = build(checkout, FAKE_NVCC, "1", in_place=True)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (checkout / cuda.LIBRARY.relative_to(ROOT)).is_file()
-
-
-def test_an_nvcc_that_fails_costs_the_library_and_not_the_installation(checkout):
-    done = build(checkout, BROKEN_NVCC, None)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not packed(checkout)[1]
+    assert not error, said
+    (wheel,) = (checkout / "dist").glob("*.whl")
+    tags = wheel.stem.split("-", 2)[2]
+    assert tags.startswith("py3-none-") and tags.endswith("-any") != holds
+    assert ("grpo_fast/_cuda/libgrpo_fast.so" in zipfile.ZipFile(wheel).namelist()) == holds
 
 
 @pytest.mark.parametrize(
-    ("nvcc", "wanted", "sentence"),
+    ("nvcc", "wanted", "built", "error"),
     [
-        (None, "1", "nvcc is neither on PATH nor in CUDA_HOME: install CUDA"),
-        (BROKEN_NVCC, "1", "no such architecture"),
-        (None, "yes", "GRPO_FAST_CUDA='yes': give 0"),
+        (FAKE_NVCC, "1", True, None),
+        (FAKE_NVCC, "0", False, None),
+        (BROKEN_NVCC, None, False, None),
+        (BROKEN_NVCC, "1", False, "no such architecture"),
+        (None, "1", False, "nvcc is neither on PATH nor in CUDA_HOME"),
+        (FAKE_NVCC, "yes", False, "GRPO_FAST_CUDA='yes'"),
     ],
-    ids=["no nvcc", "broken nvcc", "neither 0 nor 1"],
+    ids=["built", "not wanted", "broken", "broken and wanted", "no nvcc and wanted", "neither 0 nor 1"],
 )
-def test_a_library_that_must_be_built_and_cannot_is_an_error(checkout, nvcc, wanted, sentence):
-    done = build(checkout, nvcc, wanted)
+def test_a_checkout_builds_the_library_where_it_is_looked_for_and_fails_only_where_it_must_have_it(
+    build, nvcc, wanted, built, error
+):
+    failed, said, checkout = build(nvcc, wanted, "build_ext", "--inplace")
 
-    assert done.returncode
-    assert sentence in done.stdout + done.stderr
+    assert bool(failed) == (error is not None) and (error or "") in said, said
+    assert (checkout / cuda.LIBRARY.relative_to(ROOT)).is_file() == built

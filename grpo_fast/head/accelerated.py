@@ -30,9 +30,8 @@ from grpo_fast.head.problem import (
     Wanted,
 )
 from grpo_fast.kernels import TILE
-from grpo_fast.kernels.dense import dense_backward
+from grpo_fast.kernels.dense import Kept, dense_backward, row_aligned
 from grpo_fast.kernels.forward import row_results, tile_statistics
-from grpo_fast.kernels.kept import Kept, allocate
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import sparse_backward
 
@@ -49,7 +48,7 @@ def allocate_state(problem: HeadProblem, keep: bool) -> State:
     if not keep:
         return state
     return state._replace(
-        exponentials=allocate(rows, problem.vocabulary, problem.hidden),
+        exponentials=row_aligned(rows, problem.vocabulary, problem.hidden),
         maximum=problem.hidden.new_empty((tiles, rows), dtype=float32),
     )
 
@@ -60,7 +59,7 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         return RowStatistics.allocate(problem, request), allocate_state(problem, plan.keep)
     order, working = _rows_with_work_first(problem.targets)
     rows = _with_unit_stride(problem.rows(order))
-    exponentials = allocate(rows.hidden.shape[0], problem.vocabulary, rows.hidden) if plan.keep else None
+    exponentials = row_aligned(rows.hidden.shape[0], problem.vocabulary, rows.hidden) if plan.keep else None
     tiles = tile_statistics(
         rows,
         working,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo_fast.head.checks import (
-    check_kinds,
     check_outputs,
-    check_packed,
+    check_policy_loss,
     check_tolerance,
-    check_topk,
     check_weight_grad,
     flat_problem,
     is_number,
@@ -89,38 +88,18 @@ def linear_logprob(
             log-probability NaN.
     """
     wanted = check_outputs(outputs)
-    vocabulary = _vocabulary(weight, process_group)
-    problem = flat_problem(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, vocabulary
-    )
-    check_topk(topk, vocabulary or problem.vocabulary)
-    check_weight_grad(weight, weight_grad)
-    differentiable = wanted & _DIFFERENTIABLE | {"logprob"}
-    rows, certificate = _statistics(
-        problem, wanted, differentiable, tolerance, weight_grad, recompute, process_group
-    )
-
-    def shaped(name: str, statistic: Tensor) -> Tensor | None:
-        return statistic.reshape(targets.shape) if name in wanted else None
-
-    ids = logprobs = None
-    if topk:
-        found = top_entries(problem, rows.logsumexp.detach(), topk, process_group)
-        ids, logprobs = (part.reshape(*targets.shape, topk) for part in found)
-    is_largest = None
+    problem, rows, certificate = _statistics(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
+        weight_grad, recompute, process_group, wanted, wanted & _DIFFERENTIABLE,
+    )  # fmt: skip
+    found = {"log_sum_sq_probs": rows.log_sum_sq} | rows._asdict()
     if "argmax_is_target" in wanted:
-        is_largest = ((rows.target_logit >= rows.max_logit) & (problem.targets >= 0)).reshape(targets.shape)
-    return HeadOutput(
-        logprob=rows.logprob.reshape(targets.shape),
-        entropy=shaped("entropy", rows.entropy),
-        logsumexp=shaped("logsumexp", rows.logsumexp),
-        mean_logit=shaped("mean_logit", rows.mean_logit),
-        argmax_is_target=is_largest,
-        log_sum_sq_probs=shaped("log_sum_sq_probs", rows.log_sum_sq),
-        topk_ids=ids,
-        topk_logprobs=logprobs,
-        certificate=certificate,
-    )
+        found["argmax_is_target"] = (rows.target_logit >= rows.max_logit) & (problem.targets >= 0)
+    shaped = {name: found[name].reshape(targets.shape) for name in wanted | {"logprob"}}
+    if topk:
+        top = top_entries(problem, rows.logsumexp.detach(), topk, process_group)
+        shaped["topk_ids"], shaped["topk_logprobs"] = (part.reshape(*targets.shape, topk) for part in top)
+    return HeadOutput(**shaped, certificate=certificate)
 
 
 def linear_cross_entropy(
@@ -169,13 +148,10 @@ def linear_cross_entropy(
         wanted.add("logsumexp")
     if label_smoothing:
         wanted.add("mean_logit")
-    problem = flat_problem(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index,
-        _vocabulary(weight, process_group),
+    problem, s, _ = _statistics(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
+        weight_grad, recompute, process_group, wanted, wanted,
     )  # fmt: skip
-    check_weight_grad(weight, weight_grad)
-    needed = frozenset(wanted)
-    s, _ = _statistics(problem, needed, needed, tolerance, weight_grad, recompute, process_group)
     losses = -(1 - label_smoothing) * s.logprob
     if label_smoothing:
         losses = losses + label_smoothing * (s.logsumexp - s.mean_logit)
@@ -240,32 +216,21 @@ def linear_grpo_loss(
         TypeError, ValueError: as `linear_logprob`, or an input that the loss needs is missing.
     """
     config = GRPOLossConfig() if config is None else config
-    check_kinds(config, totals)
-    per_token = {
-        "targets": targets,
-        "advantages": advantages,
-        "sequence_ids": sequence_ids,
-        "old_logprobs": old_logprobs,
-        "ref_logprobs": ref_logprobs,
-        "sampler_logprobs": sampler_logprobs,
-        "loss_mask": loss_mask,
-        "group_ids": group_ids,
-    }
-    check_packed(hidden, per_token, num_sequences)
+    per_token: dict[str, Any] = {
+        "advantages": advantages, "sequence_ids": sequence_ids, "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "group_ids": group_ids,
+    }  # fmt: skip
+    packed = per_token | {"targets": targets, "loss_mask": loss_mask}
+    check_policy_loss(hidden, packed, num_sequences, config, totals)
     counted = targets != ignore_index
     loss_mask = counted if loss_mask is None else loss_mask.bool() & counted
     targets = torch.where(loss_mask, targets, ignore_index)
-    problem = flat_problem(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index,
-        _vocabulary(weight, process_group),
-    )  # fmt: skip
-    check_weight_grad(weight, weight_grad)
     needs_entropy = config.needs_entropy
-    wanted = frozenset({"logprob", "entropy"} if entropy or needs_entropy else {"logprob"})
-    differentiable = wanted if needs_entropy else frozenset({"logprob"})
-    rows, certificate = _statistics(
-        problem, wanted, differentiable, tolerance, weight_grad, recompute, process_group
-    )
+    wanted = {"logprob", "entropy"} if entropy or needs_entropy else {"logprob"}
+    problem, rows, certificate = _statistics(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, tolerance,
+        weight_grad, recompute, process_group, wanted, wanted if needs_entropy else {"logprob"},
+    )  # fmt: skip
     token_entropy = rows.entropy if "entropy" in wanted else None
     if token_entropy is not None and not needs_entropy:
         token_entropy = token_entropy.detach()
@@ -273,16 +238,11 @@ def linear_grpo_loss(
         num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
     inputs = LossInputs(
         logprobs=rows.logprob,
-        advantages=advantages,
-        sequence_ids=sequence_ids,
         loss_mask=loss_mask,
         num_sequences=num_sequences,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        sampler_logprobs=sampler_logprobs,
         entropy=token_entropy,
-        group_ids=group_ids,
         totals=totals,
+        **per_token,
     )
     fused = path_of(problem) == "triton" and fuses(inputs, config)
     result = fused_policy_loss(inputs, config) if fused else policy_loss(inputs, config)
@@ -295,24 +255,30 @@ def linear_grpo_loss(
     )
 
 
-def _vocabulary(weight: Tensor, process_group: ProcessGroup | None) -> int | None:
-    """Entries over all shards, where `weight` is one of several."""
-    if process_group is None:
-        return None
-    if not isinstance(process_group, ProcessGroup):
-        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
-    return shard_bounds(weight.shape[0], process_group)[1]
-
-
 def _statistics(
-    problem: HeadProblem,
-    wanted: frozenset[str],
-    differentiable: frozenset[str],
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
     tolerance: float | None,
     weight_grad: Tensor | None,
     recompute: bool,
     process_group: ProcessGroup | None,
-) -> tuple[RowStatistics, Certificate]:
+    wanted: Set[str],
+    differentiable: Set[str],
+) -> tuple[HeadProblem, RowStatistics, Certificate]:
+    """What the public functions share: their arguments judged, and the statistics that they are made of."""
+    if not isinstance(process_group, ProcessGroup | None):
+        raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
+    vocabulary = None if process_group is None else shard_bounds(weight.shape[0], process_group)[1]
+    problem = flat_problem(
+        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, vocabulary
+    )
+    check_weight_grad(weight, weight_grad)
     check_tolerance(tolerance)
     request = Request(
         entropy="entropy" in wanted,
@@ -323,5 +289,5 @@ def _statistics(
         tolerance=tolerance,
     )
     if process_group is None:
-        return head_statistics(problem, request, differentiable, weight_grad)
-    return parallel_statistics(problem, request, differentiable, weight_grad, process_group)
+        return problem, *head_statistics(problem, request, differentiable, weight_grad)
+    return problem, *parallel_statistics(problem, request, differentiable, weight_grad, process_group)

@@ -1,152 +1,128 @@
-"""The certified backward in plain torch: what the kernels leave out, left out.
+"""What the kernels would leave out of a backward, left out in plain torch.
 
 Where no kernel runs it saves no time. It shows what a tolerance does to a training run on any device, and is
 the second oracle of the kernels' tests. The rules and their reasons are those of `kernels/select.py`,
-`kernels/balance.py` and `kernels/sparse_rows.py`, said here once more as plainly as they can be; nothing is
-rounded to half precision on the way. Rows are worked on a few at a time.
+`kernels/balance.py` and `kernels/sparse_rows.py`; nothing is rounded to half precision on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 from math import log
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo_fast.head.problem import (
-    HeadGradients,
-    HeadProblem,
-    LogitGradient,
-    RowGradients,
-    RowStatistics,
-    Wanted,
-)
-from grpo_fast.head.reference import logits, product_gradient, scattered
+from grpo_fast.head.plan import Chunks
+from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
 from grpo_fast.kernels import BF16_ROUNDING, CANDIDATES, EMIT_SHARE, LEVELS, PAIR_SHARE, TILE
 
-_BLOCK_BYTES = 64 << 20
 
-
-def backward(
-    problem: HeadProblem,
-    statistics: RowStatistics,
-    gradients: RowGradients,
-    wanted: Wanted,
-    tolerance: float,
-) -> tuple[HeadGradients, dict[str, Tensor]]:
-    """Gradients through the log-probability and the log-sum-exp, and the certificate's numbers.
-
-    Args:
-        gradients: none through the entropy or the mean logit, which are not sparse.
-    """
-    rows = LogitGradient.of(problem, statistics, gradients)
-    index = rows.live().nonzero().squeeze(1)
-    live, rows = problem.rows(index), rows.rows(index)
-    # What rounding the logit gradient to bfloat16 may cost; a row of NaN is not counted.
-    sizes = rows.target.abs() + rows.mass.abs() * -statistics.logprob[index].expm1()
-    unit = BF16_ROUNDING * sizes.nan_to_num(nan=0.0).square().sum().sqrt()
-    budget, levels = tolerance * unit, _levels(rows.mass)
-
-    def balanced(curve: Callable[[_Block], Tensor], budget: Tensor) -> _Balance:
-        curves = [curve(block) for block in _blocks(live, rows)]
-        whole = torch.cat(curves, 1) if curves else levels.new_zeros(LEVELS, 0)
-        return _balance(whole, levels, rows.mass.abs(), budget)
-
-    pairs = entries = balanced(
-        lambda b: _left_out_below(b.tile_mass.where(~b.target_tile, 0), levels), PAIR_SHARE * budget
-    )
-    if wanted.hidden:
-        entries = balanced(lambda b: _entry_curve(b, pairs, levels), budget)
-
-    def zeros(want: bool, *shape: int) -> Tensor | None:
-        return levels.new_zeros(shape) if want else None
-
-    of_hidden = zeros(wanted.hidden, *live.hidden.shape)
-    of_weight = zeros(wanted.weight, *problem.weight.shape)
-    of_bias = zeros(wanted.bias, problem.vocabulary)
-    weight, visited = problem.weight.to(levels.dtype), levels.new_zeros(())
-    for block in _blocks(live, rows):
-        visited_tiles = block.visited(pairs)
-        kept = block.gradient.where(_over_columns(visited_tiles, problem.vocabulary), 0)
-        visited += visited_tiles.sum()
-        if of_weight is not None:
-            of_weight.addmm_(kept.t(), block.hidden)
-        if of_bias is not None:
-            of_bias += kept.sum(0)
-        if of_hidden is not None:
-            least = torch.maximum(entries.threshold, EMIT_SHARE * pairs.threshold)[block.part, None]
-            small = ~block.target & (block.share < least)
-            of_hidden[block.part] = (block.gradient if entries.unmet else kept.where(~small, 0)) @ weight
-    left_out = entries.left_out
-    if entries.unmet:
-        left_out = pairs.left_out if wanted.weight or wanted.bias else torch.zeros_like(left_out)
-    if of_weight is not None:
-        into = wanted.into_weight
-        of_weight = of_weight.to(problem.weight.dtype) if into is None else into.add_(of_weight)
-    found = HeadGradients(
-        None if of_hidden is None else scattered(of_hidden, index, problem.hidden),
-        of_weight,
-        of_bias if of_bias is None or problem.bias is None else of_bias.to(problem.bias.dtype),
-    )
-    error = (rows.mass * left_out).nan_to_num().square().sum().sqrt()
-    tiles = -(-problem.vocabulary // TILE)
-    return found, {
-        "density": visited / max(problem.targets.numel() * tiles, 1),
-        "left_out_mean": left_out.sum() / max(left_out.numel(), 1),
-        "left_out_max": left_out.max() if left_out.numel() else left_out.sum(),
-        "error_bound": torch.where(error > 0, error / unit, 0.0),
-    }
-
-
-class _Balance(NamedTuple):
-    """Per live row what may be left out, (n,); `unmet`: even nothing is too much."""
+@dataclass(frozen=True)
+class Balance:
+    """Per row what may be left out, (n,); `unmet`: even nothing is too much."""
 
     threshold: Tensor
     left_out: Tensor
-    unmet: bool
+    unmet: bool = False
 
 
-class _Block(NamedTuple):
-    """A few rows, b, over the whole vocabulary: V entries in T tiles."""
+@dataclass(frozen=True)
+class Selection:
+    """What the gradients of n rows over T tiles leave out: whole tiles, and dX single entries besides."""
 
-    part: slice  # of the live rows
-    hidden: Tensor  # (b, H) in the accumulator's dtype
-    gradient: Tensor  # (b, V) dL/d(x·w + bias)
-    share: Tensor  # (b, V) the same, as a probability
-    target: Tensor  # (b, V) bool
-    tile_mass: Tensor  # (b, T) probability
-    target_tile: Tensor  # (b, T) bool
+    rows: LogitGradient
+    targets: Tensor  # (n,)
+    scale: Tensor  # (n,) |dL/d(x·w)| per probability
+    visited: Tensor  # (n, T) bool
+    pairs: Balance  # of the tiles
+    entries: Balance  # of the entries in visited tiles, and what the others leave out
+    unit: Tensor  # () the certified error of rounding the logit gradient to bfloat16
 
-    def visited(self, pairs: _Balance) -> Tensor:
-        """(b, T) bool. A tile of NaN is visited, so that it reaches the gradient."""
-        below = (self.tile_mass < pairs.threshold[self.part, None]) | (self.tile_mass == 0)
-        return ~below | self.target_tile
+    def kept(self, gradient: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Of the logit gradient (b, w) of some rows and columns, what goes into dW, and what into dX."""
+        of_pairs = gradient.where(self._over(part, columns), 0)
+        if self.entries.unmet:
+            return of_pairs, gradient
+        least = torch.maximum(self.entries.threshold, EMIT_SHARE * self.pairs.threshold)[part, None]
+        is_target, share = self._shares(gradient, part, columns)
+        return of_pairs, of_pairs.where(is_target | ~(share < least), 0)
+
+    def metrics(self, wanted: Wanted, density_of: int) -> dict[str, Tensor]:
+        """The certificate's numbers; `density_of`: all pairs, those of other rows among them."""
+        left_out = self.entries.left_out
+        if self.entries.unmet:
+            left_out = self.pairs.left_out if wanted.weight or wanted.bias else torch.zeros_like(left_out)
+        error = (self.rows.mass * left_out).nan_to_num().square().sum().sqrt()
+        return {
+            "density": self.visited.sum() / max(density_of, 1),
+            "left_out_mean": left_out.sum() / max(left_out.numel(), 1),
+            "left_out_max": left_out.max() if left_out.numel() else left_out.sum(),
+            "error_bound": torch.where(error > 0, error / self.unit, 0.0),
+        }
+
+    def entry_sums(self, gradient: Tensor, part: slice, columns: slice, levels: Tensor) -> Tensor:
+        """(LEVELS, b): what is not emitted, and the emitted entries below each level; of visited tiles."""
+        is_target, share = self._shares(gradient, part, columns)
+        share = share.where(self._over(part, columns) & ~is_target, 0)
+        quiet = share < EMIT_SHARE * self.pairs.threshold[part, None]
+        return share.where(quiet, 0).sum(1) + _sums_below(share.where(~quiet, 0), levels)
+
+    def _over(self, part: slice, columns: slice) -> Tensor:
+        """(b, w) bool: in a visited tile."""
+        visited = self.visited[part, _tiles(columns)].repeat_interleave(TILE, 1)
+        return visited[:, : columns.stop - columns.start]
+
+    def _shares(self, gradient: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """(b, w): where the target is, and the probability that an entry counts as."""
+        vocabulary = torch.arange(columns.start, columns.stop, device=gradient.device)
+        scale = self.scale[part, None]
+        share = torch.where(scale == 0, 0, gradient.abs() / scale)
+        return vocabulary == self.targets[part, None], share
 
 
-def _blocks(problem: HeadProblem, rows: LogitGradient) -> Iterator[_Block]:
-    vocabulary, kind = problem.vocabulary, problem.accumulator
-    height = max(1, _BLOCK_BYTES // (vocabulary * kind.itemsize))
-    everything = slice(0, vocabulary)
-    for start in range(0, problem.hidden.shape[0], height):
-        part = slice(start, start + height)
-        block, of_block = problem.rows(part), rows.rows(part)
-        p = (logits(block, everything) - of_block.logsumexp[:, None]).exp_()
-        gradient = product_gradient(block, of_block, everything)
-        scale = of_block.mass.abs() * block.logit_scale
-        if block.inv_temperature is not None:
-            scale = scale * block.inv_temperature.to(kind)
-        targets = block.targets[:, None]
-        tiles = torch.arange(-(-vocabulary // TILE), device=targets.device)
-        yield _Block(
-            part, block.hidden.to(kind), gradient,
-            share=torch.where(scale[:, None] == 0, 0, gradient.abs() / scale[:, None]),
-            target=torch.arange(vocabulary, device=targets.device) == targets,
-            tile_mass=F.pad(p, (0, -vocabulary % TILE)).unflatten(1, (-1, TILE)).sum(2),
-            target_tile=(tiles == targets // TILE) & (targets < vocabulary),
-        )  # fmt: skip
+def select(
+    problem: HeadProblem,
+    rows: LogitGradient,
+    logprob: Tensor,
+    wanted: Wanted,
+    tolerance: float,
+    chunks: Chunks,
+) -> Selection:
+    """For gradients through the log-probability and the log-sum-exp; others are not sparse."""
+    targets, count = problem.targets, problem.targets.numel()
+    blocks = list(product(chunks.of_rows(count), chunks.of_columns(problem.vocabulary)))
+    # A row of NaN is not counted.
+    sizes = rows.target.abs() + rows.mass.abs() * -logprob.expm1()
+    unit = BF16_ROUNDING * sizes.nan_to_num(nan=0.0).square().sum().sqrt()
+    levels = _levels(rows.mass)
+    tile = torch.arange(-(-problem.vocabulary // TILE), device=targets.device)
+    mass = rows.mass.new_empty(count, tile.numel())
+    for part, columns in blocks:
+        p = (problem.rows(part).logits(columns) - rows.logsumexp[part, None]).exp_()
+        mass[part, _tiles(columns)] = F.pad(p, (0, -p.shape[1] % TILE)).unflatten(1, (-1, TILE)).sum(2)
+    has_target = (tile == targets[:, None] // TILE) & (targets < problem.vocabulary)[:, None]
+    curve = _sums_below(mass.where(~has_target, 0), levels)
+    pairs = _balance(curve, levels, rows.mass.abs(), PAIR_SHARE * tolerance * unit)
+    # A tile of NaN is visited, so that it reaches the gradient.
+    visited = has_target | ~((mass < pairs.threshold[:, None]) | (mass == 0))
+    scale = rows.mass.abs() * problem.logit_scale
+    if problem.inv_temperature is not None:
+        scale = scale * problem.inv_temperature.to(scale.dtype)
+    selection = Selection(rows, targets, scale, visited, pairs, pairs, unit)
+    if not wanted.hidden:
+        return selection
+    curve = pairs.left_out.expand(LEVELS, count).clone()
+    for part, columns in blocks:
+        gradient = rows.rows(part).of_products(problem.rows(part), columns)
+        curve[:, part] += selection.entry_sums(gradient, part, columns, levels)
+    return replace(selection, entries=_balance(curve, levels, rows.mass.abs(), tolerance * unit))
+
+
+def _tiles(columns: slice) -> slice:
+    return slice(columns.start // TILE, -(-columns.stop // TILE))
 
 
 def _levels(like: Tensor) -> Tensor:
@@ -155,23 +131,14 @@ def _levels(like: Tensor) -> Tensor:
     return torch.where(halves < LEVELS - 1, torch.exp(-(4 + 0.5 * halves) * log(2)), 0)
 
 
-def _left_out_below(masses: Tensor, levels: Tensor) -> Tensor:
+def _sums_below(masses: Tensor, levels: Tensor) -> Tensor:
     """(LEVELS, b): the sum of a row's masses, (b, K), below each level."""
     bucket = torch.bucketize(masses, levels.flip(0), right=True)
     sums = masses.new_zeros(masses.shape[0], LEVELS + 1).scatter_add_(1, bucket, masses)
     return sums[:, :LEVELS].cumsum(1).flip(1).t()
 
 
-def _entry_curve(block: _Block, pairs: _Balance, levels: Tensor) -> Tensor:
-    """(LEVELS, b): what whole pairs leave out, what is not emitted, and the emitted entries below."""
-    visited = _over_columns(block.visited(pairs), block.share.shape[1])
-    share = block.share.where(visited & ~block.target, 0)
-    quiet = share < EMIT_SHARE * pairs.threshold[block.part, None]
-    behind = pairs.left_out[block.part] + share.where(quiet, 0).sum(1)
-    return behind + _left_out_below(share.where(~quiet, 0), levels)
-
-
-def _balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> _Balance:
+def _balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> Balance:
     """Per row the level, of (LEVELS, n) masses below each, that keeps Σ (weight·left_out)² within budget²."""
     counted = torch.maximum(curve, levels[:, None])
     cost = (weight.square() * levels[:, None] * counted).nan_to_num(nan=torch.inf)
@@ -183,9 +150,4 @@ def _balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> _
         if spent <= budget.square():
             break
     left_out = curve.gather(0, chosen[None])[0]
-    return _Balance(levels[chosen], left_out, unmet=bool(spent > budget.square()))
-
-
-def _over_columns(of_tiles: Tensor, vocabulary: int) -> Tensor:
-    """(b, T) -> (b, V)."""
-    return of_tiles.repeat_interleave(TILE, 1)[:, :vocabulary]
+    return Balance(levels[chosen], left_out, unmet=bool(spent > budget.square()))

@@ -16,11 +16,14 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 OUTPUTS = ("logprob", "entropy", "logsumexp", "mean_logit", "argmax_is_target", "log_sum_sq_probs")
 
-_NEEDED = ("targets", "advantages", "sequence_ids")
-_IDS = ("targets", "sequence_ids", "group_ids")
 _INTEGERS = (torch.int64, torch.int32)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks in any of these
+_PER_TOKEN = {
+    "targets": _INTEGERS, "advantages": _FLOATS, "sequence_ids": _INTEGERS, "old_logprobs": _FLOATS,
+    "ref_logprobs": _FLOATS, "sampler_logprobs": _FLOATS, "loss_mask": _MASKS, "group_ids": _INTEGERS,
+}  # fmt: skip
+_NEEDED = ("targets", "advantages", "sequence_ids")
 
 
 def flat_problem(
@@ -43,7 +46,7 @@ def flat_problem(
         TypeError: not a tensor of the right kind.
         ValueError: shapes or values that do not fit together.
     """
-    _check_tensors(hidden, weight, targets, bias)
+    _check_operands(hidden, weight, targets, bias)
     if not (is_number(logit_scale) and logit_scale > 0):
         raise ValueError(f"logit_scale must be a positive number, got {logit_scale!r}")
     if softcap is not None and not (is_number(softcap) and softcap > 0):
@@ -75,15 +78,12 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
         ValueError: a name that the head does not know.
     """
     if isinstance(outputs, str):
-        raise ValueError(
-            f"outputs must be a sequence of names, got the string {outputs!r}: write ({outputs!r},)"
-        )
+        raise ValueError(f"outputs must be a sequence of names, got a string: write ({outputs!r},)")
     if not isinstance(outputs, Iterable):
         raise TypeError(f"outputs must be a sequence of names, got {outputs!r}: choose from {list(OUTPUTS)}")
     wanted = frozenset(outputs)
-    unknown = [name for name in wanted if name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"outputs has unknown names {unknown}: choose from {list(OUTPUTS)}")
+    if unknown := wanted - set(OUTPUTS):
+        raise ValueError(f"outputs has unknown names {sorted(unknown)}: choose from {list(OUTPUTS)}")
     return wanted
 
 
@@ -93,28 +93,10 @@ def is_number(value: object, least: float = 0.0, most: float = math.inf) -> Type
     return isinstance(value, Real) and least <= value <= most and value < math.inf  # type: ignore[operator]
 
 
-def check_topk(topk: int, vocabulary: int) -> None:
-    """Raises ValueError unless it is a number of entries of the vocabulary."""
-    if not isinstance(topk, int) or isinstance(topk, bool) or topk < 0:
-        raise ValueError(f"topk must be a number of entries, 0 for none, got {topk!r}")
-    if topk > vocabulary:
-        raise ValueError(f"topk must be at most the vocabulary of {vocabulary}, got {topk}")
-
-
 def check_tolerance(tolerance: float | None) -> None:
     """Raises ValueError unless the tolerance is None, or finite and at least 0."""
     if tolerance is not None and not is_number(tolerance):
         raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
-
-
-def check_kinds(config: GRPOLossConfig, totals: StepTotals | None) -> None:
-    """Raises TypeError for a loss or totals of another type."""
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
-    if totals is not None and not isinstance(totals, StepTotals):
-        raise TypeError(
-            f"totals must be a grpo_fast.StepTotals, or None where the batch is the step, got {totals!r}"
-        )
 
 
 def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
@@ -124,15 +106,7 @@ def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
     """
     if weight_grad is None:
         return
-    if not isinstance(weight_grad, Tensor) or weight_grad.dtype not in _FLOATS:
-        raise TypeError(
-            f"weight_grad must be a float tensor of weight's shape, or None, got {_kind(weight_grad)}"
-        )
-    if weight_grad.shape != weight.shape or weight_grad.device != weight.device:
-        raise ValueError(
-            f"weight_grad is {tuple(weight_grad.shape)} on {weight_grad.device}, "
-            f"weight {tuple(weight.shape)} on {weight.device}: they must agree"
-        )
+    _check("weight_grad", weight_grad, _FLOATS, weight.shape, weight.device, "(V, H) as weight")
     if weight_grad.stride(1) != 1 or weight_grad.requires_grad:
         raise ValueError("weight_grad must have unit stride along H and require no gradient: make a new one")
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
@@ -142,33 +116,43 @@ def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:
         )
 
 
-def check_packed(hidden: Tensor, per_token: Mapping[str, Tensor | None], num_sequences: int | None) -> None:
+def check_policy_loss(
+    hidden: Tensor,
+    per_token: Mapping[str, Tensor | None],
+    num_sequences: int | None,
+    config: GRPOLossConfig,
+    totals: StepTotals | None,
+) -> None:
     """Judges what a policy loss reads beside the head's arguments: flat, of one length, on one device.
 
     Args:
         per_token: (N,) tensors by argument's name, None for one that may be left out and is.
 
     Raises:
-        TypeError: not a tensor, or of the wrong kind of numbers.
+        TypeError: not a tensor, of the wrong kind of numbers, or a loss or totals of another type.
         ValueError: shapes, devices or sequence ids that do not fit together, or a mask that weighs. Ids and
             mask are read on a CPU only.
     """
-    if not isinstance(hidden, Tensor):
-        raise TypeError(f"hidden must be an (N, H) float tensor, got {_kind(hidden)}")
+    if not isinstance(config, GRPOLossConfig):
+        raise TypeError(f"config must be a GRPOLossConfig, such as GRPOLossConfig('dapo'), got {config!r}")
+    if not isinstance(totals, StepTotals | None):
+        raise TypeError(f"totals must be a StepTotals, or None where the batch is the step, got {totals!r}")
+    _check("hidden", hidden, _FLOATS)
     if hidden.dim() != 2:
         raise ValueError(
             f"hidden must be (N, H), the packed batch, got shape {tuple(hidden.shape)}: select the rows that "
             "predict completion tokens, as hidden[mask]"
         )
+    spread = "(N,), one value a token; values[sequence_ids] spreads a sequence's"
     for name, tensor in per_token.items():
         if tensor is not None or name in _NEEDED:
-            _check_per_token(name, tensor, hidden)
+            _check(name, tensor, _PER_TOKEN[name], hidden.shape[:1], hidden.device, spread)
     if num_sequences is not None and (not isinstance(num_sequences, Integral) or num_sequences < 0):
         raise ValueError(f"num_sequences must be a count, or None to be read off, got {num_sequences!r}")
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ids, mask = per_token["sequence_ids"], per_token["loss_mask"]
-    if ids is not None:
+    if ids is not None and ids.numel():
         _check_sequences(ids, num_sequences)
     if mask is not None and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("loss_mask must hold zeros and ones: scale advantages to weigh tokens")
@@ -197,77 +181,57 @@ def check_values(problem: HeadProblem) -> None:
         )
 
 
-def _kind(value: object) -> str:
-    """What an argument of the wrong kind is, for its message."""
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _check_per_token(name: str, tensor: Tensor | None, hidden: Tensor) -> None:
-    kinds = _MASKS if name == "loss_mask" else _INTEGERS if name in _IDS else _FLOATS
+def _check(
+    name: str,
+    tensor: Tensor | None,
+    kinds: tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+    what: str = "",
+) -> None:
+    """Raises unless it is a tensor of one of the dtypes, and of the shape and device where they are given."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds:
-        wanted = str(kinds[0]).removeprefix("torch.")
-        raise TypeError(f"{name} must be an (N,) {wanted} tensor, got {_kind(tensor)}")
-    if tensor.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"{name} must be (N,) = ({hidden.shape[0]},), got shape {tuple(tensor.shape)}: one value a "
-            "token; values[sequence_ids] spreads a sequence's"
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        choice = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+        raise TypeError(f"{name} must be a tensor of {choice}, got {found}")
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(
+            f"{name} is a DTensor: give {name}.full_tensor(), or a split vocabulary as {name}.to_local() "
+            "with its process_group"
         )
-    _check_device(name, tensor, hidden)
+    if shape is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}: it is {what}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the others on {device}: move one to the other")
 
 
-def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move one to the other")
+def _check_operands(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    _check("hidden", hidden, _FLOATS)
+    _check("weight", weight, _FLOATS, device=hidden.device)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(
+            f"weight must be (V, H) with entries, got shape {tuple(weight.shape)}: gather it first where "
+            "FSDP or ZeRO-3 has split it"
+        )
+    leading = hidden.shape[:-1]
+    _check("hidden", hidden, _FLOATS, (*leading, weight.shape[1]), what="(..., H), H as in weight")
+    _check("targets", targets, _INTEGERS, leading, hidden.device, "of hidden's leading dimensions")
+    if bias is not None:
+        _check("bias", bias, _FLOATS, weight.shape[:1], hidden.device, "(V,) as in weight")
 
 
 def _check_sequences(ids: Tensor, num_sequences: int | None) -> None:
-    limit = math.inf if num_sequences is None else num_sequences
-    if ids.numel() and not 0 <= ids.min() <= ids.max() < limit:
+    if not 0 <= ids.min() <= ids.max() < (math.inf if num_sequences is None else num_sequences):
         raise ValueError(
             f"sequence_ids must lie in [0, num_sequences = {num_sequences}), got {int(ids.min())} to "
             f"{int(ids.max())}: number the batch's sequences from 0"
         )
-    runs = torch.unique_consecutive(ids)
-    if runs.numel() != torch.unique(runs).numel():
+    runs, count = torch.unique_consecutive(ids).numel(), torch.unique(ids).numel()
+    if runs != count:
         raise ValueError(
-            f"sequence_ids must keep a sequence's tokens together, got {len(runs)} runs of "
-            f"{len(torch.unique(runs))} ids: sort the tokens by sequence"
+            f"sequence_ids must keep a sequence's tokens together, got {runs} runs of {count} ids: sort the "
+            "tokens by sequence"
         )
-
-
-def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, tensor in operands.items():
-        if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
-            raise TypeError(
-                f"{name} must be a float32, bfloat16, float16 or float64 tensor, got {_kind(tensor)}"
-            )
-        if hasattr(tensor, "full_tensor"):
-            raise TypeError(
-                f"{name} is a DTensor: give {name}.full_tensor(), or a split vocabulary as {name}.to_local() "
-                "with its process_group"
-            )
-    if not isinstance(targets, Tensor) or targets.dtype not in _INTEGERS:
-        raise TypeError(f"targets must be an int64 tensor of token ids, got {_kind(targets)}")
-    if weight.numel() == 0:
-        raise ValueError(
-            f"weight must have entries, got shape {tuple(weight.shape)}: gather it first where FSDP or "
-            "ZeRO-3 has split it"
-        )
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be (V, H), got shape {tuple(weight.shape)}")
-    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be (..., H), H = {weight.shape[1]} as in weight, got shape {tuple(hidden.shape)}"
-        )
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must have hidden's leading shape {tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be (V,) = ({weight.shape[0]},), got shape {tuple(bias.shape)}")
-    for name, tensor in (operands | {"targets": targets}).items():
-        _check_device(name, tensor, hidden)
 
 
 @torch.compiler.assume_constant_result

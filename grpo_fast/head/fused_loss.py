@@ -32,11 +32,10 @@ _TOKENS = (
     *("logprobs", "advantages", "sequence_ids", "loss_mask"),
     *("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy"),
 )
-_SCHEMA = (
-    "(Tensor logprobs, Tensor advantages, Tensor sequence_ids, Tensor loss_mask, Tensor? old_logprobs, "
-    "Tensor? ref_logprobs, Tensor? sampler_logprobs, Tensor? entropy, int sequences, "
-    f"{', '.join(f'{kind.__name__} {name}' for name, kind in get_type_hints(PolicyLoss).items())}) -> "
-    "(Tensor, Tensor, Tensor, Tensor)"
+_ARGUMENTS = (
+    *(f"Tensor{'?' * (place > 3)} {name}" for place, name in enumerate(_TOKENS)),
+    "int sequences",
+    *(f"{kind.__name__} {name}" for name, kind in get_type_hints(PolicyLoss).items()),
 )
 
 
@@ -104,38 +103,25 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def _metrics(result: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> dict[str, Tensor]:
-    """Views of the kernel's results under the objective's names."""
-    found = dict(zip(RESULTS, result.unbind(), strict=True))
-    metrics = {f"policy/{name}": found[name] for name in ("ratio_mean", "ratio_min", "ratio_max")}
-    metrics["policy/masked_mean"] = found["masked_mean"]
+    """Views of the kernel's results, of what the loss has."""
     cuts = [cut for cut in _CUTS[config.facts.surrogate] if cut != "delta" or config.delta is not None]
-    names = [f"{cut}_mean" for cut in cuts]
-    names += ["low_min", "region_mean"] if "low" in cuts else []
-    names += ["high_max"] if "high" in cuts else []
-    metrics |= {f"clip_ratio/{name}": found[name] for name in names}
-    if inputs.entropy is not None:
-        metrics["entropy"] = found["entropy"]
-    if inputs.ref_logprobs is not None:
-        metrics["kl"] = found["kl"]
-    if inputs.sampler_logprobs is not None:
-        metrics |= {f"sampling/{name}": found[source] for name, source in _SAMPLING.items()}
-    return metrics
+    has = {f"clip_ratio/{cut}" for cut in cuts} | {"policy"}
+    if "low" in cuts:
+        has.add("clip_ratio/region")
+    optional = {"entropy": inputs.entropy, "kl": inputs.ref_logprobs, "sampling": inputs.sampler_logprobs}
+    has |= {name for name, given in optional.items() if given is not None}
+
+    def kind(name: str) -> str:
+        return name.partition("_m")[0] if name.startswith("clip_ratio") else name.partition("/")[0]
+
+    return {name: value for name, value in zip(RESULTS, result.unbind(), strict=True) if kind(name) in has}
 
 
-_SAMPLING = {
-    "logp_difference_mean": "difference_mean",
-    "logp_difference_max": "difference_max",
-    "kl": "sampling_kl",
-    "kl_k1": "sampling_k1",
-    "ratio_outside_mean": "outside_mean",
-    "importance_ratio_mean": "weight_mean",
-    "importance_ratio_min": "weight_min",
-    "importance_ratio_max": "weight_max",
-    "rejected_mean": "rejected_mean",
-}
-
-
-@torch.library.custom_op("grpo_fast::policy_loss", mutates_args=(), schema=_SCHEMA)
+@torch.library.custom_op(
+    "grpo_fast::policy_loss",
+    mutates_args=(),
+    schema=f"({', '.join(_ARGUMENTS)}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def _policy_loss(*arguments: Any) -> tuple[Tensor, ...]:
     from grpo_fast.kernels.policy_loss import policy_loss
 

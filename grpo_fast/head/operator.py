@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_fast.head import certified, cuda, reference
+from grpo_fast.head import reference
 from grpo_fast.head.checks import check_values
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Path, Workload, head_path, plan_head
 from grpo_fast.head.problem import (
     ROW_INVALID,
-    HeadGradients,
     HeadProblem,
     Request,
     RowGradients,
@@ -29,6 +29,7 @@ from grpo_fast.head.problem import (
     State,
     Wanted,
 )
+from grpo_fast.kernels import cuda
 
 _NUM_PROBLEM, _NUM_STATISTICS, _NUM_STATE = (len(t._fields) for t in (HeadProblem, RowStatistics, State))
 _NUM_DIFFERENTIABLE = len(RowGradients._fields)  # the first statistics
@@ -52,10 +53,7 @@ _BACKWARD = (
 
 
 def head_statistics(
-    problem: HeadProblem,
-    request: Request,
-    differentiable: frozenset[str],
-    weight_gradient: Tensor | None,
+    problem: HeadProblem, request: Request, differentiable: Set[str], weight_gradient: Tensor | None
 ) -> tuple[RowStatistics, Certificate]:
     """Per-row statistics, differentiable in hidden, weight and bias.
 
@@ -65,14 +63,12 @@ def head_statistics(
             alone and a frozen weight, the forward prepares the whole gradient where that is cheaper.
         weight_gradient: (V, H), what the backward adds the weight's gradient to in place of returning it.
     """
-    hidden, weight, _, bias, *_ = problem
-    enabled, into_weight = torch.is_grad_enabled(), weight_gradient is not None
-    of_weight = weight.requires_grad or into_weight
-    of_bias = bias is not None and bias.requires_grad
-    frozen = differentiable <= {"logprob"} and not of_weight and not of_bias
+    parameters = (problem.weight, problem.bias)
+    trained = weight_gradient is not None or any(p is not None and p.requires_grad for p in parameters)
+    of_hidden = torch.is_grad_enabled() and problem.hidden.requires_grad
     request = request._replace(
-        jacobian=enabled and hidden.requires_grad and frozen,
-        keep=request.keep and enabled and (hidden.requires_grad or of_weight or of_bias),
+        jacobian=of_hidden and not trained and differentiable <= {"logprob"},
+        keep=request.keep and (of_hidden or (torch.is_grad_enabled() and trained)),
     )
     results = _head_forward(*problem, *request, weight_gradient)
     return RowStatistics(*results[:_NUM_STATISTICS]), Certificate(results[-1])
@@ -93,9 +89,8 @@ def _path_on(kind: str, index: int | None, dtype: torch.dtype) -> Path:
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, request = _forward_call(arguments)
     check_values(problem)
-    device, aligned = problem.hidden.device, _fits_descriptors(problem.weight)
-    extras, keep = request.has_extras, request.keep
-    plan = _plan(problem, request.tolerance, aligned=aligned, extra_statistics=extras, keep=keep)
+    device, extras = problem.hidden.device, request.has_extras
+    plan = _plan(problem, request.tolerance, extra_statistics=extras, keep=request.keep)
     request = request._replace(jacobian=request.jacobian and plan.backward == "dense")
     with torch.cuda.device_of(problem.hidden), torch.autocast(device.type, enabled=False):
         if plan.path == "triton":
@@ -112,14 +107,13 @@ def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
 @_head_forward.register_fake
 def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     problem, request = _forward_call(arguments)
-    state, plan = State.empty(problem), _plan(problem, request.tolerance, keep=request.keep)
+    plan = _plan(problem, request.tolerance, aligned=True, keep=request.keep)
     if plan.path == "triton":
         from grpo_fast.head import accelerated
 
         state = accelerated.allocate_state(problem, plan.keep)
-    elif request.jacobian and plan.backward == "dense":
-        shape = problem.hidden.shape
-        state = state._replace(jacobian=problem.hidden.new_empty(shape, dtype=problem.accumulator))
+    else:
+        state = State.empty(problem, jacobian=request.jacobian and plan.backward == "dense")
     certificate = problem.hidden.new_empty(Certificate.SIZE, dtype=torch.float32)
     return (*RowStatistics.allocate(problem, request), *state, certificate)
 
@@ -134,41 +128,32 @@ def _forward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, Request]:
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, gradients, wanted = _backward_call(arguments)
     statistics, state, certificate, tolerance = arguments[-4:]
-    call, state = (problem, RowStatistics(*statistics), gradients, wanted), State(*state)
-    hidden, aligned = problem.hidden, _fits_descriptors(problem.weight)
-    plan = _plan(
-        problem, tolerance, aligned=aligned, dense_gradient=gradients.is_dense, trainable=wanted.weight
-    )
-    left_out = None
-    with torch.cuda.device_of(hidden), torch.autocast(hidden.device.type, enabled=False):
+    call = (problem, RowStatistics(*statistics), gradients, wanted, State(*state))
+    plan = _plan(problem, tolerance, dense_gradient=gradients.is_dense, trainable=wanted.weight)
+    with torch.cuda.device_of(problem.hidden), torch.autocast(problem.hidden.device.type, enabled=False):
         if plan.path == "triton":
             from grpo_fast.head import accelerated
 
-            result, left_out = accelerated.backward(*call, state, plan)
-        elif plan.backward == "sparse":
-            result, left_out = certified.backward(*call, plan.tolerance)
+            result, left_out = accelerated.backward(*call, plan)
         else:
-            result = reference.backward(*call, state, plan.chunks)
+            result, left_out = reference.backward(*call, plan.chunks, plan.tolerance)
     Certificate(certificate).fill(left_out)
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
-    return _without_none(result, hidden)
+    # An operator returns tensors: what was not asked for is empty.
+    return tuple(problem.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
 
 
 @_head_backward.register_fake
 def _head_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     problem, _, wanted = _backward_call(arguments)
-    makes_weight = wanted.weight and wanted.into_weight is None
+    of_weight = wanted.weight and wanted.into_weight is None
 
-    def like(tensor: Tensor | None, want: bool) -> Tensor | None:
-        return tensor.new_empty(tensor.shape) if want and tensor is not None else None
+    def like(tensor: Tensor | None, want: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape) if want and tensor is not None else problem.hidden.new_empty(0)
 
-    result = HeadGradients(
-        hidden=like(problem.hidden, wanted.hidden),
-        weight=like(problem.weight, makes_weight),
-        bias=like(problem.bias, wanted.bias),
-    )
-    return _without_none(result, problem.hidden)
+    asked = (problem.hidden, wanted.hidden), (problem.weight, of_weight), (problem.bias, wanted.bias)
+    return tuple(like(tensor, want) for tensor, want in asked)
 
 
 def _backward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, RowGradients, Wanted]:
@@ -209,13 +194,10 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 _head_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _without_none(gradients: HeadGradients, like: Tensor) -> tuple[Tensor, ...]:
-    """An operator returns tensors: what was not asked for is empty."""
-    return tuple(like.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-def _plan(problem: HeadProblem, tolerance: float | None, **facts: bool) -> HeadPlan:
-    """The plan, with facts of the call named as `Workload` names them."""
+def _plan(
+    problem: HeadProblem, tolerance: float | None, *, aligned: bool | None = None, **facts: bool
+) -> HeadPlan:
+    """The plan, with facts of the call named as `Workload` names them; `aligned` is read off the weight."""
     (rows, depth), device = problem.hidden.shape, problem.hidden.device
     work = Workload(
         rows=rows,
@@ -224,6 +206,7 @@ def _plan(problem: HeadProblem, tolerance: float | None, **facts: bool) -> HeadP
         softcap=problem.softcap is not None,
         tolerance=tolerance,
         hidden_size=depth,
+        aligned=_fits_descriptors(problem.weight) if aligned is None else aligned,
         **facts,
     )
     return plan_head(device_facts(device.type, device.index), work)

@@ -1,9 +1,9 @@
-"""What the head's public functions return."""
+"""What the head's public functions return, and the parameters of an output head as one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -85,3 +85,37 @@ class GRPOLossOutput:
     logprobs: Tensor | None = None  # (N,) detached; zero where masked
     entropy: Tensor | None = None  # (N,) detached, when asked for
     certificate: Certificate | None = None  # filled by the backward
+
+
+class HeadOptions(TypedDict):
+    """Keyword arguments of the `linear_*` functions that belong to the head."""
+
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class HeadParameters:
+    """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap).
+
+    Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
+    """
+
+    weight: Tensor  # (V, H), the model's dtype
+    bias: Tensor | None = None  # (V,)
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def options(self) -> HeadOptions:
+        """All but the weight."""
+        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N, V) float32. For checks on a few rows; the loss never forms them."""
+        logits = hidden.float() @ self.weight.float().T
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        logits = logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

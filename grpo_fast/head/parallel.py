@@ -15,6 +15,7 @@ gradient of the hidden states is summed over ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def shard_bounds(entries: int, group: ProcessGroup) -> tuple[int, int]:
 def parallel_statistics(
     problem: HeadProblem,
     request: Request,
-    differentiable: frozenset[str],
+    differentiable: Set[str],
     weight_gradient: Tensor | None,
     group: ProcessGroup,
 ) -> tuple[RowStatistics, Certificate]:
@@ -60,7 +61,8 @@ def parallel_statistics(
         weight_gradient,
     )
     here = (targets >= start) & (targets < start + entries)
-    logsumexp = _LogSumExp.apply(local.logsumexp, group)
+    base = _finite_maximum(local.logsumexp, group)
+    logsumexp = base + _Sum.apply((local.logsumexp - base).exp(), group).log()
     behind = (logsumexp - local.logsumexp).detach()
     behind = torch.where(local.logsumexp.isneginf(), torch.inf, behind)
     whole = {
@@ -76,7 +78,8 @@ def parallel_statistics(
         whole["target_logit"] = _all_reduce(local.target_logit, ReduceOp.SUM, group)
     if request.log_sum_sq:
         squares = torch.where(behind.isinf(), 0, local.log_sum_sq) - 2 * behind
-        whole["log_sum_sq"] = _log_sum_exp(squares, group)
+        base = _finite_maximum(squares, group)
+        whole["log_sum_sq"] = base + _all_reduce((squares - base).exp(), ReduceOp.SUM, group).log()
     worked = targets >= 0
     return local._replace(**{k: torch.where(worked, v, 0) for k, v in whole.items()}), certificate
 
@@ -95,10 +98,10 @@ def _all_reduce(tensor: Tensor, operation: ReduceOp.RedOpType, group: ProcessGro
     return result
 
 
-def _log_sum_exp(values: Tensor, group: ProcessGroup) -> Tensor:
+def _finite_maximum(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Over the group, zero where it is -inf: what may be subtracted before an exponential."""
     maximum = _all_reduce(values, ReduceOp.MAX, group)
-    base = torch.where(maximum.isneginf(), torch.zeros_like(maximum), maximum)
-    return base + _all_reduce((values - base).exp(), ReduceOp.SUM, group).log()
+    return torch.where(maximum.isneginf(), 0, maximum)
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -124,21 +127,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _LogSumExp(torch.autograd.Function):
-    """log Σ_r exp(lse_r); the gradient of lse_r is its share w_r."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: ProcessGroup) -> Tensor:
-        result = _log_sum_exp(local, group)
-        ctx.save_for_backward(local, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        local, result = ctx.saved_tensors
-        return gradient * (local - result).exp(), None
 
 
 class _LogProb(torch.autograd.Function):

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from grpo_fast.head.tuning import Sizes, sizes_for
-from grpo_fast.kernels import TILE, ProductTile
-from grpo_fast.kernels.sparse_config import SparseConfig
+from grpo_fast.kernels import TILE, ProductTile, SparseConfig
 
 Path = Literal["reference", "triton"]
 
@@ -59,14 +58,19 @@ class Chunks:
     """Rows and vocabulary entries held as logits at one time by the reference path."""
 
     rows: int
-    columns: int
+    columns: int  # whole tiles, or all
+
+    def of_rows(self, count: int) -> list[slice]:
+        return _ranges(count, self.rows)
+
+    def of_columns(self, vocabulary: int) -> list[slice]:
+        return _ranges(vocabulary, self.columns)
 
 
 @dataclass(frozen=True)
 class HeadPlan:
     path: Path
-    backward: Literal["dense", "sparse"]  # dense: exact, and where nothing can be left out
-    tolerance: float
+    tolerance: float  # 0 too where nothing can be left out
     keep: bool  # the forward keeps exponentials, and the backward takes them up
     chunks: Chunks  # of the reference path
     forward_tile: ProductTile
@@ -74,30 +78,34 @@ class HeadPlan:
     dense_columns: int  # vocabulary entries per chunk of the dense backward
     sparse: SparseConfig  # of the sparse backward
 
+    @property
+    def backward(self) -> Literal["dense", "sparse"]:
+        """Dense is exact."""
+        return "sparse" if self.tolerance else "dense"
+
 
 def plan_head(device: Device, work: Workload) -> HeadPlan:
     """The plan for one call."""
     path = head_path(device, work.dtype)
-    tolerance = tolerance_in_force(path, work.tolerance)
-    exact = tolerance == 0 or work.dense_gradient
     # Many statistics and a softcap, or the store of what is kept, need the registers of half a tile; so does
     # the entropy's gradient.
     keep = work.keep and path == "triton" and not work.softcap
     forward_wide = not (work.extra_statistics and (work.softcap or keep))
     backward_wide = not (work.softcap or work.dense_gradient)
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
-    forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
+    sparse = sizes.sparse
+    if not device.has_library or work.dtype == torch.float32:  # Triton's kernels stand in
+        sparse = replace(sparse, cuda_rows=False, cuda_curve=False)
     return HeadPlan(
         path=path,
-        backward="dense" if exact else "sparse",
-        tolerance=tolerance,
+        tolerance=0.0 if work.dense_gradient else tolerance_in_force(path, work.tolerance),
         keep=keep,
         chunks=_chunks(device, work),
-        forward_tile=forward_tile,
+        forward_tile=_descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward,
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
-        sparse=_sparse_config(device, work, sizes),
+        sparse=sparse,
     )
 
 
@@ -119,8 +127,12 @@ def _chunks(device: Device, work: Workload) -> Chunks:
     budget = _CPU_CHUNK_BYTES if device.kind == "cpu" else _DEVICE_CHUNK_BYTES
     height = max(1, min(work.rows, _CHUNK_ROWS))
     itemsize = 8 if work.dtype == torch.float64 else 4
-    width = max(TILE, budget // (height * itemsize))
+    width = max(TILE, budget // (height * itemsize) // TILE * TILE)
     return Chunks(height, max(1, min(width, work.vocabulary)))
+
+
+def _ranges(size: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool) -> ProductTile | None:
@@ -131,12 +143,6 @@ def _descriptor_tile(device: Device, work: Workload, sizes: Sizes, *, wide: bool
     results = tile.rows * TILE * work.dtype.itemsize
     needed = tile.shared_bytes(work.dtype.itemsize) + results + _SCRATCH_BYTES
     return tile if needed <= device.shared_memory else None
-
-
-def _sparse_config(device: Device, work: Workload, sizes: Sizes) -> SparseConfig:
-    """Triton's kernels stand in where `csrc/` was not built, or has none for the dtype."""
-    usable = device.has_library and work.dtype != torch.float32
-    return sizes.sparse if usable else replace(sizes.sparse, cuda_rows=False, cuda_curve=False)
 
 
 def _dense_columns(work: Workload, multiple: int) -> int:

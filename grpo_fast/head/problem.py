@@ -1,5 +1,7 @@
-"""What the head computes, as data: a problem, its statistics and gradients. Tuples, as torch's operators are
-given their arguments and return their results."""
+"""What the head computes: a problem, its statistics and gradients, and a chunk of its logits in plain torch.
+
+Tuples, as torch's operators are given their arguments and return their results.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +55,35 @@ class HeadProblem(NamedTuple):
             inv_temperature=_of_rows(self.inv_temperature, which),
         )
 
+    def logits(self, columns: slice) -> Tensor:
+        """Of some columns, (N, columns) in the accumulator's dtype."""
+        kind = self.accumulator
+        z = self.hidden.to(kind) @ self.weight[columns].to(kind).t()
+        if self.bias is not None:
+            z += self.bias[columns].to(kind)
+        if self.softcap is not None:
+            z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
+        elif self.logit_scale != 1.0:
+            z *= self.logit_scale
+        if self.inv_temperature is not None:
+            z *= self.inv_temperature.to(kind)[:, None]
+        return z
+
+    def slope(self, z: Tensor) -> Tensor:
+        """dz/d(x·w), broadcastable to the logits (N, columns)."""
+        slope = torch.full((), self.logit_scale, dtype=z.dtype, device=z.device)
+        cap: float | Tensor | None = self.softcap
+        if self.inv_temperature is not None:
+            inv_temperature = self.inv_temperature.to(z.dtype)[:, None]
+            slope = slope * inv_temperature
+            cap = None if cap is None else cap * inv_temperature
+        return slope if cap is None else slope * (1 - (z / cap).square())
+
+    def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Row and column, inside the chunk, of each target that lies in it."""
+        row = ((self.targets >= columns.start) & (self.targets < columns.stop)).nonzero().squeeze(1)
+        return row, self.targets[row] - columns.start
+
 
 class Request(NamedTuple):
     """What a forward computes beside log-probability and log-sum-exp, and what it prepares for its backward.
@@ -88,14 +119,8 @@ class RowStatistics(NamedTuple):
     @classmethod
     def allocate(cls, problem: HeadProblem, request: Request) -> RowStatistics:
         """Zeros for what is asked for."""
-        wanted = (
-            True,
-            True,
-            request.entropy,
-            request.mean_logit,
-            *2 * (request.max_logit,),
-            request.log_sum_sq,
-        )
+        extremes = (request.max_logit, request.max_logit, request.log_sum_sq)
+        wanted = (True, True, request.entropy, request.mean_logit, *extremes)
         rows, kind = problem.targets.numel(), problem.accumulator
         return cls(*(problem.hidden.new_zeros(rows if want else 0, dtype=kind) for want in wanted))
 
@@ -111,11 +136,19 @@ class State(NamedTuple):
     maximum: Tensor  # (T, N) float32, beside them
 
     @classmethod
-    def empty(cls, problem: HeadProblem) -> State:
-        new, float32 = problem.hidden.new_empty, torch.float32
-        order, working = (problem.targets.new_empty(0, dtype=kind) for kind in (torch.int64, torch.int32))
-        jacobian = new(0, dtype=problem.accumulator)
-        return cls(jacobian, new(0, dtype=float32), order, working, new(0), new(0, dtype=float32))
+    def empty(cls, problem: HeadProblem, *, jacobian: bool = False) -> State:
+        """Zeros for the jacobian where it is wanted."""
+        new, of_targets, float32 = problem.hidden.new_empty, problem.targets.new_empty, torch.float32
+        return cls(
+            jacobian=problem.hidden.new_zeros(
+                problem.hidden.shape if jacobian else 0, dtype=problem.accumulator
+            ),
+            tile_lse=new(0, dtype=float32),
+            order=of_targets(0),
+            working=of_targets(0, dtype=torch.int32),
+            exponentials=new(0),
+            maximum=new(0, dtype=float32),
+        )
 
 
 class RowGradients(NamedTuple):
@@ -176,6 +209,22 @@ class LogitGradient(NamedTuple):
         """(N,) bool: rows with a gradient. A NaN is one."""
         coefficients = (self.mass, self.target, self.entropy_gradient, self.mean)
         return torch.stack([c != 0 for c in coefficients if c is not None]).any(0)
+
+    def of_products(self, problem: HeadProblem, columns: slice) -> Tensor:
+        """dL/d(x·w + bias) of some columns, (N, columns)."""
+        z = problem.logits(columns)
+        slope = None if problem.is_plain else problem.slope(z)
+        z -= self.logsumexp[:, None]
+        if self.entropy is None or self.entropy_gradient is None:
+            gradient = z.exp_().mul_(self.mass[:, None])
+        else:
+            surprise = self.entropy_gradient[:, None] * (z.clamp_min(LOG_ZERO) + self.entropy[:, None])
+            gradient = z.exp_() * (self.mass[:, None] - surprise)
+        row, column = problem.targets_within(columns)
+        gradient[row, column] = self.target[row]
+        if self.mean is not None:
+            gradient += self.mean[:, None]
+        return gradient if slope is None else gradient.mul_(slope)
 
     def rows(self, which: Rows) -> LogitGradient:
         logsumexp, mass, target, *others = self

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from grpo_fast.head.certified import select
 from grpo_fast.head.plan import Chunks
 from grpo_fast.head.problem import (
     LOG_ZERO,
@@ -25,6 +26,7 @@ from grpo_fast.head.problem import (
     State,
     Wanted,
 )
+from grpo_fast.kernels import TILE
 
 
 def forward(problem: HeadProblem, request: Request, chunks: Chunks) -> tuple[RowStatistics, State]:
@@ -33,16 +35,13 @@ def forward(problem: HeadProblem, request: Request, chunks: Chunks) -> tuple[Row
     The same pass forms dlogprob/dhidden = Σ_v (onehot - p)_v dz_v/dhidden, as flash attention forms its
     output. A head whose weight is frozen then needs two vocabulary-wide products in all, not three.
     """
-    statistics, state = RowStatistics.allocate(problem, request), State.empty(problem)
-    if request.jacobian:
-        state = state._replace(
-            jacobian=problem.hidden.new_zeros(problem.hidden.shape, dtype=problem.accumulator)
-        )
+    statistics = RowStatistics.allocate(problem, request)
+    state = State.empty(problem, jacobian=request.jacobian)
     worked = (problem.targets >= 0).nonzero().squeeze(1)
     with _exact_bf16_products(problem):
         for index in worked.split(chunks.rows):
             softmax = _OnlineSoftmax(problem.rows(index), request)
-            for columns in _ranges(problem.vocabulary, chunks.columns):
+            for columns in chunks.of_columns(problem.vocabulary):
                 softmax.absorb(columns)
             softmax.write(index, statistics)
             if request.jacobian:
@@ -57,82 +56,57 @@ def backward(
     wanted: Wanted,
     state: State,
     chunks: Chunks,
-) -> HeadGradients:
-    """Exact gradients. Rows without upstream gradient cost nothing.
+    tolerance: float = 0.0,
+) -> tuple[HeadGradients, dict[str, Tensor] | None]:
+    """Gradients, and the certificate's numbers where something was left out. Idle rows cost nothing.
 
     With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
     head's hidden states is one scaling of it; anything else recomputes the logits.
+
+    Args:
+        tolerance: as the kernels take it. Not with gradients of the entropy or the mean logit.
     """
     logprob, *others = gradients
     frozen = not (wanted.weight or wanted.bias)
     if state.jacobian.numel() and frozen and logprob is not None and all(g is None for g in others):
         upstream = torch.where(problem.targets >= 0, logprob, 0)
-        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
-    rows = LogitGradient.of(problem, statistics, gradients)
+        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None), None
+    rows, kind = LogitGradient.of(problem, statistics, gradients), problem.accumulator
     index = rows.live().nonzero().squeeze(1)
     live, rows = problem.rows(index), rows.rows(index)
-    hidden = torch.zeros_like(live.hidden, dtype=problem.accumulator) if wanted.hidden else None
-    weight, bias = wanted.into_weight, None
-    if wanted.weight and weight is None:
-        weight = torch.zeros_like(problem.weight)
+    hidden = torch.zeros_like(live.hidden, dtype=kind) if wanted.hidden else None
+    weight = bias = selection = None
+    if wanted.weight:
+        weight = torch.zeros_like(problem.weight) if wanted.into_weight is None else wanted.into_weight
     if wanted.bias and problem.bias is not None:
         bias = torch.zeros_like(problem.bias)
+    parameters = [total for total in (weight, bias) if total is not None]
     with _exact_bf16_products(problem):
-        for columns in _ranges(problem.vocabulary, chunks.columns):
-            of_weight, of_bias = (None if t is None else t[columns] for t in (weight, bias))
-            _backward_columns(live, rows, columns, chunks.rows, hidden, of_weight, of_bias)
+        if tolerance:
+            selection = select(live, rows, statistics.logprob[index], wanted, tolerance, chunks)
+        for columns in chunks.of_columns(problem.vocabulary):
+            sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
+            for part in chunks.of_rows(index.numel()):
+                block = live.rows(part)
+                gradient = of_hidden = rows.rows(part).of_products(block, columns)
+                if selection is not None:
+                    gradient, of_hidden = selection.kept(gradient, part, columns)
+                if hidden is not None:
+                    hidden[part].addmm_(of_hidden, problem.weight[columns].to(kind))
+                if weight is not None:
+                    sums[0].addmm_(gradient.t(), block.hidden.to(kind))
+                if bias is not None:
+                    sums[-1] += gradient.sum(0)
+            for total, part_of_it in zip(parameters, sums, strict=True):
+                total[columns] += part_of_it  # rounded once
     if hidden is not None:
-        hidden = scattered(hidden, index, problem.hidden)
-    return HeadGradients(hidden, weight, bias)
-
-
-def scattered(rows: Tensor, index: Tensor, like: Tensor) -> Tensor:
-    """The rows at their places, in the dtype of `like`; zero elsewhere."""
-    everywhere = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    return everywhere.index_copy_(0, index, rows.to(like.dtype))
-
-
-def logits(problem: HeadProblem, columns: slice) -> Tensor:
-    """Transformed logits of some columns, (N, columns) in the accumulator's dtype."""
-    kind = problem.accumulator
-    z = problem.hidden.to(kind) @ problem.weight[columns].to(kind).t()
-    if problem.bias is not None:
-        z += problem.bias[columns].to(kind)
-    if problem.softcap is not None:
-        z.mul_(problem.logit_scale / problem.softcap).tanh_().mul_(problem.softcap)
-    elif problem.logit_scale != 1.0:
-        z *= problem.logit_scale
-    if problem.inv_temperature is not None:
-        z *= problem.inv_temperature.to(kind)[:, None]
-    return z
-
-
-def product_gradient(problem: HeadProblem, rows: LogitGradient, columns: slice) -> Tensor:
-    """dL/d(x·w + bias) of some columns, (N, columns)."""
-    z = logits(problem, columns)
-    slope = _slope(problem, z)
-    z -= rows.logsumexp[:, None]
-    if rows.entropy is None or rows.entropy_gradient is None:
-        gradient = z.exp_().mul_(rows.mass[:, None])
-    else:
-        surprise = rows.entropy_gradient[:, None] * (z.clamp_min(LOG_ZERO) + rows.entropy[:, None])
-        gradient = z.exp_() * (rows.mass[:, None] - surprise)
-    row, column = _targets_within(problem.targets, columns)
-    gradient[row, column] = rows.target[row]
-    if rows.mean is not None:
-        gradient += rows.mean[:, None]
-    return gradient if problem.is_plain else gradient.mul_(slope)
-
-
-def _slope(problem: HeadProblem, z: Tensor) -> Tensor:
-    """dz/d(x·w), broadcastable to z."""
-    slope = torch.full((), problem.logit_scale, dtype=z.dtype, device=z.device)
-    cap: float | Tensor | None = problem.softcap
-    if problem.inv_temperature is not None:
-        inv_temperature = problem.inv_temperature.to(z.dtype)[:, None]
-        slope = slope * inv_temperature
-        cap = None if cap is None else cap * inv_temperature
-    return slope if cap is None else slope * (1 - (z / cap).square())
+        everywhere = torch.zeros_like(problem.hidden, memory_format=torch.contiguous_format)
+        hidden = everywhere.index_copy_(0, index, hidden.to(everywhere.dtype))
+    tiles = -(-problem.vocabulary // TILE)
+    certificate = None
+    if selection is not None:
+        certificate = selection.metrics(wanted, problem.targets.numel() * tiles)
+    return HeadGradients(hidden, weight, bias), certificate
 
 
 class _OnlineSoftmax:
@@ -153,12 +127,12 @@ class _OnlineSoftmax:
 
     def absorb(self, columns: slice) -> None:
         """Adds one chunk of the vocabulary."""
-        z = logits(self.block, columns)
-        slope = _slope(self.block, z) if self.pull is not None and self.block.softcap is not None else None
+        z = self.block.logits(columns)
+        slope = self.block.slope(z) if self.pull is not None and self.block.softcap is not None else None
         if self.total is not None:
             self.total = self.total + z.sum(1)
         self._rebase(torch.maximum(self.maximum, z.amax(1)))
-        row, column = _targets_within(self.block.targets, columns)
+        row, column = self.block.targets_within(columns)
         self.target[row] = z[row, column]
         z[row, column] = -torch.inf
         z -= _finite_or_zero(self.maximum)[:, None]
@@ -220,52 +194,13 @@ class _OnlineSoftmax:
         block = self.block
         e = (self.target - _finite_or_zero(self.maximum)).exp()
         total = self.others + e
-        row_slope = _slope(block, self.target[:, None])
+        row_slope = block.slope(self.target[:, None])
         of_target = block.weight[block.targets.clamp(max=block.vocabulary - 1)].to(e.dtype)
         pull = self.pull / total[:, None]
         if block.softcap is None:
             pull = pull * row_slope
         jacobian = (self.others / total)[:, None] * row_slope * of_target - pull
         return torch.where(self.present[:, None], jacobian, 0)
-
-
-def _backward_columns(
-    problem: HeadProblem,
-    rows: LogitGradient,
-    columns: slice,
-    height: int,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> None:
-    """Adds the columns' part to `hidden`, and to `weight` and `bias`, which are those columns' own."""
-    width, depth = columns.stop - columns.start, problem.hidden.shape[1]
-    kind = problem.accumulator
-    new = problem.hidden.new_zeros
-    of_weight = None if weight is None else new(width, depth, dtype=kind)
-    of_bias = None if bias is None else new(width, dtype=kind)
-    for part in _ranges(problem.hidden.shape[0], height):
-        block = problem.rows(part)
-        gradient = product_gradient(block, rows.rows(part), columns)
-        if hidden is not None:
-            hidden[part].addmm_(gradient, problem.weight[columns].to(kind))
-        if of_weight is not None:
-            of_weight.addmm_(gradient.t(), block.hidden.to(kind))
-        if of_bias is not None:
-            of_bias += gradient.sum(0)
-    for total, part_of_it in ((weight, of_weight), (bias, of_bias)):
-        if total is not None and part_of_it is not None:
-            total += part_of_it
-
-
-def _ranges(size: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, size)) for start in range(0, size, step))
-
-
-def _targets_within(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Row and column, inside the chunk, of each target that lies in it."""
-    row = ((targets >= columns.start) & (targets < columns.stop)).nonzero().squeeze(1)
-    return row, targets[row] - columns.start
 
 
 def _finite_or_zero(maximum: Tensor) -> Tensor:

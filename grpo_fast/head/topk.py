@@ -8,7 +8,6 @@ from torch import Tensor
 
 from grpo_fast.head.parallel import shard_bounds
 from grpo_fast.head.problem import HeadProblem
-from grpo_fast.head.reference import logits
 
 _CHUNK_ENTRIES = 32 << 20
 
@@ -22,10 +21,15 @@ def top_entries(
     Args:
         logsumexp: (N,) over the whole vocabulary.
         group: of the shards, when `problem.weight` is one of several.
+
+    Raises:
+        ValueError: `k` is no number of entries of the vocabulary.
     """
+    start, vocabulary = (0, problem.vocabulary) if group is None else shard_bounds(problem.vocabulary, group)
+    if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= vocabulary:
+        raise ValueError(f"topk must be 0 for none, or a number of the {vocabulary} entries, got {k!r}")
     values, ids = _local_top(problem, k)
     if group is not None:
-        start, _ = shard_bounds(problem.vocabulary, group)
         values, ids = _select(_gather(values, group), _gather(ids + start, group), k)
     ignored = (problem.targets < 0)[:, None]
     return ids.masked_fill(ignored, -1), (values - logsumexp[:, None]).masked_fill(ignored, 0)
@@ -37,7 +41,7 @@ def _local_top(problem: HeadProblem, k: int) -> tuple[Tensor, Tensor]:
     kept = problem.hidden.new_empty((rows, 0), dtype=problem.accumulator)
     ids = torch.empty((rows, 0), dtype=torch.int64, device=kept.device)
     for start in range(0, problem.vocabulary, width):
-        z = logits(problem, slice(start, min(start + width, problem.vocabulary)))
+        z = problem.logits(slice(start, min(start + width, problem.vocabulary)))
         columns = torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
         kept, ids = _select(torch.cat([kept, z], 1), torch.cat([ids, columns], 1), k)
     return kept, ids

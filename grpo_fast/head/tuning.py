@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_fast.kernels import TILE, ProductTile
-from grpo_fast.kernels.sparse_config import SparseConfig
+from grpo_fast.kernels import TILE, ProductTile, SparseConfig
 
 TABLES = Path(__file__).resolve().parent / "tables"
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -47,12 +46,9 @@ class Rule:
     measured: bool
     sizes: Sizes
 
-    def fits(self, precision: Precision, hidden: int, trainable: bool) -> bool:
-        return (
-            self.precision == precision
-            and (self.hidden_up_to is None or hidden <= self.hidden_up_to)
-            and self.trainable in (None, trainable)
-        )
+    def fits(self, precision: Precision, hidden: float, trainable: bool) -> bool:
+        of_hidden = self.hidden_up_to is None or hidden <= self.hidden_up_to
+        return self.precision == precision and of_hidden and self.trainable in (None, trainable)
 
     @property
     def rank(self) -> tuple[str, float, bool, bool]:
@@ -91,23 +87,21 @@ def sizes_for(
         trainable: whether the head's weight takes a gradient.
         shared_memory: bytes one program may use; None: as much as any table asks for.
     """
-    tables = load_tables()
-    wanted = 10 * capability[0] + capability[1]
+    tables, wanted = load_tables(), 10 * capability[0] + capability[1]
     fits = [a for a in tables if shared_memory is None or SHARED_MEMORY[a] <= shared_memory]
     least = min(tables, key=lambda a: (SHARED_MEMORY[a], a))
     chosen = max((a for a in fits if a <= wanted), default=least)
-    precision: Precision = "half" if dtype in (torch.bfloat16, torch.float16) else "float32"
-    return tables[chosen].sizes(precision, hidden, trainable)
+    return tables[chosen].sizes("half" if dtype.itemsize == 2 else "float32", hidden, trainable)
 
 
 @functools.cache
-def load_tables(folder: Path = TABLES) -> dict[int, Table]:
+def load_tables() -> dict[int, Table]:
     """All tables by architecture.
 
     Raises:
         ValueError: a table that no launch could use; the message names the file and what is wrong.
     """
-    tables = (read_table(path) for path in sorted(folder.glob("sm_*.json")))
+    tables = (read_table(path) for path in sorted(TABLES.glob("sm_*.json")))
     return {table.architecture: table for table in tables}
 
 
@@ -142,25 +136,24 @@ def faults(table: Table, name: str) -> list[str]:
     if list(table.rules) != sorted(table.rules, key=lambda rule: rule.rank):
         found.append("rules are not sorted: the most particular must come first")
     for precision in ("half", "float32"):
-        if not any(r.fits(precision, 1 << 62, t) for r in table.rules for t in (True, False)):
+        if not any(r.fits(precision, float("inf"), t) for r in table.rules for t in (True, False)):
             found.append(f"no rule for every {precision} shape")
     for rule in table.rules:
-        found += _tile_faults(rule, SHARED_MEMORY.get(table.architecture, 0))
+        for name in ("wide", "narrow", "pointer_forward", "pointer_backward"):
+            tile = getattr(rule.sizes, name)
+            wrong = [] if tile is None else _tile_faults(tile, name, rule.precision, table.architecture)
+            found += [f"{rule.precision} {name}: {fault}" for fault in wrong]
     return found
 
 
-def _tile_faults(rule: Rule, shared_memory: int) -> list[str]:
-    sizes, itemsize = rule.sizes, 2 if rule.precision == "half" else 4
+def _tile_faults(tile: ProductTile, name: str, precision: Precision, architecture: int) -> list[str]:
     found = []
-    for name in ("wide", "narrow", "pointer_forward", "pointer_backward"):
-        tile: ProductTile | None = getattr(sizes, name)
-        if tile is None:
-            continue
-        what = f"{rule.precision} {name}"
-        if tile.descriptors != (name in ("wide", "narrow")):
-            found.append(f"{what}: descriptors is {tile.descriptors}")
-        if tile.columns % TILE or any(n & (n - 1) or n < 1 for n in (tile.rows, tile.columns, tile.depth)):
-            found.append(f"{what}: rows, columns and depth must be powers of two, columns at least {TILE}")
-        if tile.shared_bytes(itemsize) > shared_memory:
-            found.append(f"{what}: operands need {tile.shared_bytes(itemsize)} of {shared_memory} bytes")
+    sizes = (tile.rows, tile.columns, tile.depth)
+    needed, room = tile.shared_bytes(2 if precision == "half" else 4), SHARED_MEMORY.get(architecture, 0)
+    if tile.descriptors != (name in ("wide", "narrow")):
+        found.append(f"descriptors is {tile.descriptors}")
+    if tile.columns % TILE or any(n & (n - 1) or n < 1 for n in sizes):
+        found.append(f"rows, columns and depth must be powers of two, columns at least {TILE}")
+    if needed > room:
+        found.append(f"operands need {needed} of {room} bytes")
     return found

@@ -47,7 +47,7 @@ def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
         dense += 4 * columns * width
     sparse = 0
     if plan.backward == "sparse":
-        sparse = plan.sparse.workspace_bytes(rows, tiles, itemsize, hidden=True, weight=call.trainable)
+        sparse = plan.sparse.workspace_bytes(rows, tiles, itemsize, weight=call.trainable)
         dense += hidden + (vocabulary * width * itemsize if new_weight else 0)
     return HeadBytes(
         kept=of_tiles + (4 * _STATISTICS + 8) * rows,

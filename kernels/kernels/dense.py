@@ -4,26 +4,42 @@ For each chunk one kernel recomputes the logits, forms dL/d(x·w) in float32 reg
 the inputs' dtype; then dX += G W_chunk in float32, and dW_chunk = Gᵀ X is finished and written once. The
 workspace is one chunk of G whatever N and V are.
 
+N·V elements of memory buy the recomputation: the forward keeps e = exp(z − the mass tile's largest logit) in
+the operands' dtype, so that every entry has all of its digits whatever the row looks like, and
+p = e·exp(largest − log-sum-exp). Forming the gradient within the forward, a chunk of rows at a time, would
+need less, but adds every chunk to dW's float32 sums: 92 GB of traffic at N = 16,384, H = 2048, V = 151,936,
+which takes longer than the product that it saves; rejected by that count, not measured.
+
 G is divided by a power of two near its largest entry before rounding and the products are multiplied back:
 float16 has no exponents for upstream gradients of 1/N, and a power of two costs nothing.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import ProductTile
-from .kept import Kept, kept_gradient
-from .product import product_arguments, program_count, tile_logits, tile_position
-from .transform import LOG2E, untransform_gradient
+from . import TILE, ProductTile
+from .product import LOG2E, product_arguments, program_count, tile_logits, tile_position, untransform_gradient
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
+
+
+class Kept(NamedTuple):
+    """What the forward kept. Undefined past the rows in use."""
+
+    exponentials: Tensor  # (N, V) in the operands' dtype, rows begin on 32 bytes
+    maximum: Tensor  # (T, N) float32
+
+
+def row_aligned(rows: int, columns: int, like: Tensor) -> Tensor:
+    """(rows, columns), not filled, whose rows begin on 32 bytes whatever the dtype."""
+    return like.new_empty((rows, -(-columns // 16) * 16))[:, :columns]
 
 
 # `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
@@ -37,9 +53,9 @@ def logit_gradient_kernel(
     logsumexp_in,  # (N,) float32, as the next five
     mass_in,
     target_in,
-    entropy_in,
+    entropy_in,  # or None, with its gradient
     entropy_gradient_in,
-    mean_in,
+    mean_in,  # or None
     inv_scale,  # () float32: factor of G
     gradient_out,  # (N, width): dL/d(x·w + bias)·inv_scale of columns [start, start + width)
     rows,
@@ -53,11 +69,6 @@ def logit_gradient_kernel(
     logit_scale,
     softcap,
     programs,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -76,7 +87,7 @@ def logit_gradient_kernel(
         first_column = start + column_block * COLUMNS
         z = tile_logits(
             hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
-            first_row, first_column, rows, vocabulary, hidden_size, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE,
+            first_row, first_column, rows, vocabulary, hidden_size,
             ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
@@ -86,7 +97,7 @@ def logit_gradient_kernel(
         logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
         mass = tl.load(mass_in + row, mask=live, other=0.0)
         p = tl.exp2(z * LOG2E - (logsumexp * LOG2E)[:, None])
-        if HAS_ENTROPY:
+        if entropy_in is not None:
             entropy = tl.load(entropy_in + row, mask=live, other=0.0)
             upstream = tl.load(entropy_gradient_in + row, mask=live, other=0.0)
             surprise = upstream[:, None] * (z + (entropy - logsumexp)[:, None])
@@ -97,10 +108,9 @@ def logit_gradient_kernel(
         target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
         at_target = tl.load(target_in + row, mask=live, other=0.0)
         gradient = tl.where(offset[None, :] == target[:, None], at_target[:, None], gradient)
-        if HAS_MEAN:
+        if mean_in is not None:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
-        it = tl.load(inv_temperature + row, mask=live, other=1.0) if HAS_SCALE else 1.0
-        gradient = untransform_gradient(gradient, z, it, logit_scale, softcap, HAS_SOFTCAP, HAS_SCALE)
+        gradient = untransform_gradient(gradient, z, inv_temperature, logit_scale, softcap, row, rows)
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + row.to(tl.int64) * gradient_stride
         kept = live[:, None] & (column < start + width)[None, :]
@@ -109,6 +119,49 @@ def logit_gradient_kernel(
             (gradient * factor).to(gradient_out.dtype.element_ty),
             mask=kept,
         )
+
+
+# `start` and `width` are specialised: where they may be no multiple of 16, threads move two bytes at a time.
+@triton.jit(do_not_specialize=["rows", "capacity"])
+def kept_gradient_kernel(
+    exponentials,  # (N, V)
+    maximum,  # (T, N) float32
+    targets,  # (N,) int64
+    logsumexp_in,  # (N,) float32, as the next three
+    mass_in,
+    target_in,
+    inv_temperature,  # or None
+    inv_scale,  # () float32
+    gradient_out,  # (N, width), written
+    rows,
+    start,
+    width,
+    capacity,
+    kept_stride,
+    gradient_stride,
+    logit_scale,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    live = row < rows
+    mass_tile = (start // TILE + tl.program_id(1)).to(tl.int64)
+    largest = tl.load(maximum + mass_tile * capacity + row, mask=live, other=0.0)
+    mass = tl.load(mass_in + row, mask=live, other=0.0)
+    share = tl.exp(largest - tl.load(logsumexp_in + row, mask=live, other=0.0)) * mass
+    inside = live[:, None] & (column < width)[None, :]
+    line = row.to(tl.int64)[:, None]
+    e = tl.load(exponentials + line * kept_stride + (start + column)[None, :], mask=inside, other=0.0)
+    gradient = tl.where((mass == 0.0)[:, None], 0.0, e.to(tl.float32) * share[:, None])
+    target = tl.load(targets + row, mask=live, other=-1) - start
+    at_target = tl.load(target_in + row, mask=live, other=0.0)
+    gradient = tl.where(column[None, :] == target[:, None], at_target[:, None], gradient)
+    slope = tl.load(inv_scale) * logit_scale
+    if inv_temperature is not None:
+        gradient *= tl.load(inv_temperature + row, mask=live, other=0.0)[:, None]
+    gradient = (gradient * slope).to(gradient_out.dtype.element_ty)
+    tl.store(gradient_out + line * gradient_stride + column[None, :], gradient, mask=inside)
 
 
 def dense_backward(
@@ -140,14 +193,14 @@ def dense_backward(
     if count == 0:
         return of_hidden, of_weight, of_bias
     scale = _power_of_two_scale(problem, rows)
-    workspace = hidden.new_empty((count, _aligned(min(columns, vocabulary))))
+    workspace = row_aligned(count, min(columns, vocabulary), hidden)
     for start in range(0, vocabulary, columns):
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
-        if kept is not None:
-            kept_gradient(kept, problem, rows, scale.reciprocal(), gradient, start)
-        else:
+        if kept is None:
             _logit_gradient(problem, rows, tile, scale.reciprocal(), gradient, start)
+        else:
+            kept_gradient(problem, rows, kept, scale.reciprocal(), gradient, start)
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[part])
         if wanted.weight:
@@ -160,23 +213,32 @@ def dense_backward(
 
 
 def _logit_gradient(
-    problem: HeadProblem,
-    rows: LogitGradient,
-    tile: ProductTile,
-    inv_scale: Tensor,
-    gradient: Tensor,
-    start: int,
+    problem: HeadProblem, rows: LogitGradient, tile: ProductTile, inv_scale: Tensor, out: Tensor, start: int
 ) -> None:
-    """Fills `gradient`, (N, width), with the columns from `start` on."""
+    """Fills `out`, (N, width), with dL/d(x·w + bias)·inv_scale of the columns from `start` on."""
     programs = program_count(problem.hidden.device)
     logit_gradient_kernel[(programs,)](
         **product_arguments(problem, tile),
         targets=problem.targets, logsumexp_in=rows.logsumexp, mass_in=rows.mass, target_in=rows.target,
         entropy_in=rows.entropy, entropy_gradient_in=rows.entropy_gradient, mean_in=rows.mean,
-        inv_scale=inv_scale, gradient_out=gradient, rows=problem.targets.numel(), start=start,
-        width=gradient.shape[1], gradient_stride=gradient.stride(0), programs=programs,
-        HAS_ENTROPY=rows.entropy is not None, HAS_MEAN=rows.mean is not None,
+        inv_scale=inv_scale, gradient_out=out, rows=problem.targets.numel(), start=start,
+        width=out.shape[1], gradient_stride=out.stride(0), programs=programs,
     )  # fmt: skip
+
+
+def kept_gradient(
+    problem: HeadProblem, rows: LogitGradient, kept: Kept, inv_scale: Tensor, out: Tensor, start: int
+) -> None:
+    """The same from what was kept; a row where `mass` is zero gets zeros. `start`: a multiple of `TILE`."""
+    count, width = out.shape
+    kept_gradient_kernel[(triton.cdiv(count, _KEPT_ROWS), triton.cdiv(width, TILE))](
+        *kept, problem.targets, *rows[:3], problem.inv_temperature, inv_scale, out, count, start, width,
+        kept.maximum.shape[1], kept.exponentials.stride(0), out.stride(0), float(problem.logit_scale),
+        TILE=TILE, ROWS=_KEPT_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+_KEPT_ROWS = 32
 
 
 def _power_of_two_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor:
@@ -217,8 +279,3 @@ def _put(destination: Tensor, part: Tensor, scale: Tensor, *, add: bool) -> None
         destination.add_(part.mul_(scale))
     else:
         torch.mul(part, scale, out=destination)
-
-
-def _aligned(width: int) -> int:
-    """Row length of the workspace: rows begin on 32 bytes, whatever the dtype."""
-    return -(-width // 16) * 16

@@ -3,8 +3,8 @@ tile).
 
 Persistent programs write the log-sum-exp of every mass tile, the target's logit, and what optional statistics
 need; a second, small kernel folds the tiles into per-row results. A program's tile is several mass tiles
-wide, so that the product runs at full speed while the tile masses stay fine. Optional statistics hide behind
-compile-time flags.
+wide, so that the product runs at full speed while the tile masses stay fine. An optional statistic whose
+output is None is not in the machine code.
 
 Statistics per mass tile are relative to the tile, so that nothing cancels when the logits are large: with
 P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k).
@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE, ProductTile
-from .product import product_arguments, program_count, tile_logits, tile_position
-from .transform import LOG2E
+from .product import LOG2E, product_arguments, program_count, tile_logits, tile_position
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
@@ -52,11 +51,11 @@ def forward_kernel(
     count,  # () int32: rows in use
     lse_out,  # (T, N) float32
     target_out,  # (N,) float32
-    entropy_out,  # (T, N) float32, as the next three
+    entropy_out,  # (T, N) float32 or None, as the next three
     total_out,
     maximum_out,
     squares_out,
-    kept_out,  # (N, V) exponentials relative to the mass tile's maximum
+    kept_out,  # (N, V) exponentials relative to the mass tile's maximum, or None
     capacity,  # N
     vocabulary,
     hidden_size,
@@ -66,14 +65,6 @@ def forward_kernel(
     logit_scale,
     softcap,
     programs,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    SQUARES: tl.constexpr,
-    KEEP: tl.constexpr,
     EVEN_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -95,7 +86,7 @@ def forward_kernel(
         first_column = column_block * COLUMNS
         z = tile_logits(
             hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
-            first_row, first_column, rows, vocabulary, hidden_size, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE,
+            first_row, first_column, rows, vocabulary, hidden_size,
             ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
@@ -113,7 +104,7 @@ def forward_kernel(
         mass_tile = column_block * HALVES + tl.arange(0, HALVES)
         at = mass_tile[None, :].to(tl.int64) * capacity + row[:, None]
         kept = live[:, None] & (mass_tile * TILE < vocabulary)[None, :]
-        if MEAN:
+        if total_out is not None:
             counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
             tl.store(total_out + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
         if not EVEN_COLUMNS:
@@ -121,21 +112,21 @@ def forward_kernel(
 
         z = tl.reshape(z, (ROWS, HALVES, TILE))
         maximum = tl.max(z, axis=2)
-        if MAXIMUM:
+        if maximum_out is not None:
             tl.store(maximum_out + at, maximum, mask=kept)
         base = tl.where(maximum == float("-inf"), 0.0, maximum)
         e = tl.exp2(z * LOG2E - (base * LOG2E)[:, :, None])
         mass = tl.sum(e, axis=2)
         log_mass = tl.log(mass)
         tl.store(lse_out + at, base + log_mass, mask=kept)
-        if KEEP:
+        if kept_out is not None:
             line = kept_out + row.to(tl.int64) * kept_stride
             kept_e = tl.reshape(e, (ROWS, COLUMNS)).to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
-        if ENTROPY:
+        if entropy_out is not None:
             surprise = tl.sum(tl.where(e > 0, e * (z - base[:, :, None]), 0.0), axis=2)
             tl.store(entropy_out + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
-        if SQUARES:
+        if squares_out is not None:
             squares = tl.log(tl.sum(e * e, axis=2)) - 2.0 * log_mass
             tl.store(squares_out + at, tl.where(mass > 0, squares, 0.0), mask=kept)
 
@@ -144,14 +135,14 @@ def forward_kernel(
 def finalise_kernel(
     lse_in,  # (T, N) float32
     target_in,  # (N,) float32
-    entropy_in,  # (T, N) float32, as the next three
+    entropy_in,  # (T, N) float32 or None, as the next three
     total_in,
     maximum_in,
     squares_in,
     targets,  # (N,) int64
     order,  # (N,) int64: where each row's results go
     count,  # () int32: rows in use
-    logprob_out,  # (N,) float32, as all below
+    logprob_out,  # (N,) float32, as all below; None as their inputs
     lse_out,
     entropy_out,
     mean_out,
@@ -161,10 +152,6 @@ def finalise_kernel(
     capacity,
     vocabulary,
     tiles,  # T
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    MAXIMUM: tl.constexpr,
-    SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -192,7 +179,7 @@ def finalise_kernel(
     tl.store(lse_out + to, lse, mask=live)
     tl.store(logprob_out + to, tl.where(target < vocabulary, logprob, 0.0), mask=live)
 
-    if ENTROPY or MEAN or MAXIMUM or SQUARES:
+    if entropy_in is not None or total_in is not None or maximum_in is not None or squares_in is not None:
         zero = tl.zeros((ROWS,), tl.float32)
         entropy = zero
         total = zero
@@ -204,25 +191,25 @@ def finalise_kernel(
             read = (tile < tiles)[:, None] & live[None, :]
             behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[None, :]
             share = tl.exp(behind)
-            if ENTROPY:
+            if entropy_in is not None:
                 within = tl.load(entropy_in + at, mask=read, other=0.0)
                 entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=0)
-            if MEAN:
+            if total_in is not None:
                 total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=0)
-            if MAXIMUM:
+            if maximum_in is not None:
                 highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=0)
                 highest = tl.maximum(highest, highest_here)
-            if SQUARES:
+            if squares_in is not None:
                 within = tl.load(squares_in + at, mask=read, other=0.0)
                 squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=0)
-        if ENTROPY:
+        if entropy_in is not None:
             tl.store(entropy_out + to, entropy, mask=live)
-        if MEAN:
+        if total_in is not None:
             tl.store(mean_out + to, total / vocabulary, mask=live)
-        if MAXIMUM:
+        if maximum_in is not None:
             tl.store(maximum_out + to, highest, mask=live)
             tl.store(target_out + to, target_logit, mask=live)
-        if SQUARES:
+        if squares_in is not None:
             tl.store(squares_out + to, tl.log(squares), mask=live)
 
 
@@ -265,7 +252,6 @@ def tile_statistics(
         entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
         squares_out=result.squares, kept_out=keep, capacity=rows,
         kept_stride=0 if keep is None else keep.stride(0), programs=programs,
-        ENTROPY=entropy, MEAN=mean, MAXIMUM=maximum, SQUARES=squares, KEEP=keep is not None,
         EVEN_COLUMNS=vocabulary % tile.columns == 0, TILE=TILE,
     )  # fmt: skip
     return result
@@ -290,8 +276,6 @@ def row_results(
     results += tuple(None if part is None else tiles.lse.new_zeros(capacity) for part in has)
     finalise_kernel[(triton.cdiv(capacity, _FINALISE_ROWS),)](
         *tiles, targets, order, working, *results, capacity, vocabulary, tiles.lse.shape[0],
-        ENTROPY=tiles.entropy is not None, MEAN=tiles.total is not None,
-        MAXIMUM=tiles.maximum is not None, SQUARES=tiles.squares is not None,
         ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,
     )  # fmt: skip
     return results

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SUMS = (
-    *("loss", "ratio_mean", "masked_mean", "low_mean", "high_mean", "delta_mean", "region_mean", "entropy"),
-    *("kl", "difference_mean", "sampling_kl", "sampling_k1", "outside_mean", "weight_mean", "rejected_mean"),
+    "loss", "policy/ratio_mean", "policy/masked_mean", "clip_ratio/low_mean", "clip_ratio/high_mean",
+    "clip_ratio/delta_mean", "clip_ratio/region_mean", "entropy", "kl", "sampling/logp_difference_mean",
+    "sampling/kl", "sampling/kl_k1", "sampling/ratio_outside_mean", "sampling/importance_ratio_mean",
+    "sampling/rejected_mean",
+)  # fmt: skip
+MINIMA = ("policy/ratio_min", "clip_ratio/low_min", "sampling/importance_ratio_min")
+MAXIMA = (
+    *("policy/ratio_max", "clip_ratio/high_max"),
+    *("sampling/logp_difference_max", "sampling/importance_ratio_max"),
 )
-MINIMA = ("ratio_min", "low_min", "weight_min")
-MAXIMA = ("ratio_max", "high_max", "difference_max", "weight_max")
 RESULTS = (*SUMS, *MINIMA, *MAXIMA)
-"""What every program hands over for its sequence, in this order; extremes of no token are infinite."""
+"""What every program hands over for its sequence, in this order, by the objective's names of the metrics;
+extremes of no token are infinite."""
 
 
 class PolicyLoss(NamedTuple):

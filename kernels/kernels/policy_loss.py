@@ -53,18 +53,13 @@ def policy_loss(
     has_bonus = entropy is not None and loss.entropy_coef != 0
     of_entropy = torch.full_like(logprobs, torch.nan) if has_bonus else logprobs.new_empty(0)
     result, total = logprobs.new_empty(len(RESULTS)), logprobs.new_empty(())
+    constants = {name: value for name, value in loss._asdict().items() if isinstance(value, float)}
     _find_sequences[(blocks,)](sequence_ids, loss_mask, bounds, tokens, num_sequences, count, BLOCK=_BLOCK)
     _sequence_loss[(num_sequences,)](
         logprobs, advantages, loss_mask, old_logprobs, ref_logprobs, sampler_logprobs, entropy,
-        bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks,
-        loss.low, loss.high, loss.cap, loss.beta, loss.entropy_coef,
-        loss.correction_min, loss.correction_max, loss.drift_max, loss.ratio_band,
-        loss.num_tokens, loss.num_sequences, loss.measured_tokens, loss.measured_sequences,
-        loss.max_completion_length,
+        bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks, **constants,
         SURROGATE=loss.surrogate, LEVEL=loss.level, AGGREGATION=loss.aggregation, KL=loss.kl,
         CORRECT_KL=loss.correct_kl, CORRECTION=loss.correction_level, MASKS=loss.correction_masks,
-        HAS_OLD=old_logprobs is not None, HAS_REF=ref_logprobs is not None,
-        HAS_SAMPLER=sampler_logprobs is not None, HAS_ENTROPY=entropy is not None,
         HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK,
     )  # fmt: skip
     _add_up[(len(RESULTS),)](
@@ -124,7 +119,7 @@ def _largest(values, counted):
 
 @triton.jit(do_not_specialize=["sequences", "blocks"], do_not_specialize_on_alignment=_SLICED)
 def _sequence_loss(
-    logprobs,  # (N,) as the next six
+    logprobs,  # (N,) as the next six, of which the last four may be None
     advantages,
     loss_mask,
     old_logprobs,
@@ -159,10 +154,6 @@ def _sequence_loss(
     CORRECT_KL: tl.constexpr,
     CORRECTION: tl.constexpr,
     MASKS: tl.constexpr,
-    HAS_OLD: tl.constexpr,
-    HAS_REF: tl.constexpr,
-    HAS_SAMPLER: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     HAS_BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -184,8 +175,8 @@ def _sequence_loss(
         place = start + lane
         counted = tl.load(loss_mask + place, mask=place < last, other=0) != 0
         logprob = _load(logprobs, place, counted)
-        old = _load(old_logprobs, place, counted) if HAS_OLD else logprob
-        sampled = _load(sampler_logprobs, place, counted) if HAS_SAMPLER else old
+        old = _load(old_logprobs, place, counted) if old_logprobs is not None else logprob
+        sampled = _load(sampler_logprobs, place, counted) if sampler_logprobs is not None else old
         length += tl.sum(counted.to(tl.float32))
         moved += tl.sum(logprob - old)
         mismatch += tl.sum(old - sampled)
@@ -215,13 +206,13 @@ def _sequence_loss(
         counted = tl.load(loss_mask + place, mask=place < last, other=0) != 0
         logprob = _load(logprobs, place, counted)
         advantage = _load(advantages, place, counted)
-        old = _load(old_logprobs, place, counted) if HAS_OLD else logprob
+        old = _load(old_logprobs, place, counted) if old_logprobs is not None else logprob
         own_log_ratio = logprob - old
         log_ratio = own_log_ratio if LEVEL == "token" else shared_log_ratio + tl.zeros_like(logprob)
         term, slope, ratio, is_low, is_high, is_delta = surrogate_term(
             logprob, old, log_ratio, advantage, low, high, cap, SURROGATE
         )
-        if HAS_SAMPLER:
+        if sampler_logprobs is not None:
             difference = old - _load(sampler_logprobs, place, counted)
             corrected = tl.exp(difference)
             distance = tl.abs(difference)
@@ -254,7 +245,7 @@ def _sequence_loss(
         if SHARED:
             shared_slope += tl.sum(slope)
             slope = tl.zeros_like(slope)
-        if HAS_REF:
+        if ref_logprobs is not None:
             kl, kl_slope = kl_term(logprob - _load(ref_logprobs, place, counted), KL)
             kl_sum += tl.sum(tl.where(counted, kl, 0.0))
             if CORRECT_KL:
@@ -267,7 +258,7 @@ def _sequence_loss(
         if HAS_BONUS:
             bonus = tl.where(counted, -entropy_coef / in_step, 0.0)
             tl.store(entropy_gradient + place, bonus, mask=place < last)
-        if HAS_ENTROPY:
+        if entropies is not None:
             entropy_sum += tl.sum(_load(entropies, place, counted))
         ratio_sum += tl.sum(tl.where(counted, ratio, 0.0))
         ratio_min = tl.minimum(ratio_min, _smallest(ratio, counted))

@@ -1,8 +1,19 @@
-"""One tile of logits in float32 registers, and the order in which persistent programs walk the tiles.
+"""Logits in float32 registers, and the order in which persistent programs walk their tiles.
 
-Shared by the forward and by the recomputing backward. Operands come through tensor descriptors where the plan
-says so (Hopper), through pointers elsewhere; either way rows and columns past the end read something harmless
-and are masked by the caller.
+Operands come through tensor descriptors where the plan says so (Hopper), through pointers elsewhere; either
+way rows and columns past the end read something harmless and are masked by the caller. The logit is
+
+    z = softcap · tanh((x·w + bias) · logit_scale / softcap) · inv_temperature
+
+with the tanh left out when there is no softcap. Which parts exist is known at compile time by what is None,
+so the plain case is the identity and costs nothing. Conventions shared by the kernels:
+
+- rows are tokens, columns are vocabulary entries, `inv_temperature` is one float32 per row, None where
+  neither a temperature nor a logit scale other than one is in force;
+- a *mass tile* is `TILE` columns of one row. The forward stores `tile_lse`, (ceil(V / TILE), N) float32: the
+  log-sum-exp of each row's logits over each tile, -inf where every logit of the tile is -inf;
+- a target below zero marks a row without work, a target of V or more a row whose target is not in
+  this weight.
 """
 
 from __future__ import annotations
@@ -15,10 +26,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import ProductTile
-from .transform import transform_arguments, transform_logits
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -39,8 +51,8 @@ def tile_position(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 def tile_logits(
     hidden,  # (N, H): pointer or descriptor of (ROWS, DEPTH) blocks
     weight,  # (V, H): pointer or descriptor of (COLUMNS, DEPTH) blocks
-    bias,  # (V,), as the next read where its flag is set
-    inv_temperature,  # (N,) float32
+    bias,  # (V,) or None
+    inv_temperature,  # (N,) float32 or None
     logit_scale,
     softcap,
     hidden_stride,
@@ -50,9 +62,6 @@ def tile_logits(
     rows,  # N in use
     vocabulary,
     hidden_size,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -61,41 +70,123 @@ def tile_logits(
     PRECISION: tl.constexpr,
 ):
     """(ROWS, COLUMNS) float32 logits."""
-    products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
     if DESCRIPTORS:
+        products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for step in range(tl.cdiv(hidden_size, DEPTH)):
             x = hidden.load([first_row, step * DEPTH])
             w = weight.load([first_column, step * DEPTH])
             products = tl.dot(x, w.T, products, input_precision=PRECISION)
     else:
-        row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-        column = tl.minimum(first_column + tl.arange(0, COLUMNS), vocabulary - 1).to(tl.int64)
-        depth = tl.arange(0, DEPTH)
-        x_at = hidden + row[:, None] * hidden_stride + depth[None, :]
-        w_at = weight + column[None, :] * weight_stride + depth[:, None]
-        for step in range(tl.cdiv(hidden_size, DEPTH)):
-            if EVEN_DEPTH:
-                x = tl.load(x_at)
-                w = tl.load(w_at)
-            else:
-                inside = depth < hidden_size - step * DEPTH
-                x = tl.load(x_at, mask=inside[None, :], other=0.0)
-                w = tl.load(w_at, mask=inside[:, None], other=0.0)
-            products = tl.dot(x, w, products, input_precision=PRECISION)
-            x_at += DEPTH
-            w_at += DEPTH
-    row = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
-    b = tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    it = tl.load(inv_temperature + row, mask=row < rows, other=1.0) if HAS_SCALE else 1.0
-    return transform_logits(products, b, it, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE)
+        products = gathered_products(
+            hidden + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * hidden_stride,
+            weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
+            hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
+        )  # fmt: skip
+    return transform_logits(
+        products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
+    )
+
+
+@triton.jit
+def gathered_products(
+    x,  # (ROWS, 1) pointers
+    w,  # (1, COLUMNS) pointers
+    hidden_size,
+    DEPTH: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(ROWS, COLUMNS) float32 dot products of any rows of X and of W."""
+    products = tl.zeros((x.shape[0], w.shape[1]), dtype=tl.float32)
+    step = tl.arange(0, DEPTH)
+    x += step[None, :]
+    w += step[:, None]
+    for start in range(0, hidden_size, DEPTH):
+        if EVEN_DEPTH:
+            products = tl.dot(tl.load(x + start), tl.load(w + start), products, input_precision=PRECISION)
+        else:
+            inside = step < hidden_size - start
+            products = tl.dot(
+                tl.load(x + start, mask=inside[None, :], other=0.0),
+                tl.load(w + start, mask=inside[:, None], other=0.0),
+                products,
+                input_precision=PRECISION,
+            )
+    return products
+
+
+@triton.jit
+def transform_logits(
+    products,  # (ROWS, COLUMNS) float32: x·w
+    bias,  # (V,) or None
+    inv_temperature,  # (N,) float32 or None
+    logit_scale,
+    softcap,  # or None
+    row,  # (ROWS,)
+    column,  # (COLUMNS,)
+    rows,
+    vocabulary,
+):
+    """z of every product, (ROWS, COLUMNS) float32."""
+    if bias is not None:
+        products += tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32)[None, :]
+    factor = logit_scale
+    if softcap is not None:
+        products = softcap * _tanh(products * (logit_scale / softcap))
+        factor = 1.0
+    if inv_temperature is not None:
+        products *= (tl.load(inv_temperature + row, mask=row < rows, other=1.0) * factor)[:, None]
+    return products
+
+
+@triton.jit
+def untransform_gradient(
+    gradient,  # (ROWS, COLUMNS) float32: dL/dz
+    logits,  # (ROWS, COLUMNS) float32: z
+    inv_temperature,  # (N,) float32 or None
+    logit_scale,
+    softcap,  # or None
+    row,  # (ROWS,)
+    rows,
+):
+    """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w), which is read off z itself."""
+    if inv_temperature is not None:
+        inverse = tl.load(inv_temperature + row, mask=row < rows, other=1.0)
+    if softcap is not None:
+        saturation = logits / softcap
+        if inv_temperature is not None:
+            saturation /= inverse[:, None]
+        gradient *= 1.0 - saturation * saturation
+    if inv_temperature is not None:
+        gradient *= (inverse * logit_scale)[:, None]
+    return gradient
+
+
+@triton.jit
+def _tanh(x):
+    """Saturates without overflow: exp(2x) may be zero or infinite."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+def transform_arguments(problem: HeadProblem) -> dict[str, object]:
+    """The way from a product to a logit, by the kernels' names."""
+    inv_temperature = problem.inv_temperature
+    if inv_temperature is None and problem.logit_scale != 1.0:
+        inv_temperature = problem.hidden.new_ones(problem.hidden.shape[0], dtype=torch.float32)
+    return {
+        "bias": problem.bias,
+        "inv_temperature": inv_temperature,
+        "logit_scale": float(problem.logit_scale),
+        "softcap": problem.softcap,
+    }
 
 
 def product_arguments(problem: HeadProblem, tile: ProductTile) -> dict[str, object]:
     """What a kernel with `tile_logits` takes of the problem and the tile, by the kernel's names.
 
-    Both operands must have unit stride along H. float32 operands go through three TF32 products, exact to
-    float32.
+    Both operands must have unit stride along H.
     """
     hidden, weight = problem.hidden, problem.weight
     operands: tuple = hidden, weight
@@ -117,14 +208,19 @@ def product_arguments(problem: HeadProblem, tile: ProductTile) -> dict[str, obje
         "GROUP": tile.group,
         "DESCRIPTORS": tile.descriptors,
         "EVEN_DEPTH": hidden.shape[1] % tile.depth == 0,
-        "PRECISION": "tf32x3" if hidden.dtype == torch.float32 else "ieee",
+        "PRECISION": precision(hidden.dtype),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
 
 
-def program_count(device: torch.device) -> int:
-    """Persistent programs: one per multiprocessor."""
+def precision(dtype: torch.dtype) -> str:
+    """float32 operands go through three TF32 products, exact to float32."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def program_count(device: torch.device, per_multiprocessor: int = 1) -> int:
+    """Programs of a persistent kernel."""
     if device.type != "cuda":
         return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count

@@ -38,9 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE
+from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE, SparseConfig, cuda
 from .balance import balance, log_levels
-from .sparse_config import SparseConfig
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, LogitGradient
@@ -125,17 +124,10 @@ def select_pairs(
             part.
         split_rows: set rows with more live tiles than the list has room for per row apart, as `dense_rows`.
         config: capacities and blocks.
-
-    Raises:
-        ValueError: for a negative tolerance, or a tile_lse of another shape.
     """
     targets, logsumexp, vocabulary = problem.targets, of_rows.logsumexp, problem.vocabulary
     itemsize = problem.hidden.element_size()
     tiles, rows = -(-vocabulary // TILE), targets.numel()
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance is {tolerance}; give 0 (exact) or more (1: the rounding of bfloat16)")
-    if tile_lse.shape != (tiles, rows):
-        raise ValueError(f"tile_lse is {tuple(tile_lse.shape)}, expected {(tiles, rows)}: (tiles, rows)")
     target_gradient, mass_gradient = of_rows.target, -of_rows.mass  # a copy: dense rows are taken out of it
     # A row's entries beside the target's sum to mass·(1 − p). A row of NaN is left out of the norm.
     total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(logprob)
@@ -162,7 +154,7 @@ def select_pairs(
     inputs = tile_lse, logsumexp, targets, working
     sizes = {"TILE": TILE, "BLOCK_TILES": block_tiles, "BLOCK_ROWS": block_rows, "num_warps": 8}
     if config.cuda_curve:
-        curve = torch.ops.grpo_fast.tile_mass_curve(*inputs, levels, vocabulary, TILE)
+        curve = cuda.mass_curve(*inputs, levels, vocabulary=vocabulary)
     elif rows:
         _mass_curve[(triton.cdiv(rows, block_rows),)](
             *inputs, levels, curve, rows, tiles, vocabulary, LEVELS=LEVELS, **sizes

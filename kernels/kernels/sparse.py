@@ -33,10 +33,8 @@ class SparseGradients:
     """What was asked for; None where it was not.
 
     `dense` is (2,) int32 on the device. Where `dense[0]` is set nothing was written: the pairs overflowed.
-    Where
-    `dense[1]` is set `hidden` must come from elsewhere too: pairs or entries overflowed, or the entries
-    miss the tolerance. The dense path fills in what is missing, guarded by the flag on the device or after
-    the host has read it.
+    Where `dense[1]` is set `hidden` must come from elsewhere too: pairs or entries overflowed, or the entries
+    miss the tolerance. The dense path fills in what is missing.
     """
 
     hidden: Tensor | None  # (N, H), dtype of hidden
@@ -55,11 +53,7 @@ def sparse_backward(problem: HeadProblem, logsumexp: Tensor, pairs: Pairs, wante
     Args:
         logsumexp: (N,) float32, of the whole vocabulary.
         pairs: from `select_pairs` of the same batch.
-
-    Raises:
-        ValueError: for operands of unequal dtype, or one strided along H.
     """
-    _check(problem, wanted.into_weight)
     operands = SparseOperands(
         problem, logsumexp, pairs,
         unit=_gradient_unit(problem, pairs), row_scale=_row_scale(problem, pairs.mass_gradient),
@@ -91,16 +85,6 @@ def sparse_backward(problem: HeadProblem, logsumexp: Tensor, pairs: Pairs, wante
         dense=torch.cat([pairs.overflow, missing]),
         left_out=left_out,
     )
-
-
-def _check(problem: HeadProblem, into_weight: Tensor | None) -> None:
-    hidden, weight = problem.hidden, problem.weight
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: cast one of them")
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("into_weight", into_weight)):
-        if tensor is not None and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            stride = tensor.stride(1)
-            raise ValueError(f"{name} has stride {stride} in its last dimension: pass {name}.contiguous()")
 
 
 def _row_scale(problem: HeadProblem, gradient: Tensor) -> Tensor:

@@ -4,9 +4,8 @@ One program per block of gathered rows of one vocabulary tile. The product stays
 things leave them: for dW the gradients themselves, rounded to the operands' dtype, into a workspace that
 holds a chunk of tiles at a time; for dX the *entries*, the few columns of a tile that matter, in float32.
 
-An entry leaves when it is not far below the row's threshold for tiles; what stays behind is summed per
-pair, so that
-`sparse_rows` knows what it starts from. Emitting with one atomic per entry spilled and cost more than
+An entry leaves when it is not far below the row's threshold for tiles; what stays behind is summed per pair,
+so that `sparse_rows` knows what it starts from. Emitting with one atomic per entry spilled and cost more than
 the product; here a row's entries are counted first, one atomic per program reserves a run for all of them,
 and the columns are scanned in quarters.
 """
@@ -16,16 +15,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import EMIT_SHARE, TILE
+from .product import (
+    gathered_products,
+    precision,
+    program_count,
+    transform_arguments,
+    transform_logits,
+    untransform_gradient,
+)
 from .select import Pairs
-from .sparse_config import persistent_programs
 from .sparse_rows import EntryLists, popcount
-from .transform import transform_arguments, transform_logits, untransform_gradient
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
@@ -48,11 +52,6 @@ class SparseOperands:
     @property
     def chunk_pairs(self) -> int:
         return self.pairs.config.chunk_pairs(self.rows, self.problem.hidden.element_size())
-
-    @property
-    def precision(self) -> str:
-        """float32 operands go through three TF32 products, exact to float32."""
-        return "tf32x3" if self.problem.hidden.dtype == torch.float32 else "ieee"
 
 
 _EMITTED = {
@@ -78,7 +77,7 @@ def pair_gradient(
     aligned = all(size % 16 == 0 for size in (hidden.shape[1], hidden.stride(0), weight.stride(0)))
     whole = aligned and problem.softcap is None
     entries = {name: None if lists is None else getattr(lists, field) for name, field in _EMITTED.items()}
-    _pair_gradient[(persistent_programs(hidden.device, config.pair_programs),)](
+    _pair_gradient[(program_count(hidden.device, config.pair_programs),)](
         **transform_arguments(problem), **entries,
         hidden=hidden, weight=weight, targets=problem.targets, logsumexp=operands.logsumexp,
         target_gradient=pairs.target_gradient, mass_gradient=pairs.mass_gradient, pair_rows=pairs.rows,
@@ -86,12 +85,11 @@ def pair_gradient(
         chunk_tiles=pairs.chunk_tiles, live_bits=pairs.live_bits, rank_base=pairs.rank_base,
         row_ends=pairs.row_ends, live_count=pairs.live_count, log_threshold=pairs.log_threshold,
         row_scale=operands.row_scale, workspace=workspace, unit=operands.unit,
-        rows=operands.rows, vocabulary=weight.shape[0], depth=hidden.shape[1],
+        rows=operands.rows, vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0), chunk=chunk,
         chunk_pairs=operands.chunk_pairs, entry_capacity=0 if lists is None else lists.columns.numel(),
-        TILE=TILE, STORE=workspace is not None, EMIT=lists is not None, PRECISION=operands.precision,
-        BLOCK=config.pair_rows, PARTS=1 if whole else 2, DEPTH=config.pair_depth,
-        EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=EMIT_SHARE,
+        TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
+        DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0, EMIT_SHARE=EMIT_SHARE,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
     )  # fmt: skip
 
@@ -104,8 +102,8 @@ def _pair_gradient(
     logsumexp,  # (N,) float32
     target_gradient,  # (N,) float32
     mass_gradient,  # (N,) float32
-    bias,  # (V,), read when HAS_BIAS
-    inv_temperature,  # (N,) float32, read when HAS_SCALE
+    bias,  # (V,) or None
+    inv_temperature,  # (N,) float32 or None
     logit_scale,
     softcap,
     pair_rows,
@@ -119,9 +117,9 @@ def _pair_gradient(
     live_count,
     log_threshold,
     row_scale,
-    workspace,  # (chunk_pairs + N, TILE), written when STORE
+    workspace,  # (chunk_pairs + N, TILE), written, or None
     unit,  # (1,) float32
-    entry_columns,  # (entry_capacity,) int32, written when EMIT
+    entry_columns,  # (entry_capacity,) int32, written, or None with the next five
     entry_values,  # (entry_capacity,) float32
     entries_used,  # (1,) int64
     entry_starts,  # (pairs,) int32 in row-major order, as the next two
@@ -129,18 +127,13 @@ def _pair_gradient(
     entry_dropped,  # (pairs,) float32: Σ |gradient| of what stays behind
     rows,
     vocabulary,
-    depth,
+    hidden_size,
     hidden_stride,
     weight_stride,
     chunk,
     chunk_pairs,
     entry_capacity,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     TILE: tl.constexpr,
-    STORE: tl.constexpr,
-    EMIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -149,13 +142,12 @@ def _pair_gradient(
     EMIT_SHARE: tl.constexpr,
 ):
     """Logit gradients of the chunk's row blocks; of all where none is stored. Persistent."""
-    if STORE:
+    if workspace is not None:
         first_block = tl.load(block_offsets + tl.load(chunk_tiles + chunk))
         last_block = tl.load(block_offsets + tl.load(chunk_tiles + chunk + 1))
     else:
         first_block = 0
         last_block = tl.load(block_offsets + tl.cdiv(vocabulary, TILE))
-    step = tl.arange(0, DEPTH)
     PAIR_ROWS: tl.constexpr = BLOCK // PARTS
     for part in range(first_block * PARTS + tl.program_id(0), last_block * PARTS, tl.num_programs(0)):
         block = part // PARTS
@@ -168,48 +160,30 @@ def _pair_gradient(
         column = tile * TILE + tl.arange(0, TILE)
         in_vocabulary = column < vocabulary
 
-        products = tl.zeros((PAIR_ROWS, TILE), dtype=tl.float32)
-        x = hidden + row.to(tl.int64)[:, None] * hidden_stride + step[None, :]
-        # Columns past the end read the last row of the weight; their probability is set to zero below.
-        w = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride + step[:, None]
-        for start in range(0, depth, DEPTH):
-            if EVEN_DEPTH:
-                products = tl.dot(tl.load(x + start), tl.load(w + start), products, input_precision=PRECISION)
-            else:
-                inside = step < depth - start
-                products = tl.dot(
-                    tl.load(x + start, mask=inside[None, :], other=0.0),
-                    tl.load(w + start, mask=inside[:, None], other=0.0),
-                    products,
-                    input_precision=PRECISION,
-                )
-
-        bias_values = column.to(tl.float32)
-        if HAS_BIAS:
-            bias_values = tl.load(bias + column, mask=in_vocabulary, other=0.0).to(tl.float32)
-        inverse = tl.zeros((PAIR_ROWS,), dtype=tl.float32)
-        if HAS_SCALE:
-            inverse = tl.load(inv_temperature + row)
+        products = gathered_products(
+            hidden + row.to(tl.int64)[:, None] * hidden_stride,
+            # Columns past the end read the last row of the weight; their probability is set to zero below.
+            weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
+            hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
+        )  # fmt: skip
         logits = transform_logits(
-            products, bias_values, inverse, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_SCALE
+            products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
         )
         probability = tl.exp(logits - tl.load(logsumexp + row)[:, None])
         probability = tl.where(in_vocabulary[None, :] & valid[:, None], probability, 0.0)
         is_target = (tl.load(targets + row)[:, None] == column[None, :]) & valid[:, None]
         gradient = -tl.load(mass_gradient + row)[:, None] * probability
         gradient = tl.where(is_target, tl.load(target_gradient + row)[:, None], gradient)
-        gradient = untransform_gradient(
-            gradient, logits, inverse, logit_scale, softcap, HAS_SOFTCAP, HAS_SCALE
-        )
+        gradient = untransform_gradient(gradient, logits, inv_temperature, logit_scale, softcap, row, rows)
         gradient = tl.where(in_vocabulary[None, :], gradient, 0.0)
 
-        if STORE:
+        if workspace is not None:
             place = pair - (chunk.to(tl.int64) * chunk_pairs - rows)
             stored = (gradient * tl.load(unit)).to(workspace.dtype.element_ty)
             tl.store(
                 workspace + place[:, None] * TILE + tl.arange(0, TILE)[None, :], stored, mask=valid[:, None]
             )
-        if EMIT:
+        if entry_columns is not None:
             magnitude = tl.where(is_target, 0.0, tl.abs(gradient))
             threshold = tl.exp(tl.load(log_threshold + row)) * tl.load(row_scale + row) * EMIT_SHARE
             below = (magnitude < threshold[:, None]) & ~is_target

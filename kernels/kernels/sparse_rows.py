@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LEVELS
+from . import LEVELS, cuda
 from .balance import Balance, balance, log_levels
+from .product import program_count
 from .select import Pairs
-from .sparse_config import persistent_programs
 
 if TYPE_CHECKING:
     from .sparse_pairs import SparseOperands
@@ -54,26 +54,16 @@ class EntryLists:
 
     @classmethod
     def allocate(cls, pairs: Pairs, rows: int) -> EntryLists:
-        capacity = pairs.config.entry_capacity(rows)
+        capacity, table = pairs.config.entry_capacity(rows), pairs.rows.numel()
+        int32, int64, float32 = torch.int32, torch.int64, torch.float32
 
-        def empty(size: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=pairs.rows.device)
+        def empty(size: int, *dtypes: torch.dtype) -> list[Tensor]:
+            return [torch.empty(size, dtype=dtype, device=pairs.rows.device) for dtype in dtypes]
 
-        return cls(
-            columns=empty(capacity, torch.int32),
-            values=empty(capacity, torch.float32),
-            used=torch.zeros(3, dtype=torch.int64, device=pairs.rows.device),
-            starts=empty(pairs.rows.numel(), torch.int32),
-            counts=empty(pairs.rows.numel(), torch.int32),
-            dropped=empty(pairs.rows.numel(), torch.float32),
-            row_columns=empty(capacity, torch.int32),
-            row_values=empty(capacity, torch.float32),
-            row_starts=empty(rows, torch.int64),
-            row_counts=empty(rows, torch.int32),
-            row_dropped=empty(rows, torch.float32),
-            kept_counts=empty(rows, torch.int32),
-            long_rows=empty(rows, torch.int32),
-        )
+        used = torch.zeros(3, dtype=int64, device=pairs.rows.device)
+        emitted = *empty(capacity, int32, float32), used, *empty(table, int32, int32, float32)
+        gathered = empty(capacity, int32, float32) + empty(rows, int64, int32, float32, int32, int32)
+        return cls(*emitted, *gathered)
 
     def overflow(self) -> Tensor:
         """(1,) int32: set when more entries were found than fit; then dX means nothing."""
@@ -104,7 +94,7 @@ def hidden_gradient(operands: SparseOperands, lists: EntryLists) -> tuple[Tensor
         )  # fmt: skip
     balanced = balance(curve, levels, pairs.mass_gradient, pairs.budget(1.0))
     if config.cuda_rows:
-        gradient = torch.ops.grpo_fast.sparse_hidden_gradient(
+        gradient = cuda.hidden_gradient(
             weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow
         )
         return gradient, balanced
@@ -119,7 +109,7 @@ def hidden_gradient(operands: SparseOperands, lists: EntryLists) -> tuple[Tensor
             weight, *kept, gradient, depth, weight.stride(0), LONG_ROW=LONG_ROW,
             BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
         )  # fmt: skip
-        _hidden_gradient_of_long_rows[(persistent_programs(hidden.device, 3),)](
+        _hidden_gradient_of_long_rows[(program_count(hidden.device, 3),)](
             weight, *kept, lists.long_rows, lists.used, gradient, depth, weight.stride(0),
             BLOCK=_SLICE, ENTRIES=_SLICE_ENTRIES, num_warps=8,
         )  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE
-from .sparse_config import persistent_programs
+from .product import precision, program_count
 from .sparse_pairs import SparseOperands
 
 
@@ -21,11 +21,11 @@ def weight_gradient(
 ) -> None:
     """Writes, or adds to, the rows of `gradient` (V, H) that belong to the chunk's tiles."""
     hidden, pairs, config = operands.problem.hidden, operands.pairs, operands.pairs.config
-    _weight_gradient[(persistent_programs(hidden.device, config.weight_programs),)](
+    _weight_gradient[(program_count(hidden.device, config.weight_programs),)](
         hidden, workspace, operands.unit, pairs.rows, pairs.offsets, pairs.chunk_tiles, gradient,
         operands.rows, gradient.shape[0], hidden.shape[1], hidden.stride(0), gradient.stride(0),
         chunk, operands.chunk_pairs,
-        TILE=TILE, ACCUMULATE=accumulate, PRECISION=operands.precision,
+        TILE=TILE, ACCUMULATE=accumulate, PRECISION=precision(hidden.dtype),
         COLUMNS=config.weight_columns, DEPTH=config.weight_depth,
         num_warps=config.weight_warps, num_stages=config.weight_stages,
     )  # fmt: skip

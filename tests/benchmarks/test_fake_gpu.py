@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_fast.kernels import cuda
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import head, kernels, machine, profile_head, smoke, tune
@@ -23,7 +24,7 @@ from benchmarks.__main__ import main
 from benchmarks.head import settings_of
 from benchmarks.peers.functions import full_logits
 from benchmarks.record import Measurement, read
-from grpo_fast.head import cuda, operator, tuning
+from grpo_fast.head import operator, tuning
 
 pytest.importorskip("triton")
 N, H, V = 4, 16, 130

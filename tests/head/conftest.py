@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from grpo_fast import linear_logprob
-from grpo_fast.head import operator
+from grpo_fast.head import operator, plan, tuning
 from grpo_fast.head.plan import Device
 
 KERNELS = {
     "descriptors": Device("cuda", (9, 0), shared_memory=232_448, has_triton=True),
     "pointers": Device("cuda", (8, 0), shared_memory=166_912, has_triton=True),
 }
+# The interpreter pays per program and per step.
+QUICK = {"pair_rows": 32, "pair_depth": 32, "row_entries": 64, "weight_depth": 32, "weight_columns": 64}
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,7 @@ class Call:
 
     @property
     def options(self) -> dict[str, object]:
-        return {
-            "bias": self.bias,
-            "temperature": self.temperature,
-            "logit_scale": self.logit_scale,
-            "softcap": self.softcap,
-        }
+        return {name: getattr(self, name) for name in ("bias", "temperature", "logit_scale", "softcap")}
 
     def outputs(self, names: Sequence[str] = ("logprob",), **options: object) -> dict[str, Tensor]:
         """What `linear_logprob` finds."""
@@ -122,6 +119,20 @@ def oracle() -> SimpleNamespace:
     return SimpleNamespace(**{part.__name__: part for part in found})
 
 
+@pytest.fixture
+def sparse_sizes(monkeypatch):
+    """Changes sizes of the sparse backward."""
+
+    def change(**changes: object) -> None:
+        def sizes_for(*shape):
+            sizes = tuning.sizes_for(*shape)
+            return replace(sizes, sparse=replace(sizes.sparse, **changes))
+
+        monkeypatch.setattr(plan, "sizes_for", sizes_for)
+
+    return change
+
+
 def take_path(name: str, request: pytest.FixtureRequest):
     """Lets the head take a path, and returns what moves calls and tensors to its device."""
     device = torch.device("cpu")
@@ -129,8 +140,12 @@ def take_path(name: str, request: pytest.FixtureRequest):
         pytest.importorskip("triton")
         device = request.getfixturevalue("device")
         if device.type == "cpu":
+            from grpo_fast.kernels import sparse_rows
+
             patch = request.getfixturevalue("monkeypatch")
             patch.setattr(operator, "device_facts", lambda kind, index: KERNELS[name])
+            patch.setattr(sparse_rows, "_SLICE_ENTRIES", 128)
+            request.getfixturevalue("sparse_sizes")(**QUICK)
 
     def move(value):
         if isinstance(value, Tensor):

@@ -44,26 +44,15 @@ def test_fewer_masses_are_kept_than_with_one_threshold_for_all_rows(rng, device)
     assert kept < 0.9 * (masses >= uniform.exp()).sum()
 
 
-def test_no_budget_leaves_out_nothing(rng, device):
-    levels = log_levels(device)
-    masses = mixed_masses(rng).to(device)
+def test_no_budget_leaves_out_nothing_and_a_curve_above_the_budget_is_unmet_and_adds_nothing(rng, device):
+    levels, ones = log_levels(device), torch.ones(300, device=device)
 
-    got = balance(
-        curves(masses, levels), levels, torch.ones(300, device=device), torch.zeros((), device=device)
-    )
+    none = balance(curves(mixed_masses(rng).to(device), levels), levels, ones, torch.zeros((), device=device))
+    curve = torch.full((LEVELS, 300), 0.1, device=device)
+    above = balance(curve, levels, ones, torch.tensor(1e-4, device=device))
 
-    assert (got.left_out == 0).all()
-    assert got.unmet.item() == 0
-
-
-def test_a_curve_that_starts_above_the_budget_is_unmet_and_adds_nothing(device):
-    levels = log_levels(device)
-    curve = torch.full((LEVELS, 5), 0.1, device=device)
-
-    got = balance(curve, levels, torch.ones(5, device=device), torch.tensor(1e-4, device=device))
-
-    assert got.unmet.item() == 1
-    assert (got.log_threshold == -torch.inf).all()
+    assert (none.left_out == 0).all() and none.unmet.item() == 0
+    assert above.unmet.item() == 1 and (above.log_threshold == -torch.inf).all()
 
 
 def test_a_row_of_nan_leaves_out_nothing_and_does_not_spoil_the_others(rng, device):
