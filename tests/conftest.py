@@ -43,9 +43,7 @@ settings.load_profile("any machine")
 def device() -> torch.device:
     """Where kernels run: the GPU, or the CPU under the interpreter."""
     if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip(
-            "compiled Triton kernels need a CUDA device: unset TRITON_INTERPRET to use the interpreter"
-        )
+        pytest.skip("compiled kernels need a CUDA device: unset TRITON_INTERPRET to use the interpreter")
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 
@@ -102,13 +100,10 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         _correct_bf16(interpreter, patch)
-        for name, operation in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
-            patch.setattr(interpreter.InterpreterBuilder, name, _binary(operation))
+        builder = interpreter.InterpreterBuilder
+        patch.setattr(builder, "create_maxnumf", lambda self, *pair: self.binary_op(*pair, np.fmax))
+        patch.setattr(builder, "create_minnumf", lambda self, *pair: self.binary_op(*pair, np.fmin))
         yield
-
-
-def _binary(operation: Callable[..., np.ndarray]) -> Callable[..., Any]:
-    return lambda self, left, right: self.binary_op(left, right, operation)
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:
@@ -138,9 +133,8 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
     def narrow(handle: Any) -> Any:
         # A comparison comes back as booleans under the operands' type: leave it.
-        if handle.data.dtype.kind != "f":
-            return Handle(handle.data, tl.bfloat16)
-        return Handle(float32_to_bf16(handle.data), tl.bfloat16)
+        data = handle.data
+        return Handle(float32_to_bf16(data) if data.dtype.kind == "f" else data, tl.bfloat16)
 
     def rounding(method: Callable[..., Any]) -> Callable[..., Any]:
         def corrected(self: Any, *operands: Any) -> Any:
@@ -153,10 +147,10 @@ def _correct_bf16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     def cast(method: Callable[..., Any]) -> Callable[..., Any]:
         def corrected(self: Any, source: Any, destination: Any, *rest: Any) -> Any:
             target = destination.scalar
+            if is_bf16(source) and target == tl.bfloat16:
+                return source
             if target == tl.bfloat16:
-                return (
-                    source if is_bf16(source) else narrow(Handle(source.data.astype(np.float32), tl.float32))
-                )
+                return narrow(Handle(source.data.astype(np.float32), tl.float32))
             if not is_bf16(source):
                 return method(self, source, destination, *rest)
             return Handle(bf16_to_float32(source.data).astype(interpreter._get_np_dtype(target)), target)
@@ -207,20 +201,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     fast.save_pretrained(folder / "model")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=len(words),
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                bos_token_id=None,
-                eos_token_id=1,
-                pad_token_id=None,
-                tie_word_embeddings=True,
-            )
-        )
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+        tokens = {"vocab_size": len(words), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens))
     model.save_pretrained(folder / "model")
     prompts = [{"prompt": f"w{2 + i % 11} w{13 + i % 11} w{2 + (5 * i) % 22}"} for i in range(32)]
     held_out = [{"prompt": f"w{2 + i} w{13 + i} w3 w4"} for i in range(10)]

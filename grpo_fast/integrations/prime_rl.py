@@ -8,7 +8,7 @@ import path leads to.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,14 +17,10 @@ from grpo_fast.integrations.host import Replacements, require, require_loss
 from grpo_fast.integrations.padded import local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 
-if TYPE_CHECKING:
-    from prime_rl.trainer.rl.loss import LossInputs as HostInputs
-    from prime_rl.trainer.rl.loss import LossOutputs as HostOutputs
-
 _patch = Replacements()
 
 
-def policy_loss(inputs: HostInputs, **config: Any) -> HostOutputs:
+def policy_loss(inputs: Any, **config: Any) -> Any:
     """A loss of our catalogue for one sample of prime-rl, as a sum over its tokens.
 
     π_old is what the sampler reported: prime-rl has no other old policy. `loss_weights` multiply each token's
@@ -33,6 +29,9 @@ def policy_loss(inputs: HostInputs, **config: Any) -> HostOutputs:
     Args:
         inputs: prime-rl's `LossInputs`, every tensor (seq,).
         config: the fields of `GRPOLossConfig`.
+
+    Returns:
+        prime-rl's `LossOutputs`.
 
     Raises:
         ImportError: prime-rl is missing, or of a version this adapter does not know.
@@ -67,7 +66,7 @@ def policy_loss(inputs: HostInputs, **config: Any) -> HostOutputs:
 
 
 @functools.cache
-def _host_outputs() -> type[HostOutputs]:
+def _host_outputs() -> type:
     require("prime_rl", "0.8")
     from prime_rl.trainer.rl.loss import LossOutputs
 

@@ -64,6 +64,8 @@ def _logit_sums(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _PairedLoss(_PreferenceLoss):
     """The first half of a batch is chosen, the second rejected."""
 
+    kind: str  # a name of `PREFERENCE_LOSSES`
+    constants: tuple[str, ...] = ()  # settings that `objective.pairs` calls the same
     compute_nll_loss: bool
     alpha: float = 1.0  # weight of the chosen completions' negative log-likelihood
 
@@ -75,7 +77,8 @@ class _PairedLoss(_PreferenceLoss):
 
     def _loss(self, inputs: PreferenceInputs) -> Tensor:
         """() without the likelihood term."""
-        raise NotImplementedError
+        constants = {name: getattr(self, name) for name in self.constants}
+        return preference_loss(inputs, PreferenceLossConfig(self.kind, beta=self.beta, **constants)).loss
 
     def _of_pairs(
         self,
@@ -188,6 +191,8 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
 class LigerFusedLinearORPOLoss(_PairedLoss):
     """ORPO: negative log-likelihood of the chosen, and beta times the odds-ratio term."""
 
+    kind = "orpo"
+
     ignore_index: int = -100
     beta: float = 0.1
     compute_nll_loss: bool = True
@@ -214,14 +219,15 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
         return loss, (*metrics, logsigmoid(log_odds).mean(), log_odds.mean())
 
     def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        config = PreferenceLossConfig("orpo", beta=self.beta)
         # The likelihood term is Liger's own; ours is part of ORPO's definition.
-        return preference_loss(inputs, config).loss + inputs.chosen_logprobs.mean()
+        return super()._loss(inputs) + inputs.chosen_logprobs.mean()
 
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearSimPOLoss(_PairedLoss):
     """SimPO."""
+
+    kind, constants = "simpo", ("gamma", "label_smoothing")
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -232,15 +238,13 @@ class LigerFusedLinearSimPOLoss(_PairedLoss):
     gamma: float = 0.5
     chunk_size: int = 1
 
-    def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        smoothing = self.label_smoothing
-        config = PreferenceLossConfig("simpo", beta=self.beta, gamma=self.gamma, label_smoothing=smoothing)
-        return preference_loss(inputs, config).loss
-
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearCPOLoss(_PairedLoss):
     """CPO."""
+
+    kind, constants = "cpo", ("label_smoothing", "cpo_alpha")
+    cpo_alpha = 0.0  # the likelihood term is Liger's own
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -250,11 +254,6 @@ class LigerFusedLinearCPOLoss(_PairedLoss):
     compiled: bool = True
     average_log_prob: bool = False
     chunk_size: int = 1
-
-    def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        smoothing = self.label_smoothing
-        config = PreferenceLossConfig("cpo", beta=self.beta, label_smoothing=smoothing, cpo_alpha=0.0)
-        return preference_loss(inputs, config).loss
 
 
 @dataclass(eq=False, repr=False)
@@ -297,22 +296,23 @@ class LigerFusedLinearKTOLoss(_PreferenceLoss):
             raise ValueError(
                 "preference_labels is None: give a (S,) bool tensor, True for wanted completions"
             )
-        sides = preference_labels.bool(), ~preference_labels.bool()
+        wanted = preference_labels.bool()
         _, logprobs = self._score(_input, lin_weight, target, bias)
         base = torch.zeros_like(logprobs)
         if self.use_ref_model:
             base = self._reference(ref_input, ref_weight, target, ref_bias)
         # Scores enter as score − kl only, so a reference point of each completion's own is part of its base.
         shifted = base if kl is None else base + kl
-        (chosen, rejected), (ref_chosen, ref_rejected), (ones, other_ones) = (
-            [values[of] for of in sides] for values in (logprobs, shifted, torch.ones_like(base))
-        )
+        lengths = torch.ones_like(base)
         inputs = PreferenceInputs(
-            chosen, rejected, ones, other_ones, ref_chosen, ref_rejected, kl=base.new_zeros(())
+            *(logprobs[wanted], logprobs[~wanted]),
+            *(lengths[wanted], lengths[~wanted]),
+            *(shifted[wanted], shifted[~wanted]),
+            kl=base.new_zeros(()),
         )
         loss = preference_loss(inputs, PreferenceLossConfig("kto", beta=self.beta)).loss
         reported = (logprobs, _logit_sums(_input, lin_weight, bias), self.beta * (logprobs - base))
-        return loss, tuple(values[of].sum().detach() for values in reported for of in sides)
+        return loss, tuple(values[of].sum().detach() for values in reported for of in (wanted, ~wanted))
 
 
 # -------------------------------------------------------------------------------------------------------

@@ -179,18 +179,10 @@ class LossAtHead:
         return forward
 
     def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = (),
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any
     ) -> HeadResults:
-        """The loss goes to `self.loss`; returned are log-probabilities and entropies without gradient."""
+        """As `FusedHead.apply`, but without gradient: the loss, which has one, goes to `self.loss`."""
+        temperature, _, softcap, logit_scale, _ = options
         given, live = self._inputs, self._inputs["completion_mask"] != 0
         packed = {name: given[name].detach()[live] for name in _PER_TOKEN if given.get(name) is not None}
         advantages = live_values(given["advantages"], live)
@@ -211,7 +203,7 @@ class LossAtHead:
             bias=bias,
             temperature=temperature,
             logit_scale=logit_scale,
-            softcap=final_logit_softcapping,
+            softcap=softcap,
             entropy=True,
         )
         self.loss = result.loss * self._scale
