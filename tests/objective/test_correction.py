@@ -12,8 +12,6 @@ from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.correction import off_policy_keep, sampler_weights
 from grpo_fast.objective.types import Segments
 
-LOW, HIGH = 0.8, 1.25
-
 
 def rows(batch: Any) -> list[list[tuple[float, float]]]:
     """(log π_old, log π_sampler) of the tokens that count, by completion."""
@@ -27,40 +25,34 @@ def segments_of(inputs: LossInputs) -> Segments:
     return Segments.of(inputs.sequence_ids, inputs.loss_mask, inputs.num_sequences, torch.float64)
 
 
-def expected_weight(mode: str, tokens: list[tuple[float, float]], position: int) -> float:
-    level, action = mode.split("_")
-    logs = [o - s for o, s in tokens]
-    ratio = {
-        "token": math.exp(logs[position]),
-        "sequence": math.exp(sum(logs)),
-        "geometric": math.prod(math.exp(x) for x in logs) ** (1 / len(logs)),
-    }[level]
-    if action == "truncate":
-        return min(max(ratio, LOW), HIGH)
-    return ratio if LOW <= ratio <= HIGH else 0.0
-
-
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("action", ["truncate", "mask"])
 def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch):
-    mode, batch = f"{level}_{action}", make_batch(empty=True)
-    config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=LOW, sampler_clip_max=HIGH)
+    batch = make_batch(empty=True)
     inputs = batch.inputs()
+    for low, high in ((0.8, 1.25), (None, 1.1), (0.9, None)):
+        config = GRPOLossConfig(
+            sampler_correction=f"{level}_{action}", sampler_clip_min=low, sampler_clip_max=high
+        )
+        weights = sampler_weights(inputs.old_logprobs, inputs.sampler_logprobs, segments_of(inputs), config)
 
-    weights = sampler_weights(inputs.old_logprobs, inputs.sampler_logprobs, segments_of(inputs), config)
-
-    expected = [expected_weight(mode, tokens, t) for tokens in rows(batch) for t in range(len(tokens))]
-    torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
+        expected = []
+        for tokens in rows(batch):
+            for old, sampler in tokens:
+                logs = [old - sampler] if level == "token" else [o - s for o, s in tokens]
+                ratio = math.exp(sum(logs) / (len(logs) if level == "geometric" else 1))
+                bounded = min(max(ratio, low or 0.0), high or math.inf)
+                expected.append(bounded if action == "truncate" or bounded == ratio else 0.0)
+        torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
 
 
 def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
-    batch = make_batch()
-    # Every sequence is rejected: its upper bound lies below any ratio.
+    # Every token is rejected: its upper bound lies below any ratio.
     config = GRPOLossConfig(
         beta=0.5, sampler_correction="token_mask", sampler_clip_min=None, sampler_clip_max=1e-6
     )
 
-    outputs = policy_loss(batch.inputs(), config)
+    outputs = policy_loss(make_batch().inputs(), config)
 
     torch.testing.assert_close(outputs.loss.detach(), 0.5 * outputs.metrics["kl"])
     assert outputs.metrics["sampling/rejected_mean"].item() == pytest.approx(1.0)

@@ -1,24 +1,29 @@
-"""Plackett-Luce against the sum over all orders, the other objectives against their definitions."""
+"""Plackett-Luce against the sum over all orders, every objective against its definition, group by group."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from itertools import pairwise, permutations
+from statistics import fmean, pstdev
 
 import pytest
 import torch
 
-from grpo_fast.objective.ranking import (
-    RankedInputs,
-    RankingLossConfig,
-    grade_advantages,
-    pairwise_logistic,
-    plackett_luce,
-    ranking_loss,
-)
+from grpo_fast.objective.ranking import RankedInputs, RankingLossConfig, plackett_luce, ranking_loss
 
-OBJECTIVES = ("plackett_luce", "pairwise", "advantage", "advantage_likelihood")
+CONFIGS = [
+    RankingLossConfig("plackett_luce"),
+    RankingLossConfig("plackett_luce", score="logprob", length_normalised=True),
+    RankingLossConfig("pairwise", temperature=2.0),
+    RankingLossConfig("pairwise", length_normalised=True),
+    RankingLossConfig("advantage", epsilon_low=0.1, epsilon_high=0.3),
+    RankingLossConfig("advantage_likelihood"),
+    RankingLossConfig("advantage_likelihood", temperature=0.5, length_normalised=True),
+]
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda c: c.objective + "-mean" * c.length_normalised
+)
 
 
 def order_probability(scores: list[float], order: tuple[int, ...]) -> float:
@@ -43,48 +48,92 @@ def brute_force(scores: list[float], grades: list[float]) -> float:
 
 @pytest.fixture
 def ranked(rng):
-    """Ragged groups with ties, one of them all ties, as the losses take them."""
-    sizes, levels = [2, 5, 3, 7, 4], 3
+    """Ragged groups with ties, one of them all ties; of half of the responses the writer is not recorded."""
+    sizes, levels = [2, 5, 3, 6, 4], 3
     grades = torch.cat([torch.randint(levels, (n,), generator=rng) for n in sizes]).double()
     ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     grades[ids == 2] = 0.1
+
+    def random(n: int = len(ids)) -> torch.Tensor:
+        return torch.rand(n, generator=rng, dtype=torch.float64)
+
     lengths = torch.randint(1, 30, (len(ids),), generator=rng).double()
-    logprobs = -lengths * (0.1 + torch.rand(len(ids), generator=rng, dtype=torch.float64))
-    reference = logprobs + torch.randn(len(ids), generator=rng, dtype=torch.float64)
-    return RankedInputs(logprobs.requires_grad_(), lengths, grades, ids, len(sizes), reference)
+    logprobs = -lengths * (0.1 + random())
+    reference = logprobs + 4 * random() - 2
+    written = reference + 0.6 * lengths * (random() - 0.5)
+    written[::2] = torch.nan
+    return RankedInputs(
+        logprobs.requires_grad_(), lengths, grades, ids, 5, reference, written, weights=random(5)
+    )
+
+
+def definition(i: RankedInputs, c: RankingLossConfig) -> tuple[float, float]:
+    """The loss, and the accuracy of the log-probabilities over the pairs of different grade."""
+    losses, accuracies = [], []
+    columns = (i.logprobs, i.lengths, i.grades, i.ref_logprobs, i.behaviour_logprobs)
+    for group, weight in enumerate(i.weights.tolist()):
+        rows = list(zip(*(column[i.group_ids == group].tolist() for column in columns), strict=True))
+        grades = [grade for _, _, grade, _, _ in rows]
+        per = [n if c.length_normalised else 1.0 for _, n, _, _, _ in rows]
+        pairs = [(a, b) for a in range(len(rows)) for b in range(len(rows)) if grades[a] > grades[b]]
+        accuracies.append(fmean(rows[a][0] > rows[b][0] for a, b in pairs) if pairs else 0.0)
+        spread = pstdev(grades) if pairs else math.inf
+        advantages = [(grade - fmean(grades)) / spread for grade in grades]
+        loss = 0.0
+        if c.objective in ("plackett_luce", "pairwise"):
+            against = [ref if c.score == "logratio" else 0.0 for _, _, _, ref, _ in rows]
+            scores = [(row[0] - r) / n / c.temperature for row, r, n in zip(rows, against, per, strict=True)]
+            if c.objective == "plackett_luce":
+                loss = brute_force(scores, grades)
+            elif pairs:
+                loss = fmean(math.log1p(math.exp(scores[b] - scores[a])) for a, b in pairs)
+        elif c.objective == "advantage":
+            for (logprob, n, _, ref, written), a in zip(rows, advantages, strict=True):
+                ratio = math.exp((logprob - (ref if math.isnan(written) else written)) / n)
+                clipped = min(max(ratio, 1 - c.epsilon_low), 1 + c.epsilon_high)
+                loss -= min(ratio * a, clipped * a) / len(rows)
+        elif pairs:
+            factors = [math.exp(a / c.temperature) for a in advantages]
+            loss = -sum(f * row[0] / n for f, row, n in zip(factors, rows, per, strict=True)) / sum(factors)
+        losses.append(weight * loss)
+    return fmean(losses), fmean(accuracies)
+
+
+@every_config
+def test_an_objective_is_its_definition(config, ranked):
+    outputs = ranking_loss(ranked, config)
+    loss, accuracy = definition(ranked, config)
+    torch.testing.assert_close(outputs.loss.item(), loss, rtol=1e-9, atol=1e-9)
+    metrics = {name: value.item() for name, value in outputs.metrics.items()}
+    groups = [ranked.group_ids == group for group in range(5)]
+    assert metrics == pytest.approx(
+        {
+            "ranking/pairwise_accuracy": accuracy,
+            "ranking/flat_groups": fmean(ranked.grades[own].unique().numel() == 1 for own in groups),
+            "logps/mean": fmean(ranked.logprobs[own].mean().item() for own in groups),
+        }
+    )
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-@pytest.mark.parametrize("levels", [1, 2, 3, 7])
-def test_plackett_luce_is_the_sum_over_all_orders_that_ties_allow(spread, levels, rng):
-    for size in (2, 4, 7):
-        scores = spread * torch.randn(size, generator=rng, dtype=torch.float64)
-        grades = torch.randint(levels, (size,), generator=rng).double()
-        found = plackett_luce(scores, grades, torch.zeros(size, dtype=torch.int64), 1)
-        expected = brute_force(scores.tolist(), grades.tolist())
-        torch.testing.assert_close(found.item(), expected, rtol=1e-10, atol=1e-10)
+def test_plackett_luce_is_the_sum_over_all_orders_that_ties_allow(spread, rng):
+    for levels in (1, 2, 3, 7):
+        for size in (2, 4, 6):
+            scores = spread * torch.randn(size, generator=rng, dtype=torch.float64)
+            grades = torch.randint(levels, (size,), generator=rng).double()
+            found = plackett_luce(scores, grades, torch.zeros(size, dtype=torch.int64), 1)
+            expected = brute_force(scores.tolist(), grades.tolist())
+            torch.testing.assert_close(found.item(), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_plackett_luce_of_two_responses_is_dpos_loss_and_takes_any_number_of_ties():
-    two = plackett_luce(
-        torch.tensor([1.0, -0.5]), torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), 1
-    )
+    two = plackett_luce(torch.tensor([1.0, -0.5]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), 1)
     torch.testing.assert_close(two.item(), math.log1p(math.exp(-1.5)), rtol=1e-6, atol=0)
 
     # 60 equal winners against one loser of the same strength: it comes last with probability 1 / 61.
     scores, grades = torch.zeros(61, dtype=torch.float64), torch.tensor([1.0] * 60 + [0.0])
     many = plackett_luce(scores, grades, torch.zeros(61, dtype=torch.int64), 1)
     torch.testing.assert_close(many.item(), math.log(61))
-
-
-def test_plackett_luce_keeps_groups_apart(ranked):
-    together = plackett_luce(ranked.logprobs, ranked.grades, ranked.group_ids, ranked.num_groups)
-    for group in range(ranked.num_groups):
-        own = ranked.group_ids == group
-        alone = plackett_luce(
-            ranked.logprobs[own], ranked.grades[own], torch.zeros(int(own.sum()), dtype=int), 1
-        )
-        torch.testing.assert_close(together[group], alone[0])
 
 
 @pytest.mark.parametrize("gap", [-2000.0, 2000.0])
@@ -95,73 +144,11 @@ def test_plackett_luce_stays_finite_for_extreme_scores(gap):
     assert loss.isfinite().all() and scores.grad.isfinite().all()
 
 
-def test_the_pairwise_loss_is_the_mean_over_pairs_of_different_grade(ranked):
-    found = pairwise_logistic(ranked.logprobs, ranked.grades, ranked.group_ids, ranked.num_groups)
-    for group in range(ranked.num_groups):
-        own = (ranked.group_ids == group).nonzero().flatten().tolist()
-        terms = [
-            math.log1p(math.exp(-(ranked.logprobs[i] - ranked.logprobs[j]).item()))
-            for i in own
-            for j in own
-            if ranked.grades[i] > ranked.grades[j]
-        ]
-        expected = sum(terms) / len(terms) if terms else 0.0
-        torch.testing.assert_close(found[group].item(), expected)
-
-
-def test_advantages_are_standardised_in_their_group_and_zero_where_all_tie(ranked):
-    advantages = grade_advantages(ranked.grades, ranked.group_ids, ranked.num_groups)
-    for group in range(ranked.num_groups):
-        own, grades = advantages[ranked.group_ids == group], ranked.grades[ranked.group_ids == group]
-        if grades.unique().numel() == 1:
-            assert own.eq(0).all()
-        else:
-            torch.testing.assert_close(own, (grades - grades.mean()) / grades.std(correction=0))
-
-
-def test_the_advantage_objective_clips_the_ratio_to_the_policy_that_wrote_the_response(ranked):
-    written = ranked.ref_logprobs + 0.3 * ranked.lengths
-    written[::2] = torch.nan  # not recorded: the reference stands in
-    inputs = replace(ranked, behaviour_logprobs=written)
-    config = RankingLossConfig("advantage", epsilon_low=0.1, epsilon_high=0.3)
-
-    loss = ranking_loss(inputs, config).loss
-
-    advantages = grade_advantages(ranked.grades, ranked.group_ids, ranked.num_groups)
-    sums = [0.0] * ranked.num_groups
-    for i, group in enumerate(ranked.group_ids.tolist()):
-        behaviour = ranked.ref_logprobs[i] if i % 2 == 0 else written[i]
-        ratio = math.exp(((ranked.logprobs[i] - behaviour) / ranked.lengths[i]).item())
-        a = advantages[i].item()
-        size = (ranked.group_ids == group).sum().item()
-        sums[group] -= min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / size
-    torch.testing.assert_close(loss.item(), sum(sums) / len(sums))
-
-
-def test_the_weighted_likelihood_prefers_better_responses_and_leaves_all_ties_out(ranked):
-    config = RankingLossConfig("advantage_likelihood", temperature=0.5, length_normalised=True)
-    (gradient,) = torch.autograd.grad(ranking_loss(ranked, config).loss, ranked.logprobs)
-    assert gradient[ranked.group_ids == 2].eq(0).all()
-    advantages = grade_advantages(ranked.grades, ranked.group_ids, ranked.num_groups)
-    weights = -gradient * ranked.lengths * ranked.num_groups
-    for group in set(range(ranked.num_groups)) - {2}:
-        own = ranked.group_ids == group
-        if ranked.grades[own].unique().numel() > 1:
-            torch.testing.assert_close(weights[own], torch.softmax(advantages[own] / 0.5, dim=0))
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gradients_agree_with_finite_differences(objective, ranked):
-    config = RankingLossConfig(objective)
+@every_config
+def test_gradients_agree_with_finite_differences_and_micro_batches_add_up(config, ranked):
     assert torch.autograd.gradcheck(
         lambda logprobs: ranking_loss(replace(ranked, logprobs=logprobs), config).loss, (ranked.logprobs,)
     )
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_micro_batches_add_up_to_the_step(objective, ranked, rng):
-    weights = torch.rand(ranked.num_groups, generator=rng, dtype=torch.float64)
-    ranked, config = replace(ranked, weights=weights), RankingLossConfig(objective)
 
     def part(first: int, last: int) -> RankedInputs:
         own = (ranked.group_ids >= first) & (ranked.group_ids < last)
@@ -172,7 +159,8 @@ def test_micro_batches_add_up_to_the_step(objective, ranked, rng):
             ranked.group_ids[own] - first,
             last - first,
             ranked.ref_logprobs[own],
-            weights=weights[first:last],
+            ranked.behaviour_logprobs[own],
+            ranked.weights[first:last],
             total_groups=ranked.num_groups,
         )
 
@@ -194,8 +182,16 @@ def test_micro_batches_add_up_to_the_step(objective, ranked, rng):
         ({"objective": "advantage", "epsilon_low": -0.1}, "epsilon_low = -0.1"),
     ],
 )
-def test_contradictory_constants_and_a_missing_reference_are_refused_by_name(arguments, said, ranked):
+def test_contradictory_constants_are_refused_by_name(arguments, said):
     with pytest.raises(ValueError, match=said):
         RankingLossConfig(**arguments)
+
+
+def test_scales_follow_the_objective_and_a_missing_reference_is_refused(ranked):
+    scales = [(config.temperature, config.averaged, config.needs_reference) for config in CONFIGS]
+    assert scales == [
+        *((10.0, False, True), (1.0, True, False), (2.0, False, True), (1.0, True, True)),
+        *((None, True, True), (1.0, False, False), (0.5, True, False)),
+    ]
     with pytest.raises(ValueError, match="ref_logprobs is None"):
         ranking_loss(replace(ranked, ref_logprobs=None), RankingLossConfig())

@@ -15,136 +15,142 @@ from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 from grpo_fast.objective.surrogates import SURROGATES
 
 L_MAX = 12  # dr_grpo's constant
-TRANSCRIPTIONS: dict[str, Callable[..., float]] = {}
+Tokens = list[tuple[float, float]]  # (log π, log π_old) of a completion's tokens that count
 
 
-def transcribes(*names: str) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    def register(function: Callable[..., float]) -> Callable[..., float]:
-        TRANSCRIPTIONS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def completions(batch: Any) -> list[tuple[float, list[tuple[float, float]]]]:
-    """For each completion: its advantage, and (log π, log π_old) of its tokens that count."""
+def completions(batch: Any) -> list[tuple[float, Tokens]]:
+    """For each completion: its advantage and its tokens."""
     rows = zip(batch.logprobs.tolist(), batch.old.tolist(), batch.mask.tolist(), strict=True)
     tokens = [[(n, o) for n, o, counts in zip(*row, strict=True) if counts] for row in rows]
     return list(zip(batch.advantages.tolist(), tokens, strict=True))
-
-
-def ppo(ratio: float, advantage: float, c: GRPOLossConfig) -> float:
-    clipped = min(max(ratio, 1 - c.epsilon_low), 1 + c.epsilon_high)
-    capped = ratio if c.delta is None else min(ratio, c.delta)
-    return -min(capped * advantage, clipped * advantage)
 
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def mean_over_completions(batch: Any, per_completion: Callable[[float, list], float]) -> float:
-    return mean([per_completion(a, tokens) if tokens else 0.0 for a, tokens in completions(batch)])
+# Terms of a token with log-probabilities n and o, of a completion with advantage a and tokens `own`.
 
 
-def mean_over_tokens(batch: Any, per_token: Callable[[float, float, float], float]) -> float:
-    return mean([per_token(a, new, old) for a, tokens in completions(batch) for new, old in tokens])
+def ppo(ratio: float, a: float, c: GRPOLossConfig) -> float:
+    clipped = min(max(ratio, 1 - c.epsilon_low), 1 + c.epsilon_high)
+    capped = ratio if c.delta is None else min(ratio, c.delta)
+    return -min(capped * a, clipped * a)
 
 
-@transcribes("grpo")
-def grpo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_completions(
-        batch, lambda a, tokens: mean([ppo(math.exp(n - o), a, c) for n, o in tokens])
-    )
+def of_token(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    return ppo(math.exp(n - o), a, c)
 
 
-@transcribes("dapo", "bnpo", "reinforce_plus_plus_baseline")
-def dapo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_tokens(batch, lambda a, n, o: ppo(math.exp(n - o), a, c))
+def of_sequence(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    product = math.exp(sum(n for n, _ in own)) / math.exp(sum(o for _, o in own))
+    return ppo(product ** (1 / len(own)), a, c)
 
 
-@transcribes("dr_grpo")
-def dr_grpo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_completions(
-        batch, lambda a, tokens: sum(ppo(math.exp(n - o), a, c) for n, o in tokens) / L_MAX
-    )
+def of_product(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    return ppo(math.prod(math.exp(n - o) for n, o in own), a, c)
 
 
-def sequence_ratio(tokens: list) -> float:
-    return (math.exp(sum(n for n, _ in tokens)) / math.exp(sum(o for _, o in tokens))) ** (1 / len(tokens))
+def gmpo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    product, sign = 1.0, math.copysign(1, a)
+    for new, old in own:
+        ratio = math.exp(new - old)
+        clipped = min(max(ratio, math.exp(-c.epsilon_low)), math.exp(c.epsilon_high))
+        product *= abs(min(sign * ratio, sign * clipped))
+    return -a * product ** (1 / len(own))
 
 
-@transcribes("gspo", "gspo_token")  # the two differ in their gradients only, see the test below
-def gspo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_completions(batch, lambda a, tokens: ppo(sequence_ratio(tokens), a, c))
+def cispo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    return -min(math.exp(n - o), c.epsilon_high) * a * n
 
 
-@transcribes("luspo")
-def luspo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_completions(batch, lambda a, tokens: len(tokens) * ppo(sequence_ratio(tokens), a, c))
+def sapo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    tau = c.sapo_temperature_pos if a > 0 else c.sapo_temperature_neg
+    return -a * 4 / tau / (1 + math.exp(-tau * (math.exp(n - o) - 1)))
 
 
-@transcribes("rloo")
-def rloo(batch: Any, c: GRPOLossConfig) -> float:
-    def one(a: float, tokens: list) -> float:
-        ratio = math.exp(sum(n for n, _ in tokens) - sum(o for _, o in tokens))
-        return ppo(ratio, a, c)
-
-    return mean_over_completions(batch, one)
+def vespo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
+    log_weight = min(max(sum(n - o for n, o in own), math.log(1e-8)), 20)
+    return -math.exp(rate * (1 - math.exp(log_weight)) + k * log_weight) * a * n
 
 
-@transcribes("gmpo")
-def gmpo(batch: Any, c: GRPOLossConfig) -> float:
-    def one(a: float, tokens: list) -> float:
-        product = 1.0
-        for new, old in tokens:
-            ratio = math.exp(new - old)
-            clipped = min(max(ratio, math.exp(-c.epsilon_low)), math.exp(c.epsilon_high))
-            sign = math.copysign(1, a)
-            product *= abs(min(sign * ratio, sign * clipped))
-        return -a * product ** (1 / len(tokens))
-
-    return mean_over_completions(batch, one)
+def reinforce(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    return -a * n
 
 
-@transcribes("cispo")
-def cispo(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_tokens(batch, lambda a, n, o: -min(math.exp(n - o), c.epsilon_high) * a * n)
+def dppo_tv(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    moved = math.exp(n) - math.exp(o)
+    kept = moved <= c.epsilon_high if a > 0 else moved >= -c.epsilon_low
+    return -min(math.exp(n - o), c.dppo_ratio_max) * a * n * kept
 
 
-@transcribes("sapo")
-def sapo(batch: Any, c: GRPOLossConfig) -> float:
-    def gate(a: float, n: float, o: float) -> float:
-        tau = c.sapo_temperature_pos if a > 0 else c.sapo_temperature_neg
-        return 4 / tau / (1 + math.exp(-tau * (math.exp(n - o) - 1)))
-
-    return mean_over_completions(batch, lambda a, tokens: -a * mean([gate(a, n, o) for n, o in tokens]))
+def dppo_kl(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+    p, q = math.exp(n), math.exp(o)
+    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    kept = (divergence <= c.epsilon_high or p <= q) if a > 0 else (divergence <= c.epsilon_low or p >= q)
+    return -min(p / q, c.dppo_ratio_max) * a * n * kept
 
 
-@transcribes("vespo")
-def vespo(batch: Any, c: GRPOLossConfig) -> float:
-    terms = []
-    for a, tokens in completions(batch):
-        k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
-        log_weight = min(max(sum(n - o for n, o in tokens), math.log(1e-8)), 20)
-        phi = math.exp(rate * (1 - math.exp(log_weight)) + k * log_weight)
-        terms += [-phi * a * n for n, _ in tokens]
-    return mean(terms)
+def over_completions(rows: list[list[float]]) -> float:
+    return mean([mean(row) for row in rows])
 
 
-@transcribes("gpg")
-def gpg(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_tokens(batch, lambda a, n, o: -a * n)
+def over_tokens(rows: list[list[float]]) -> float:
+    return mean([term for row in rows for term in row])
 
 
-@transcribes("reinforce")
-def reinforce(batch: Any, c: GRPOLossConfig) -> float:
-    return mean_over_completions(batch, lambda a, tokens: -a * sum(n for n, _ in tokens))
+def sum_of_tokens(rows: list[list[float]]) -> float:
+    return mean([sum(row) for row in rows])
 
 
-@transcribes("kl_cov")
+def constant_length(rows: list[list[float]]) -> float:
+    return mean([sum(row) / L_MAX for row in rows])
+
+
+# The term, what is done with the terms of all completions, and constants away from the defaults, so that a
+# constant that is not read shows. gspo and gspo_token differ in their gradients only.
+PAPERS: dict[str, tuple[Callable[..., float], Callable[..., float], dict[str, float]]] = {
+    "grpo": (of_token, over_completions, {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 3.0}),
+    "bnpo": (of_token, over_tokens, {}),
+    "dr_grpo": (of_token, constant_length, {}),
+    "dapo": (of_token, over_tokens, {"epsilon_low": 0.3, "epsilon_high": 0.6}),
+    "reinforce_plus_plus_baseline": (of_token, over_tokens, {}),
+    "gspo": (of_sequence, over_completions, {"epsilon_low": 0.1, "epsilon_high": 0.4}),
+    "gspo_token": (of_sequence, over_completions, {"epsilon_low": 0.1, "epsilon_high": 0.4}),
+    "luspo": (of_sequence, sum_of_tokens, {"delta": 4.0, "epsilon_low": 0.5}),
+    "rloo": (of_product, over_completions, {}),
+    "gmpo": (gmpo, over_completions, {"epsilon_low": 0.3, "epsilon_high": 0.7}),
+    "cispo": (cispo, over_tokens, {"epsilon_high": 2.0}),
+    "sapo": (sapo, over_completions, {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.9}),
+    "vespo": (
+        vespo,
+        over_tokens,
+        {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.8, "vespo_lambda_neg": 1.2},
+    ),
+    "gpg": (reinforce, over_tokens, {}),
+    "reinforce": (reinforce, sum_of_tokens, {}),
+    "dppo_tv": (dppo_tv, over_tokens, {"epsilon_low": 0.1, "epsilon_high": 0.2, "dppo_ratio_max": 5.0}),
+    "dppo_kl": (dppo_kl, over_tokens, {"epsilon_low": 0.02, "epsilon_high": 0.1, "dppo_ratio_max": 5.0}),
+}
+KL_COV = {"kl_cov_ratio": 0.3, "kl_cov_coef": 0.5}
+TRANSCRIBED = (*PAPERS, "kl_cov")
+
+
+def config_for(loss_type: str) -> GRPOLossConfig:
+    constants = PAPERS[loss_type][2] if loss_type in PAPERS else KL_COV if loss_type == "kl_cov" else {}
+    return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **constants)
+
+
+def transcription(batch: Any, c: GRPOLossConfig) -> float:
+    if c.loss_type == "kl_cov":
+        return kl_cov(batch, c)
+    term, aggregate, _ = PAPERS[c.loss_type]
+    return aggregate([[term(a, n, o, own, c) for n, o in own] for a, own in completions(batch)])
+
+
 def kl_cov(batch: Any, c: GRPOLossConfig) -> float:
-    tokens = [(a, n, o) for a, kept in completions(batch) for n, o in kept]
+    tokens = [(a, n, o) for a, own in completions(batch) for n, o in own]
     covariances = centred_products(tokens)
     count = max(int(c.kl_cov_ratio * len(tokens)), 1)
     highest = set(sorted(range(len(tokens)), key=lambda i: -covariances[i])[:count])
@@ -157,65 +163,20 @@ def centred_products(tokens: list[tuple[float, float, float]]) -> list[float]:
     return [(a - mean_advantage) * (n - mean_logprob) for a, n, _ in tokens]
 
 
-@transcribes("dppo_tv")
-def dppo_tv(batch: Any, c: GRPOLossConfig) -> float:
-    def one(a: float, n: float, o: float) -> float:
-        moved = math.exp(n) - math.exp(o)
-        kept = moved <= c.epsilon_high if a > 0 else moved >= -c.epsilon_low
-        return -min(math.exp(n - o), c.dppo_ratio_max) * a * n * kept
-
-    return mean_over_tokens(batch, one)
-
-
-@transcribes("dppo_kl")
-def dppo_kl(batch: Any, c: GRPOLossConfig) -> float:
-    def one(a: float, n: float, o: float) -> float:
-        p, q = math.exp(n), math.exp(o)
-        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-        kept = (divergence <= c.epsilon_high or p <= q) if a > 0 else (divergence <= c.epsilon_low or p >= q)
-        return -min(p / q, c.dppo_ratio_max) * a * n * kept
-
-    return mean_over_tokens(batch, one)
-
-
-# Constants away from the defaults, so that a constant that is not read shows.
-CONSTANTS: dict[str, dict[str, Any]] = {
-    "grpo": {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 3.0},
-    "dapo": {"epsilon_low": 0.3, "epsilon_high": 0.6},
-    "gspo": {"epsilon_low": 0.1, "epsilon_high": 0.4},
-    "luspo": {"delta": 4.0, "epsilon_low": 0.5},
-    "gmpo": {"epsilon_low": 0.3, "epsilon_high": 0.7},
-    "cispo": {"epsilon_high": 2.0},
-    "sapo": {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.9},
-    "vespo": {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.8, "vespo_lambda_neg": 1.2},
-    "kl_cov": {"kl_cov_ratio": 0.3, "kl_cov_coef": 0.5},
-    "dppo_tv": {"epsilon_low": 0.1, "epsilon_high": 0.2, "dppo_ratio_max": 5.0},
-    "dppo_kl": {"epsilon_low": 0.02, "epsilon_high": 0.1, "dppo_ratio_max": 5.0},
-}
-
-
-def config_for(loss_type: str) -> GRPOLossConfig:
-    return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **CONSTANTS.get(loss_type, {}))
-
-
-@pytest.mark.parametrize("empty", [False, True], ids=["", "one completion masked out"])
-@pytest.mark.parametrize("loss_type", list(TRANSCRIPTIONS))
-def test_the_loss_is_its_papers(loss_type, empty, make_batch):
-    batch, config = make_batch(empty=empty), config_for(loss_type)
-
-    loss = policy_loss(batch.inputs(), config).loss
-
-    expected = TRANSCRIPTIONS[loss_type](batch, config)
-    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+@pytest.mark.parametrize("loss_type", TRANSCRIBED)
+def test_the_loss_is_its_papers(loss_type, make_batch):
+    for empty in (False, True):
+        batch, config = make_batch(empty=empty), config_for(loss_type)
+        loss = policy_loss(batch.inputs(), config).loss
+        assert loss.item() == pytest.approx(transcription(batch, config), rel=1e-9, abs=1e-12)
 
 
 DETACHED_RATIO = ("cispo", "vespo", "dppo_tv", "dppo_kl")
 
 
-@pytest.mark.parametrize("loss_type", [name for name in TRANSCRIPTIONS if name != "gspo_token"])
+@pytest.mark.parametrize("loss_type", [name for name in TRANSCRIBED if name != "gspo_token"])
 def test_the_gradient_is_the_finite_difference_of_the_papers_loss(loss_type, make_batch):
     batch, config = make_batch(spread=1.5), config_for(loss_type)
-    transcription = TRANSCRIPTIONS[loss_type]
 
     def shifted(row: int, column: int, step: float) -> float:
         logprobs, old = batch.logprobs.detach().clone(), batch.old.clone()
@@ -235,11 +196,9 @@ def test_the_gradient_is_the_finite_difference_of_the_papers_loss(loss_type, mak
 
 
 def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage(make_batch):
-    batch = make_batch(spread=0.5)
-
-    gradients = []
+    batch, gradients = make_batch(spread=0.5), []
     for name in ("gspo", "gspo_token"):
-        loss = policy_loss(batch.inputs(), GRPOLossConfig(name, epsilon_low=0.1, epsilon_high=0.4)).loss
+        loss = policy_loss(batch.inputs(), config_for(name)).loss
         gradients += torch.autograd.grad(loss, batch.logprobs)
 
     assert gradients[0].abs().max() > 0
@@ -268,7 +227,7 @@ def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounde
 def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds(make_batch):
     batch = make_batch(spread=0.5)
     config = GRPOLossConfig("clip_cov", clip_cov_ratio=0.2, clip_cov_low=0.05, clip_cov_high=2.0)
-    tokens = [(a, n, o) for a, kept in completions(batch) for n, o in kept]
+    tokens = [(a, n, o) for a, own in completions(batch) for n, o in own]
     terms = [ppo(math.exp(n - o), a, config) for a, n, o in tokens]
     clipped = [(a > 0 and math.exp(n - o) > 1.2) or (a < 0 and math.exp(n - o) < 0.8) for a, n, o in tokens]
     allowed = {
@@ -290,5 +249,5 @@ def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds
 
 
 def test_every_loss_type_has_a_transcription_and_a_function():
-    assert set(TRANSCRIPTIONS) | {"clip_cov"} == set(LOSS_TYPES)
+    assert {*TRANSCRIBED, "clip_cov"} == set(LOSS_TYPES)
     assert {facts.surrogate for facts in CATALOG.values()} == set(SURROGATES)
