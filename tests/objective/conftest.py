@@ -128,6 +128,24 @@ def assert_same() -> Callable[..., None]:
     return same
 
 
+class Accelerator:
+    """What TRL's losses ask of accelerate: one process."""
+
+    device = torch.device("cpu")
+    num_processes = 1
+    sync_gradients = True
+
+    def gather(self, values: Tensor, *_: Any, **__: Any) -> Tensor:
+        return values
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator()
+
+
 @pytest.fixture
 def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
     """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""
@@ -144,15 +162,12 @@ def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
         def noise(n: int) -> torch.Tensor:
             return 3 * torch.randn(n, generator=rng, dtype=torch.float64)
 
-        chosen, rejected = lengths(num_chosen), lengths(num_rejected)
-        inputs = {
-            "chosen_logprobs": logprobs(chosen).requires_grad_(),
-            "rejected_logprobs": logprobs(rejected).requires_grad_(),
-            "chosen_lengths": chosen,
-            "rejected_lengths": rejected,
-        }
-        inputs["ref_chosen_logprobs"] = inputs["chosen_logprobs"].detach() + noise(num_chosen)
-        inputs["ref_rejected_logprobs"] = inputs["rejected_logprobs"].detach() + noise(num_rejected)
+        inputs: dict[str, object] = {}
+        for name, n in (("chosen", num_chosen), ("rejected", num_rejected)):
+            inputs[f"{name}_lengths"] = of = lengths(n)
+            inputs[f"{name}_logprobs"] = own = logprobs(of)
+            inputs[f"ref_{name}_logprobs"] = own + noise(n)
+            own.requires_grad_()
         return PreferenceInputs(**(inputs | changes))
 
     return make

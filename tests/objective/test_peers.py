@@ -10,7 +10,7 @@ import math
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from grpo_fast.objective import GRPOLossConfig, policy_loss
 from grpo_fast.objective.loss import kl_estimate
 
+TRL = "pip install --no-deps trl==1.16.0"
 MAX_LENGTH = 12
 CONSTANTS: dict[str, dict[str, Any]] = {  # of the losses that TRL and Liger share
     "grpo": {},
@@ -32,6 +33,8 @@ CONSTANTS: dict[str, dict[str, Any]] = {  # of the losses that TRL and Liger sha
     "sapo": {"sapo_temperature_neg": 1.5},
     "vespo": {},
 }
+shared_losses = pytest.mark.parametrize("loss_type", list(CONSTANTS))
+Peer = Callable[..., Any]
 
 
 def shared_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
@@ -45,76 +48,75 @@ def our_loss(batch: Any, config: GRPOLossConfig) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------- TRL
 
 
-class Accelerator:
-    """One process."""
+@pytest.fixture
+def trl_step(accelerator: Any) -> Peer:
+    """`trl_step(trainer class, batch, inputs, attributes)`: `_compute_loss` on an object that has just what
+    it reads, and the metrics that it notes."""
 
-    num_processes = 1
-    sync_gradients = True
+    def step(cls: Any, batch: Any, inputs: dict[str, Any], **attributes: Any) -> tuple[Any, dict[str, float]]:
+        trainer = SimpleNamespace(
+            accelerator=accelerator,
+            aux_loss_enabled=False,
+            model=SimpleNamespace(training=True),
+            _get_per_token_logps_and_entropies=lambda *a, **k: (batch.logprobs, batch.entropy, None),
+            _metrics={"train": defaultdict(list)},
+            **attributes,
+        )
+        if hasattr(cls, "get_high_entropy_mask"):
+            trainer.get_high_entropy_mask = types.MethodType(cls.get_high_entropy_mask, trainer)
+        blank = torch.zeros(batch.mask.shape, dtype=torch.int64)
+        given = {
+            **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), blank),
+            "completion_mask": batch.mask.long(),
+            "advantages": batch.advantages,
+            **inputs,
+        }
+        loss = cls._compute_loss(trainer, trainer.model, given)
+        return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
-    def gather(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return values
-
-    reduce = gather
-
-    def pad_across_processes(self, values: torch.Tensor, dim: int, pad_index: float) -> torch.Tensor:
-        return values
-
-
-def trl_trainer(batch: Any, **attributes: Any) -> SimpleNamespace:
-    """An object that has just what TRL's `_compute_loss` reads."""
-    return SimpleNamespace(
-        accelerator=Accelerator(),
-        aux_loss_enabled=False,
-        model=SimpleNamespace(training=True),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (batch.logprobs, batch.entropy, None),
-        _metrics={"train": defaultdict(list)},
-        **attributes,
-    )
-
-
-def trl_inputs(batch: Any, **inputs: Any) -> dict[str, Any]:
-    blank = torch.zeros(batch.mask.shape, dtype=torch.int64)
-    return {
-        **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids"), blank),
-        "completion_mask": batch.mask.long(),
-        "advantages": batch.advantages,
-        **inputs,
-    }
+    return step
 
 
-def trl_loss(batch: Any, c: GRPOLossConfig, **inputs: Any) -> tuple[torch.Tensor, dict[str, list[float]]]:
-    """`GRPOTrainer._compute_loss`, and the metrics that it notes."""
-    cls = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0").GRPOTrainer
-    ours = vars(c) | {
-        "importance_sampling_level": "sequence" if c.ratio_level == "sequence" else "token",
-        "loss_type": "grpo" if c.loss_type == "gspo" else c.loss_type,
-    }
-    trainer = trl_trainer(
-        batch,
-        args=SimpleNamespace(**vars(c), steps_per_generation=1),
-        current_gradient_accumulation_steps=1,
-        use_vllm="importance_sampling_ratio" in inputs,
-        vllm_importance_sampling_correction="importance_sampling_ratio" in inputs,
-        _entropy_bonus_enabled=c.entropy_coef != 0,
-        get_off_policy_mask=cls.get_off_policy_mask,
-        get_gamma_weights=cls.get_gamma_weights,
-        **ours,
-    )
-    trainer.get_high_entropy_mask = types.MethodType(cls.get_high_entropy_mask, trainer)
-    known = {"old_per_token_logps": batch.old, "ref_per_token_logps": batch.ref}
-    given = trl_inputs(batch, num_items_in_batch=batch.mask.sum(), **known, **inputs)
-    return cls._compute_loss(trainer, trainer.model, given), trainer._metrics["train"]
+@pytest.fixture
+def trl_grpo(trl_step: Peer) -> Peer:
+    """`trl_grpo(batch, config, **inputs)`: the loss of `GRPOTrainer` and its metrics."""
+    cls = pytest.importorskip("trl", reason=TRL).GRPOTrainer
+
+    def call(batch: Any, c: GRPOLossConfig, **inputs: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        settings = vars(c) | {
+            "importance_sampling_level": "sequence" if c.ratio_level == "sequence" else "token",
+            "loss_type": "grpo" if c.loss_type == "gspo" else c.loss_type,
+        }
+        known = {"old_per_token_logps": batch.old, "ref_per_token_logps": batch.ref}
+        return trl_step(
+            cls,
+            batch,
+            {"num_items_in_batch": batch.mask.sum(), **known, **inputs},
+            args=SimpleNamespace(**vars(c), steps_per_generation=1),
+            current_gradient_accumulation_steps=1,
+            use_vllm="importance_sampling_ratio" in inputs,
+            vllm_importance_sampling_correction="importance_sampling_ratio" in inputs,
+            _entropy_bonus_enabled=c.entropy_coef != 0,
+            get_off_policy_mask=cls.get_off_policy_mask,
+            get_gamma_weights=cls.get_gamma_weights,
+            **settings,
+        )
+
+    return call
 
 
-@pytest.mark.parametrize("empty", [False, True], ids=["", "one completion masked out"])
-@pytest.mark.parametrize("loss_type", list(CONSTANTS))
-def test_loss_and_gradient_are_trls(loss_type, empty, make_batch, assert_same):
-    batch, config = make_batch(empty=empty), shared_config(loss_type)
-    assert_same(batch, our_loss(batch, config), trl_loss(batch, config)[0])
+@shared_losses
+def test_loss_gradient_and_metrics_are_trls(loss_type, make_batch, assert_same, trl_grpo):
+    for empty in (False, True):
+        batch, config = make_batch(empty=empty), shared_config(loss_type, beta=0.0 if empty else 0.1)
+        ours, (theirs, metrics) = policy_loss(batch.inputs(), config), trl_grpo(batch, config)
+        assert_same(batch, ours.loss, theirs)
+        if not empty and loss_type in ("grpo", "dapo", "gspo"):
+            assert {name: ours.metrics[name].item() for name in metrics} == pytest.approx(metrics, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", list(CONSTANTS))
-def test_all_extra_terms_together_are_trls(loss_type, make_batch, assert_same):
+@shared_losses
+def test_all_extra_terms_together_are_trls(loss_type, make_batch, assert_same, trl_grpo):
     batch = make_batch(spread=0.6)
     config = shared_config(
         loss_type,
@@ -128,14 +130,14 @@ def test_all_extra_terms_together_are_trls(loss_type, make_batch, assert_same):
     )
     ratio = (batch.old - torch.where(batch.mask, batch.sampler, batch.old)).exp().clamp(max=1.2)
 
-    theirs, _ = trl_loss(
+    theirs, _ = trl_grpo(
         batch, config, importance_sampling_ratio=ratio, sampling_per_token_logps=batch.sampler
     )
 
     assert_same(batch, our_loss(batch, config), theirs)
 
 
-def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_sequences(make_batch):
+def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_sequences(make_batch, trl_grpo):
     """DeepSeek-V3.2, eq. 7, weighs a token's KL with the token's ratio. TRL takes the surrogate's ratio, so
     with a sequence-level loss the gradient is not the KL's. We follow the paper.
     """
@@ -143,7 +145,7 @@ def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_seque
     plain, corrected = shared_config("gspo"), shared_config("gspo", beta=1.0, use_bias_correction_kl=True)
 
     ours = our_loss(batch, corrected) - our_loss(batch, plain)
-    theirs = trl_loss(batch, corrected)[0] - trl_loss(batch, plain)[0]
+    theirs = trl_grpo(batch, corrected)[0] - trl_grpo(batch, plain)[0]
 
     per_token = kl_estimate(batch.logprobs, batch.ref, "k3") * (batch.logprobs - batch.old).exp()
     expected = ((per_token * batch.mask).sum(1) / batch.mask.sum(1)).mean()
@@ -152,7 +154,7 @@ def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_seque
 
 
 @pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate", "token_mask"])
-def test_sampler_corrections_are_trls(mode, make_batch, assert_same):
+def test_sampler_corrections_are_trls(mode, make_batch, assert_same, trl_grpo):
     batch = make_batch(spread=0.6)
     config = GRPOLossConfig(sampler_correction=mode, sampler_clip_min=0.8, sampler_clip_max=1.25)
     log_ratio = (batch.old - batch.sampler) * batch.mask
@@ -160,27 +162,16 @@ def test_sampler_corrections_are_trls(mode, make_batch, assert_same):
     outside = (ratio < 0.8) | (ratio > 1.25)
     ratio = ratio.masked_fill(outside, 0) if mode.endswith("mask") else ratio.clamp(0.8, 1.25)
 
-    assert_same(batch, our_loss(batch, config), trl_loss(batch, config, importance_sampling_ratio=ratio)[0])
+    assert_same(batch, our_loss(batch, config), trl_grpo(batch, config, importance_sampling_ratio=ratio)[0])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
-def test_metrics_are_trls(loss_type, make_batch):
-    batch, config = make_batch(), shared_config(loss_type, beta=0.1)
-
-    ours, (_, theirs) = policy_loss(batch.inputs(), config).metrics, trl_loss(batch, config)
-
-    expected = {name: value for name, (value,) in theirs.items()}
-    assert {name: ours[name].item() for name in theirs} == pytest.approx(expected, rel=1e-6)
-
-
-def test_rloo_is_trls_rloo_trainer(make_batch, assert_same):
+def test_rloo_is_trls_rloo_trainer(make_batch, assert_same, trl_step):
     """Its `_compute_loss` keeps KL in the reward, as `kl_in_reward` does here."""
-    trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0")
+    trl = pytest.importorskip("trl", reason=TRL)
     batch, config = make_batch(spread=0.6), GRPOLossConfig("rloo", epsilon_low=0.2)
-    trainer = trl_trainer(batch, args=SimpleNamespace(), beta=0.0, epsilon_low=0.2, epsilon_high=0.2)
-    inputs = trl_inputs(batch, old_logps=(batch.old * batch.mask).sum(1))
+    constants = {"args": SimpleNamespace(), "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2}
 
-    theirs = trl.RLOOTrainer._compute_loss(trainer, trainer.model, inputs)
+    theirs, _ = trl_step(trl.RLOOTrainer, batch, {"old_logps": (batch.old * batch.mask).sum(1)}, **constants)
 
     assert_same(batch, our_loss(batch, config), theirs)
 
@@ -188,7 +179,7 @@ def test_rloo_is_trls_rloo_trainer(make_batch, assert_same):
 # ------------------------------------------------------------------------------------------------- Liger
 
 
-@pytest.mark.parametrize("loss_type", list(CONSTANTS))
+@shared_losses
 def test_loss_and_gradient_are_ligers(loss_type, make_batch, assert_same):
     module = pytest.importorskip(
         "liger_kernel.chunked_loss.grpo_loss", reason="pip install --no-deps liger-kernel==0.8.5"
@@ -251,28 +242,26 @@ def verl() -> Iterator[types.ModuleType]:
         module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {}))
         module("verl.workers")
         module("verl.workers.config", ActorConfig=ActorConfig)
-        if importlib.util.find_spec("omegaconf") is None:
-            module("omegaconf", DictConfig=dict)
-        if importlib.util.find_spec("tensordict") is None:
-            module("tensordict", TensorDict=dict)
+        for name, contents in (("omegaconf", {"DictConfig": dict}), ("tensordict", {"TensorDict": dict})):
+            if importlib.util.find_spec(name) is None:
+                module(name, **contents)
         yield importlib.import_module("verl.trainer.ppo.core_algos")
         for name in [name for name in sys.modules if name.startswith("verl")]:
             del sys.modules[name]
 
 
+SEQUENCES = "seq-mean-token-mean"
+RANGE = {"epsilon_low": 0.1, "epsilon_high": 0.3}
+CLIP_COV, KL_COV = {"clip_cov_ratio": 0.2}, {"kl_cov_ratio": 0.2}
+SCALED = {"clip_ratio_c": 9.0, "global_batch_info": {"loss_scale_factor": MAX_LENGTH}}
 VERL_CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
     # our loss: our constants; verl's loss, aggregation and constants
-    "grpo": ({"delta": 3.0}, "vanilla", "seq-mean-token-mean", {"clip_ratio_c": 3.0}),
+    "grpo": ({"delta": 3.0}, "vanilla", SEQUENCES, {"clip_ratio_c": 3.0}),
     "dapo": ({"delta": 3.0}, "vanilla", "token-mean", {"clip_ratio_c": 3.0}),
-    "dr_grpo": (
-        {"delta": 9.0},
-        "vanilla",
-        "seq-mean-token-sum-norm",
-        {"clip_ratio_c": 9.0, "global_batch_info": {"loss_scale_factor": MAX_LENGTH}},
-    ),
-    "gspo": ({"epsilon_low": 0.1, "epsilon_high": 0.3}, "gspo", "seq-mean-token-mean", {}),
-    "gspo_token": ({"epsilon_low": 0.1, "epsilon_high": 0.3}, "gspo", "seq-mean-token-mean", {}),
-    "sapo": ({"sapo_temperature_neg": 1.5}, "sapo", "seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.5}),
+    "dr_grpo": ({"delta": 9.0}, "vanilla", "seq-mean-token-sum-norm", SCALED),
+    "gspo": (RANGE, "gspo", SEQUENCES, {}),
+    "gspo_token": (RANGE, "gspo", SEQUENCES, {}),
+    "sapo": ({"sapo_temperature_neg": 1.5}, "sapo", SEQUENCES, {"tau_pos": 1.0, "tau_neg": 1.5}),
     "gpg": ({}, "gpg", "token-mean", {}),
     "gmpo": ({"epsilon_low": 0.4}, "geo_mean", "", {}),
     # verl bounds the ratio to 1 ± ε; the paper lets the lower bound go and so do we, hence ε_low = 1.
@@ -280,16 +269,16 @@ VERL_CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
     "dppo_tv": ({}, "dppo_tv", "token-mean", {"clip_ratio_c": 20.0}),
     "dppo_kl": ({}, "dppo_kl", "token-mean", {"clip_ratio_c": 20.0}),
     "clip_cov": (
-        {"clip_cov_ratio": 0.2, "clip_cov_low": 0.05, "clip_cov_high": 2.0},
+        CLIP_COV | {"clip_cov_low": 0.05, "clip_cov_high": 2.0},
         "clip_cov",
         "token-mean",
-        {"policy_loss": SimpleNamespace(clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=2.0)},
+        {"policy_loss": SimpleNamespace(**CLIP_COV, clip_cov_lb=0.05, clip_cov_ub=2.0)},
     ),
     "kl_cov": (
-        {"kl_cov_ratio": 0.2, "kl_cov_coef": 0.7},
+        KL_COV | {"kl_cov_coef": 0.7},
         "kl_cov",
         "token-mean",
-        {"policy_loss": SimpleNamespace(kl_cov_ratio=0.2, ppo_kl_coef=0.7)},
+        {"policy_loss": SimpleNamespace(**KL_COV, ppo_kl_coef=0.7)},
     ),
 }
 
@@ -299,15 +288,9 @@ def verl_loss(
 ) -> torch.Tensor:
     low, high = config.epsilon_low, config.epsilon_high
     actor = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high, "global_batch_info": {}}
-    advantages = batch.advantages[:, None].expand_as(batch.mask)
-    return verl.get_policy_loss_fn(name)(
-        batch.old,
-        batch.logprobs,
-        advantages,
-        batch.mask.double(),
-        aggregation,
-        ActorConfig(**actor | constants),
-    )[0]
+    advantages, mask = batch.advantages[:, None].expand_as(batch.mask), batch.mask.double()
+    function, settings = verl.get_policy_loss_fn(name), ActorConfig(**actor | constants)
+    return function(batch.old, batch.logprobs, advantages, mask, aggregation, settings)[0]
 
 
 @pytest.mark.parametrize("loss_type", list(VERL_CASES))
@@ -346,6 +329,6 @@ def test_verl_leaves_empty_completions_out_of_the_mean_and_trl_and_we_count_them
     batch, config = make_batch(empty=True), GRPOLossConfig("grpo")
     size = len(batch.lengths)
 
-    theirs = verl_loss(verl, batch, config, "vanilla", "seq-mean-token-mean", clip_ratio_c=math.inf)
+    theirs = verl_loss(verl, batch, config, "vanilla", SEQUENCES, clip_ratio_c=math.inf)
 
     assert_same(batch, our_loss(batch, config) * size / (size - 1), theirs, rtol=1e-6)
