@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.run_record.charts import GRID, INK, SERIES, to_svg
@@ -15,7 +14,7 @@ from .accuracy import LIMITS, is_wrong
 from .contest import BYTES, FLOPS, TOKENS
 from .measure import OOM
 from .record import Measurement
-from .tables import OURS, STATES, Shape, label, number
+from .tables import OURS, STATES, Shape, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +25,7 @@ BAR = 0.24  # inches of height each
 MOST_ZOOM = 100.0
 _DASHES = ("-", (0, (4, 2)), (0, (1.2, 1.6)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DRAWN = count()
 _TEXT = {"color": INK, "size": 9}
 
 
@@ -106,13 +106,13 @@ def styles_of(names: Sequence[str]) -> dict[str, Style]:
     return found
 
 
-def swatch(style: Style, name: str) -> str:
+def swatch(style: Style) -> str:
     """A line with its marker, for the legend."""
     figure, axes = _figure((0.42, 0.17))
     axes.axis("off")
     axes.plot([0, 1, 2], [0, 0, 0], color=style.colour, linestyle=style.dash, linewidth=1.6)
     style.draw(axes, [1], [0], markersize=5)
-    return _svg(figure, "swatch", name)
+    return _svg(figure)
 
 
 def bars(cells: Cells, quantity: Quantity, title: str) -> Plot | None:
@@ -138,7 +138,7 @@ def bars(cells: Cells, quantity: Quantity, title: str) -> Plot | None:
         axes.axvline(product, color=INK, linestyle=_DASHES[2], linewidth=1.3, zorder=3)
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
-    return Plot(quantity.title, title, _svg(figure, "bars", quantity.title, title))
+    return Plot(quantity.title, title, _svg(figure))
 
 
 def phases(cells: Cells, title: str) -> Plot | None:
@@ -152,7 +152,7 @@ def phases(cells: Cells, title: str) -> Plot | None:
         widths = [1e3 * cell.phases.get(name, 0.0) for name in names]
         starts = list(accumulate(widths, initial=0.0))[:-1]
         axes.barh(place, widths, left=starts, height=0.62, color=SERIES[: len(names)])
-    return Plot("Time by phase, ms", title, _svg(figure, "phases", title), names)
+    return Plot("Time by phase, ms", title, _svg(figure), names)
 
 
 def lines(group: Slice, quantity: Quantity, styles: dict[str, Style], detail: str) -> Plot | None:
@@ -176,7 +176,7 @@ def lines(group: Slice, quantity: Quantity, styles: dict[str, Style], detail: st
     axes.set_xticks(group.places, [number(place) for place in group.places])
     axes.set_xticks([], minor=True)
     title = f"{quantity.title}, against {name}"
-    return Plot(title, detail, _svg(figure, title, label(group.fixed)))
+    return Plot(title, detail, _svg(figure))
 
 
 def pareto(cells: Cells, error: str, words: str, styles: dict[str, Style], title: str) -> Plot | None:
@@ -207,7 +207,7 @@ def pareto(cells: Cells, error: str, words: str, styles: dict[str, Style], title
         axes.axhline(LIMITS[error], color=INK, linestyle=_DASHES[1], linewidth=1.0)
         axes.annotate("wrong above", (right, LIMITS[error]), (-2, 3), textcoords="offset points",
                       ha="right", **_TEXT)  # fmt: skip
-    return Plot(f"{words}, against time", title, _svg(figure, "pareto", error, title))
+    return Plot(f"{words}, against time", title, _svg(figure))
 
 
 def roofline(cells: Cells, copy_rate: float, styles: dict[str, Style]) -> Plot | None:
@@ -234,7 +234,7 @@ def roofline(cells: Cells, copy_rate: float, styles: dict[str, Style]) -> Plot |
         f"ceilings measured here: {number(peak)} TFLOP/s, {number(1e3 * copy)} GB/s; "
         "of a dense computation, so leaving work out can rise above"
     )
-    return Plot("TFLOP/s, against arithmetic intensity", detail, _svg(figure, "roofline"))
+    return Plot("TFLOP/s, against arithmetic intensity", detail, _svg(figure))
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -248,9 +248,9 @@ def _product(cells: Cells) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _svg(figure: Any, *what: str) -> str:
-    """With identifiers that are short and, within a record, nobody else's."""
-    return to_svg(figure, "p" + hashlib.sha256(repr(what).encode()).hexdigest()[:10])
+def _svg(figure: Any) -> str:
+    """With identifiers that no other drawing of a page has."""
+    return to_svg(figure, f"p{next(_DRAWN)}")
 
 
 def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Any, Axes]:

@@ -84,16 +84,8 @@ def prepare(name: str, source: Path, scratch: Path) -> None:
         test.write_text(f"from benchmarks.peer_aliases import {name} as _alias\n\n_alias()\n{text}")
 
 
-def run_suite(
-    name: str, source: Path, seconds: float, extra: Sequence[str] = (), large: bool = False
-) -> dict[str, Any]:
-    """One suite's outcome.
-
-    Args:
-        seconds: after which pytest is stopped; results up to then count.
-        large: also what takes long without a GPU.
-        extra: arguments of pytest.
-    """
+def run_suite(name: str, source: Path, large: bool) -> dict[str, Any]:
+    """One suite's outcome; `large` includes what takes long without a GPU."""
     suite = SUITES[name]
     on_gpu = torch.cuda.is_available()
     left_out = suite.left_out | ({} if on_gpu else suite.left_out_on_cpu | ({} if large else suite.large))
@@ -101,33 +93,25 @@ def run_suite(
         scratch, report = Path(folder), Path(folder, "results.jsonl")
         prepare(name, source, scratch)
         command = [sys.executable, "-m", "pytest", *suite.tests, "-p", "benchmarks.peer_suites", "-q"]
-        command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short", *extra]
+        command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short"]
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([*(str(scratch / path) for path in suite.import_path), str(ROOT)]),
             REPORT: str(report),
             DESELECT: json.dumps(left_out),
             "TORCHDYNAMO_DISABLE": "0" if on_gpu else "1",
         }
-        finished, output = True, ""
-        try:
-            done = subprocess.run(
-                command, cwd=scratch, env=environ, capture_output=True, text=True, timeout=seconds
-            )
-            output = done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            finished = False
+        done = subprocess.run(command, cwd=scratch, env=environ, capture_output=True, text=True)
         tests = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     counts = Counter(test["outcome"] for test in tests)
     return {
         "commit": _commit(source),
-        "finished": finished,
         **{outcome: counts[outcome] for outcome in OUTCOMES},
         "reasons": {
             outcome: dict(Counter(test["message"] for test in tests if test["outcome"] == outcome))
             for outcome in ("deselected", "skipped")
         },
         "failures": [_failure(suite, **test) for test in tests if test["outcome"] == "failed"],
-        **({} if tests else {"output": output[-3000:]}),
+        **({} if tests else {"output": (done.stdout + done.stderr)[-3000:]}),
     }
 
 
@@ -186,10 +170,8 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--source", type=Path, required=True, metavar="DIR")
     parser.add_argument("--suite", nargs="+", choices=tuple(SUITES), default=tuple(SUITES))
-    parser.add_argument("--minutes", type=float, default=60, help="for one suite")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after each suite; others are kept")
     parser.add_argument("--large", action="store_true", help="without a GPU, too, every shape")
-    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
     options = parser.parse_args(given)
     outcomes: dict[str, dict[str, Any]] = {}
     for name in options.suite:
@@ -197,10 +179,9 @@ def main(given: Sequence[str] | None = None) -> int:
         if not source.is_dir():
             print(f"{name}: no folder {source}; a checkout of {SUITES[name].url}")
             continue
-        found = run_suite(name, source, 60 * options.minutes, options.pytest, options.large)
+        found = run_suite(name, source, options.large)
         outcomes[name] = found
-        counts = ", ".join(f"{found[outcome]:,} {outcome}" for outcome in OUTCOMES)
-        print(f"{name}: {counts}" + ", stopped before the end" * (not found["finished"]))
+        print(f"{name}:", ", ".join(f"{found[outcome]:,} {outcome}" for outcome in OUTCOMES))
         for what, reasons in found["reasons"].items():
             for reason, count in reasons.items():
                 print(f"  {count} {what}: {reason}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, zip_longest
@@ -54,15 +53,9 @@ def render(records: Sequence[tuple[Path, Record]]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["own"] = _own
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     sections = [_section(path, record) for path, record in records]
     return template.render(sections=sections, style=page_style(), explanation=EXPLANATION)
-
-
-def _own(svg: str, number: int) -> str:
-    """Two records may have the same plot; on a page an identifier may not come twice."""
-    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>r{number}-", svg)
 
 
 def _section(path: Path, record: Record) -> dict[str, Any]:
@@ -81,7 +74,7 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
         "record": record,
         "file": path.name,
         "common": label(constant) if varying else "",
-        "legend": {name: charts.swatch(style, name) for name, style in styles.items()},
+        "legend": {name: charts.swatch(style) for name, style in styles.items()},
         "has_product": any("product_seconds" in cell.ceilings for cell in measured),
         "groups": [_first(title, plots) for title, plots in _plots(record, drawn, varying, styles).items()],
         "tables": shape_tables(concluded) + shape_tables(others, varying),

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.objective import GRPOLossConfig, LossInputs, LossOutputs, StepTotals, policy_loss
+from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.update import packed_loss
@@ -126,11 +126,10 @@ class Update:
 
 def entrant(name: str, update: Update) -> Entrant:
     """The named implementation of the update."""
-    prepare = {OURS: partial(_packed, packed_loss), FULL: partial(_packed, full_logits_loss), TRL: _trl}[name]
-    return Entrant(name, partial(prepare, update))
+    return Entrant(name, partial(_trl, update) if name == TRL else partial(_packed, name, update))
 
 
-def _packed(head_loss: Callable[..., Any], update: Update) -> Prepared:
+def _packed(name: str, update: Update) -> Prepared:
     policy = update.policy
 
     def batches(watch: Stopwatch) -> list[PackedBatch]:
@@ -146,22 +145,18 @@ def _packed(head_loss: Callable[..., Any], update: Update) -> Prepared:
         with watch.phase(FORWARD):
             hidden = policy.hidden_states(batch)
         with watch.phase(HEAD):
+            if name == FULL:
+                return full_logits_loss(policy.head, hidden, batch, update.totals)
             into = update.optimizer.gradient_of(policy.head.weight)
-            return head_loss(policy.head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
+            return packed_loss(policy.head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
 
     return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 
 
 def full_logits_loss(
-    head: HeadParameters,
-    hidden: Tensor,
-    batch: PackedBatch,
-    config: GRPOLossConfig,
-    *,
-    totals: StepTotals | None = None,
-    weight_grad: Tensor | None = None,
-) -> LossOutputs:
-    """As `packed_loss`, by the logits of all tokens at once, and with autograd for `weight_grad`."""
+    head: HeadParameters, hidden: Tensor, batch: PackedBatch, totals: StepTotals | None = None
+) -> Tensor:
+    """By the logits of all tokens at once."""
     log_p = F.linear(hidden, head.weight, head.bias).float().log_softmax(-1)
     with torch.no_grad():
         entropy = -(log_p.exp() * log_p).sum(-1)
@@ -174,7 +169,7 @@ def full_logits_loss(
         entropy=entropy,
         totals=totals,
     )
-    return policy_loss(inputs, config)
+    return policy_loss(inputs, LOSS).loss
 
 
 def _trl(update: Update) -> Prepared:

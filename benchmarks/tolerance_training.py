@@ -107,7 +107,7 @@ def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
     (batch,) = pack(samples, max_tokens=tokens, share_prompts=policy.shares_prompts, device=policy.device)
     hidden, head = policy.hidden_states(batch), policy.head
     if variant == FULL:
-        return full_logits_loss(head, hidden, batch, LOSS).loss
+        return full_logits_loss(head, hidden, batch)
     return linear_grpo_loss(
         hidden,
         head.weight,
