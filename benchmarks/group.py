@@ -139,13 +139,17 @@ def _update_twice(probe: Probe) -> dict[str, Any]:
 
 
 def _bound(budget: int, device: torch.device) -> None:
-    """Allocations beyond the budget fail. On a CPU what is mapped counts, which is more than is resident: the
-    bound lies higher, and only keeps a try from taking the machine's memory."""
+    """Allocations beyond the budget fail.
+
+    On a CPU what is mapped would count, which is more than is resident: the bound lies four times as high,
+    and only keeps a try from taking the machine's memory.
+    """
+    statistics = Path("/proc/self/statm")
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    else:
-        mapped = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    elif statistics.exists():
+        mapped = int(statistics.read_text().split()[5]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (mapped + 4 * budget, hard))
 

@@ -111,10 +111,9 @@ def measurements(found: dict[str, Any]) -> dict[str, Any]:
         return [cell.time.median if cell and cell.time else math.inf for cell in by_shape], texts
 
     rows = [texts for _, texts in sorted((row(name) for name in _names(there)), key=lambda pair: pair[0])]
-    products = {repr(cell.shape): cell.ceilings.get("product_seconds") for cell in record.cells}
-    if any(products.values()):
-        seconds = [products[repr(shape)] for shape in shapes]
-        times = [DASH if second is None else _digits(1e3 * second) for second in seconds]
+    timed = [cell for cell in record.cells if "product_seconds" in cell.ceilings]
+    if products := {repr(cell.shape): _digits(1e3 * cell.ceilings["product_seconds"]) for cell in timed}:
+        times = [products.get(repr(shape), DASH) for shape in shapes]
         rows.insert(0, [f"*{PRODUCT}*", *times, *[DASH] * (len(errors) + memory)])
     return {
         "heads": ["implementation", *heads],

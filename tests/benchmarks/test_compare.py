@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +22,8 @@ BEFORE = Measurement(
 )
 
 
-def write(path: Path, *cells: Measurement, kind: str = "kernels", environment: dict | None = None) -> str:
-    write_json(path, Record(kind, list(cells), environment or HERE))
-    return str(path)
+def record(*cells: Measurement) -> Record:
+    return Record("head", list(cells), HERE)
 
 
 @pytest.mark.parametrize(
@@ -90,65 +88,46 @@ def test_where_torch_counts_no_memory_the_system_does_with_a_wider_margin():
     assert list(changes(then, replace(BEFORE, memory=Memory(None, 260 << 20)))) == [(True, "200 → 260 MiB")]
 
 
-def test_the_command_fails_on_a_regression_alone(tmp_path, capsys):
-    before = write(tmp_path / "before.json", BEFORE)
-    after = write(tmp_path / "after.json", replace(BEFORE, time=Spread(20.0, 19.0, 21.0, 20)))
-
-    assert main(["compare", before, after]) == 1
-    assert "REGRESSION: ours: 10.000 → 20.000 ms, +100.0%" in capsys.readouterr().out
-    assert main(["compare", after, before]) == 0
-    assert "improvement: ours" in capsys.readouterr().out
-    assert main(["compare", before, before]) == 0
-    assert "1 measurements in both; 0 regressions" in capsys.readouterr().out
+SLOW = replace(BEFORE, time=Spread(20.0, 19.0, 21.0, 20))
+ABSENT = replace(BEFORE, status="skipped", time=None)
+THERE = {"benchmark_device": "there", "versions": {"torch": "2.14.0", "trl": "1.16.0"}}
 
 
-def test_what_was_not_measured_in_both_runs_is_not_compared(tmp_path, capsys):
-    slow = replace(BEFORE, time=Spread(30.0, 29.0, 31.0, 20))
-    elsewhere = [replace(slow, shape={"tokens": 96}), replace(slow, implementation="TRL")]
-    before = write(tmp_path / "before.json", BEFORE, replace(BEFORE, implementation="TRL", status="skipped"))
-    after = write(tmp_path / "after.json", replace(BEFORE, status="skipped", time=None), *elsewhere)
-
-    assert main(["compare", before, after]) == 0
-    assert "0 measurements in both, 3 skipped or in one alone" in capsys.readouterr().out
-
-
-def test_another_machine_and_other_versions_are_said(tmp_path, capsys):
-    there = {"benchmark_device": "there", "versions": {"torch": "2.14.0", "trl": "1.16.0"}}
-    before = write(tmp_path / "before.json", BEFORE)
-    after = write(tmp_path / "after.json", BEFORE, environment=there)
-
-    assert main(["compare", before, after]) == 0
-    printed = capsys.readouterr().out
-    assert "different machines, here and there" in printed
-    assert "torch: 2.13.0 → 2.14.0" in printed
-    assert "trl: absent → 1.16.0" in printed
+def with_ceiling(name: str, value: float) -> Record:
+    return Record("head", [replace(BEFORE, ceilings={name: value})], HERE)
 
 
 @pytest.mark.parametrize(
-    ("then", "now"),
+    ("before", "after", "code", "printed"),
     [
-        ({"product_seconds": 1.0}, {"product_seconds": 1.5}),
-        ({"bytes_per_second": 6e9}, {"bytes_per_second": 4e9}),
+        (record(BEFORE), record(BEFORE), 0, ["1 measurements in both; 0 regressions"]),
+        (record(BEFORE), record(SLOW), 1, ["REGRESSION: ours: 10.000 → 20.000 ms, +100.0% (N 48, float32)"]),
+        (record(SLOW), record(BEFORE), 0, ["improvement: ours"]),
+        (
+            record(BEFORE, replace(ABSENT, implementation="TRL")),
+            record(ABSENT, replace(SLOW, shape={"tokens": 96}), replace(SLOW, implementation="TRL")),
+            0,
+            ["0 measurements in both, 3 skipped or in one alone"],
+        ),
+        (
+            record(BEFORE),
+            Record("head", [BEFORE], THERE),
+            0,
+            ["different machines, here and there", "torch: 2.13.0 → 2.14.0", "trl: absent → 1.16.0"],
+        ),
+        (with_ceiling("product_seconds", 1.0), with_ceiling("product_seconds", 1.5), 0, ["took 1.50 times"]),
+        (with_ceiling("bytes_per_second", 6), with_ceiling("bytes_per_second", 4), 0, ["took 1.50 times"]),
+        (record(BEFORE), Record("step", [BEFORE], HERE), 2, ["of `head`", "of `step`"]),
+        (record(BEFORE), [], 2, ["after.json is no benchmark record"]),
     ],
 )
-def test_a_machine_that_became_slower_is_told_by_its_ceilings(tmp_path, capsys, then, now):
-    before = write(tmp_path / "before.json", replace(BEFORE, ceilings=then))
-    after = write(tmp_path / "after.json", replace(BEFORE, ceilings=now))
+def test_the_command_fails_on_a_regression_alone_and_says_what_else_differs(
+    tmp_path, capsys, before, after, code, printed
+):
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, document in zip(paths, (before, after), strict=True):
+        write_json(path, document)
 
-    assert main(["compare", before, after]) == 0
-    assert "took 1.50 times as long" in capsys.readouterr().out
-
-
-def test_records_of_two_subcommands_are_refused(tmp_path, capsys):
-    kernels = write(tmp_path / "kernels.json", BEFORE)
-    step = write(tmp_path / "step.json", BEFORE, kind="step")
-
-    assert main(["compare", kernels, step]) == 2
-    assert "of `step`" in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_record_is_named(tmp_path, capsys):
-    (tmp_path / "other.json").write_text("[]")
-
-    assert main(["compare", str(tmp_path / "other.json"), str(tmp_path / "other.json")]) == 2
-    assert "other.json is no benchmark record" in capsys.readouterr().err
+    assert main(["compare", *map(str, paths)]) == code
+    captured = capsys.readouterr()
+    assert all(text in captured.out + captured.err for text in printed)

@@ -89,7 +89,7 @@ def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_or_the_time
     fits = run_probe(probe)
     too_much = run_probe(replace(probe, budget=1 << 20))
     too_slow = run_probe(probe, seconds=0.01)
-    broken = run_probe(replace(probe, implementation="no such"))
+    broken = run_probe(replace(probe, model=TOY.model_copy(update={"path": "no such"})))
 
     assert (fits.status, fits.reason) == (OK, "")
     assert fits.time.median > 0

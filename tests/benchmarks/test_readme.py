@@ -27,25 +27,19 @@ OURS = Measurement(
 )
 
 
-def table_of(folder: Path, *cells: Measurement, kind: str = "step") -> str:
-    path = folder / "record.json"
-    write_json(path, Record(kind, list(cells), ENVIRONMENT))
-    return render(path)
-
-
 def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     fast = Measurement("fast", SMALL, time=Spread(2.0, 1.9, 2.1, 9), accuracy={"logprob": 0.5})
-    greedy = replace(fast, shape=LARGE, status="oom", time=None, accuracy={})
+    greedy = replace(fast, shape=LARGE, status="oom", time=None, accuracy={"logprob": float("nan")})
     absent = Measurement("absent", SMALL, status="skipped", reason="not installed")
+    large = replace(OURS, shape=LARGE, time=Spread(123.4, 120, 130, 9), ceilings={"product_seconds": 0.0015})
+    path = tmp_path / "record.json"
+    write_json(path, Record("step", [OURS, fast, large, greedy, absent], ENVIRONMENT))
 
-    table = table_of(
-        tmp_path, OURS, fast, replace(OURS, shape=LARGE, time=Spread(123.4, 120, 130, 9)), greedy, absent
-    )
-
-    assert table.splitlines() == [
+    assert render(path).splitlines() == [
         "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
         "|---|---:|---:|---:|---:|",
-        f"| fast | 2.00 **wrong** | OOM | 5.0e-01 | {DASH} |",
+        f"| *one product X Wᵀ* | {DASH} | 1.50 | {DASH} | {DASH} |",
+        f"| fast | 2.00 **wrong** | OOM | nan | {DASH} |",
         "| **ours** | 4.00 | 123 | 2.0e-06 | 3 |",
         "",
         "Not measured: absent (not installed).",
@@ -55,69 +49,22 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     ]
 
 
-def test_the_product_comes_first_and_the_group_that_fits_takes_the_place_of_its_time(tmp_path):
-    found = replace(OURS, ceilings={"product_seconds": 0.0015}, metrics={"largest_group": 96.0})
+def test_side_by_side_the_worst_over_all_steps_that_were_compared_is_shown(tmp_path):
+    def cell(precision: str, loss: float, kl: float, steps: int) -> dict:
+        patched = {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": steps}
+        return {"precision": precision, "steps": 20, "variants": {"TRL": {}, "patched": patched}}
 
-    assert table_of(tmp_path, found).splitlines()[2:4] == [
-        f"| *one product X Wᵀ* | 1.50 | {DASH} | {DASH} |",
-        "| **ours** | 4.00 | 2.0e-06 | 3 |",
-    ]
-    assert "| **ours** | 96 |" in table_of(tmp_path, found, kind="group")
-
-
-REWARDS = {"mean": 0.72601, "low": 0.7, "high": 0.75}
-SUITE = {"commit": "0123456789", "passed": 1019, "failed": 1, "skipped": 2}
-SUITE["reasons"] = {"deselected": {"large": 1148, "other": 2}, "skipped": {}}
-
-
-def variant(loss: float, kl: float, steps: int = 20) -> dict:
-    return {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": steps}
-
-
-def cell(precision: str, patched: dict) -> dict:
-    return {"precision": precision, "steps": 20, "variants": {"TRL": variant(0, 0), "patched": patched}}
-
-
-@pytest.mark.parametrize(
-    ("record", "rows", "origin"),
-    [
-        (
-            {
-                "model": "random",
-                "cells": [
-                    cell("float32", variant(3e-7, 5e-7)),
-                    cell("float32", variant(1e-7, 9e-7, steps=10)),
-                    cell("bfloat16", variant(float("nan"), 1e-3)),
-                ],
-            },
-            [
-                "| patched | float32 | 2 | 30 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |",
-                "| patched | bfloat16 | 1 | 20 of 20 | nan | 1.0e-06 | 1.0e-03 |",
-            ],
-            "model random · a machine · torch 2.13.0 · 2026-11-20 · "
-            "repeat: `python -m benchmarks step --minutes 2` · [record](benchmarks/results/record.json)",
-        ),
-        (
-            {"suites": {"cce": SUITE}},
-            ["| cce | 01234567 | 1,019 | 1 | 2 | 1,148 large; 2 other |"],
-            "a machine · torch 2.13.0 · 2026-11-20 · repeat: `python -m benchmarks.peer_suites --source",
-        ),
-        (
-            {"summary": {"tolerance 1": REWARDS}, "vocabulary": 2048, "steps": 60},
-            ["| tolerance 1 | 0.726 | 0.700 | 0.750 |"],
-            "a toy with 2,048 words, 60 steps · a machine · ",
-        ),
-    ],
-    ids=["side by side", "peers' suites", "tolerance"],
-)
-def test_other_records_have_tables_of_their_own(tmp_path, record, rows, origin):
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({"environment": ENVIRONMENT} | record))
+    cells = [
+        *(cell("float32", 3e-7, 5e-7, 20), cell("float32", 1e-7, 9e-7, 10)),
+        cell("bfloat16", float("nan"), 1e-3, 20),
+    ]
+    path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
 
-    lines = render(path).splitlines()
-
-    assert lines[2:-2] == rows
-    assert lines[-2] == "" and lines[-1].startswith(origin)
+    assert render(path).splitlines()[2:4] == [
+        "| patched | float32 | 2 | 30 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |",
+        "| patched | bfloat16 | 1 | 20 of 20 | nan | 1.0e-06 | 1.0e-03 |",
+    ]
 
 
 @pytest.fixture
