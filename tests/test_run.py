@@ -213,9 +213,6 @@ def test_a_failed_save_in_the_middle_costs_a_message_and_not_the_run(
     assert "no space left" in capsys.readouterr().out
 
 
-OTHER = "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
-
-
 @pytest.fixture
 def build(toy: dict[str, Any]):
     def build(*overrides: dict[str, Any], **changes: Any) -> tuple[StageParts, ...]:
@@ -228,37 +225,29 @@ def build(toy: dict[str, Any]):
     return build
 
 
-def test_what_a_stage_leaves_goes_on_as_the_same_object(build):
-    first, second = build({}, {"loss": {"beta": 0.1}, "rollout": {"temperature": 0.7}})
-    assert second.prompts is first.prompts and second.rewards is first.rewards
-    assert second.stage.config.loss.beta == 0.1 and first.stage.config.loss.beta == 0
-
-
-def test_other_rewards_keep_the_order_of_the_prompts_but_not_pass_rates_measured_by_the_old_ones(
-    build, tmp_path: Path
-):
-    (tmp_path / "more.py").write_text(OTHER)
+def test_what_a_stage_leaves_goes_on_as_the_same_object(build, tmp_path: Path):
+    (tmp_path / "more.py").write_text(
+        "def other(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
     rewards = {"rewards": [{"reward": f"{tmp_path / 'more.py'}:other"}]}
-    plain, changed = build({}, rewards)
-    assert changed.prompts is plain.prompts and changed.rewards.names == ("other",)
+    grouped = {"groups": {"strategy": "similarity"}, "adaptive_weights": None}
 
+    first, second, third, fourth = build(
+        {}, {"loss": {"beta": 0.1}}, rewards, grouped, adaptive_weights={"method": "inverse_std"}
+    )
+
+    assert second.prompts is first.prompts and second.rewards is first.rewards
+    assert second.adaptive_weights is first.adaptive_weights is not None
+    assert second.stage.config.loss.beta == 0.1 and first.stage.config.loss.beta == 0
+    # Other rewards keep the order of the prompts.
+    assert third.prompts is first.prompts and third.rewards.names == ("other",)
+    assert third.adaptive_weights is not first.adaptive_weights and fourth.adaptive_weights is None
+    # Another grouping takes the same prompts in another order.
+    assert isinstance(fourth.prompts, GroupSampler) and fourth.prompts.dataset is first.prompts.dataset
+    assert fourth.prompts.seed != first.prompts.seed
+    # Pass rates are of the rewards that they were measured by.
     measured, anew = build({}, rewards, curriculum={})
     assert isinstance(anew.prompts, DifficultySampler) and anew.prompts is not measured.prompts
-
-
-def test_another_grouping_takes_the_same_prompts_in_another_order(build):
-    first, second = build({}, {"groups": {"strategy": "similarity"}})
-    assert isinstance(second.prompts, GroupSampler) and second.prompts.dataset is first.prompts.dataset
-    assert second.prompts.seed != first.prompts.seed
-
-
-def test_adaptive_weights_live_as_long_as_their_settings(build, tmp_path: Path):
-    (tmp_path / "more.py").write_text(OTHER)
-    rewards = {"rewards": [{"reward": f"{tmp_path / 'more.py'}:other"}]}
-    adaptive = {"adaptive_weights": {"method": "inverse_std"}}
-    parts = build({}, {"loss": {"beta": 0.1}}, rewards, {"adaptive_weights": None}, **adaptive)
-    weights = [part.adaptive_weights for part in parts]
-    assert weights[0] is weights[1] and weights[2] is not weights[1] and weights[3] is None
 
 
 def test_a_first_stage_draws_exactly_as_a_run_without_stages(build):

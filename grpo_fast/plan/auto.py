@@ -94,12 +94,12 @@ def planned_kv_cache_bytes(config: TrainConfig) -> int | None:
     Raises:
         ValueError: no room for even one completion.
     """
-    vllm = config.rollout.vllm
+    rollout, vllm = config.rollout, config.rollout.vllm
     given = vllm.kv_cache_gib is not None or vllm.gpu_memory_utilization is not None
-    device = _device_at_hand(config)
-    if given or config.dataset.max_prompt_length is None or device.kind != "cuda":
+    if given or rollout.engine == "transformers" or config.dataset.max_prompt_length is None:
         return None
-    if config.rollout.engine == "transformers":
+    device = _device_at_hand(config)
+    if device.kind != "cuda":
         return None
     traces = _traces_of(config)
     plans = [

@@ -19,8 +19,8 @@ def render(plan: Plan) -> RenderableType:
     predictor, sizes, prediction = plan.predictor, plan.sizes, plan.prediction
     model, shape, batch = predictor.run.model, predictor.shape, prediction.micro_batch
     heading = (
-        f"{model.path}: {_count(sum(shape.parameters.values()))} parameters, "
-        f"{_count(shape.narrow + shape.wide)} trained, {model.dtype}\n"
+        f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
+        f"{shape.narrow + shape.wide:,} trained\n"
         f"{prediction.device.name}, {bytes_text(prediction.device.total)}: {predictor.engine}, "
         f"{predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
@@ -94,10 +94,3 @@ def _size(count: int | None, none: str = "not even 2 fit") -> str:
     if count is None:
         return none
     return f"{count:,}" + (" or more" if count == MOST_GENERATIONS else "")
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)

@@ -11,7 +11,7 @@ import yaml
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
-from grpo_fast.plan.sizes import StepSizes, largest, step_sizes, undivided_group
+from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, step_sizes, undivided_group
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.handover import PARTS
@@ -80,13 +80,14 @@ def plan(
     turned = list(_turned_knobs(predictor, sizes, prediction)) if knobs else []
     turned.sort(key=lambda knob: (knob.largest_num_generations or 0, max(knob.saves.values())), reverse=True)
     needed = prediction.parts["rollout"].get("KV cache", 0)
+    group, micro_batch_tokens = _largest_updates(predictor, sizes)
     return Plan(
         predictor,
         sizes,
         prediction,
         num_generations=generations,
-        group_in_one_micro_batch=_largest_undivided_group(predictor, sizes),
-        micro_batch_tokens=_largest_micro_batch_tokens(predictor, sizes),
+        group_in_one_micro_batch=group,
+        micro_batch_tokens=micro_batch_tokens,
         kv_cache_bytes=needed,
         kv_cache_room=needed + device.total - prediction.total("rollout"),
         knobs=tuple(turned),
@@ -152,27 +153,21 @@ def largest_generations(predictor: Predictor, sizes: StepSizes) -> int | None:
     )
 
 
-def _largest_undivided_group(predictor: Predictor, sizes: StepSizes) -> int | None:
-    """Completions of a prompt whose update fits as one micro-batch; None where two do not."""
+def _largest_updates(predictor: Predictor, sizes: StepSizes) -> tuple[int | None, int | None]:
+    """Completions of a prompt whose update fits undivided, and input tokens of the largest micro-batch that
+    fits, at most all of a step's; None where not even two completions, or one, fit."""
 
-    def fits(count: int) -> bool:
+    def group_fits(count: int) -> bool:
         group = replace(sizes, generations=count)
-        batch = undivided_group(group, share_prompts=predictor.shares_prompts)
-        return predictor.predict(group, batch).total("update") <= predictor.device.total
+        return fits(group, undivided_group(group, share_prompts=predictor.shares_prompts))
 
-    return largest(2, max(2, min(MOST_GENERATIONS, MOST_TOKENS // sizes.sequence_length)), fits)
-
-
-def _largest_micro_batch_tokens(predictor: Predictor, sizes: StepSizes) -> int | None:
-    """Input tokens of the largest micro-batch that fits, at most all of a step's.
-
-    None where one completion does not fit.
-    """
-
-    def fits(tokens: int) -> bool:
-        prediction = predictor.predict(replace(sizes, micro_batch_tokens=tokens))
-        return prediction.total("update") <= predictor.device.total
+    def fits(changed: StepSizes, batch: MicroBatch | None = None) -> bool:
+        return predictor.predict(changed, batch).total("update") <= predictor.device.total
 
     longest = sizes.sequence_length
-    everything = longest * sizes.groups * sizes.generations
-    return largest(longest, max(longest, min(everything, MOST_TOKENS)), fits)
+    everything = min(longest * sizes.groups * sizes.generations, MOST_TOKENS)
+    group = largest(2, max(2, min(MOST_GENERATIONS, MOST_TOKENS // longest)), group_fits)
+    tokens = largest(
+        longest, max(longest, everything), lambda tokens: fits(replace(sizes, micro_batch_tokens=tokens))
+    )
+    return group, tokens

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from typing import Annotated, Any
 
-from pydantic import Field
+import yaml
+from pydantic import BaseModel, Field, TypeAdapter
 
 from grpo_fast.section import Fraction, PositiveInt, Section
 
@@ -59,70 +61,18 @@ class Alert:
     text: str  # what was seen and what to try, for a person
 
 
-@dataclass(frozen=True)
-class AlertRule:
+class AlertRule(BaseModel):
     """An alert is raised while its figure is on the wrong side of its threshold."""
 
-    metric: str  # its mean over the window is the figure, or what the figure follows from
-    healthy: float | None  # a healthy run's figure; it lies on the right side; None for twice the threshold
-    seen: str  # str.format over `value` and `threshold`
+    metric: str
+    healthy: float | None = None
+    seen: str
     remedy: str
 
 
-# By the threshold's key in the configuration.
-RULES = {
-    "reward_rise": AlertRule(
-        "reward/mean",
-        0.0,
-        "the training reward rose by {value:.3g} (alert above {threshold:g}) while the held-out score fell: "
-        "a sign of reward hacking",
-        "read samples.jsonl for answers that please the reward and are wrong, tighten that reward, raise "
-        "loss.beta, or go back to the checkpoint before the fall",
-    ),
-    "length_reward_correlation": AlertRule(
-        "completion/length_reward_correlation",
-        0.0,
-        "length and reward within groups correlate by {value:.2f} in size (alert above {threshold:g}): "
-        "length may be what is rewarded",
-        "see whether right answers must have that length; if not, add a length reward against it, or use "
-        "loss.loss_type: dr_grpo, whose loss does not favour a length",
-    ),
-    "length_drift": AlertRule(
-        "completion/length_mean",
-        1.0,
-        "the mean completion length is {value:.3g} times away from its start (alert above {threshold:g})",
-        "growing: a length reward or a smaller rollout.max_completion_length; shrinking: check that the "
-        "reward does not favour empty answers; either way loss.loss_type: dr_grpo or dapo",
-    ),
-    "unique_completions": AlertRule(
-        "groups/unique_completions",
-        1.0,
-        "only a share {value:.2f} of a group's completions differ (alert below {threshold:g}): mode collapse",
-        "raise rollout.temperature or loss.entropy_coef, lower optimizer.learning_rate, raise "
-        "loss.epsilon_high, or train on harder prompts (curriculum)",
-    ),
-    "entropy": AlertRule(
-        "entropy",
-        None,
-        "the entropy fell to {value:.3g} nats a token (alert below {threshold:g}): mode collapse",
-        "raise loss.entropy_coef or use loss.use_adaptive_entropy, raise loss.epsilon_high, lower "
-        "optimizer.learning_rate",
-    ),
-    "kl": AlertRule(
-        "kl",
-        0.0,
-        "the KL to the reference is {value:.3g} nats a token (alert above {threshold:g})",
-        "raise loss.beta, lower optimizer.learning_rate or num_iterations, lower optimizer.max_grad_norm",
-    ),
-    "flat_groups": AlertRule(
-        "groups/flat",
-        0.0,
-        "a share {value:.2f} of the groups has no spread (alert above {threshold:g}): there is little to "
-        "learn from",
-        "prompts of medium difficulty (curriculum), advantage.dynamic_sampling, a larger "
-        "rollout.num_generations or temperature, or a reward with finer steps",
-    ),
-}
+_TABLE = files("grpo_fast.run_record").joinpath("alerts.yaml").read_text(encoding="utf-8")
+RULES = TypeAdapter(dict[str, AlertRule]).validate_python(yaml.safe_load(_TABLE))
+"""By the threshold's key in the configuration; alerts.yaml explains the fields."""
 
 
 @dataclass

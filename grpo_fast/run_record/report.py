@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
     config_text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
     config = yaml.safe_load(config_text) or {}
     metrics, timings, samples, evaluations, starts = (read_jsonl(run_dir / name) for name in names)
-    shown, left_out = _samples_by_step(samples)
+    shown = _steps_to_show(samples)
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -64,8 +63,8 @@ def write_report(run_dir: Path) -> Path:
         confidence=f"{100 * CONFIDENCE:.0f} %",
         facts=_facts(config, metrics, timings, starts),
         charts=draw_curves(metrics + timings, evaluations),
-        samples=shown,
-        left_out=left_out,
+        samples=[record for record in samples if record["step"] in shown],
+        sampled=len({record["step"] for record in samples}),
         table=_metric_table(metrics + timings),
     )
     path = run_dir / REPORT_FILE
@@ -98,22 +97,12 @@ def _facts(
     return {name: str(value) for name, value in facts.items() if value}
 
 
-def _samples_by_step(samples: Sequence[Record]) -> tuple[list[Record], int]:
-    """Steps with their samples, the completions of one prompt together; and how many steps are left out."""
-    steps = [(step, list(records)) for step, records in groupby(samples, key=lambda record: record["step"])]
-    indices = list(range(len(steps)))
-    if len(steps) > SAMPLED_STEPS:  # evenly from the first to the last
-        indices = [round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for i in range(SAMPLED_STEPS)]
-    return [
-        {
-            "step": step,
-            "prompts": [
-                (prompt, list(rows)) for prompt, rows in groupby(records, key=lambda record: record["prompt"])
-            ],
-            "rewards": list(dict.fromkeys(name for record in records for name in record["rewards"])),
-        }
-        for step, records in (steps[i] for i in indices)
-    ], len(steps) - len(indices)
+def _steps_to_show(samples: Sequence[Record]) -> list[int]:
+    """All sampled steps of a short run; of a long one some, evenly from the first to the last."""
+    steps = sorted({record["step"] for record in samples})
+    if len(steps) <= SAMPLED_STEPS:
+        return steps
+    return [steps[round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)]
 
 
 def _metric_table(records: Sequence[Record]) -> list[tuple[str, list[str]]]:

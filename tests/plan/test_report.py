@@ -26,7 +26,7 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
 
     printed = capsys.readouterr().out
     assert code == 0
-    for text in ("35.4 M parameters", "RTX-4090", "optimizer", "KV cache", "what makes room", "fits, "):
+    for text in (" parameters, ", "RTX-4090", "optimizer", "KV cache", "what makes room", "fits, "):
         assert text in printed
     assert "memory.offload=[gradients," in printed  # not taken for markup
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,14 @@ def exact_files(run_dir: Path) -> dict[str, bytes]:
     return {name: (run_dir / name).read_bytes() for name in names}
 
 
-STEP_PHASES = {
-    "generate": "grpo_fast.rollout.transformers.TransformersEngine.generate",
-    "forward": "grpo_fast.policy.policy.Policy.hidden_states",
-    "sync": "grpo_fast.rollout.transformers.TransformersEngine.sync",
-    "record": "grpo_fast.run_record.logs.RunLogs.samples",
-}
+ENGINE = "grpo_fast.rollout.transformers.TransformersEngine"
+FORWARD = "grpo_fast.policy.policy.Policy.hidden_states"
 NO_CHECKPOINTS: dict[str, Any] = {"logging": {"tensorboard": False, "samples_every": 1}, "max_steps": 5}
 
 
 def break_at_step(monkeypatch: pytest.MonkeyPatch, target: str, step: int, error: BaseException) -> None:
     """The first call of `target` once `step` steps are done raises."""
-    path, _, method = target.rpartition(".")
-    module, _, name = path.rpartition(".")
-    owner = getattr(importlib.import_module(module), name)
-    original, steps = getattr(owner, method), []
-    train_step = Trainer.train_step
+    original, train_step, steps = pkgutil.resolve_name(target), Trainer.train_step, []
 
     def counted(self: Trainer) -> Any:
         result = train_step(self)
@@ -56,7 +48,7 @@ def break_at_step(monkeypatch: pytest.MonkeyPatch, target: str, step: int, error
         return original(*args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train_step", counted)
-    monkeypatch.setattr(owner, method, broken)
+    monkeypatch.setattr(target, broken)
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +60,19 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize(
-    ("phase", "error"),
+    ("target", "error"),
     [
-        ("generate", KeyboardInterrupt()),
-        ("forward", KeyboardInterrupt()),
-        ("sync", ValueError("bug")),
+        (f"{ENGINE}.generate", KeyboardInterrupt()),
+        (FORWARD, KeyboardInterrupt()),
+        (f"{ENGINE}.sync", ValueError("bug")),
     ],
 )
 def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(
-    toy, tmp_path: Path, whole_run: Path, monkeypatch, capsys, phase: str, error: BaseException
+    toy, tmp_path: Path, whole_run: Path, monkeypatch, capsys, target: str, error: BaseException
 ):
     config = in_process(toy, tmp_path / "failed", **NO_CHECKPOINTS)
     with monkeypatch.context() as patch:
-        break_at_step(patch, STEP_PHASES[phase], 3, error)
+        break_at_step(patch, target, 3, error)
         with pytest.raises(type(error)):
             train(config)
     shown = capsys.readouterr().out
@@ -106,7 +98,7 @@ def test_a_run_that_fails_in_its_first_step_says_that_nothing_is_trained(toy, tm
 def test_out_of_memory_in_an_update_costs_no_step(toy, tmp_path: Path, monkeypatch):
     config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
     with monkeypatch.context() as patch:
-        break_at_step(patch, STEP_PHASES["forward"], 3, torch.OutOfMemoryError("no memory"))
+        break_at_step(patch, FORWARD, 3, torch.OutOfMemoryError("no memory"))
         train(config, display=False)
     timings = (tmp_path / "run" / "timings.jsonl").read_text().splitlines()
     budgets = [json.loads(line)["memory/micro_batch_tokens"] for line in timings]
@@ -138,7 +130,7 @@ def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: P
 def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Path, monkeypatch):
     config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
     with monkeypatch.context() as patch:
-        break_at_step(patch, STEP_PHASES["record"], 3, ValueError("bug"))
+        break_at_step(patch, "grpo_fast.run_record.logs.RunLogs.samples", 3, ValueError("bug"))
         with pytest.raises(ValueError, match="bug"):
             train(config, display=False)
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 3
