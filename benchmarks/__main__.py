@@ -20,19 +20,17 @@ COMMANDS = {
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
     "tiles": ("live_tiles", "the histogram of saved rows, with the head of a GGUF file"),
+    "aot": ("aot", "registers, spills and shared memory of the shipped kernels, compiled ahead of time"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),
     "report": ("report", "records as one HTML page with plots"),
     "readme": ("readme", "write README.md's tables from the checked-in records"),
 }
-AOT = "registers, spills and shared memory of the shipped kernels, compiled ahead of time"
 FAILURE, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "python -m benchmarks") -> int:
     """Run one command; the exit code is 0 done, 1 something found, 2 wrong usage, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["aot"]:
-        return importlib.import_module(".aot", __package__).main(arguments[1:])
     options = _parser(program, arguments[:1]).parse_args(arguments)
     try:
         return options.handler(options)
@@ -55,7 +53,6 @@ def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
             command.description = found.__doc__
             found.add_arguments(command)
             command.set_defaults(handler=found.main)
-    commands.add_parser("aot", help=AOT, add_help=False)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.aot`: what the compiler makes of every kernel we ship, without a GPU.
+"""`python -m benchmarks aot`: what the compiler makes of every kernel we ship, without a GPU.
 
 Nothing is listed twice: each case runs the head or the policy loss on meta tensors of a real shape, while
 Triton compiles for the named architecture and launches nothing. The kernels, tile sizes, warps, stages and
@@ -12,15 +12,13 @@ the PTX: disassembling takes longer than compiling. Run it in a process of its o
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,24 +320,17 @@ def table(rows: list[Report]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    import triton
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, choices=sorted(SHARED_MEMORY), default=90)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
-    parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
-    options = parser.parse_args(arguments)
+
+
+def main(options: argparse.Namespace) -> int:
+    import triton
+
     shipped = shipped_cases(options.capability)
     cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
     rows = reports(options.capability, cases)
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        print(f"Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.\n")
-        print(table(rows))
+    print(f"Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.\n")
+    print(table(rows))
     return 1 if any(row.faults() for row in rows) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -59,22 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=3, repeats=15)
     add_sizes(parser, nargs=1)
     parser.add_argument("--factors", type=float, nargs="+", default=_FACTORS, help="times the live tiles")
-    parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
-    parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
+    parser.add_argument(
+        "--histogram", type=Path, default=HISTOGRAM, metavar="FILE", help="of live tiles, JSON"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     if not all(factor > 0 for factor in options.factors):
         raise ValueError(f"--factors must be above 0, got {options.factors}")
-    histogram = load_histogram(options.histogram or HISTOGRAM)
+    histogram = load_histogram(options.histogram)
     peers = choose([peer for peer in PEERS if "reference" not in peer.name], options.impl)
     sizes = [size for (size,) in sizes_of(options, [(usual,) for usual in _SIZES[device.type]])]
-    setting = Setting("histogram", *sizes, FORWARD_BACKWARD, not options.frozen, options.dtype)
+    setting = Setting("histogram", *sizes, FORWARD_BACKWARD, True, options.dtype)
     contests = HeadContests(peers, device, options.seed)
     bouts = [contests.contest(setting, multiplied(histogram, f), factor=f) for f in options.factors]
     return run_session(KIND, options, device, bouts, conclude=crossover)

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -40,81 +41,65 @@ class Part:
     what: str
     minutes: float
     command: tuple[str, ...]
-    modules: tuple[str, ...] = ()  # that must be installed
-    tools: tuple[str, ...] = ()  # that must be on the path
+    needs: tuple[str, ...] = ()  # packages, and programs on the path
 
     @property
     def missing(self) -> str | None:
         """Why it cannot run here."""
-        absent = [f"{name} not installed" for name in self.modules if importlib.util.find_spec(name) is None]
-        absent += [f"{name} not on PATH" for name in self.tools if shutil.which(name) is None]
-        return ", ".join(absent) or None
+        absent = [n for n in self.needs if importlib.util.find_spec(n) is None and shutil.which(n) is None]
+        return f"{', '.join(absent)} not installed" if absent else None
 
 
-def _module(name: str, *options: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"benchmarks.{name}", "--json", "{json}", *options)
+def _part(name: str, minutes: float, what: str, command: str, needs: str = "") -> Part:
+    """`python` starts this one, a first `bench` a subcommand that keeps its time and writes its record."""
+    words = shlex.split(command.replace("bench ", "python -m benchmarks "))
+    words += shlex.split("--minutes {minutes} --json {json}") if command.startswith("bench ") else []
+    called = tuple(sys.executable if word == "python" else word for word in words)
+    return Part(name, what, minutes, called, tuple(needs.split()))
 
 
-def _command(name: str, *options: str) -> tuple[str, ...]:
-    """A subcommand of `python -m benchmarks`."""
-    return (sys.executable, "-m", "benchmarks", name, "--minutes", "{minutes}", "--json", "{json}", *options)
-
-
-def _head(rows: str, sizes: tuple[str, str], *options: str, loss: str = "logprob") -> tuple[str, ...]:
-    """Of `head`, on rows of that kind, with H and V of `sizes`; several are separated by blanks."""
-    hidden, vocabulary = sizes
-    shape = ("--tokens", "16384", "--hidden", *hidden.split(), "--vocab", vocabulary)
-    return _command("head", "--loss", *loss.split(), "--rows", *rows.split(), *shape, *options)
-
-
-def _pytest(*options: str) -> tuple[str, ...]:
-    # Verbose: what a test found is in the log even when the part runs out of time.
-    return (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short", *options)
-
-
-def _sanitizer(tool: str) -> Part:
-    """Small cases of every kernel: checked accesses are slow."""
-    checked = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
-    cases = ("tests/kernels/test_sparse.py", "tests/kernels/test_select.py", "tests/head/test_stress.py")
-    chosen = ("-m", "gpu or not gpu", "-k", "(pairs or row or small) and not hundred", "--maxfail=3", *cases)
-    what = f"compute-sanitizer {tool} on small kernels"
-    return Part(tool, what, 4, (*checked, *_pytest(*chosen)), ("pytest",), checked[:1])
-
-
-_WORKERS = ("-n", "8") if importlib.util.find_spec("xdist") else ()  # most of the time goes into compiling
-_COMPILERS = str(max(1, min(16, os.cpu_count() or 1) - 2))
-_MIDDLE, _WIDE, _NARROW = ("2048", "151936"), ("4096", "128256"), ("896 1536", "151936")  # H, V
+_HEAD = "bench head --tokens 16384 --vocab 151936"
+_PYTEST = "python -m pytest -p no:cacheprovider -v -ra --tb=short"  # verbose: the log says what was found
+_WORKERS = "-n 8" if importlib.util.find_spec("xdist") else ""  # most of the time goes into compiling
+_COMPILERS = max(1, min(16, os.cpu_count() or 1) - 2)
+_SMALL = "-k '(pairs or row or small) and not hundred'"  # under compute-sanitizer, whose accesses are slow
+_CHECKED = "tests/kernels/test_sparse.py tests/kernels/test_select.py tests/head/test_stress.py"
+_OF_HEAD = "tests/head/test_paths.py tests/head/test_stress.py"
+_MIDDLE, _WIDE = f"{_HEAD} --hidden 2048", "bench head --tokens 16384 --vocab 128256 --hidden 4096"
+_BOTH = "-m 'gpu or not gpu'"
 PARTS = (
-    Part("environment", "versions, tools, ceilings", 0.5, _module("machine")),
-    Part("smoke", "right or wrong, at the sizes of the goals; the first compilation", 1.8, _command("smoke")),
-    Part("goals-2048", "the head's goals, H = 2048, and flat rows", 1.3,
-         _head("histogram flat", _MIDDLE, "--impl", "ours")),
-    Part("goals-4096", "the head's goals, H = 4096", 0.9, _head("histogram", _WIDE, "--impl", "ours")),
-    Part("goals-small", "the head's goals, H = 896, and H = 1536", 1.2,
-         _head("histogram", _NARROW, "--impl", "ours")),
-    Part("crossover", "time against density, and where the exact backward overtakes", 1.2,
-         _command("crossover")),
-    Part("peers", "every installed peer beside ours", 3, _head("histogram", _MIDDLE)),
-    Part("profile", "kernels of one step, and the gap", 1, _module("profile_head")),
-    Part("peers-flat", "the same on rows where nothing can be left out", 3, _head("flat", _MIDDLE)),
-    Part("peers-losses", "GRPO, cross-entropy and DPO", 4,
-         _head("histogram", _MIDDLE, "--mode", "forward_backward", "--trainable",
-               loss="grpo cross_entropy dpo")),
-    Part("library", "csrc/ built in place", 1,
-         (sys.executable, "setup.py", "-q", "build_ext", "--inplace"), ("setuptools",)),
-    Part("kernels", "each kernel against the ceilings", 3, _command("kernels")),
-    Part("tests", "kernels and head against their oracles on the GPU", 5,
-         _pytest("-m", "gpu or not gpu", *_WORKERS, "tests/head/test_paths.py",
-                 "tests/head/test_stress.py", "tests/kernels",
-                 "--ignore=tests/kernels/test_aot.py"),
-         ("pytest",)),
-    Part("scaling", "time and memory against N and V", 4, _command("scaling")),
-    *map(_sanitizer, ("memcheck", "racecheck", "initcheck")),
-    Part("step", "one update of a real architecture", 5, _command("step"), ("transformers",)),
-    Part("rollout", "an engine's cycle: generate, sleep, sync, wake", 5, _command("rollout"), ("vllm",)),
-    Part("tune", "every kernel's sizes, and csrc/ against Triton", 7,
-         (sys.executable, "-m", "benchmarks.tune", "--minutes", "{minutes}", "--processes", _COMPILERS,
-          "--out", "{json}", "--log", "{log}")),
+    _part("environment", 0.5, "versions, tools, ceilings", "python -m benchmarks.machine --json {json}"),
+    _part("smoke", 1.8, "right or wrong, at the sizes of the goals; the first compilation", "bench smoke"),
+    _part("goals-2048", 1.3, "the head's goals, H = 2048, and flat rows",
+          f"{_MIDDLE} --loss logprob --rows histogram flat --impl ours"),
+    _part("goals-4096", 0.9, "the head's goals, H = 4096",
+          f"{_WIDE} --loss logprob --rows histogram --impl ours"),
+    _part("goals-small", 1.2, "the head's goals, H = 896, and H = 1536",
+          f"{_HEAD} --hidden 896 1536 --loss logprob --rows histogram --impl ours"),
+    _part("crossover", 1.2, "time against density, and where the exact backward overtakes",
+          "bench crossover"),
+    _part("peers", 3, "every installed peer beside ours", f"{_MIDDLE} --loss logprob --rows histogram"),
+    _part("profile", 1, "kernels of one step, and the gap",
+          "python -m benchmarks.profile_head --json {json}"),
+    _part("peers-flat", 3, "the same on rows where nothing can be left out",
+          f"{_MIDDLE} --loss logprob --rows flat"),
+    _part("peers-losses", 4, "GRPO, cross-entropy and DPO",
+          f"{_MIDDLE} --loss grpo cross_entropy dpo --rows histogram --mode forward_backward --trainable"),
+    _part("library", 1, "csrc/ built in place", "python setup.py -q build_ext --inplace", "setuptools"),
+    _part("kernels", 3, "each kernel against the ceilings", "bench kernels"),
+    _part("tests", 5, "kernels and head against their oracles on the GPU",
+          f"{_PYTEST} {_BOTH} {_WORKERS} {_OF_HEAD} tests/kernels --ignore=tests/kernels/test_aot.py",
+          "pytest"),
+    _part("scaling", 4, "time and memory against N and V", "bench scaling"),
+    *(_part(tool, 4, f"compute-sanitizer {tool} on small kernels",
+            f"compute-sanitizer --tool {tool} --error-exitcode 9 "
+            f"{_PYTEST} {_BOTH} {_SMALL} --maxfail=3 {_CHECKED}", "pytest compute-sanitizer")
+      for tool in ("memcheck", "racecheck", "initcheck")),
+    _part("step", 5, "one update of a real architecture", "bench step", "transformers"),
+    _part("rollout", 5, "an engine's cycle: generate, sleep, sync, wake", "bench rollout", "vllm"),
+    _part("tune", 7, "every kernel's sizes, and csrc/ against Triton",
+          "python -m benchmarks.tune --minutes {minutes} --out {json} --log {log} "
+          f"--processes {_COMPILERS}"),
 )  # fmt: skip
 """By value: whether it is right, the goals, the open questions, the peers; what takes long comes last."""
 

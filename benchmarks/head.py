@@ -86,10 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     real = None if options.real_rows is None else load_real_rows(options.real_rows)
     sources: dict[str, Source] = {"real": real, "histogram": given_histogram(options.histogram, device)}

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_fast.kernels import TILE
+from grpo_fast.kernels import TILE, cuda
 
 from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
@@ -46,6 +46,8 @@ from .session import add_common_arguments, add_sizes, check_common, run_session,
 
 KIND = "kernels"
 _SIZES = {"cuda": ((16_384,), (2048, 4096), (151_936,)), "cpu": ((256,), (256,), (8192,))}
+_OF_HEAD = ("tile_statistics", "row_results", "select_pairs", "dense_backward")
+_SPARSE = ("pair_gradient", "add_weight_gradient", "hidden_gradient")
 _BOTH = Wanted(hidden=True, weight=True, bias=False)
 
 
@@ -75,10 +77,7 @@ class Head:
     """The forward and the backward of one batch, as its plan has them; the backward never asks the host."""
 
     def __init__(self, source: Problem, **changes: Any) -> None:
-        """
-        Args:
-            changes: of the plan's sparse backward.
-        """
+        """With these changes of the plan's sparse backward."""
         self.problem = HeadProblem(source.hidden.detach(), source.weight.detach(), source.targets)
         self.rows, self.depth = self.problem.hidden.shape
         self.tiles = -(-self.problem.vocabulary // TILE)
@@ -115,10 +114,8 @@ class Batch(Head):
 
         from grpo_fast.head import accelerated
 
-        of_head = ("tile_statistics", "row_results", "select_pairs", "dense_backward")
-        of_sparse = ("pair_gradient", "add_weight_gradient", "hidden_gradient")
-        functions = [*((accelerated, name) for name in of_head), *((sparse, name) for name in of_sparse)]
-        with recorded(*functions) as calls:
+        of_head = ((accelerated, name) for name in _OF_HEAD)
+        with recorded(*of_head, *((sparse, name) for name in _SPARSE)) as calls:
             forward = self.forward()
             self.backward(forward)
             self.backward(forward, exact=True)
@@ -142,15 +139,13 @@ class Batch(Head):
         return int(self.lists.used[0])
 
     def again(self, name: str) -> None:
-        for call, _ in self.calls[name]:
-            call()
-
-    def sparse(self, name: str) -> None:
-        """Fails where the head would leave the sparse backward."""
-        _ = self.pairs
+        """A kernel of the sparse backward fails where the head would leave that."""
+        if name in _SPARSE:
+            _ = self.pairs
         if name == "pair_gradient":
             self.lists.used.zero_()
-        self.again(name)
+        for call, _ in self.calls[name]:
+            call()
 
     def dense(self, *names: str) -> None:
         """The logit gradient, and from it those of these names."""
@@ -194,14 +189,10 @@ def _statistics_bytes(batch: Batch) -> int:
     return 4 * batch.rows * batch.tiles
 
 
-def _statistics_work(batch: Batch) -> Work:
-    return Work(bytes=_statistics_bytes(batch))
-
-
 def _pair_work(batch: Batch) -> Work:
-    read = _product_work(batch).bytes
     gradients = batch.pairs * TILE
-    return Work(2.0 * gradients * batch.depth, read + gradients * batch.problem.hidden.element_size())
+    written = gradients * batch.problem.hidden.element_size()
+    return Work(2.0 * gradients * batch.depth, _product_work(batch, written=written).bytes)
 
 
 def _entry_work(batch: Batch) -> Work:
@@ -228,25 +219,21 @@ def _gradients(run: Callable[..., object], *names: str) -> Case:
     return Case(lambda batch: run(batch, *names), work)
 
 
-def _select(in_library: bool) -> Case:
-    return Case(lambda b: b.again("select_pairs"), _statistics_work, in_library=in_library)
+def _kernel(name: str, work: Callable[[Batch], Work], *more: Any) -> Case:
+    return Case(lambda batch: batch.again(name), work, *more)
 
 
-def _hidden(in_library: bool) -> Case:
-    return Case(lambda b: b.sparse("hidden_gradient"), _entry_work, _entry_density, in_library)
-
-
+_SELECT = "select_pairs", lambda batch: Work(bytes=_statistics_bytes(batch)), lambda _: {}
+_HIDDEN = "hidden_gradient", _entry_work, _entry_density
 ON_CUDA = {
-    "forward": Case(
-        lambda b: b.again("tile_statistics"), lambda b: _product_work(b, written=_statistics_bytes(b))
-    ),
-    "finalise": Case(lambda b: b.again("row_results"), _statistics_work),
-    "select": _select(in_library=False),
-    "select, CUDA C++ curve": _select(in_library=True),
-    "pair gradient": Case(lambda b: b.sparse("pair_gradient"), _pair_work, _density),
-    "dW, sparse": Case(lambda b: b.sparse("add_weight_gradient"), _pair_work),
-    "dX, sparse": _hidden(in_library=False),
-    "dX, sparse, CUDA C++": _hidden(in_library=True),
+    "forward": _kernel("tile_statistics", lambda b: _product_work(b, written=_statistics_bytes(b))),
+    "finalise": _kernel("row_results", lambda b: Work(bytes=_statistics_bytes(b))),
+    "select": _kernel(*_SELECT),
+    "select, CUDA C++ curve": _kernel(*_SELECT, True),
+    "pair gradient": _kernel("pair_gradient", _pair_work, _density),
+    "dW, sparse": _kernel("add_weight_gradient", _pair_work),
+    "dX, sparse": _kernel(*_HIDDEN),
+    "dX, sparse, CUDA C++": _kernel(*_HIDDEN, True),
     "logit gradient, dense": _gradients(Batch.dense),
     "dX, dense": _gradients(Batch.dense, "hidden"),
     "dX and dW, dense": _gradients(Batch.dense, "hidden", "weight"),
@@ -268,8 +255,8 @@ def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]
 
     @torch.no_grad()
     def prepare(case: Case) -> Prepared:
-        if case.in_library:
-            _require_library()
+        if case.in_library and not cuda.available():
+            raise Unsupported("csrc/ was not built: install with nvcc on the path")
         if case.in_library not in batches:
             of_library = dict.fromkeys(("cuda_curve", "cuda_rows"), case.in_library)
             batches[case.in_library] = [Batch(problem, **of_library) for problem in make()]
@@ -281,13 +268,6 @@ def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]
         return Prepared(run, case.work(mine[0]), lambda _: metrics, close=batches.clear)
 
     return [Entrant(name, partial(prepare, case)) for name, case in cases.items()]
-
-
-def _require_library() -> None:
-    from grpo_fast.kernels import cuda
-
-    if not cuda.available():
-        raise Unsupported("csrc/ was not built: install with nvcc on the path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .record import write_json
 
@@ -24,7 +25,6 @@ HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.j
 """The checked-in one, in a checkout."""
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
 PART_ROWS = 64 * TILE  # of a head that is read, or multiplied by, in parts
-_CHUNK_BYTES = 256 << 20
 _GGUF_HEADS = ("output.weight", "token_embd.weight")  # a tied head has the second name alone
 
 
@@ -135,15 +135,7 @@ def _above(highest: Tensor, logsumexp: Tensor) -> Tensor:
 
 def _tile_maxima(logits: Tensor) -> Tensor:
     """(n, V) -> (n, tiles)."""
-    whole = logits.new_full((logits.shape[0], -(-logits.shape[1] // TILE) * TILE), -math.inf)
-    whole[:, : logits.shape[1]] = logits
-    return whole.view(logits.shape[0], -1, TILE).amax(2)
-
-
-def row_chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Rows whose float32 logits fit a fixed memory."""
-    size = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
-    return (slice(start, start + size) for start in range(0, hidden.shape[0], size))
+    return pad(logits, (0, -logits.shape[1] % TILE), value=-math.inf).view(len(logits), -1, TILE).amax(2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,41 +147,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a file without what is needed, or rows that do not fit the head.
-    """
+    from gguf import GGUFReader, dequantize
+
     tensors, _ = load_tensors(options.rows)
     if "hidden" not in tensors:
         raise ValueError(f"{options.rows} holds {sorted(tensors)} but no hidden")
     hidden = tensors["hidden"][: options.limit]
-    vocabulary, width, parts = open_head(options.gguf)
+    of_model = {tensor.name: tensor for tensor in GGUFReader(options.gguf).tensors}
+    head = next((of_model[name] for name in _GGUF_HEADS if name in of_model), None)
+    if head is None:
+        raise ValueError(f"{options.gguf} has neither {' nor '.join(_GGUF_HEADS)}")
+    width, vocabulary = (int(size) for size in head.shape)  # GGUF counts from the innermost
     if hidden.shape[1] != width:
         raise ValueError(f"{options.rows} has rows of {hidden.shape[1]}, the head of {options.gguf} {width}")
+    places = (slice(start, start + PART_ROWS) for start in range(0, vocabulary, PART_ROWS))
+    parts = (torch.from_numpy(dequantize(head.data[p], head.tensor_type)).view(-1, width) for p in places)
     found = histogram_of(live_tiles(hidden, parts), options.source, vocabulary)
     write_json(options.histogram, found)
     print(f"{len(hidden)} rows: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
     return 0
-
-
-def open_head(path: Path) -> tuple[int, int, Iterator[Tensor]]:
-    """V, H, and the head's rows in order, PART_ROWS at a time, dequantised to float32.
-
-    Raises:
-        ImportError: the gguf package is missing.
-        ValueError: the file has no head.
-    """
-    from gguf import GGUFReader, dequantize
-
-    tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
-    head = next((tensors[name] for name in _GGUF_HEADS if name in tensors), None)
-    if head is None:
-        raise ValueError(f"{path} has neither {' nor '.join(_GGUF_HEADS)}")
-    width, vocabulary = (int(size) for size in head.shape)  # GGUF counts from the innermost
-
-    def parts() -> Iterator[Tensor]:
-        for start in range(0, vocabulary, PART_ROWS):
-            rows = head.data[start : start + PART_ROWS]
-            yield torch.from_numpy(dequantize(rows, head.tensor_type).reshape(-1, width))
-
-    return vocabulary, width, parts()

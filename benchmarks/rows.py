@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .accuracy import exact_logprobs
-from .live_tiles import TILE, Histogram, count_live, load_tensors, row_chunks
+from .live_tiles import TILE, Histogram, count_live, load_tensors
 from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting
 
 KINDS = ("flat", "peaked", "real", "histogram")
 _FLAT_SPREAD, _PEAKED_SPREAD = 1.0, 2.5  # standard deviation of the logits
 _PEAKS = (10.0, 25.0)  # range of what a peaked row's target stands out by
-_MOST_PROBLEMS, _CPU_CACHE_BYTES = 8, 32 << 20
+_MOST_PROBLEMS, _CPU_CACHE_BYTES, _CHUNK_BYTES = 8, 32 << 20, 256 << 20
 _HIGHEST_PEAK, _BISECTIONS = 80.0, 16
 _CANDIDATES, _MEAN_GAP = 5, 3.0  # raised entries of a row, and nats from one to the next on average
 _MODEL_SPREAD, _TILE_SHARE = 4.0, 0.25
@@ -176,7 +176,8 @@ def _with_live_tiles(
     """
     hidden, targets = torch.empty_like(noise), torch.empty_like(wanted)
     vocabulary = weight.float().T
-    for rows in row_chunks(noise, weight):
+    size = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))  # rows whose logits fit
+    for rows in (slice(start, start + size) for start in range(0, len(noise), size)):
         base, peaks = _candidates(noise[rows].float(), weight, wanted[rows], generator)
         z, u = base @ vocabulary, peaks @ vocabulary
         height = _heights(z, u, wanted[rows])

@@ -27,15 +27,12 @@ from .tables import OURS
 
 KIND = "scaling"
 MODEL_CHECK = "memory model of ours"
-_USUAL = [OURS, "torch full logits"]
+_USUAL = (OURS, "torch full logits")
 _SIZES = {  # N along its axis, V along its axis, and N, V and H while the others move
-    "cuda": (
-        (1024, 4096, 16_384, 65_536, 262_144),
-        (16_384, 32_768, 65_536, 131_072, 262_144),
-        (16_384, 65_536, 2048),
-    ),
+    "cuda": ((1024, 4096, 16_384, 65_536, 262_144), (16_384, 32_768, 65_536, 131_072, 262_144),
+             (16_384, 65_536, 2048)),
     "cpu": ((64, 128, 256, 512), (1024, 2048, 4096, 8192), (128, 4096, 128)),
-}
+}  # fmt: skip
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, two-sided 95 %, for 1 to 10 degrees of freedom."""
 
@@ -130,35 +127,23 @@ def fit_power_law(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, floa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    parser.add_argument(
-        "--tokens", type=positive, nargs="+", help="the axis of N (1,024 to 262,144; a CPU's are fewer)"
-    )
-    parser.add_argument("--vocab", type=positive, nargs="+", help="the axis of V (16,384 to 262,144)")
-    parser.add_argument("--at-tokens", type=positive, help="N while V moves (16,384; on a CPU 128)")
-    parser.add_argument("--at-vocab", type=positive, help="V while N moves (65,536; on a CPU 4096)")
-    parser.add_argument("--hidden", type=positive, help="H (2048; on a CPU 128)")
-    parser.add_argument("--rows", choices=("peaked", "flat"), default="peaked", help="kind of rows (peaked)")
-    parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
-    parser.add_argument("--oracle", action="store_true", help="judge the results' accuracy too")
+    for axis, what in (("tokens", "N"), ("vocab", "V")):
+        parser.add_argument(f"--{axis}", type=positive, nargs="+", help=f"the axis of {what}")
+        parser.add_argument(f"--at-{axis}", type=positive, help=f"{what} while the other axis moves")
+    parser.add_argument("--hidden", type=positive, help="H")
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
-    peers = choose(all_peers(), options.impl)
-    if options.impl is None:
-        peers = [peer for peer in peers if peer.name in _USUAL]
+    peers = [peer for peer in choose(all_peers(), options.impl) if options.impl or peer.name in _USUAL]
     of_ours = any(peer.name.startswith(OURS) for peer in peers)
-    contests = HeadContests(peers, device, options.seed, options.oracle)
+    contests = HeadContests(peers, device, options.seed, judged=False)
     tokens, vocabularies, fixed = _SIZES[device.type]
     asked = (options.at_tokens, options.at_vocab, options.hidden)
     at_tokens, at_vocab, hidden = (given or usual for given, usual in zip(asked, fixed, strict=True))
 
     def contest(axis: str, n: int, v: int) -> Contest:
-        setting = Setting(options.rows, n, hidden, v, FORWARD_BACKWARD, not options.frozen, options.dtype)
+        setting = Setting("peaked", n, hidden, v, FORWARD_BACKWARD, True, options.dtype)
         check = Entrant(MODEL_CHECK, partial(check_memory_model, setting, device, options.seed))
         return contests.contest(setting, others=[check] if of_ours else [], axis=axis)
 

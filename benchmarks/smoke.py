@@ -38,10 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """
-    Raises:
-        ValueError: a value that cannot be used; the message says which and why.
-    """
     device = check_common(options)
     histogram = load_histogram(HISTOGRAM) if HISTOGRAM.is_file() else None
     gradient = _GRADIENT_ERROR[options.dtype]

@@ -24,7 +24,6 @@ from unittest import mock
 
 import torch
 from grpo_fast.kernels import cuda
-from torch import Tensor
 
 from grpo_fast.head import tuning
 from grpo_fast.head.problem import Wanted
@@ -49,30 +48,15 @@ FORWARD, PAIRS, WEIGHT, ROWS, CHUNK, SELECT = "forward", "pairs", "dW", "dX", "c
 DENSE = "dense backward"  # compiled with the others, and not tuned: two thirds of it is the vendor's
 CANDIDATES: dict[str, tuple[dict[str, Any], ...]] = {
     FORWARD: ({"group": 8}, {"group": 32}, {"stages": 3}, {"stages": 5, "depth": 32}),
-    ROWS: (
-        {"cuda_rows": True},
-        {"row_entries": 8},
-        {"row_entries": 8, "row_warps": 8},
-        {"row_entries": 4, "row_warps": 8},
-        {"row_entries": 2},
-    ),
+    ROWS: ({"cuda_rows": True}, {"row_entries": 8}, {"row_entries": 8, "row_warps": 8},
+           {"row_entries": 4, "row_warps": 8}, {"row_entries": 2}),
     SELECT: ({"cuda_curve": True},),
-    PAIRS: (
-        {"pair_rows": 64},
-        {"pair_rows": 64, "pair_programs": 2},
-        {"pair_stages": 2},
-        {"pair_stages": 4},
-        {"pair_stages": 2, "pair_programs": 2},
-    ),
-    WEIGHT: (
-        {"weight_warps": 4},
-        {"weight_depth": 128},
-        {"weight_stages": 4},
-        {"weight_columns": 256},
-        {"weight_columns": 64},
-    ),
+    PAIRS: ({"pair_rows": 64}, {"pair_rows": 64, "pair_programs": 2}, {"pair_stages": 2},
+            {"pair_stages": 4}, {"pair_stages": 2, "pair_programs": 2}),
+    WEIGHT: ({"weight_warps": 4}, {"weight_depth": 128}, {"weight_stages": 4}, {"weight_columns": 256},
+             {"weight_columns": 64}),
     CHUNK: ({"chunk_bytes": 32 << 20}, {"chunk_bytes": 128 << 20}),
-}
+}  # fmt: skip
 """Stage by stage, the changes that are tried on what is best so far."""
 
 
@@ -194,8 +178,8 @@ class Bench:
             difference = outcome[0].logsumexp - self.forward[0].logsumexp
             worst = difference.abs().nan_to_num(nan=torch.inf).max().item()
             return None if worst <= 1e-3 else f"log-sum-exp off by {worst:.2g}"
-        pairs = zip(outcome, self.exact, strict=True)
-        worst = max(_relative(found, exact) for found, exact in pairs if exact is not None)
+        pairs = [(a.float(), b.float()) for a, b in zip(outcome, self.exact, strict=True) if b is not None]
+        worst = max(float(((a - b).norm() / b.norm()).nan_to_num(nan=torch.inf)) for a, b in pairs)
         if worst <= WORST_GRADIENT:
             return None
         return f"relative error {worst:.2g}" if worst < math.inf else "NaN, or the lists overflowed"
@@ -218,11 +202,6 @@ class Bench:
         return old, new, found[1].reason or None
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
-    difference = (found.float() - exact.float()).norm() / exact.float().norm()
-    return float(difference.nan_to_num(nan=torch.inf))
-
-
 def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -> tuple[Sizes, list[dict]]:
     """The best sizes found, and every comparison made."""
     best, log = sizes, []
@@ -234,9 +213,8 @@ def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -
         candidate = changed(best, stage, change)
         before, after, fault = bench.compare(stage, best, candidate)
         kept = fault is None and after < before * (1 - LEAST_GAIN)
-        log.append(
-            {"candidate": name(stage, change), "before": before, "after": after, "fault": fault, "kept": kept}
-        )
+        times = {"before": before, "after": after}
+        log.append({"candidate": name(stage, change), **times, "fault": fault, "kept": kept})
         print(json.dumps(log[-1]), flush=True)
         best = candidate if kept else best
     return best, log

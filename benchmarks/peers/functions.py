@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ..problem import CROSS_ENTROPY, Problem, Run
+from ..problem import CROSS_ENTROPY, Outcome, Problem, Run
 from . import Function, Peer, Unsupported, of_cross_entropy, of_logprobs, require_cuda
 
 TRL_CHUNK = 32_768  # that its trainers use
@@ -42,10 +42,9 @@ def full_logits(problem: Problem, *, compiled: bool = False) -> Run:
 def trl() -> Function:
     from trl.kernels import ChunkedLogProbFunction
 
-    bias, temperature, softcap, scale, outputs = None, 1.0, None, 1.0, ()
-    return lambda hidden, weight, targets: ChunkedLogProbFunction.apply(
-        hidden, weight, bias, targets, temperature, TRL_CHUNK, softcap, scale, outputs
-    )[0]
+    options = 1.0, TRL_CHUNK, None, 1.0, ()  # temperature, chunk, softcap, scale, more outputs
+    apply = ChunkedLogProbFunction.apply
+    return lambda hidden, weight, targets: apply(hidden, weight, None, targets, *options)[0]
 
 
 def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
@@ -77,12 +76,13 @@ def unsloth(problem: Problem) -> Run:
             function(problem.hidden[:1], problem.weight, problem.targets[:1])
     finally:
         del sys.modules[UNSLOTH]
-    shape = (problem.sequences, -1)
-    return lambda: problem.finish(
-        function(
-            problem.hidden.view(*shape, problem.hidden.shape[1]), problem.weight, problem.targets.view(shape)
-        )
-    )
+    targets = problem.targets.view(problem.sequences, -1)
+
+    def run() -> Outcome:
+        hidden = problem.hidden.view(*targets.shape, -1)
+        return problem.finish(function(hidden, problem.weight, targets))
+
+    return run
 
 
 @functools.cache
@@ -104,8 +104,8 @@ def verl() -> Function:
     """Always forms the entropy too."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
-    temperature, reduction, process_group = 1.0, "none", None
-    return lambda *operands: linear_cross_entropy(*operands, temperature, reduction, process_group)[0]
+    options = 1.0, "none", None  # temperature, reduction, process group
+    return lambda *operands: linear_cross_entropy(*operands, *options)[0]
 
 
 def torch_linear_cross_entropy(reduction: str) -> Function:
@@ -141,19 +141,14 @@ def flash_attn() -> Function:
     )
 
 
-def _cut(name: str, preset: str) -> Peer:
-    return of_cross_entropy(
-        f"Cut Cross Entropy ({name})", partial(cut_cross_entropy, preset=preset), cuda=True
-    )
-
-
 PEERS = (
     Peer("torch full logits", full_logits),
     Peer("torch.compile", partial(full_logits, compiled=True)),
     of_logprobs("TRL fused head", trl),
-    _cut("filtered", "cce"),
-    _cut("exact", "cce_exact"),
-    _cut("Kahan", "cce_kahan_full_c"),
+    *(
+        of_cross_entropy(f"Cut Cross Entropy ({name})", partial(cut_cross_entropy, preset=preset), cuda=True)
+        for name, preset in (("filtered", "cce"), ("exact", "cce_exact"), ("Kahan", "cce_kahan_full_c"))
+    ),
     Peer("Unsloth fused log-probabilities", unsloth),
     of_logprobs("verl Triton", verl, cuda=True),
     of_cross_entropy("torch linear_cross_entropy", torch_linear_cross_entropy),

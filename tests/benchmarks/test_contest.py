@@ -9,8 +9,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from benchmarks import contest as contest_module
 from benchmarks.contest import FEWEST, Contest, Entrant, Limits, Prepared, Work
-from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED
+from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, DeviceLost
 from benchmarks.record import Measurement
 
 CPU = torch.device("cpu")
@@ -86,6 +87,21 @@ def test_what_ran_out_of_memory_is_given_back_before_the_next_one_runs(in_closur
     found = outcome(Entrant("greedy", greedy), Entrant("next", check))
 
     assert [one.status for one in found.values()] == [OOM, OK]
+
+
+def test_who_breaks_the_device_is_named_and_what_was_measured_is_kept(monkeypatch):
+    def give_back_memory(device: torch.device) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(contest_module, "give_back_memory", give_back_memory)
+    bad = failing("bad", RuntimeError("illegal memory access"), 1)
+    contest = Contest({}, [entrant("good", []), bad], CPU, memory=False)
+
+    with pytest.raises(DeviceLost, match="bad broke the device: RuntimeError: illegal") as lost:
+        contest.measure(Limits(time.monotonic() + 60, FEWEST))
+
+    assert lost.value.culprit == "bad"
+    assert [(one.status, len(one.seconds)) for one in contest.results()] == [(OK, 1), (FAILED, 0)]
 
 
 def test_where_what_all_need_cannot_be_made_all_fail():

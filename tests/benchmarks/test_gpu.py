@@ -40,7 +40,7 @@ time.sleep(60)
     parts = [
         part("fails", "print('why it failed'); raise SystemExit(3)"),
         part("late", late, minutes=0.03),
-        part("absent", "", tools=("no-such-tool",)),
+        part("absent", "", needs=("no-such-tool",)),
         part("works-well", WRITES),
     ]
 
@@ -50,7 +50,7 @@ time.sleep(60)
     assert {name: result["state"] for name, result in found.items()} == {
         "fails": FAILED, "late": LATE, "absent": SKIPPED, "works-well": DONE
     }  # fmt: skip
-    assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool not on PATH")
+    assert (found["fails"]["exit_code"], found["absent"]["why"]) == (3, "no-such-tool not installed")
     assert found["late"]["result"] == ["saved"]
     assert (found["works-well"]["result"], found["works-well"]["result.log"]) == ([1, 2], "half [")
     log = (tmp_path / "log.txt").read_text()
