@@ -143,8 +143,7 @@ class Offloader:
         self._free_bytes = free_bytes or partial(free_bytes_on, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}  # on the CPU, by part and name
-        self._copying: list[tuple[Tensor, Tensor]] = []  # (tensor, its buffer)
-        self._offloaded: list[tuple[Tensor, Tensor]] = []
+        self._moving: list[tuple[Tensor, Tensor]] = []  # (tensor, its buffer): being copied, or offloaded
         self._freed: list[tuple[Tensor, int]] = []  # (tensor, bytes of its storage)
         self._reloaded: torch.cuda.Event | None = None
 
@@ -154,7 +153,7 @@ class Offloader:
         Args:
             needed: bytes that the engine will take; "auto" makes so many free, and `MARGIN` besides.
         """
-        if self._copying:
+        if len(self._offloaded()) < len(self._moving):
             return
         self.await_reload()
         copying: list[tuple[Tensor, Tensor]] = []
@@ -173,31 +172,28 @@ class Offloader:
         with self._on_stream():
             for tensor, buffer in copying:
                 buffer.copy_(tensor.detach(), non_blocking=True)
-        self._copying = copying  # last: what was interrupted starts anew
+        self._moving = [*self._moving, *copying]  # last: what was interrupted starts anew
 
     def finish_offload(self) -> None:
         """Wait for the copies, and let go of the device's memory: it is in the allocator's cache then."""
         if self._stream is not None:
             self._stream.synchronize()
-        while self._copying:
-            pair = self._copying.pop()
-            self._offloaded.append(pair)  # first, so that an interruption in between loses nothing
-            pair[0].data = pair[1]
+        for tensor, buffer in self._moving:
+            tensor.data = buffer
 
     def start_reload(self) -> None:
         """Start to copy everything back. `await_reload` makes the current stream wait for it."""
-        self._copying = []
         for tensor, size in self._freed:
             tensor.untyped_storage().resize_(size)
         self._freed = []
-        homes = [torch.empty_like(buffer, device=self._device) for _, buffer in self._offloaded]
+        offloaded = self._offloaded()
+        homes = [torch.empty_like(buffer, device=self._device) for _, buffer in offloaded]
         with self._on_stream():
-            for home, (_, buffer) in zip(homes, self._offloaded, strict=True):
+            for home, (_, buffer) in zip(homes, offloaded, strict=True):
                 home.copy_(buffer, non_blocking=True)
-        for home, (tensor, buffer) in zip(homes, self._offloaded, strict=True):
-            if tensor.data_ptr() == buffer.data_ptr():  # else an interrupted offload had not reached it
-                tensor.data = home
-        self._offloaded = []
+        for home, (tensor, _) in zip(homes, offloaded, strict=True):
+            tensor.data = home
+        self._moving = []
         if self._stream is not None:
             self._reloaded = self._stream.record_event()
 
@@ -214,12 +210,15 @@ class Offloader:
 
     def offloaded_bytes(self) -> int:
         """Bytes that are not on the device now."""
-        return sum(buffer.nbytes for _, buffer in self._offloaded) + sum(size for _, size in self._freed)
+        return sum(buffer.nbytes for _, buffer in self._offloaded()) + sum(size for _, size in self._freed)
+
+    def _offloaded(self) -> list[tuple[Tensor, Tensor]]:
+        return [pair for pair in self._moving if pair[0].data_ptr() == pair[1].data_ptr()]
 
     def _on_device(self, part: Part) -> dict[str, Tensor]:
         """Tensors of the part that are on the device and worth a copy."""
         tensors = self._parts[part]() if part in self._parts else {}
-        offloaded = {buffer.data_ptr() for _, buffer in self._offloaded}
+        offloaded = {buffer.data_ptr() for _, buffer in self._moving}
         return {
             name: tensor
             for name, tensor in tensors.items()

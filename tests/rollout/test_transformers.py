@@ -11,7 +11,7 @@ import torch
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout import transformers as engine_module
 from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
+from grpo_fast.rollout.decoder import SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine
 
 SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
@@ -235,18 +235,6 @@ def test_make_engine_takes_the_policys_model_and_end_tokens_which_are_required(m
         assert engine.max_batch_tokens == 99
     with pytest.raises(ValueError, match="eos_ids"):
         engine_for(model, tokenizer, eos_ids=())
-
-
-@pytest.mark.parametrize("decoder", [ExpandedDecoder, SharedPrefixDecoder])
-def test_memory_counts_keys_and_values(decoder, model):
-    instance = decoder(model, max_new=4)
-    model.set_attn_implementation(instance.attention)
-    with torch.no_grad():
-        instance.prefill([(3, 4, 5), (6,)], torch.tensor([0, 0, 1]))
-        instance.step(torch.tensor([3, 4, 5]))
-
-    held = {ExpandedDecoder: 3 * 3 + 3, SharedPrefixDecoder: 2 * 3 + 3 * 4}
-    assert instance.memory() == held[decoder] * KV_BYTES
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ cached, and goes on.
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
 import logging
+import random
 import secrets
 import signal
 import threading
@@ -31,7 +31,7 @@ from grpo_fast.rollout.vllm.checks import (
     require_same_tokenizer,
     unregistered_tensors,
 )
-from grpo_fast.rollout.vllm.sleep import Phase, SleepCycle
+from grpo_fast.rollout.vllm.sleep import SleepCycle
 from grpo_fast.rollout.vllm.start import choose, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, size_in_bytes, storage_of
 
@@ -43,22 +43,12 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
 logger = logging.getLogger(__name__)
-NOT_SHARED = (
-    "vLLM's weights are a copy that stays on the device, for %s; rollout.vllm.share_weights = false lets it "
-    "be freed while the trainer works"
-)
-GREEDY_PROBE = Sampling(max_completion_length=1, temperature=0.0)
 Key = tuple[int, int]  # a completion's prompt, and its number among the prompt's
 _calls = itertools.count()
 
 
 class VLLMEngine:
-    """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager.
-
-    Attributes:
-        sync_way: how weights get there: shared, direct, portable or adapter.
-        sync_reason: why in this way.
-    """
+    """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager."""
 
     name = "vllm"
 
@@ -97,15 +87,19 @@ class VLLMEngine:
                 self._vllm, self._worker.get_model(), policy, placements, adapters=choices.adapters
             )
             del placements  # of a weight that vLLM repacked they would keep the memory
-            self.sync_way, self.sync_reason = self._sync.way, self._sync.reason
-            shared = self.sync_way in ("shared", "adapter")
+            shared, reason = self._sync.way in ("shared", "adapter"), self._sync.reason
             if config.share_weights is True and not shared:
-                raise ValueError(f"rollout.vllm.share_weights = true: {self.sync_reason}; set it to auto")
+                raise ValueError(f"rollout.vllm.share_weights = true: {reason}; set it to auto")
             if choices.shares and not shared:
-                logger.warning(NOT_SHARED, self.sync_reason)
+                logger.warning(
+                    "vLLM's weights are a copy that stays on the device, for %s; "
+                    "rollout.vllm.share_weights = false lets it be freed while the trainer works",
+                    reason,
+                )
             level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._cycle.level = level
-            self._probe = probe_tokens(policy)[: self.max_length - 1]
+            self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
+            self._probe = probe_tokens(policy)[: self._max_length - 1]
             self.sync(policy)
             require_agreement(policy, self._probe, self._probe_logprobs())
             if level == 2:
@@ -113,11 +107,6 @@ class VLLMEngine:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
-        return int(self._vllm.model_config.max_model_len)
 
     def generate(
         self,
@@ -139,10 +128,10 @@ class VLLMEngine:
         if sampling.seed is None and self._in_parallel:
             raise ValueError("sampling.seed = None: tensor-parallel processes must draw alike; give a seed")
         for index, prompt in enumerate(prompts):
-            if len(prompt) + longest > self.max_length:
+            if len(prompt) + longest > self._max_length:
                 raise ValueError(
                     f"prompts[{index}] has {len(prompt)} tokens, and with up to {longest} more exceeds the "
-                    f"{self.max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
+                    f"{self._max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
                     "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
                 )
         if sampling.stop:
@@ -192,11 +181,10 @@ class VLLMEngine:
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights besides the policy's own, and the KV cache."""
         self._require_open()
-        phase = self._cycle.phase if self._cycle.level > 0 else Phase.AWAKE  # a pause frees nothing
-        weights_freed = phase is Phase.ASLEEP and self._weights_sleep
+        weights_freed = self._weights_sleep and "weights" in self._cycle.asleep
         return {
             "weights": 0 if weights_freed else self._weight_bytes,
-            "kv_cache": size_in_bytes(self._kv_tensors()) if phase is Phase.AWAKE else 0,
+            "kv_cache": 0 if "kv_cache" in self._cycle.asleep else size_in_bytes(self._kv_tensors()),
         }
 
     def close(self) -> None:
@@ -304,7 +292,7 @@ class VLLMEngine:
 
     def _probe_logprobs(self) -> Tensor:
         """(T - 1,) of a fixed text's tokens but the first."""
-        params = self._params(GREEDY_PROBE)
+        params = self._params(Sampling(max_completion_length=1, temperature=0.0))
         params.prompt_logprobs, params.flat_logprobs = 0, False
         ((_, output),) = itertools.chain.from_iterable(self._run([((0, 0), self._probe, params)]))
         pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
@@ -338,8 +326,7 @@ def request_seed(seed: int, prompt: int, number: int) -> int:
 
     vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
     """
-    digest = hashlib.blake2b(f"{seed} {prompt} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return random.Random(f"{seed} {prompt} {number}").getrandbits(63)
 
 
 def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:

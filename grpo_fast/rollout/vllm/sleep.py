@@ -1,8 +1,8 @@
 """vLLM's sleep as a cycle that cannot be left half-way without notice, and the memory that it frees.
 
 vLLM itself accepts requests while any of its memory is asleep, and then waits for ever; a second sleep or
-wake unmaps or maps memory twice. Here each step is a transition between known phases: repeated ones do
-nothing, a failed one can be asked for again, and nothing generates but in phase `AWAKE`.
+wake unmaps or maps memory twice. Here each step knows what sleeps: repeated ones do nothing, a failed one can
+be asked for again, and nothing generates while anything sleeps.
 
 While vLLM loads a model and allocates its KV cache, everything that the starting thread allocates comes from
 a pool under a tag; sleeping unmaps what the pool holds, waking maps it at the same addresses. A pool that
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,46 +26,42 @@ GIB = 2**30
 TAGS = ("weights", "kv_cache")
 
 
-class Phase(Enum):
-    AWAKE = "awake"
-    WEIGHTS = "its weights awake and its KV cache asleep"
-    ASLEEP = "asleep"
-
-
 class SleepCycle:
     """Where in the cycle an engine is.
 
     Attributes:
         level: 0 pauses, 1 moves weights to the host and drops the KV cache, 2 drops both.
+        asleep: vLLM's tags that sleep, in the order in which they wake.
         weights_dropped: they hold nothing until `weights_loaded`.
     """
 
     def __init__(self, engine: LLMEngine, level: Literal[0, 1, 2]) -> None:
         self.level = level
-        self.phase = Phase.AWAKE
+        self.asleep: tuple[str, ...] = ()
         self.weights_dropped = False
         self._engine = engine
 
     def require_awake(self) -> None:
         """Raises RuntimeError where a request would wait for ever."""
-        if self.phase is not Phase.AWAKE:
-            raise RuntimeError(f"generate() on an engine that is {self.phase.value}; call wake() first")
+        if self.asleep:
+            raise RuntimeError(
+                f"generate() on an engine that sleeps ({', '.join(self.asleep)}); call wake() first"
+            )
         if self._engine.is_sleeping():
             raise RuntimeError("vLLM was put to sleep behind the engine's back; use the engine's own sleep()")
 
     def sleep(self) -> None:
         """Does nothing unless awake."""
-        if self.phase is Phase.AWAKE:
-            self.phase = Phase.ASLEEP  # first: if it fails, nothing may generate until a wake has succeeded
+        if not self.asleep:
+            # First: if it fails, nothing may generate until a wake has succeeded.
+            self.asleep = TAGS if self.level > 0 else ("scheduling",)
             self.weights_dropped = self.level == 2
             self._engine.sleep(level=self.level)
 
     def wake_weights(self) -> None:
-        """Take memory for the weights; does nothing unless asleep."""
-        if self.phase is Phase.ASLEEP:
-            if self.level > 0:
-                self._wake("weights")
-            self.phase = Phase.WEIGHTS
+        """Take memory for the weights, where it was freed."""
+        if "weights" in self.asleep:
+            self._wake_next()
 
     def weights_loaded(self) -> None:
         self.weights_dropped = False
@@ -77,17 +72,13 @@ class SleepCycle:
         Raises:
             RuntimeError: the weights were dropped and not loaded since, or there is no memory to wake in.
         """
-        if self.phase is Phase.AWAKE:
-            return
         if self.weights_dropped:
             raise RuntimeError("wake() on an engine whose weights were dropped; call sync() first")
-        self.wake_weights()
-        self._wake("kv_cache" if self.level > 0 else "scheduling")
-        if self._engine.is_sleeping():
-            raise RuntimeError("vLLM did not wake up completely; call wake() again once memory is free")
-        self.phase = Phase.AWAKE
+        while self.asleep:
+            self._wake_next()
 
-    def _wake(self, tag: str) -> None:
+    def _wake_next(self) -> None:
+        tag, *others = self.asleep
         try:
             if self.level > 0:
                 require_room(tag)
@@ -97,6 +88,9 @@ class SleepCycle:
                 f"vLLM could not take back its memory ({tag}): {error}; free some and call wake() again, or "
                 "lower rollout.vllm.kv_cache_gib"
             ) from error
+        if not others and self._engine.is_sleeping():
+            raise RuntimeError("vLLM did not wake up completely; call wake() again once memory is free")
+        self.asleep = tuple(others)
 
 
 def bytes_in_pool(tag: str | None = None) -> int:

@@ -68,7 +68,7 @@ def cycles(name: str, folder: Path) -> None:
     lora = LoraConfig(r=8) if with_lora else None
     policy = load_policy(ModelConfig(path=str(folder), dtype="bfloat16", device="cuda", lora=lora))
     with VLLMEngine(policy, VLLMConfig(kv_cache_gib=1.0, **settings), max_length=256) as engine:
-        assert (engine.sync_way, engine._cycle.level) == (way, level), engine.sync_reason
+        assert (engine._sync.way, engine._cycle.level) == (way, level), engine._sync.reason
         asleep = []
         for _ in range(CYCLES):
             engine.generate(PROMPTS, 3, SAMPLING)

@@ -269,7 +269,7 @@ def test_after_every_sync_it_computes_what_the_policy_computes(
     options = WAYS[name]
     noise = ROUNDING[options["dtype"]]
     with running_vllm(saved_model(), **options) as (engine, policy):
-        assert engine.sync_way == ("adapter" if "adapter" in name else "direct"), engine.sync_reason
+        assert engine._sync.way == ("adapter" if "adapter" in name else "direct"), engine._sync.reason
         before = engine.generate(PROMPTS, 3, SAMPLING)
         assert largest_difference(policy, PROMPTS, before) < noise
         for _ in range(3):
