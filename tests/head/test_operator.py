@@ -13,9 +13,12 @@ from grpo_fast.head.fused_loss import fused_policy_loss
 pytest.importorskip("triton")
 
 
-@pytest.fixture
-def guarded(monkeypatch) -> list[torch.Tensor]:
-    """The tensors whose device is current, innermost last."""
+@pytest.mark.usefixtures("hopper")
+def test_kernels_start_on_the_device_of_their_tensors(make_call, rng, monkeypatch):
+    from grpo_fast.kernels import policy_loss
+
+    from grpo_fast.head import accelerated
+
     current: list[torch.Tensor] = []
 
     @contextmanager
@@ -24,54 +27,35 @@ def guarded(monkeypatch) -> list[torch.Tensor]:
         yield
         current.pop()
 
+    calls: list[tuple[str, bool]] = []
+
+    def record(module, name: str) -> None:
+        function = getattr(module, name)
+
+        def recorded(*args, **options):
+            calls.append((name, bool(current)))
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    return current
-
-
-def recorded(monkeypatch, module, name: str, guarded: list[torch.Tensor]) -> list[bool]:
-    """For every call of the function, whether a device was made current."""
-    calls, function = [], getattr(module, name)
-
-    def record(*args, **options):
-        calls.append(bool(guarded))
-        return function(*args, **options)
-
-    monkeypatch.setattr(module, name, record)
-    return calls
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("tolerance", [None, 0.0])
-def test_the_heads_kernels_start_on_the_device_of_the_hidden_states(
-    make_call, monkeypatch, guarded, tolerance
-):
-    from grpo_fast.head import accelerated
-
-    calls = [recorded(monkeypatch, accelerated, name, guarded) for name in ("forward", "backward")]
+    record(accelerated, "forward")
+    record(accelerated, "backward")
+    record(policy_loss, "policy_loss")
     call = make_call((5,), 140, 16)
 
-    linear_logprob(call.hidden, call.weight, call.targets, tolerance=tolerance).logprob.sum().backward()
+    linear_logprob(call.hidden, call.weight, call.targets).logprob.sum().backward()
+    fused_policy_loss(batch(rng), GRPOLossConfig())
 
-    assert calls == [[True], [True]]
-    assert not guarded
-
-
-def test_the_policy_loss_starts_on_the_device_of_the_log_probabilities(rng, monkeypatch, guarded):
-    from grpo_fast.kernels import policy_loss
-
-    calls = recorded(monkeypatch, policy_loss, "policy_loss", guarded)
-
-    fused_policy_loss(batch(rng, "cpu"), GRPOLossConfig())
-
-    assert calls == [True]
-    assert not guarded
+    assert calls == [("forward", True), ("backward", True), ("policy_loss", True)]
+    assert not current
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_device_that_is_not_current_gives_the_same_numbers(make_call, rng):
     call, results = make_call((40,), 1000, 64), []
-    inputs = batch(rng, "cpu")
+    inputs = batch(rng)
     for device in ("cuda:0", "cuda:1"):
         operands = [t.detach().to(device).requires_grad_(t.requires_grad) for t in call.parameters]
         linear_logprob(*operands, call.targets.to(device)).logprob.sum().backward()
@@ -83,11 +67,11 @@ def test_a_device_that_is_not_current_gives_the_same_numbers(make_call, rng):
         torch.testing.assert_close(first, second)
 
 
-def batch(rng, device: str) -> LossInputs:
+def batch(rng) -> LossInputs:
     return LossInputs(
-        logprobs=(-torch.rand(12, generator=rng)).to(device),
-        advantages=torch.randn(12, generator=rng).to(device),
-        sequence_ids=torch.arange(3, device=device).repeat_interleave(4),
-        loss_mask=torch.ones(12, dtype=torch.bool, device=device),
+        logprobs=-torch.rand(12, generator=rng),
+        advantages=torch.randn(12, generator=rng),
+        sequence_ids=torch.arange(3).repeat_interleave(4),
+        loss_mask=torch.ones(12, dtype=torch.bool),
         num_sequences=3,
     )

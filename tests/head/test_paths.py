@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_fast import linear_grpo_loss, linear_logprob
+from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_logprob
 from grpo_fast.head import operator
 from grpo_fast.head.plan import Device
 from grpo_fast.objective import StepTotals
@@ -55,9 +55,7 @@ def test_float64_has_float64_gradients(make_call, make_upstream, oracle):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 1.0), (torch.float16, 1.0), (torch.bfloat16, 0.0)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1.0), (torch.bfloat16, 0.0)])
 def test_half_precision_gradients_err_no_more_than_rounded_logit_gradients_do(
     on_path, make_call, make_upstream, oracle, dtype, tolerance
 ):
@@ -75,22 +73,29 @@ def test_half_precision_gradients_err_no_more_than_rounded_logit_gradients_do(
 def test_a_frozen_side_costs_the_other_nothing(
     on_path, make_call, make_upstream, oracle, tolerance, transformed
 ):
-    call = on_path(make_call((17,), transformed=transformed))
-    upstream = on_path(make_upstream((17,))["logprob"])
+    call = on_path(make_call((9,), 200, transformed=transformed))
+    upstream = on_path(make_upstream((9,))["logprob"])
     expected = oracle.gradients(call, call.outputs(tolerance=tolerance), {"logprob": upstream})
 
     for name, gradient in zip(("hidden", "weight"), expected, strict=False):
         for parameter in call.parameters:
             parameter.requires_grad_(parameter is getattr(call, name))
             parameter.grad = None
-        loss = (call.outputs(tolerance=tolerance)["logprob"] * upstream).sum()
-        loss.backward(retain_graph=True)
-        first = getattr(call, name).grad.clone()
-        loss.backward()
+        (call.outputs(tolerance=tolerance)["logprob"] * upstream).sum().backward()
 
-        torch.testing.assert_close(first, gradient, rtol=1e-4, atol=1e-5)
-        assert torch.equal(getattr(call, name).grad, 2 * first)  # a second backward gives the same
+        torch.testing.assert_close(getattr(call, name).grad, gradient, rtol=1e-4, atol=1e-5)
         assert sum(parameter.grad is not None for parameter in call.parameters) == 1
+
+
+@pytest.mark.parametrize(("frozen", "recompute"), [(False, False), (True, True)])
+def test_a_second_backward_through_the_graph_gives_the_same_gradient(on_path, make_call, frozen, recompute):
+    call = on_path(make_call((5,), 150))
+    call.weight.requires_grad_(not frozen)
+    loss = call.outputs(recompute=recompute, tolerance=0.0)["logprob"].sum()
+
+    first, second = (torch.autograd.grad(loss, call.hidden, retain_graph=True)[0] for _ in range(2))
+
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("tolerance", [1.0, 0.0])
@@ -114,7 +119,7 @@ def test_ignored_rows_are_zero_whatever_they_hold(on_path, make_call, tolerance)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"tolerance": 0.0}, {"recompute": False}])
+@pytest.mark.parametrize("options", [{}, {"recompute": False}])
 def test_no_token_and_one_token(on_path, make_call, rows, options):
     call = on_path(make_call((rows,)))
 
@@ -135,8 +140,8 @@ def test_strided_operands_give_the_same_numbers(on_path, make_call):
     torch.testing.assert_close(strided, call.outputs()["logprob"], rtol=1e-5, atol=1e-5)
 
 
-def test_two_runs_are_bit_equal(on_path, make_call):
-    call = on_path(make_call((20,), 400, 40, dtype=torch.bfloat16))
+def test_two_runs_are_bit_equal(hopper, make_call):
+    call = hopper(make_call((12,), 250, 40, dtype=torch.bfloat16))
 
     def run() -> tuple[torch.Tensor, ...]:
         logprob = call.outputs(tolerance=1.0, deterministic=True)["logprob"]
@@ -150,38 +155,25 @@ def test_two_runs_are_bit_equal(on_path, make_call):
 def test_the_weights_gradient_is_added_where_the_caller_says(
     on_path, make_call, oracle, rng, kind, tolerance
 ):
-    call = on_path(make_call((20,)))
+    call = on_path(make_call((12,), 200))
     (expected,) = torch.autograd.grad(call.outputs(tolerance=tolerance)["logprob"].sum(), call.weight)
     weight_grad = on_path(torch.randn(call.weight.shape, generator=rng).to(kind))
     before = weight_grad.double()
 
-    for _ in range(2):
-        call.outputs(tolerance=tolerance, weight_grad=weight_grad)["logprob"].sum().backward()
+    call.outputs(tolerance=tolerance, weight_grad=weight_grad)["logprob"].sum().backward()
 
     assert call.weight.grad is None
     limit = 1e-6 if kind == torch.float32 else 2**-7
-    assert oracle.relative(weight_grad, before + 2 * expected.double()) < limit
+    assert oracle.relative(weight_grad, before + expected.double()) < limit
 
 
-def packed_batch(on_kernels, rng) -> dict[str, object]:
-    return {
-        "advantages": on_kernels(torch.randn(24, generator=rng)),
-        "sequence_ids": on_kernels(torch.arange(24) // 4),
-        "old_logprobs": on_kernels(torch.randn(24, generator=rng) - 3),
-        "totals": StepTotals(24, 6),
-        "num_sequences": 6,
-        "tolerance": 0.0,
-    }
-
-
-@pytest.mark.parametrize("options", [{"tolerance": 0.0}, {"recompute": False}])
-def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_call, options):
+def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_call):
     call = on_path(make_call())
     temperature = torch.tensor(0.7, dtype=torch.float64, device=call.hidden.device)
 
     def loss(hidden, weight, targets, temperature):
-        given = {"temperature": temperature, "outputs": ("entropy",)} | options
-        out = linear_logprob(2 * hidden, weight, targets, **given)
+        options = {"tolerance": 0.0, "recompute": False, "outputs": ("entropy",)}
+        out = linear_logprob(2 * hidden, weight, targets, temperature=temperature, **options)
         return (out.logprob + out.entropy).sum() * torch.tensor(0.5, dtype=torch.float64)
 
     arguments = (call.hidden, call.weight, call.targets, temperature)
@@ -193,13 +185,19 @@ def test_a_compiled_caller_sees_one_operator_and_the_same_numbers(on_path, make_
 
 
 def test_the_policy_loss_is_that_of_the_reference_path_and_compiles_to_one_graph(
-    on_kernels, make_call, rng, monkeypatch
+    hopper, make_call, rng, monkeypatch
 ):
-    call = on_kernels(make_call((24,), spread=1.0))
-    batch = packed_batch(on_kernels, rng)
+    call = hopper(make_call((24,), spread=1.0))
+    advantages, old_logprobs = (
+        hopper(torch.randn(24, generator=rng)),
+        hopper(torch.randn(24, generator=rng) - 3),
+    )
+    options = {"totals": StepTotals(24, 6), "num_sequences": 6, "tolerance": 0.0}
+    options |= {"sequence_ids": hopper(torch.arange(24) // 4), "config": GRPOLossConfig(entropy_coef=0.01)}
 
     def loss(hidden, weight):
-        return linear_grpo_loss(hidden, weight, call.targets, **batch).loss
+        given = options | {"old_logprobs": old_logprobs}
+        return linear_grpo_loss(hidden, weight, call.targets, advantages, **given).loss
 
     def run(function) -> tuple[torch.Tensor, ...]:
         found = function(call.hidden, call.weight)
@@ -213,9 +211,9 @@ def test_the_policy_loss_is_that_of_the_reference_path_and_compiles_to_one_graph
         torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-6)
 
 
-def test_the_default_backward_certifies_what_it_left_out(on_kernels, make_call, oracle):
-    call = on_kernels(make_call((30,), 1500, 40, spread=8.0))
-    exact, _ = oracle.exact_gradients(call, {"logprob": torch.ones(30, device=call.hidden.device)})
+def test_the_default_backward_certifies_what_it_left_out(hopper, make_call, oracle):
+    call = hopper(make_call((20,), 1200, 40, spread=8.0))
+    exact, _ = oracle.exact_gradients(call, {"logprob": torch.ones(20, device=call.hidden.device)})
 
     out = linear_logprob(call.hidden, call.weight, call.targets)
     assert out.certificate.density.isnan()
@@ -235,14 +233,14 @@ def test_the_default_backward_certifies_what_it_left_out(on_kernels, make_call, 
     ],
 )
 def test_what_the_forward_kept_gives_the_exact_gradient(
-    on_kernels, make_call, make_upstream, oracle, names, dtype
+    hopper, make_call, make_upstream, oracle, names, dtype
 ):
-    call = on_kernels(make_call((30,), 600, 40, dtype=dtype, spread=6.0, bias=True))
+    call = hopper(make_call((30,), 600, 40, dtype=dtype, spread=6.0, bias=True))
     call = replace(call, temperature=0.7, logit_scale=1.25)
     with torch.no_grad():
         call.hidden[call.targets == -100] = torch.nan
     clean = replace(call, hidden=call.hidden.detach().nan_to_num().requires_grad_())
-    upstream = {name: 1e-4 * on_kernels(g) for name, g in make_upstream((30,), names).items()}
+    upstream = {name: 1e-4 * hopper(g) for name, g in make_upstream((30,), names).items()}
 
     found = oracle.gradients(call, call.outputs(names, recompute=False), upstream)
 
@@ -250,18 +248,6 @@ def test_what_the_forward_kept_gives_the_exact_gradient(
     limit = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 2e-3}[dtype]
     for value, expected in zip(found, oracle.exact_gradients(clean, upstream), strict=True):
         assert oracle.relative(value, expected) < limit
-
-
-def test_keeping_changes_nothing_where_there_is_a_softcap(on_kernels, make_call):
-    call = on_kernels(make_call(transformed=True))
-
-    kept, computed = (
-        torch.autograd.grad(call.outputs(tolerance=0.0, recompute=r)["logprob"].sum(), call.parameters)
-        for r in (False, True)
-    )
-
-    for a, b in zip(kept, computed, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

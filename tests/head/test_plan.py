@@ -1,12 +1,16 @@
-"""Plans for devices that need not be here."""
+"""Plans for devices that need not be here, and the checked-in tables of sizes that they read."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from grpo_fast.kernels import ProductTile
 
+from grpo_fast.head import tuning
 from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
 
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
@@ -19,14 +23,17 @@ WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "device", [CPU, replace(H200, has_triton=False), Device("cuda", (7, 5), 65_536, True)]
+    ("device", "dtype", "path"),
+    [
+        (H200, torch.bfloat16, "triton"),
+        (H200, torch.float64, "reference"),
+        (CPU, torch.bfloat16, "reference"),
+        (replace(H200, has_triton=False), torch.bfloat16, "reference"),
+        (Device("cuda", (7, 5), 65_536, True), torch.float16, "reference"),
+    ],
 )
-def test_the_reference_runs_where_the_kernels_cannot(device):
-    assert plan_head(device, WORK).path == "reference"
-
-
-def test_float64_always_takes_the_reference():
-    assert plan_head(H200, replace(WORK, dtype=torch.float64)).path == "reference"
+def test_the_reference_runs_where_the_kernels_cannot(device, dtype, path):
+    assert plan_head(device, replace(WORK, dtype=dtype)).path == path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -37,7 +44,6 @@ def test_every_tile_fits_the_shared_memory_in_whole_mass_tiles(device, dtype):
             work = replace(WORK, dtype=dtype, softcap=softcap, extra_statistics=extra, dense_gradient=extra)
             plan = plan_head(device, work)
 
-            assert plan.path == "triton"
             for tile in (plan.forward_tile, plan.backward_tile):
                 assert tile.shared_bytes(dtype.itemsize) <= device.shared_memory
                 assert tile.columns % 128 == 0
@@ -55,8 +61,10 @@ def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operan
 def test_the_backward_is_sparse_unless_exactness_or_a_dense_gradient_is_asked_for():
     assert plan_head(H200, WORK).backward == "sparse"
     assert plan_head(H200, WORK).tolerance == DEFAULT_TOLERANCE
-    assert plan_head(H200, replace(WORK, tolerance=0.0)).backward == "dense"
-    assert plan_head(H200, replace(WORK, dense_gradient=True)).backward == "dense"
+    for exact in ({"tolerance": 0.0}, {"dense_gradient": True}):
+        assert plan_head(H200, replace(WORK, **exact)).backward == "dense"
+    assert plan_head(CPU, WORK).backward == "dense"
+    assert plan_head(CPU, replace(WORK, tolerance=0.5)).tolerance == 0.5
 
 
 def test_only_kernels_without_a_softcap_keep_what_the_backward_would_recompute():
@@ -74,6 +82,117 @@ def test_memory_held_at_one_time_does_not_grow_with_the_batch(rows):
     columns = plan_head(H200, work).dense_columns
 
     assert chunks.rows * chunks.columns * 4 <= 8 << 20
-    assert columns == 256 or rows * columns * 2 <= 192 << 20
     assert 1 <= chunks.columns <= work.vocabulary
+    assert chunks.columns % 128 == 0 or chunks.columns == work.vocabulary
+    assert columns == 256 or rows * columns * 2 <= 192 << 20
     assert columns < work.vocabulary + 256
+
+
+def test_cuda_kernels_are_planned_only_where_they_were_built_and_for_half_precision(monkeypatch):
+    sizes = table().rules[-1].sizes
+    sizes = replace(sizes, sparse=replace(sizes.sparse, cuda_rows=True, cuda_curve=True))
+    monkeypatch.setattr("grpo_fast.head.plan.sizes_for", lambda *_: sizes)
+    built = replace(H200, has_library=True)
+
+    for device, dtype, planned in (
+        (built, torch.bfloat16, True),
+        (H200, torch.bfloat16, False),
+        (built, torch.float32, False),
+    ):
+        sparse = plan_head(device, replace(WORK, dtype=dtype)).sparse
+        assert sparse.cuda_rows == sparse.cuda_curve == planned
+
+
+def table(**changes) -> tuning.Table:
+    return replace(tuning.load_tables()[90], **changes)
+
+
+def stored(folder: Path, content: dict) -> Path:
+    path = folder / "sm_90.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_every_architecture_we_ship_for_has_a_sound_table_that_says_where_it_comes_from():
+    tables = tuning.load_tables()
+
+    assert sorted(tables) == sorted(tuning.SHARED_MEMORY)
+    assert all(table.provenance for table in tables.values())
+    assert all(tables[80].sizes(p, 4096, True).wide is None for p in ("half", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_memory", "architecture"),
+    [
+        ((8, 0), 166_912, 80),
+        ((8, 6), 101_376, 89),  # newer than an A100, with less shared memory
+        ((8, 9), 101_376, 89),
+        ((9, 0), 232_448, 90),
+        ((10, 3), 232_448, 100),
+        ((12, 1), 101_376, 120),
+        ((99, 0), 1 << 20, 120),
+        ((7, 5), 65_536, 89),
+    ],
+)
+def test_a_device_takes_the_newest_table_before_it_that_fits_its_shared_memory(
+    monkeypatch, capability, shared_memory, architecture
+):
+    def marked(rule: tuning.Rule, number: int) -> tuning.Rule:
+        return replace(rule, sizes=replace(rule.sizes, pointer_forward=number))
+
+    tables = {
+        number: replace(found, rules=tuple(marked(rule, number) for rule in found.rules))
+        for number, found in tuning.load_tables().items()
+    }
+    monkeypatch.setattr(tuning, "load_tables", lambda: tables)
+
+    found = tuning.sizes_for(capability, torch.bfloat16, 2048, True, shared_memory)
+
+    assert found.pointer_forward == architecture
+
+
+def test_the_most_particular_rule_comes_first_and_applies():
+    half = table().rules[-1]
+    tiles = [ProductTile(64, 128, 64, 4, stages, 8, False) for stages in (1, 2, 3)]
+    small, frozen, other = (replace(half.sizes, pointer_forward=tile) for tile in tiles)
+    rules = [
+        replace(half, sizes=other),
+        replace(half, hidden_up_to=1024, sizes=small),
+        replace(half, hidden_up_to=1024, trainable=False, sizes=frozen),
+    ]
+    found = table(rules=(table().rules[0], *sorted(rules, key=lambda rule: rule.rank)))
+
+    assert tuning.faults(found, "sm_90") == []
+    assert found.sizes("half", 1024, True) == small
+    assert found.sizes("half", 896, False) == frozen
+    assert found.sizes("half", 1025, False) == other
+
+
+def with_wide(*sizes: int | bool) -> tuning.Table:
+    first, last = table().rules
+    return table(rules=(first, replace(last, sizes=replace(last.sizes, wide=ProductTile(*sizes)))))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        (table(architecture=80), "architecture"),
+        (table(rules=table().rules[::-1]), "most particular"),
+        (table(rules=table().rules[:1]), "no rule for every half"),
+        (with_wide(128, 192, 64, 8, 4, 16, True), "powers of two"),
+        (with_wide(128, 256, 64, 8, 5, 16, True), "245760 of 232448"),
+        (with_wide(128, 256, 64, 8, 4, 16, False), "descriptors"),
+    ],
+)
+def test_a_table_that_cannot_serve_is_refused(tmp_path, wrong, fault):
+    with pytest.raises(ValueError, match=fault):
+        tuning.read_table(stored(tmp_path, tuning.plain(wrong)))
+
+
+@pytest.mark.parametrize("sparse", [{"pair_rowz": 64}, {"pair_rows": "many"}])
+def test_a_misspelt_key_and_a_wrong_type_are_refused(tmp_path, sparse):
+    content = tuning.plain(table())
+    content["rules"][0]["sizes"]["sparse"] |= sparse
+
+    with pytest.raises(ValueError, match=r"sm_90\.json"):
+        tuning.read_table(stored(tmp_path, content))

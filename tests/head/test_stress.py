@@ -43,7 +43,7 @@ def make_rows(oracle, kind: Kind, rows: int, rng: torch.Generator, device: torch
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         return low + (high - low) * torch.rand(*shape, generator=rng)
 
-    vocabulary = int(torch.randint(1, 1000, (), generator=rng))
+    vocabulary = int(torch.randint(1, 500, (), generator=rng))
     targets = torch.randint(0, vocabulary, (rows,), generator=rng)
     largest = 2.0 if kind.dtype == torch.float16 else 4.0
     size = 10 ** uniform(rows, 1, low=-4.0, high=largest)
@@ -107,7 +107,7 @@ def check(oracle, kind: Kind, call, upstream: Tensor) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_few_extreme_rows_stay_finite_and_within_their_bounds_in_small_batches(device, oracle, rng, kind):
-    check(oracle, kind, *make_rows(oracle, kind, 40, rng, device))
+    check(oracle, kind, *make_rows(oracle, kind, 24, rng, device))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from grpo_fast.kernels import TILE, ProductTile, dense
 from grpo_fast.kernels.dense import Kept, dense_backward, kept_gradient, row_aligned
 
-from grpo_fast.head.problem import HeadGradients, LogitGradient, Wanted
+from grpo_fast.head.problem import HeadGradients, Wanted
 
 POINTERS = ProductTile(16, 128, 16, warps=4, stages=2, group=2, descriptors=False)
 DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=True)
@@ -44,16 +44,12 @@ def test_gradients_match_for_every_vocabulary_and_chunk_edge(make_head, tile, vo
         assert torch.equal(found.weight, run(head, tile=tile, columns=768).weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_half_precision_errs_by_rounding_the_logit_gradient_and_the_result_once(make_head, dtype, scale):
-    head = make_head(60, 600, 40, dtype=dtype, peak=20.0)
+def test_tiny_float16_gradients_err_by_rounding_the_logit_gradient_and_the_result_once(make_head):
+    head = make_head(60, 600, 40, dtype=torch.float16, peak=20.0)
 
-    found = run(head, g=scale * head.g)
+    found = run(head, g=1e-6 * head.g)
 
-    assert relative(found.hidden / scale, head.d_hidden) < 3e-3
-    if scale == 1.0 or dtype == torch.bfloat16:
-        assert relative(found.weight.float() / scale, head.d_weight) < 4e-3
+    assert relative(found.hidden / 1e-6, head.d_hidden) < 3e-3
 
 
 @pytest.mark.gpu
@@ -71,31 +67,6 @@ def test_half_precision_products_are_added_in_float32_by_every_torch(
 
     assert found is total
     torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_entropy_and_mean_gradients_match(make_head, rng):
-    head = make_head(20, 300, 24)
-    device = head.hidden.device
-    hidden = head.hidden.double().requires_grad_()
-    weight = head.weight.double().requires_grad_()
-    of_entropy, of_mean = (torch.randn(20, generator=rng).to(device) for _ in range(2))
-    logits = hidden @ weight.T
-    logprobs = logits.log_softmax(1)
-    entropy = -(logprobs.exp() * logprobs).sum(1)
-    exact = torch.autograd.grad(
-        (entropy * of_entropy).sum() + (logits.mean(1) * of_mean).sum(), (hidden, weight)
-    )
-    entropy = entropy.detach().float()
-    # No target: the entry of a row's target is only replaced where there is one.
-    nothing = torch.zeros_like(of_mean)
-    rows = LogitGradient(head.logsumexp, nothing, nothing, entropy, of_entropy, of_mean / 300)
-
-    problem = head.problem._replace(targets=torch.full_like(head.targets, -1))
-    wanted = Wanted(hidden=True, weight=True, bias=False)
-    hidden, weight, _ = dense_backward(problem, rows, wanted, tile=DESCRIPTORS, columns=256)
-
-    for got, expected in zip((hidden, weight), exact, strict=True):
-        assert relative(got, expected) < 2e-5
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,9 @@ def _arithmetic(x, y, out, SIZE: tl.constexpr):
     a, b = tl.load(x + index), tl.load(y + index)
     tl.store(out + index, a * b + a - b)
     tl.store(out + SIZE + index, tl.where(a < b, a, 1.5))
-    tl.store(out + 2 * SIZE + index, tl.maximum(tl.abs(a), b))
-
-
-@triton.jit
-def _extremes(x, y, out, SIZE: tl.constexpr):
-    index = tl.arange(0, SIZE)
-    a, b = tl.load(x + index), tl.load(y + index)
-    tl.store(out + index, tl.maximum(a, b))
-    tl.store(out + SIZE + index, tl.minimum(a, b))
-    tl.store(out + 2 * SIZE + index, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 2 * SIZE + index, tl.maximum(a, b))
+    tl.store(out + 3 * SIZE + index, tl.minimum(a, b))
+    tl.store(out + 4 * SIZE + index, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -47,27 +40,19 @@ def _sum(x, out, SIZE: tl.constexpr):
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, SIZE))))
 
 
-def test_bf16_arithmetic_rounds_after_every_operation_as_torch_does(device, rng):
-    x, y = (torch.randn(64, generator=rng).bfloat16().to(device) for _ in range(2))
-    out = torch.empty(3, 64, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_arithmetic_rounds_as_torch_does_and_a_maximum_takes_the_number_beside_a_nan(device, rng, dtype):
+    x, y = (torch.randn(64, generator=rng).to(device, dtype) for _ in range(2))
+    if dtype == torch.float32:
+        x[::3], y[::5] = torch.nan, torch.nan
+    out = torch.empty(5, 64, dtype=dtype, device=device)
 
     _arithmetic[(1,)](x, y, out, SIZE=64)
 
-    assert torch.equal(out[1], torch.where(x < y, x, 1.5))
-    assert torch.equal(out[2], torch.maximum(x.abs(), y))
-    torch.testing.assert_close(out[0], x * y + x - y, rtol=2**-6, atol=2**-6)
-
-
-def test_a_maximum_takes_the_number_beside_a_nan_unless_told_otherwise(device, rng):
-    x, y = (torch.randn(64, generator=rng).to(device) for _ in range(2))
-    x[::3] = torch.nan
-    y[::5] = torch.nan
-    out = torch.empty(3, 64, device=device)
-
-    _extremes[(1,)](x, y, out, SIZE=64)
-
-    for got, expected in zip(out, (torch.fmax(x, y), torch.fmin(x, y), torch.maximum(x, y)), strict=True):
+    exactly = (torch.where(x < y, x, 1.5), torch.fmax(x, y), torch.fmin(x, y), torch.maximum(x, y))
+    for got, expected in zip(out[1:], exactly, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(out[0], x * y + x - y, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
 def test_conversion_to_bf16_rounds_to_nearest_even_and_keeps_infinities_and_nan(device, rng):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_fast.kernels import SparseConfig, sparse_rows
+from grpo_fast.kernels import SparseConfig, sparse, sparse_rows
 from grpo_fast.kernels.select import select_pairs
 from grpo_fast.kernels.sparse import sparse_backward
 
@@ -168,7 +168,16 @@ def test_chunks_of_pairs_and_runs_change_no_bit(make_head):
 
 def test_splitting_a_row_over_programs_changes_its_gradient_by_rounding_alone(make_head, monkeypatch):
     head = make_head(8, 250, 520, peak=30.0, spread=1.0)
-    _, whole = run(head, 1.0)
+    form, formed = sparse.hidden_gradient, []
+
+    def twice(*arguments):  # the lists of entries serve more than once
+        formed.append(form(*arguments)[0])
+        return form(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse, "hidden_gradient", twice)
+        _, whole = run(head, 1.0)
+    assert torch.equal(formed[0], whole.hidden)
 
     for long in (8, -1):
         monkeypatch.setattr(sparse_rows, "LONG_ROW", long)
