@@ -6,7 +6,6 @@ import functools
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -138,8 +137,7 @@ def _causal_lm_loss(
         **head.options,
     )
     items = given.get("num_items_in_batch")
-    if items is None:
-        return total / live.numel() if live.numel() else total * torch.nan
+    items = live.numel() if items is None else items
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 

@@ -50,10 +50,7 @@ class PolicyLoss:
     """
 
     def __init__(
-        self,
-        config: GRPOLossConfig,
-        use_fused_linear_logprobs: bool = False,
-        exactly_on_policy: bool = False,
+        self, config: GRPOLossConfig, use_fused_linear_logprobs: bool = False, exactly_on_policy: bool = False
     ) -> None:
         require_loss(config, "NeMo-RL", "entropy")
         require("nemo_rl", "0.6")
@@ -72,11 +69,7 @@ class PolicyLoss:
         self.metric_normalizations["loss"] = tokens if per_token else sequences
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Any,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
+        self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """NeMo-RL's protocol.
 

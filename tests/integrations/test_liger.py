@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
     yield "token", "dapo", {"beta": 0.3, "use_ref_model": False}, {}
 
 
-@pytest.mark.parametrize(("level", "kind", "settings", "extra"), cases())
+@pytest.mark.parametrize(("level", "kind", "settings", "extra"), list(cases()))
 def test_policy_losses_metrics_and_gradients_are_ligers(level, kind, settings, extra, make_completions):
     arguments = make_completions(**extra)
     if kind == "vespo" and "vllm_is_ratio" in extra:

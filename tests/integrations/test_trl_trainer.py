@@ -26,7 +26,7 @@ from grpo_fast.integrations.trl import FastGRPOTrainer, patched  # noqa: E402
 NOISE = 2e-5
 
 
-@pytest.mark.parametrize(("position", "loss_type"), enumerate(LOSS_TYPES))
+@pytest.mark.parametrize(("position", "loss_type"), list(enumerate(LOSS_TYPES)))
 def test_steps_of_training_are_the_same(position, loss_type, model_folder):
     """Gradient accumulation over two micro-batches, two optimiser steps a generation, KL, clipping."""
     setting, task = Setting(loss_type, lora=position % 2 == 0), words_task(model_folder)

@@ -32,11 +32,8 @@ class _PreferenceLoss(nn.Module):
         """Differentiable log-probabilities of tokens (S, T), zero where ignored, and of sequences (S,)."""
         out = linear_logprob(rows, weight.to(rows.dtype), target, bias=bias, ignore_index=self.ignore_index)
         sums = out.logprob.sum(-1)
-        return out.logprob, sums / self._lengths(target) if self.average_log_prob else sums
-
-    def _lengths(self, target: Tensor) -> Tensor:
-        """(S,) tokens that count."""
-        return (target != self.ignore_index).sum(-1)
+        lengths = (target != self.ignore_index).sum(-1)
+        return out.logprob, sums / lengths if self.average_log_prob else sums
 
     @torch.no_grad()
     def _reference(
@@ -105,7 +102,7 @@ class _PairedLoss(_PreferenceLoss):
             labels = (target if nll_target is None else nll_target)[:pairs]
             if nll_target is not None:
                 tokens, _ = self._score(rows[:pairs], weight, labels, bias)
-            nll = -tokens[:pairs].sum() / self._lengths(labels).sum()
+            nll = -tokens[:pairs].sum() / (labels != self.ignore_index).sum()
         logits = _logit_sums(rows, weight, bias) / (target.numel() // 2 * len(weight))
         rewards = (self.beta * (logprobs - base)).chunk(2)
         metrics = (chosen, rejected, logits[:pairs].sum(), logits[pairs:].sum(), nll, *rewards)
