@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, overload
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.sources import PREFIX, read_rows
-from grpo_fast.data.types import Message, Prompt
+from grpo_fast.data.types import Prompt, own_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,46 +75,38 @@ def load_prompts(
     """
     render = Renderer(config, tokenizer)
     rows = read_rows(config)
-    seen = [render.prompt(index, row) for index, row in enumerate(rows)]
-    texts = [render.text(index, prompt) for index, prompt in enumerate(seen)]
+    prompts = [render.prompt(index, row) for index, row in enumerate(rows)]
+    texts = [render.text(index, prompt) for index, prompt in enumerate(prompts)]
     # A chat template writes the special tokens itself.
-    token_ids = _tokenize(tokenizer, texts, special_tokens=not render.chat)
-    limit = config.max_prompt_length or default_max_prompt_length
-    kept, report = _fit(config, token_ids, limit)
-    prompts = tuple(
-        Prompt(index, seen[index], ids, render.columns(rows[index])) for index, ids in kept.items()
-    )
-    return PromptDataset(prompts, config, report)
-
-
-def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special_tokens: bool
-) -> list[tuple[int, ...]]:
-    encoded = tokenizer(texts, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
+    encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
     token_ids = [tuple(ids) for ids in encoded["input_ids"]]
-    for index, ids in enumerate(token_ids):
-        if not ids:
-            raise ValueError(
-                f"the tokenizer makes no tokens of the prompt of row {index}: {texts[index][:200]!r}; "
-                "is it the model's own?"
-            )
-    return token_ids
+    if () in token_ids:
+        first = token_ids.index(())
+        raise ValueError(
+            f"the tokenizer makes no tokens of the prompt of row {first}: {texts[first][:200]!r}; "
+            "is it the model's own?"
+        )
+    kept, report = _fit(config, token_ids, config.max_prompt_length or default_max_prompt_length)
+    others = [{key: value for key, value in row.items() if key != config.prompt_column} for row in rows]
+    found = (Prompt(index, prompts[index], ids, others[index]) for index, ids in kept.items())
+    return PromptDataset(tuple(found), config, report)
 
 
 def _fit(
     config: DatasetConfig, token_ids: list[tuple[int, ...]], limit: int | None
 ) -> tuple[dict[int, tuple[int, ...]], LoadReport]:
     """The prompts that stay, by row, within `limit` tokens."""
-    rows, longest = len(token_ids), max(map(len, token_ids))
+    lengths = list(map(len, token_ids))
+    rows, longest = len(lengths), max(lengths)
     if limit is None or longest <= limit:
         return dict(enumerate(token_ids)), LoadReport(rows, longest=longest)
-    too_long = [index for index, ids in enumerate(token_ids) if len(ids) > limit]
+    too_long = [index for index, length in enumerate(lengths) if length > limit]
     if config.overlong_prompts == "error":
         first = too_long[0]
         raise ValueError(
             f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
-            f"first is row {first} with {len(token_ids[first])}: raise it, or set dataset.overlong_prompts "
-            "to filter or truncate"
+            f"first is row {first} with {lengths[first]}: raise it, or set dataset.overlong_prompts to "
+            "filter or truncate"
         )
     if config.overlong_prompts == "truncate":
         # The question is at the end.
@@ -124,7 +116,7 @@ def _fit(
     if not kept:
         raise ValueError(
             f"all {rows} prompts of {config.source} are longer than max_prompt_length = {limit} tokens "
-            f"(the shortest has {min(map(len, token_ids))}): raise it"
+            f"(the shortest has {min(lengths)}): raise it"
         )
     return kept, LoadReport(rows, filtered=len(too_long), longest=longest)
 
@@ -158,15 +150,7 @@ def exclude_overlap(
 
 
 def _key(prompt: Prompt, dataset: PromptDataset, any_order: bool) -> str:
-    text = prompt.prompt
-    if not isinstance(text, str):
-        text = _question(text, shown=2 * len(dataset.config.examples))
+    text = own_text(prompt, 2 * len(dataset.config.examples))
     text = unicodedata.normalize("NFKC", text).casefold()
     words = re.findall(r"\d+(?:[.,]\d+)*|\w+|[^\w\s]", text)
     return " ".join(sorted(words) if any_order else words)
-
-
-def _question(turns: list[Message], shown: int) -> str:
-    """A row's own turns: without the system message, and the messages of the examples before them."""
-    own = turns[1:] if turns[0]["role"] == "system" else turns
-    return "\n".join(turn["content"] for turn in own[shown:])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from string import Formatter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
@@ -30,18 +29,15 @@ class Renderer:
         self.tokenizer = tokenizer
         has_template = bool(getattr(tokenizer, "chat_template", None))
         self.chat = has_template if config.chat == "auto" else config.chat
+        self._no_chat = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
         if self.chat and not has_template:
-            raise ValueError(
-                f"dataset.chat = true, but the tokenizer has no chat template: {TEMPLATE_REMEDY}"
-            )
+            raise ValueError(f"dataset.chat = true, but {self._no_chat}: {TEMPLATE_REMEDY}")
         if not self.chat and (config.system_prompt is not None or config.examples):
             key = "examples" if config.system_prompt is None else "system_prompt"
-            reason = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
             raise ValueError(
-                f"dataset.{key} makes turns of a conversation, but {reason}: {TEMPLATE_REMEDY} with "
+                f"dataset.{key} makes turns of a conversation, but {self._no_chat}: {TEMPLATE_REMEDY} with "
                 "dataset.chat = auto, or write the text into dataset.prompt_template"
             )
-        self.template_columns = _template_columns(config.prompt_template)
 
     def prompt(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
         """Row `index` as the rewards see it: text as it is; a conversation after the configured turns.
@@ -49,15 +45,16 @@ class Renderer:
         Raises:
             ValueError: it makes no prompt; the message names the row and what is wrong with it.
         """
-        prompt = self._from_row(index, row)
-        if isinstance(prompt, str):
-            return prompt
+        value = self._value(row)
+        if isinstance(value, str):
+            if not value.strip():
+                raise ValueError(f"the prompt of row {index} is empty")
+            return value
+        turns = _conversation(index, value)
         if not self.chat:
-            off = self.config.chat is False
-            reason = "dataset.chat = false" if off else "the tokenizer has no chat template"
-            remedy = "set dataset.chat = auto" if off else TEMPLATE_REMEDY
-            raise ValueError(f"the prompt of row {index} is a conversation, but {reason}: {remedy}")
-        return self._with_config_turns(index, prompt)
+            remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY
+            raise ValueError(f"the prompt of row {index} is a conversation, but {self._no_chat}: {remedy}")
+        return self._with_config_turns(index, turns)
 
     def text(self, index: int, prompt: str | list[Message]) -> str:
         """What the tokenizer is given of a prompt.
@@ -94,33 +91,30 @@ class Renderer:
             )
         return answered[len(asked) :]
 
-    def columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What is left for the rewards."""
-        return {name: value for name, value in row.items() if name != self.config.prompt_column}
+    def _value(self, row: Mapping[str, Any]) -> Any:
+        column, template = self.config.prompt_column, self.config.prompt_template
+        if template is None:
+            if column not in row:
+                raise ValueError(f"dataset.prompt_column = {column!r} is no column: {choices(column, row)}")
+            return row[column]
+        braces = "a literal brace is written twice: {{ }}"
+        try:
+            return template.format_map(row)
+        except KeyError as error:
+            name = str(error.args[0])
+            raise ValueError(
+                f"dataset.prompt_template names the column {name!r}: {choices(name, row)} ({braces})"
+            ) from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"dataset.prompt_template = {template!r} is malformed ({error}); a field holds a column's "
+                f"name, as {{question}}; {braces}"
+            ) from error
 
     def _turns(self, index: int, prompt: str | list[Message]) -> list[Message]:
         if isinstance(prompt, str):
             return self._with_config_turns(index, [{"role": "user", "content": prompt}])
         return prompt
-
-    def _from_row(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
-        if self.config.prompt_template is not None:
-            for name in self.template_columns:
-                if name not in row:
-                    raise ValueError(
-                        f"dataset.prompt_template names the column {name!r}: {choices(name, row)} "
-                        "(a literal brace is written twice)"
-                    )
-            return self.config.prompt_template.format(**row)
-        column = self.config.prompt_column
-        if column not in row:
-            raise ValueError(f"dataset.prompt_column = {column!r} is no column: {choices(column, row)}")
-        value = row[column]
-        if isinstance(value, str):
-            if not value.strip():
-                raise ValueError(f"the prompt of row {index} is empty")
-            return value
-        return _conversation(index, value)
 
     def _with_config_turns(self, index: int, turns: list[Message]) -> list[Message]:
         """System prompt and examples go before the row's own turns."""
@@ -153,27 +147,6 @@ class Renderer:
         except Exception as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(f"the chat template refuses row {index} (roles {roles}): {error}") from error
-
-
-def _template_columns(template: str | None) -> list[str]:
-    if template is None:
-        return []
-    try:
-        names = list(_field_names(template))
-    except ValueError as error:
-        raise ValueError(
-            f"dataset.prompt_template is malformed ({error}); a literal brace is written twice: {{{{ }}}}"
-        ) from error
-    if any(not name or name.isdigit() for name in names):
-        raise ValueError("dataset.prompt_template has a field without a name; write the column's: {question}")
-    return names
-
-
-def _field_names(template: str) -> Iterator[str]:
-    for _, field, spec, _ in Formatter().parse(template):
-        if field is not None:
-            yield field.split(".")[0].split("[")[0]
-            yield from _field_names(spec or "")
 
 
 def _conversation(index: int, value: Any) -> list[Message]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +14,8 @@ from grpo_fast.lookup import choices
 
 Row = dict[str, Any]
 PREFIX = "reasoning_gym:"
-
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+READERS = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 SUFFIXES = ", ".join(READERS)
-
 # Names that a reward function receives besides the columns.
 RESERVED = ("prompts", "completions", "completion_ids")
 
@@ -35,7 +33,7 @@ def read_rows(config: DatasetConfig) -> list[Row]:
         raise ValueError(f"dataset.source = {config.source!r} has no rows")
     if config.size is not None and len(rows) < config.size:
         raise ValueError(
-            f"dataset.size = {config.size}, but {config.source} has {len(rows)} rows: lower it or leave it "
+            f"dataset.size = {config.size}, but {config.source} has {len(rows)} rows: lower it, or leave it "
             "out"
         )
     rows = _rename(rows, config.rename)
@@ -52,6 +50,7 @@ def _source_rows(config: DatasetConfig) -> list[Row]:
     if config.source.startswith(PREFIX):
         task = config.source.removeprefix(PREFIX)
         return generate_rows(task, seed=config.seed, size=config.size, options=config.options)
+    source = f"dataset.source = {config.source!r}"
     if config.options:
         raise ValueError(
             f"dataset.options = {config.options} only means something for {PREFIX}TASK, "
@@ -59,42 +58,29 @@ def _source_rows(config: DatasetConfig) -> list[Row]:
         )
     path = Path(config.source).expanduser()
     if path.suffix in READERS:
-        return _read_file(path, config.size)
-    if path.is_file():
-        raise ValueError(f"dataset.source = {config.source!r}: the suffix must be one of {SUFFIXES}")
-    return _read_hub(config)
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: there is no such file")
+        if path.stat().st_size == 0:
+            return []
+    elif path.is_file():
+        raise ValueError(f"{source}: the suffix must be one of {SUFFIXES}")
 
-
-def _read_file(path: Path, size: int | None) -> list[Row]:
-    if not path.is_file():
-        raise FileNotFoundError(f"dataset.source = {str(path)!r}: there is no such file")
-    if path.stat().st_size == 0:
-        return []
-    from datasets import Dataset
-
-    read = {"json": Dataset.from_json, "parquet": Dataset.from_parquet, "csv": Dataset.from_csv}
-    try:
-        # Not load_dataset, which reports its use to the hub; streamed, so that no cached copy can grow stale.
-        return _take(read[READERS[path.suffix]](str(path.resolve()), streaming=True), size)
-    except Exception as error:
-        raise ValueError(f"cannot read dataset.source = {str(path)!r}: {error}") from error
-
-
-def _read_hub(config: DatasetConfig) -> list[Row]:
-    from datasets import load_dataset
+    from datasets import Dataset, load_dataset
 
     try:
-        return _take(load_dataset(config.source, config.name, split=config.split), config.size)
+        if path.suffix in READERS:
+            # load_dataset would report its use to the hub. Streamed, so that no cached copy grows stale.
+            rows = getattr(Dataset, READERS[path.suffix])(str(path.resolve()), streaming=True)
+        else:
+            rows = load_dataset(config.source, config.name, split=config.split)
+        return [dict(row) for row in islice(rows, config.size)]
     except Exception as error:
+        if path.suffix in READERS:
+            raise ValueError(f"cannot read {source}: {error}") from error
         raise ValueError(
-            f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "
-            f"from the hub: {error}. A local file ends in one of {SUFFIXES}; "
-            f"a generated task is {PREFIX}TASK"
+            f"cannot load {source} (name {config.name!r}, split {config.split!r}) from the hub: {error}. "
+            f"A local file ends in one of {SUFFIXES}; a generated task is {PREFIX}TASK"
         ) from error
-
-
-def _take(rows: Iterable[Row], size: int | None) -> list[Row]:
-    return [dict(row) for row in islice(rows, size)]
 
 
 def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:
@@ -151,9 +137,8 @@ def generate_rows(
     if size is not None:
         options["size"] = size
     try:
-        dataset = create_dataset(task, seed=seed, **options)
+        entries = list(create_dataset(task, seed=seed, **options))
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{task} refuses dataset.options = {options}: {error}") from error
-    entries = [dataset[index] for index in range(len(dataset))]
     own = ("question", "answer", "metadata")
     return [{"prompt": e["question"], **{name: e[name] for name in own}, "entry": e} for e in entries]

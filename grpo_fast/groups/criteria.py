@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from grpo_fast.data.types import Message, Prompt
+from grpo_fast.data.types import Prompt, own_text, own_turns
 from grpo_fast.groups.config import CriterionConfig, GroupConfig
 from grpo_fast.lookup import choices, load_callable
 
@@ -72,18 +72,6 @@ def conversation_prefix(
     return tuple((turn["role"], turn["content"]) for turn in turns[:length])
 
 
-def own_turns(turns: Sequence[Message], example_turns: int) -> Sequence[Message]:
-    """A row's own turns: without the system message and the configuration's examples."""
-    return turns[(turns[0]["role"] == "system") + example_turns :]
-
-
-def text_of(prompt: Prompt, example_turns: int = 0) -> str:
-    """A prompt as text: its own turns, one a line, where it is a conversation."""
-    if isinstance(prompt.prompt, str):
-        return prompt.prompt
-    return "\n".join(turn["content"] for turn in own_turns(prompt.prompt, example_turns))
-
-
 def label_ids(keys: Iterable[Hashable | None]) -> Tensor:
     """(N,) int64, the same for equal keys; None equals nothing, not even None."""
     known: dict[Hashable, int] = {}
@@ -140,7 +128,7 @@ def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Ten
         return tfidf([prompt.token_ids for prompt in prompts])
     if ":" not in embedding:
         raise ValueError(f"{source} is unknown; use tfidf, or your own function as 'module:function'")
-    texts = [text_of(prompt, example_turns) for prompt in prompts]
+    texts = [own_text(prompt, example_turns) for prompt in prompts]
     values = _tensor(load_callable(embedding, "groups.embedding")(texts), len(prompts), source)
     if values.ndim != 2:
         raise ValueError(f"{source} gave one number a text; return one vector a text")

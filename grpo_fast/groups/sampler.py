@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
+from grpo_fast.data.types import own_text
 from grpo_fast.groups.config import CurriculumConfig, GroupConfig
-from grpo_fast.groups.criteria import text_of
 from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import Grouping, form_groups
 
@@ -111,7 +111,7 @@ def describe_groups(
         spread = grouping.spread(group)
         likeness = "" if spread is None else f", mean similarity {1 - spread:.2f}"
         lines.append(f"group of {len(group)} prompts, {len(group) * num_generations} completions{likeness}")
-        texts = (text_of(dataset[position], example_turns) for position in group)
+        texts = (own_text(dataset[position], example_turns) for position in group)
         lines += [f"  | {textwrap.shorten(text, WIDTH, placeholder='...')}" for text in texts]
     return "\n".join(lines)
 

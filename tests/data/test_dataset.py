@@ -2,12 +2,15 @@ import re
 
 import pytest
 
-from grpo_fast.data import exclude_overlap, load_prompts
+from grpo_fast.data import LoadReport, exclude_overlap, load_prompts
 from grpo_fast.data.config import DatasetConfig
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
-BEGUN = [*CONVERSATION, {"role": "assistant", "content": "one is"}]
+BEGUN = [{**CONVERSATION[0], "name": "me"}, {"role": "assistant", "content": "one is"}]
 SYSTEM = {"role": "system", "content": "be brief"}
+ASKED = "<user> what is one <end> <assistant>"
+SHOWN = "<user> two ? <end> <assistant> 2 <end>"
+EXAMPLES = {"examples": [("two ?", "2")]}
 
 
 def given(tokenizer, dataset, index=0):
@@ -19,12 +22,14 @@ class TestForm:
     @pytest.mark.parametrize(
         ("prompt", "options", "text"),
         [
-            ("what is one", {}, "<user> what is one <end> <assistant>"),
+            ("what is one", {}, ASKED),
             ("what is one", {"chat": False}, "what is one"),
-            (CONVERSATION, {}, "<user> what is one <end> <assistant>"),
-            (BEGUN, {}, "<user> what is one <end> <assistant> one is"),
+            (CONVERSATION, {}, ASKED),
+            (BEGUN, {}, f"{ASKED} one is"),
+            ("what is one", {"system_prompt": "be brief"}, f"<system> be brief <end> {ASKED}"),
+            ("what is one", EXAMPLES, f"{SHOWN} {ASKED}"),
         ],
-        ids=["text", "text without chat", "conversation", "answer begun"],
+        ids=["text", "text without chat", "conversation", "answer begun", "system prompt", "examples"],
     )
     def test_the_model_gets_the_template_and_the_rewards_the_datas_own_form(
         self, tokenizer, write, prompt, options, text
@@ -35,41 +40,28 @@ class TestForm:
         assert dataset[0].prompt == prompt
         assert dataset[0].columns == {"answer": 1}
 
+    def test_configured_turns_come_before_a_conversations_own_but_for_its_system_message(
+        self, tokenizer, write
+    ):
+        source = write({"prompt": [SYSTEM, *CONVERSATION]}, {"prompt": CONVERSATION})
+        first, second = load_prompts(DatasetConfig(source=source, **EXAMPLES), tokenizer)
+        shown = [{"role": "user", "content": "two ?"}, {"role": "assistant", "content": "2"}]
+        assert first.prompt == [SYSTEM, *shown, *CONVERSATION]
+        assert second.prompt == [*shown, *CONVERSATION]
+
     def test_text_stays_text_without_a_template(self, make_tokenizer, write):
         plain = make_tokenizer(chat_template=None)
         dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one"})), plain)
         assert given(plain, dataset) == "what is one"
 
-    def test_system_prompt_and_examples_come_before_the_question(self, tokenizer, write):
-        config = DatasetConfig(
-            source=write({"prompt": "what is one"}), system_prompt="be brief", examples=[("two ?", "2")]
-        )
-        dataset = load_prompts(config, tokenizer)
-        assert given(tokenizer, dataset) == (
-            "<system> be brief <end> <user> two ? <end> <assistant> 2 <end> "
-            "<user> what is one <end> <assistant>"
-        )
-        assert dataset[0].prompt == "what is one"
-
-    def test_examples_come_after_a_conversations_own_system_message(self, tokenizer, write):
-        own = [SYSTEM, *CONVERSATION]
-        config = DatasetConfig(source=write({"prompt": own}), examples=[("two ?", "2")])
-        dataset = load_prompts(config, tokenizer)
-        assert [turn["role"] for turn in dataset[0].prompt] == ["system", "user", "assistant", "user"]
-
-    def test_a_template_over_the_columns_makes_the_prompt(self, tokenizer, write):
-        config = DatasetConfig(
-            source=write({"question": "one", "answer": 1}),
-            prompt_template="Question : {question} ?",
-            chat=False,
-        )
-        dataset = load_prompts(config, tokenizer)
-        assert dataset[0].prompt == "Question : one ?"
-        assert dataset[0].columns == {"question": "one", "answer": 1}
-
-    def test_a_renamed_column_may_be_the_prompt(self, tokenizer, write):
-        config = DatasetConfig(source=write({"question": "one"}), rename={"question": "prompt"})
-        assert load_prompts(config, tokenizer)[0].prompt == "one"
+    def test_a_template_over_the_columns_or_a_renamed_column_makes_the_prompt(self, tokenizer, write):
+        source = write({"question": "one", "answer": 1})
+        config = DatasetConfig(source=source, prompt_template="Question : {question} ?", chat=False)
+        (prompt,) = load_prompts(config, tokenizer)
+        assert prompt.prompt == "Question : one ?"
+        assert prompt.columns == {"question": "one", "answer": 1}
+        (prompt,) = load_prompts(DatasetConfig(source=source, rename={"question": "prompt"}), tokenizer)
+        assert (prompt.prompt, prompt.columns) == ("one", {"answer": 1})
 
 
 class TestRefusals:
@@ -90,6 +82,7 @@ class TestRefusals:
             ({"prompt": "one"}, {"chat": False, "examples": [("a", "b")]}, "dataset.examples"),
             ({"prompt": "one"}, {"prompt_template": "{qestion}"}, "'qestion'"),
             ({"prompt": "one"}, {"prompt_template": "{}"}, "dataset.prompt_template"),
+            ({"prompt": "one"}, {"prompt_template": " "}, "row 0 is empty"),
             ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
         ],
     )
@@ -126,33 +119,30 @@ class TestLength:
     def load(self, tokenizer, write):
         source = write({"prompt": "one"}, {"prompt": "one two three"}, {"prompt": "four five"})
 
-        def load(**options):
-            return load_prompts(DatasetConfig(source=source, chat=False, **options), tokenizer)
+        def load(default=None, **options):
+            config = DatasetConfig(source=source, chat=False, **options)
+            return load_prompts(config, tokenizer, default_max_prompt_length=default)
 
         return load
 
     def test_too_long_prompts_are_filtered_and_counted(self, load):
         dataset = load(max_prompt_length=2)
         assert [prompt.index for prompt in dataset] == [0, 2]
-        assert (dataset.report.rows, dataset.report.filtered, dataset.report.longest) == (3, 1, 3)
+        assert dataset.report == LoadReport(3, filtered=1, longest=3)
+        assert load().report == load(max_prompt_length=3).report == LoadReport(3, longest=3)
 
     def test_too_long_prompts_keep_their_end_when_truncated(self, load, tokenizer):
         dataset = load(max_prompt_length=2, overlong_prompts="truncate")
-        assert given(tokenizer, dataset, 1) == "two three"
-        assert (dataset.report.rows, dataset.report.truncated, dataset.report.filtered) == (3, 1, 0)
+        assert [given(tokenizer, dataset, index) for index in range(3)] == ["one", "two three", "four five"]
+        assert dataset.report == LoadReport(3, truncated=1, longest=3)
 
-    def test_too_long_prompts_are_an_error_on_request(self, load):
+    def test_the_default_length_holds_where_the_dataset_sets_none(self, load):
+        assert len(load(default=2)) == 2
+        assert len(load(default=2, max_prompt_length=3)) == 3
+
+    def test_too_long_prompts_are_an_error_on_request_and_where_nothing_is_left(self, load, write, tokenizer):
         with pytest.raises(ValueError, match=r"1 of 3 prompts .* max_prompt_length = 2 .* row 1 with 3"):
             load(max_prompt_length=2, overlong_prompts="error")
-
-    def test_the_default_length_holds_where_the_dataset_sets_none(self, tokenizer, write):
-        source = write({"prompt": "one"}, {"prompt": "one two three"})
-        config = DatasetConfig(source=source, chat=False)
-        assert len(load_prompts(config, tokenizer, default_max_prompt_length=2)) == 1
-        own = config.model_copy(update={"max_prompt_length": 3})
-        assert len(load_prompts(own, tokenizer, default_max_prompt_length=2)) == 2
-
-    def test_a_limit_that_leaves_nothing_is_refused(self, tokenizer, write):
         config = DatasetConfig(source=write({"prompt": "one two three"}), chat=False, max_prompt_length=2)
         with pytest.raises(ValueError, match=r"all 1 prompts .* \(the shortest has 3\): raise it"):
             load_prompts(config, tokenizer)
@@ -168,12 +158,6 @@ def test_a_generated_task_is_a_dataset(tokenizer):
     assert given(tokenizer, dataset).startswith("<user> State the final answer")
     assert prompt.columns["answer"] == prompt.columns["entry"]["answer"]
     assert prompt.columns["question"] == prompt.prompt
-
-
-def test_slices_of_a_dataset_are_prompts(tokenizer, write):
-    dataset = load_prompts(DatasetConfig(source=write({"prompt": "one"}, {"prompt": "two"})), tokenizer)
-    assert [prompt.prompt for prompt in dataset[:1]] == ["one"]
-    assert len(dataset[:None]) == 2
 
 
 @pytest.fixture
@@ -193,8 +177,10 @@ def test_held_out_questions_leave_the_training_set_and_are_counted(questions_of)
     train = questions_of("train", "one", "two", "three")
     kept = exclude_overlap(train, questions_of("test", "two"))
     assert questions(kept) == ["one", "three"]
-    assert (kept.report.overlapping, kept.report.rows) == (1, 3)
-    assert len(train) == 3
+    assert (kept.report.overlapping, kept.report.rows, len(train)) == (1, 3, 3)
+    assert exclude_overlap(kept, questions_of("test", "three")).report.overlapping == 2
+    with pytest.raises(ValueError, match=r"train\.jsonl occur in the held-out set"):
+        exclude_overlap(train, train)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +205,6 @@ def test_system_prompts_and_examples_take_no_part(questions_of):
     train = questions_of("train", conversation, "two", system_prompt="be brief", examples=[("two ?", "2")])
     held_out = questions_of("test", [{"role": "system", "content": "be"}, *conversation])
     assert questions(exclude_overlap(train, held_out)) == ["two"]
-
-
-def test_nothing_left_is_refused(questions_of):
-    with pytest.raises(ValueError, match=r"train\.jsonl occur in the held-out set"):
-        exclude_overlap(questions_of("train", "one"), questions_of("test", "one"))
 
 
 def test_neighbouring_seeds_of_a_task_are_found_out_with_commuted_sums(tokenizer):
