@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_fast.config_io import ConfigError, convert_file, load_config
-from grpo_fast.convert import convert, recognise
+from grpo_fast.convert import Conversion, convert, recognise
 from grpo_fast.convert.names import NAMES
 from grpo_fast.convert.references import flatten, resolve
 
@@ -61,48 +60,47 @@ made_up: {key: 3}
 """
 
 
-def outcomes(document: dict[str, Any] | str) -> dict[str, str]:
+def converted(document: dict[str, Any] | str, source: str | None = None) -> Conversion:
     document = yaml.safe_load(document) if isinstance(document, str) else document
-    return {row.key: row.outcome for row in convert(document).rows}
+    conversion = convert(document, source=source)
+    assert all(row.reason for row in conversion.rows if row.outcome == "not applicable")
+    return conversion
 
 
-def places(document: dict[str, Any] | str) -> Mapping[str, Any]:
-    return convert(yaml.safe_load(document) if isinstance(document, str) else document).places
+def outcomes(document: dict[str, Any] | str) -> dict[str, str]:
+    return {row.key: row.outcome for row in converted(document).rows}
 
 
-def test_an_axolotl_run_finds_its_places():
-    found = places(AXOLOTL)
-
-    assert found["model.path"] == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert found["model.lora.r"] == 32
-    assert found["model.lora.target_modules"] == "all-linear"
-    assert found["dataset.source"] == "openai/gsm8k"
-    assert found["rewards"] == [
-        {"reward": "rewards:accuracy_reward", "weight": 1.0},
-        {"reward": "rewards:format_reward", "weight": 0.5},
-    ]
-    assert found["prompts_per_step"] == 8 * 4 // 8
-    assert found["loss.epsilon_high"] == 0.28
-    assert found["optimizer.schedule"] == "cosine"  # Axolotl's own default
-    assert found["optimizer.betas"] == [0.9, 0.999]
+def check_places(conversion: Conversion, expected: dict[str, Any]) -> None:
+    """`...` stands for a place that is not set."""
+    assert {place: conversion.places.get(place, ...) for place in expected} == expected
 
 
-def test_every_axolotl_key_is_in_the_account():
+def test_an_axolotl_run_finds_its_places_and_every_key_is_in_the_account():
     document = yaml.safe_load(AXOLOTL)
+    rewards = [("rewards:accuracy_reward", 1.0), ("rewards:format_reward", 0.5)]
+    check_places(
+        converted(document),
+        {
+            "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+            "model.lora.r": 32,
+            "model.lora.target_modules": "all-linear",
+            "dataset.source": "openai/gsm8k",
+            "rewards": [{"reward": name, "weight": weight} for name, weight in rewards],
+            "prompts_per_step": 8 * 4 // 8,
+            "loss.epsilon_high": 0.28,
+            "optimizer.schedule": "cosine",  # Axolotl's own default
+            "optimizer.betas": [0.9, 0.999],
+        },
+    )
     rows = outcomes(document)
-
     wanted = {key for key in document if key not in ("trl", "vllm", "datasets")}
     wanted |= {f"trl.{key}" for key in document["trl"]} | {f"vllm.{key}" for key in document["vllm"]}
     wanted |= {f"datasets.0.{key}" for key in document["datasets"][0]}
     assert wanted <= set(rows)
     assert rows["made_up_key"] == rows["trl.use_data_producer"] == "not applicable"
-    assert all(row.reason for row in convert(document).rows if row.outcome == "not applicable")
-
-
-def test_axolotls_lora_settings_count_only_with_its_adapter():
-    document = yaml.safe_load(AXOLOTL)
     del document["adapter"], document["lora_target_linear"]
-    assert not any(place.startswith("model.lora") for place in places(document))
+    check_places(converted(document), {"model.lora.r": ..., "model.lora.alpha": ...})  # without an adapter
 
 
 @pytest.mark.parametrize(
@@ -115,53 +113,52 @@ def test_axolotls_lora_settings_count_only_with_its_adapter():
     ],
 )
 def test_axolotls_own_terms_find_their_places(text, expected):
-    found = places(f"base_model: m\n{text}")
-    assert {place: found.get(place, ...) for place in expected} == expected
+    check_places(converted(f"base_model: m\n{text}"), expected)
 
 
-def test_a_nemo_rl_run_finds_its_places():
-    found = places(NEMO)
-
-    for section, expected in {
+def test_a_nemo_rl_run_finds_its_places_and_every_leaf_is_in_the_account():
+    sections = {
         "rollout": {"num_generations": 16, "max_completion_length": 512, "engine": "vllm"},
         "advantage": {"baseline": "leave_one_out", "mask_truncated": True, "scale_rewards": "group"},
         "loss": {"loss_type": "dapo", "beta": 0.01, "epsilon_high": 0.28, "delta": 3.0}
         | {"sampler_correction": "token_truncate", "sampler_clip_max": 2.0},
         "model": {"gradient_checkpointing": True, "lora.r": 8, "lora.target_modules": "all-linear"},
         "optimizer": {"warmup_steps": 50, "schedule": "constant", "learning_rate": 5e-6},
-    }.items():
-        assert {key: found.get(f"{section}.{key}") for key in expected} == expected
-    assert (found["prompts_per_step"], found["minibatches"], found["max_steps"]) == (32, 2, 500)
-    assert (found["micro_batch_tokens"], found["evaluation.temperature"]) == (2048, 1.0)
-    assert (found["dataset.source"], found["rewards"]) == ("OpenMathInstruct-2", [{"reward": "math_verify"}])
-    assert found["logging.wandb"] and found["checkpoint.every"] == 10
+        "evaluation": {"temperature": 1.0},
+        "logging": {"wandb": True},
+        "checkpoint": {"every": 10},
+    }
+    expected = {"prompts_per_step": 32, "minibatches": 2, "max_steps": 500, "micro_batch_tokens": 2048}
+    expected |= {"dataset.source": "OpenMathInstruct-2", "rewards": [{"reward": "math_verify"}]}
+    check_places(converted(NEMO), flatten(sections) | expected)
+    rows = outcomes(NEMO)
+    assert set(flatten(yaml.safe_load(NEMO))) == set(rows)
+    assert rows["made_up.key"] == rows["policy.megatron_cfg.optimizer.lr"] == "not applicable"
 
 
 RISE = {"name": "x.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 5}}
 FALL = {"name": "x.CosineAnnealingLR", "kwargs": {"eta_min": 0.25}}
-COSINE = {
-    "optimizer.schedule": "cosine",
-    "optimizer.warmup_steps": 5,
-    "optimizer.min_learning_rate_ratio": 0.5,
-}
+COSINE = {"schedule": "cosine", "warmup_steps": 5, "min_learning_rate_ratio": 0.5}
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
         ("grpo.max_num_steps", 1_000_000, {}),
+        ("grpo.max_num_steps", 999_999, {"max_steps": 999_999}),
         ("grpo.adv_estimator.name", "reinforce", {}),
         ("grpo.normalize_rewards", False, {"advantage.scale_rewards": "none"}),
         ("loss_fn.use_cispo", True, {"loss.loss_type": "cispo"}),
         ("loss_fn.token_level_loss", False, {"loss.loss_type": "grpo"}),
         ("loss_fn.use_importance_sampling_correction", False, {"loss.sampler_correction": "none"}),
         ("loss_fn.use_importance_sampling_correction", True, {}),  # without bounds
+        ("loss_fn.disable_ppo_ratio", True, {}),
         ("policy.train_global_batch_size", 32, {}),  # of an unknown number of completions
         ("policy.optimizer.name", "torch.optim.SGD", {}),
         ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
         ("policy.generation.backend", "megatron", {"rollout.engine": "transformers"}),
         ("data.train.output_key", "solution", {"dataset.rename": {"solution": "answer"}}),
-        ("policy.scheduler", [RISE, FALL], COSINE),
+        ("policy.scheduler", [RISE, FALL], {f"optimizer.{key}": value for key, value in COSINE.items()}),
         ("policy.scheduler", [{"name": "x.StepLR", "kwargs": {}}], {}),
         ("checkpointing.enabled", False, {}),
     ],
@@ -174,27 +171,18 @@ def test_a_nemo_rl_value_is_put_in_our_terms_or_left(key, value, expected):
         node = node.setdefault(part, {})
     node[last] = value
 
-    conversion = convert(document, source="nemo_rl")
+    conversion = converted(document, "nemo_rl")
 
     row = next(row for row in conversion.rows if row.key == key)
     assert {place: conversion.places[place] for place in row.places} == expected
     assert (row.outcome == "not applicable") == (not expected)
 
 
-def test_every_nemo_rl_leaf_is_in_the_account():
-    rows = outcomes(NEMO)
-
-    assert set(flatten(yaml.safe_load(NEMO))) == set(rows)
-    assert rows["made_up.key"] == rows["policy.megatron_cfg.optimizer.lr"] == "not applicable"
-
-
 def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
     text = "algorithm: {name: grpo, num_generations_per_prompt: 4, ratio_clip_min: 0.1, beta: 0.02, odd: 1}\n"
     text += "policy: {model_name: a/b}"
-    found = places(text)
-
-    assert found["rollout.num_generations"] == 4
-    assert (found["loss.epsilon_low"], found["loss.beta"]) == (0.1, 0.02)
+    expected = {"rollout.num_generations": 4, "loss.epsilon_low": 0.1, "loss.beta": 0.02}
+    check_places(converted(text), expected)
     assert outcomes(text)["algorithm.odd"] == "not applicable"
 
 
@@ -208,64 +196,61 @@ def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
     ],
 )
 def test_preference_terms_are_not_taken_for_grpos(text):
-    found = places(text)
-
-    assert found["algorithm"] == "dpo"
-    assert found["preference.loss.beta"] == 0.2
-    assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found)
+    found = converted(text)
+    check_places(found, {"algorithm": "dpo", "preference.loss.beta": 0.2})
+    assert not any(place.split(".")[0] in ("loss", "rollout", "rewards") for place in found.places)
 
 
-def test_trls_preference_losses_keep_their_names_but_for_a_smoothed_sigmoid():
-    smoothed = places({"loss_type": ["sigmoid"], "label_smoothing": 0.1, "truncation_mode": "keep_start"})
-    assert smoothed["preference.loss.loss_type"] == "cdpo"
-    assert smoothed["preference.loss.label_smoothing"] == 0.1
-    several = places({"loss_type": ["sigmoid", "sft"], "truncation_mode": "keep_start"})
-    assert several["preference.loss.loss_type"] == ["sigmoid", "sft"]
-    unknown = {"loss_type": ["nca_pair"], "truncation_mode": "keep_start"}
-    assert outcomes(unknown)["loss_type"] == "not applicable"
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"loss_type": ["sigmoid"], "label_smoothing": 0.1}, {"loss_type": "cdpo", "label_smoothing": 0.1}),
+        ({"loss_type": ["sigmoid", "sft"]}, {"loss_type": ["sigmoid", "sft"]}),
+        ({"loss_type": ["nca_pair"]}, {"loss_type": ...}),
+    ],
+)
+def test_trls_preference_losses_keep_their_names_but_for_a_smoothed_sigmoid(settings, expected):
+    conversion = converted({**settings, "truncation_mode": "keep_start"})
+    check_places(conversion, {f"preference.loss.{key}": value for key, value in expected.items()})
 
 
-def test_trls_batch_sizes_become_prompts_and_minibatches_and_its_steps_rollouts():
-    found = places(
-        {
-            "num_generations": 4,
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 4,
-            "num_iterations": 2,
-            "max_steps": 100,
-            "save_steps": 50,
-            "warmup_steps": 7,
-        }
-    )
-    assert (found["prompts_per_step"], found["minibatches"]) == (8, 2)
-    assert (found["max_steps"], found["checkpoint.every"], found["optimizer.warmup_steps"]) == (25, 13, 2)
+BATCHES = {
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+}
 
 
-def test_trls_batch_sizes_that_do_not_divide_are_left_with_the_reason():
-    document = {"num_generations": 8, "per_device_train_batch_size": 3}
-    assert outcomes(document)["per_device_train_batch_size"] == "not applicable"
-    assert "prompts_per_step" not in places(document)
-
-
-def test_trls_defaults_that_differ_from_ours_are_written_down_where_no_key_set_them():
-    found = places({"num_generations": 8, "use_vllm": True, "beta": 0.1, "adam_beta1": 0.8})
-    assert found["rollout.max_completion_length"] == 512
-    assert found["optimizer.schedule"] == "linear"
-    assert found["optimizer.betas"] == [0.8, 0.999]
-    assert found["loss.sampler_correction"] == "sequence_mask"
-    assert found["loss.use_bias_correction_kl"] is True
-    assert (found["prompts_per_step"], found["minibatches"]) == (1, 1)
-
-
-def test_terms_that_the_chosen_loss_does_not_read_are_left_with_the_reason():
-    document = {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"}
-    assert outcomes(document)["epsilon"] == "not applicable"
-    assert places(document)["loss.sapo_temperature_pos"] == 0.9
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            BATCHES | {"max_steps": 100, "save_steps": 50, "warmup_steps": 7},
+            {"prompts_per_step": 8, "minibatches": 2, "max_steps": 25}
+            | {"checkpoint.every": 13, "optimizer.warmup_steps": 2},
+        ),
+        ({"num_generations": 8, "per_device_train_batch_size": 3}, {"prompts_per_step": ...}),
+        (
+            {"num_generations": 8, "use_vllm": True, "beta": 0.1, "adam_beta1": 0.8},
+            {"prompts_per_step": 1, "minibatches": 1, "optimizer.betas": [0.8, 0.999]}
+            | {"rollout.max_completion_length": 512, "optimizer.schedule": "linear"}
+            | {"loss.sampler_correction": "sequence_mask", "loss.use_bias_correction_kl": True},
+        ),
+        (
+            {"num_generations": 8, "epsilon": 0.2, "sapo_temperature_pos": 0.9, "loss_type": "sapo"},
+            {"loss.epsilon_low": ..., "loss.sapo_temperature_pos": 0.9},
+        ),
+    ],
+    ids=["a step here is a rollout", "does not divide", "defaults that differ", "what the loss reads"],
+)
+def test_trls_terms_find_their_places(document, expected):
+    check_places(converted(document), expected)
 
 
 def test_two_keys_for_one_place_with_different_values_are_told():
-    conversion = convert({"num_generations": 8, "bf16": True, "dtype": "float32"})
+    conversion = converted({"num_generations": 8, "bf16": True, "dtype": "float32"})
     reasons = {row.key: row.reason for row in conversion.rows}
     assert "model.dtype" in reasons["dtype"] and "bf16" in reasons["dtype"]
 
@@ -275,11 +260,11 @@ def test_the_outcome_loads_and_a_person_fills_in_what_is_missing(text, tmp_path)
     foreign, ours = tmp_path / "foreign.yaml", tmp_path / "ours.yaml"
     foreign.write_text(text, encoding="utf-8")
 
-    conversion, converted = convert_file(foreign)
-    ours.write_text(converted, encoding="utf-8")
+    conversion, written = convert_file(foreign)
+    ours.write_text(written, encoding="utf-8")
 
     load_config(ours)
-    assert all(name in converted and name in conversion.listing() for name in conversion.fill_in)
+    assert all(name in written and name in conversion.listing() for name in conversion.fill_in)
     if text == "num_generations: 4":
         assert conversion.fill_in == ("model.path", "dataset.source", "rewards", "max_steps")
 
@@ -293,7 +278,7 @@ def test_a_file_without_a_mapping_or_with_a_value_that_is_refused_here_is_an_err
 
 
 def test_a_token_is_not_shown():
-    assert "hf_secret" not in convert({"num_generations": 8, "hub_token": "hf_secret"}).listing()
+    assert "hf_secret" not in converted({"num_generations": 8, "hub_token": "hf_secret"}).listing()
 
 
 def test_the_source_is_told_by_its_keys():
@@ -308,22 +293,14 @@ def test_a_nemo_rl_file_inherits_from_the_one_beside_it(tmp_path: Path):
     (tmp_path / "parent.yaml").write_text(NEMO, encoding="utf-8")
     child = tmp_path / "child.yaml"
     child.write_text("defaults: parent.yaml\ngrpo: {num_generations_per_prompt: 8}\n", encoding="utf-8")
-
-    found = convert_file(child)[0].places
-
-    assert (found["rollout.num_generations"], found["prompts_per_step"]) == (8, 32)
+    check_places(convert_file(child)[0], {"rollout.num_generations": 8, "prompts_per_step": 32})
 
 
 def test_references_resolve_and_circles_end():
-    leaves = {
-        "a.b": 3,
-        "a.c": "${.b}",
-        "d": "${mul:${a.b}, ${a.c}}",
-        "e": "x-${a.b}",
-        "f": "${f}",
-        "g": "${none}",
-    }
-    assert resolve(leaves) == {"a.b": 3, "a.c": 3, "d": 9, "e": "x-3", "f": "${f}", "g": "${none}"}
+    leaves = {"a.b": 3, "a.c": "${.b}", "d": "${mul:${a.b}, ${a.c}}", "e": "x-${a.b}"}
+    stay = {"f": "${f}", "g": "${none}", "j": "${add:1,2}", "k": "${mul:x,2}"}
+    assert resolve(leaves | stay) == {"a.b": 3, "a.c": 3, "d": 9, "e": "x-3"} | stay
+    assert resolve({"half": "${mul:0.5, 3}"}) == {"half": 1.5}
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "DPOConfig"])
