@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
@@ -13,7 +13,6 @@ from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch
-from grpo_fast.plan.stand_ins import Column
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.rollout.config import Part
@@ -165,19 +164,15 @@ class Predictor:
         )
         head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
         in_16_bits = shape.itemsize if shape.itemsize < 4 else 0
-        masks: dict[Column, float] = {
+        sizes = {"tokens": batch.inputs, "targets": batch.targets}
+        masks = {
             "mask": shape.itemsize * batch.squares,
             "scores": shape.heads * batch.squares * (2 * 4 + in_16_bits),
             "scores_transient": shape.heads * batch.longest**2 * SOFTCAP_BYTES_PER_SCORE,
         }
-        heads: dict[Column, float] = {
-            "head_kept": head.kept,
-            "head_forward": head.forward,
-            "head_backward": head.backward,
-        }
+        heads = {f"head_{when}": size for when, size in asdict(head).items()}
         plain, with_masks, with_head, whole = (
-            timeline.live(batch.inputs, batch.targets, columns)
-            for columns in ({}, masks, heads, masks | heads)
+            timeline.live(sizes | more) for more in ({}, masks, heads, masks | heads)
         )
         peak = whole.argmax()
         activations = min(plain[timeline.forward_end - 1], plain[peak])
@@ -195,7 +190,7 @@ class Predictor:
         large = self.device.total >= _LARGE_GPU
         sequences = min(vllm.max_sequences or _SEQUENCES[large], sizes.completions)
         prefill_tokens = min(_BATCHED_TOKENS[large], sizes.prompts * sizes.prompt_length)
-        prefill = int(self.traces.forward(self.run.model).live(prefill_tokens, 0, {}).max())
+        prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
         base = shape.bytes - 4 * shape.parameters.get("adapters", 0)
         # Every completion at its longest, none preempted. A group shares the full pages of its prompt.
         shared = sizes.prompt_length // BLOCK_TOKENS
@@ -213,7 +208,8 @@ class Predictor:
         """Bytes of our own engine at the end of its longest batch, when the cache is full."""
         shape, length = self.shape, sizes.completion_length
         prompts, rows = self.in_flight(sizes)
-        prefill = self.traces.forward(self.run.model).live(prompts * sizes.prompt_length, prompts, {}).max()
+        batch = {"tokens": prompts * sizes.prompt_length, "targets": prompts}
+        prefill = self.traces.forward(self.run.model).live(batch).max()
         prefill += shape.itemsize * prompts * shape.vocabulary
         scores = 4 * rows * shape.heads * (sizes.prompt_length + 2 * length)
         drawn = min(rows * shape.vocabulary, SLICE.get(self.device.kind, SLICE_ELSEWHERE))

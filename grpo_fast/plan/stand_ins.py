@@ -9,42 +9,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PLANNED_ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
-Column = Literal["mask", "scores", "scores_transient", "head_kept", "head_forward", "head_backward"]
-"""Bytes that are no line in the tokens. They are traced as tensors without a size, which a batch fills in."""
-COLUMNS: tuple[Column, ...] = get_args(Column)
+# What bytes are in proportion to, if they are not constant: a batch's input tokens, its targets, and sizes
+# that follow from neither. In a trace each is a prime so large that a storage's bytes tell which.
+UNITS = {
+    "tokens": 2**40 - 87,
+    "targets": 2**40 - 167,
+    "mask": 2**40 - 195,
+    "scores": 2**40 - 203,
+    "scores_transient": 2**40 - 213,
+    "head_kept": 2**40 - 285,
+    "head_forward": 2**40 - 293,
+    "head_backward": 2**40 - 299,
+}
 
-Allocation = Column | tuple[tuple[int, ...], torch.dtype]
-"""A tensor that an operator makes: a column of bytes, or of this shape and dtype."""
+Allocation = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor that an operator makes."""
+
+
+def bytes_of(unit: str) -> Allocation:
+    return (UNITS[unit],), torch.uint8
 
 
 def allocate(allocations: Sequence[Allocation]) -> list[Tensor]:
-    """Tensors on the meta device; a column's has the shape (0, the column's index)."""
-    return [
-        torch.empty(0, COLUMNS.index(made), device="meta")
-        if isinstance(made, str)
-        else torch.empty(made[0], dtype=made[1], device="meta")
-        for made in allocations
-    ]
-
-
-def column_of(tensor: Tensor) -> Column | None:
-    """The column that a tensor stands for."""
-    is_column = tensor.dim() == 2 and tensor.shape[0] == 0 and tensor.shape[1] < len(COLUMNS)
-    return COLUMNS[tensor.shape[1]] if is_column else None
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in allocations]
 
 
 @dataclass(frozen=True)
 class Footprint:
     """An operator by what an allocator sees of it. Holds no tensors, so checkpointing can drop them."""
 
-    result: tuple[tuple[int, ...], torch.dtype]
+    result: Allocation
     kept: tuple[Allocation, ...]  # for the backward, besides the operands
     forward: tuple[Allocation, ...] = ()  # workspace during the forward
     backward: tuple[Allocation, ...] = ()
@@ -110,11 +111,12 @@ def planned_attention(
     result = ((batch, tokens, heads, value.shape[-1]), query.dtype)
     row_numbers = ((batch, heads, tokens), torch.float32)
     if capped:  # a softmax that no fused kernel of a CPU knows: the scores are kept
-        footprint = Footprint(result, ("scores",), ("scores_transient",), ("scores_transient",))
+        transient = (bytes_of("scores_transient"),)
+        footprint = Footprint(result, (bytes_of("scores"),), transient, transient)
     else:  # every flash attention keeps its operands, its result and a number a row
         # SDPA's boolean mask is converted to the query's dtype, for each layer anew.
         kept: tuple[Allocation, ...] = (
-            (row_numbers, "mask") if attention == "sdpa" and masked else (row_numbers,)
+            (row_numbers, bytes_of("mask")) if attention == "sdpa" and masked else (row_numbers,)
         )
         backward: tuple[Allocation, ...] = (row_numbers,)
         if attention == "flash_attention_2":
@@ -126,7 +128,8 @@ def planned_attention(
 
 
 def planned_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(N, H), (V, H) -> (N,) float32: the head, whose own bytes are columns."""
+    """(N, H), (V, H) -> (N,) float32: the head, whose own bytes are units."""
     result = ((hidden.shape[0],), torch.float32)
-    footprint = Footprint(result, ("head_kept",), ("head_forward",), ("head_backward",))
+    kept, forward, backward = (bytes_of(f"head_{when}") for when in ("kept", "forward", "backward"))
+    footprint = Footprint(result, (kept,), (forward,), (backward,))
     return _Operator.apply(footprint, hidden, weight, bias)

@@ -1,9 +1,8 @@
 """What an update holds at every moment, traced on the meta device, as lines in the sizes of its batch.
 
 Our own forward, the head and a backward run on tensors without memory, so no architecture needs formulas of
-its own. A dispatch mode notes every storage that appears and goes. Its bytes are constant or in proportion to
-the input tokens T or to the targets N. Both are huge primes here, so that the bytes tell which, and what is
-alive with any other batch is one product with a matrix.
+its own. A dispatch mode notes every storage that appears and goes. Its bytes tell what they are in proportion
+to: see `UNITS`. What is alive with any other batch is one product with a matrix.
 
 tests/plan/test_prediction.py holds it against the allocator. torch's own MemTracker under fake tensors does
 not look into operators, which leaves it far too low without checkpointing; it fails on LoRA, and runs anew
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fast.plan.model_shape import ModelShape, model_shape, skeleton
-from grpo_fast.plan.stand_ins import COLUMNS, Column, column_of, planned_logprobs, register
+from grpo_fast.plan.stand_ins import UNITS, planned_logprobs, register
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import ModelConfig
 
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKENS, TARGETS = 2**40 + 15, 2**39 - 7  # primes; a constant has fewer bytes
+TOKENS, TARGETS = UNITS["tokens"], UNITS["targets"]
+LARGEST_CONSTANT = 2**38  # bytes
 
 
 class Event(NamedTuple):
@@ -44,7 +44,6 @@ class Event(NamedTuple):
 
     sign: int
     bytes: int
-    column: Column | None = None  # it stands for that column instead of bytes
     is_sum: bool = False  # of two tensors of one size
 
 
@@ -71,7 +70,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor, *, is_sum: bool) -> None:
-        storage, column = tensor.untyped_storage(), column_of(tensor)
+        storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
@@ -84,9 +83,9 @@ class Recorder(TorchDispatchMode):
             if self.in_backward and last.is_sum and size == last.bytes:
                 self.events.pop()
             else:
-                self.events.append(Event(-1, size, column))
+                self.events.append(Event(-1, size))
 
-        self.events.append(Event(1, size, column, is_sum))
+        self.events.append(Event(1, size, is_sum))
         self._alive[key] = weakref.ref(storage, gone)
 
 
@@ -107,28 +106,25 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
 class Timeline:
     """What is alive after each of E events."""
 
-    lines: np.ndarray  # (E, 3 + columns): bytes, bytes per input, bytes per target, tensors of each column
+    lines: np.ndarray  # (E, 1 + units): constant bytes, and bytes in proportion to each of UNITS
     forward_end: int  # the event with which the backward begins
 
-    def live(self, tokens: float, targets: float, columns: Mapping[Column, float]) -> np.ndarray:
-        """(E,) bytes alive, `columns` giving the bytes of one tensor of each."""
-        return self.lines @ [1, tokens, targets, *(columns.get(name, 0) for name in COLUMNS)]
+    def live(self, sizes: Mapping[str, float]) -> np.ndarray:
+        """(E,) bytes alive in a batch that has so many of UNITS; 0 of those left out."""
+        return self.lines @ [1, *(sizes.get(unit, 0) for unit in UNITS)]
 
     @classmethod
     def of(cls, events: Sequence[Event], forward_end: int) -> Timeline:
         """
         Raises:
-            RuntimeError: bytes that are neither constant nor in proportion to T or N.
+            RuntimeError: bytes that are neither constant nor in proportion to a unit.
         """
-        changes = np.zeros((len(events), 3 + len(COLUMNS)))
-        for change, (sign, size, column, _) in zip(changes, events, strict=True):
-            if column is not None:
-                change[3 + COLUMNS.index(column)] = sign
-            elif size % TOKENS == 0:
-                change[1] = sign * size / TOKENS
-            elif size % TARGETS == 0:
-                change[2] = sign * size / TARGETS
-            elif size < TARGETS:
+        changes, primes = np.zeros((len(events), 1 + len(UNITS))), [*UNITS.values()]
+        for change, (sign, size, _) in zip(changes, events, strict=True):
+            unit = next((i for i, prime in enumerate(primes) if size % prime == 0), None)
+            if unit is not None:
+                change[1 + unit] = sign * size / primes[unit]
+            elif size < LARGEST_CONSTANT:
                 change[0] = sign * size
             else:
                 raise RuntimeError("this model allocates what grows otherwise than with its tokens")

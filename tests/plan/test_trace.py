@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.stand_ins import allocate
-from grpo_fast.plan.trace import TARGETS, TOKENS, Event, Timeline, Traces, recording
+from grpo_fast.plan.stand_ins import UNITS
+from grpo_fast.plan.trace import Event, Timeline, Traces, recording
 
 SIZES = StepSizes(prompts=3, generations=2, prompt_length=20, completion_length=12, micro_batch_tokens=10**6)
 
@@ -26,10 +26,8 @@ def test_storages_count_once_from_the_first_tensor_on_them_to_the_last_but_not_t
         del own, made
         assert recorder.events == [Event(1, 128), Event(1, 128), Event(-1, 128)]
         del view
-        (mask,) = allocate(["mask"])
-        del mask
 
-    assert recorder.events[3:] == [Event(-1, 128), Event(1, 0, "mask"), Event(-1, 0, "mask")]
+    assert recorder.events[3:] == [Event(-1, 128)]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -45,14 +43,15 @@ def test_a_gradient_that_autograd_adds_to_another_takes_no_room(in_backward: boo
 
 
 def test_a_batch_of_any_size_has_the_bytes_of_a_trace_at_its_sizes() -> None:
-    events = [Event(1, 100), Event(1, 6 * TOKENS), Event(1, 8 * TARGETS), Event(1, 0, "mask"), Event(-1, 100)]
+    sizes = (100, 6 * UNITS["tokens"], 8 * UNITS["targets"], UNITS["mask"])
+    events = [*(Event(1, size) for size in sizes), Event(-1, 100)]
 
     timeline = Timeline.of(events, 3)
 
     expected = [100, 100 + 6e6, 100 + 6e6 + 8e5, 100 + 6e6 + 8e5 + 7, 6e6 + 8e5 + 7]
-    np.testing.assert_array_equal(timeline.live(10**6, 10**5, {"mask": 7}), expected)
+    np.testing.assert_array_equal(timeline.live({"tokens": 10**6, "targets": 10**5, "mask": 7}), expected)
     with pytest.raises(RuntimeError, match="grows otherwise"):
-        Timeline.of([Event(1, TOKENS + 1)], 1)
+        Timeline.of([Event(1, UNITS["tokens"] + 1)], 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -79,8 +78,9 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(
 
     timeline = planned.traces.update(planned.run.model, "sdpa", masked=True, first=False)
     squares = int(batch.cu_seqlens.diff().square().sum())
-    tokens, targets = len(batch.input_ids), len(batch.targets)
-    kept = timeline.live(tokens, targets, {"mask": 4 * squares})[timeline.forward_end - 1]
+    tokens = len(batch.input_ids)
+    sizes = {"tokens": tokens, "targets": len(batch.targets), "mask": 4 * squares}
+    kept = timeline.live(sizes)[timeline.forward_end - 1]
 
     # Besides what autograd saves: tables of angles, and numbers per token that the loss still holds.
     assert exact <= kept <= 1.02 * exact + 64 * tokens
@@ -88,7 +88,7 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(
 
 def kept_per_token(traces: Traces, model: Any, attention: str) -> float:
     timeline = traces.update(model, attention, masked=False, first=False)
-    return timeline.live(1000, 0, {})[timeline.forward_end - 1] / 1000
+    return timeline.live({"tokens": 1000})[timeline.forward_end - 1] / 1000
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_alone(config: Any, predictor: Any) -> None:
