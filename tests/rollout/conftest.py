@@ -64,13 +64,6 @@ MAKERS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def what_vllm_leaves_is_not_searched_for_garbage() -> Iterator[None]:
-    yield
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture
 def seed(seed: int) -> int:
     """Of torch's global generator too, from which models take their weights."""
@@ -122,15 +115,23 @@ def saved_model(
     return save
 
 
-@pytest.fixture(scope="session")
-def on_vllms_cpu() -> None:
-    """Skips where vLLM is missing, or built for something else than the CPU."""
+@pytest.fixture(scope="module")
+def on_vllms_cpu() -> Iterator[None]:
+    """Skips where vLLM is missing, or built for something else than the CPU.
+
+    Its starts and stops don't search for garbage, which would take most of their time.
+    """
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         pytest.skip(f"vLLM is built for {current_platform.device_type}, not for the CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda generation=2: 0)
+        yield
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager
@@ -142,13 +143,13 @@ def _plain_layouts() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
     """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
     return _plain_layouts
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
     """`with running_vllm(folder, dtype=…, plain=…) as (engine, policy)`: `plain` as under `plain_layouts`."""
 
