@@ -1,6 +1,7 @@
-"""Our losses of pairs against TRL 1.16 and Liger 0.8.5 themselves, called on the same random pairs.
+"""Our losses of pairs against TRL 1.16 itself, called on the same random pairs.
 
-Where a peer and the paper differ we follow the paper, and the test says so.
+`tests/integrations/test_liger.py` compares them with Liger's. Where a peer and the paper
+differ we follow the paper, and the test says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
-TRL, LIGER = "pip install --no-deps trl==1.16.0", "pip install --no-deps liger-kernel==0.8.5"
+TRL = "pip install --no-deps trl==1.16.0"
 Loss = PreferenceLossConfig
 
 
@@ -26,9 +27,6 @@ def summed(inputs: PreferenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def per_token(inputs: PreferenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
     chosen, rejected = summed(inputs)
     return chosen / inputs.chosen_lengths, rejected / inputs.rejected_lengths
-
-
-# --------------------------------------------------------------------------------------------------- TRL
 
 
 @pytest.fixture
@@ -157,47 +155,3 @@ def test_trls_kto_trainer_computes_the_same_loss(make_pairs, assert_same, trl_st
     )
     inputs = replace(inputs, kl=(mismatched - mismatched_reference).mean())
     assert_same(inputs, preference_loss(inputs, Loss("kto", **constants)).loss, theirs)
-
-
-# ------------------------------------------------------------------------------------------------- Liger
-
-
-def liger(name: str, *arguments: Any, **constants: Any) -> torch.Tensor:
-    """Of CPO and ORPO the preference term."""
-    module = pytest.importorskip(f"liger_kernel.chunked_loss.{name}_loss", reason=LIGER)
-    spelt = {"simpo": "SimPO"}.get(name, name.upper())
-    result = getattr(module, f"LigerFusedLinear{spelt}Function").preference_loss_fn(*arguments, **constants)
-    return result[0] if isinstance(result, tuple) else result
-
-
-def test_ligers_losses_are_the_same(make_pairs, assert_same):
-    inputs, full = make_pairs(), torch.empty(14, 1)  # the targets, of which Liger takes the count
-    reference = (inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs)
-    smoothed = {"label_smoothing": 0.1}
-    for name, constants in (("sigmoid", {}), ("hinge", {}), ("robust", smoothed)):
-        theirs = liger("dpo", *summed(inputs), full, *reference, beta=0.3, loss_type=name, **constants)
-        assert_same(inputs, preference_loss(inputs, Loss(name, beta=0.3, **constants)).loss, theirs)
-
-    simpo = liger("simpo", *per_token(inputs), full, beta=2.0, gamma=0.8, **smoothed)
-    cpo = liger("cpo", *summed(inputs), full, beta=0.2, **smoothed)
-    orpo = liger("orpo", *per_token(inputs), full, beta=0.5) - per_token(inputs)[0].mean()
-    for config, theirs in (
-        (Loss("simpo", gamma=0.8, **smoothed), simpo),
-        (Loss("cpo", beta=0.2, cpo_alpha=0.0, **smoothed), cpo),
-        (Loss("orpo", beta=0.5), orpo),
-    ):
-        assert_same(inputs, preference_loss(inputs, config).loss, theirs)
-
-
-def test_ligers_kto_computes_the_same_loss(make_pairs, assert_same):
-    inputs = make_pairs(4, 6, kl=torch.tensor(0.3, dtype=torch.float64))
-    theirs = liger(
-        "kto",
-        torch.cat(summed(inputs)),
-        torch.tensor([True] * 4 + [False] * 6),
-        torch.empty(10),
-        torch.cat([inputs.ref_chosen_logprobs, inputs.ref_rejected_logprobs]),
-        beta=0.15,
-        kl=inputs.kl,
-    )
-    assert_same(inputs, preference_loss(inputs, Loss("kto", beta=0.15)).loss, theirs)

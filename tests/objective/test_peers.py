@@ -1,6 +1,7 @@
-"""Our policy losses against TRL 1.16, Liger 0.8.5 and verl 0.9 themselves, called on the same random batch.
+"""Our policy losses against TRL 1.16 and verl 0.9 themselves, called on the same random batch.
 
-Where a peer and the paper differ we follow the paper, and the test says so.
+`tests/integrations/test_liger.py` compares them with Liger's. Where a peer and the paper
+differ we follow the paper, and the test says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grpo_fast.objective.loss import kl_estimate
 
 TRL = "pip install --no-deps trl==1.16.0"
 MAX_LENGTH = 12
-CONSTANTS: dict[str, dict[str, Any]] = {  # of the losses that TRL and Liger share
+CONSTANTS: dict[str, dict[str, Any]] = {  # of TRL's losses
     "grpo": {},
     "bnpo": {"epsilon_high": 0.28, "epsilon_low": 0.2},
     "dr_grpo": {"delta": 2.5},
@@ -33,11 +34,11 @@ CONSTANTS: dict[str, dict[str, Any]] = {  # of the losses that TRL and Liger sha
     "sapo": {"sapo_temperature_neg": 1.5},
     "vespo": {},
 }
-shared_losses = pytest.mark.parametrize("loss_type", list(CONSTANTS))
+trl_losses = pytest.mark.parametrize("loss_type", list(CONSTANTS))
 Peer = Callable[..., Any]
 
 
-def shared_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
+def trl_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
     return GRPOLossConfig(loss_type, max_completion_length=MAX_LENGTH, **(CONSTANTS[loss_type] | changes))
 
 
@@ -105,20 +106,20 @@ def trl_grpo(trl_step: Peer) -> Peer:
     return call
 
 
-@shared_losses
+@trl_losses
 def test_loss_gradient_and_metrics_are_trls(loss_type, make_batch, assert_same, trl_grpo):
     for empty in (False, True):
-        batch, config = make_batch(empty=empty), shared_config(loss_type, beta=0.0 if empty else 0.1)
+        batch, config = make_batch(empty=empty), trl_config(loss_type, beta=0.0 if empty else 0.1)
         ours, (theirs, metrics) = policy_loss(batch.inputs(), config), trl_grpo(batch, config)
         assert_same(batch, ours.loss, theirs)
         if not empty and loss_type in ("grpo", "dapo", "gspo"):
             assert {name: ours.metrics[name].item() for name in metrics} == pytest.approx(metrics, rel=1e-6)
 
 
-@shared_losses
+@trl_losses
 def test_all_extra_terms_together_are_trls(loss_type, make_batch, assert_same, trl_grpo):
     batch = make_batch(spread=0.6)
-    config = shared_config(
+    config = trl_config(
         loss_type,
         beta=0.04,
         use_bias_correction_kl=loss_type not in ("gspo", "luspo"),  # see the next test
@@ -142,7 +143,7 @@ def test_the_kl_correction_uses_the_tokens_own_ratio_where_trl_spreads_the_seque
     with a sequence-level loss the gradient is not the KL's. We follow the paper.
     """
     batch = make_batch(spread=0.6)
-    plain, corrected = shared_config("gspo"), shared_config("gspo", beta=1.0, use_bias_correction_kl=True)
+    plain, corrected = trl_config("gspo"), trl_config("gspo", beta=1.0, use_bias_correction_kl=True)
 
     ours = our_loss(batch, corrected) - our_loss(batch, plain)
     theirs = trl_grpo(batch, corrected)[0] - trl_grpo(batch, plain)[0]
@@ -174,36 +175,6 @@ def test_rloo_is_trls_rloo_trainer(make_batch, assert_same, trl_step):
     theirs, _ = trl_step(trl.RLOOTrainer, batch, {"old_logps": (batch.old * batch.mask).sum(1)}, **constants)
 
     assert_same(batch, our_loss(batch, config), theirs)
-
-
-# ------------------------------------------------------------------------------------------------- Liger
-
-
-@shared_losses
-def test_loss_and_gradient_are_ligers(loss_type, make_batch, assert_same):
-    module = pytest.importorskip(
-        "liger_kernel.chunked_loss.grpo_loss", reason="pip install --no-deps liger-kernel==0.8.5"
-    )
-    batch = make_batch()
-    # A KL term makes Liger's luspo loss per token, and its mean then runs over padding too: left out there.
-    beta = 0.0 if loss_type == "luspo" else 0.04
-    config = shared_config(loss_type, beta=beta, use_bias_correction_kl=loss_type != "gspo")
-    names = ("epsilon_low", "epsilon_high", "beta", "delta", "sapo_temperature_neg", "use_bias_correction_kl")
-
-    theirs, _ = module.LigerFusedLinearGRPOFunction.ppo_loss_fn(
-        batch.logprobs,
-        batch.mask.double(),
-        batch.advantages,
-        batch.mask.double(),
-        ref_per_token_logps=batch.ref,
-        old_per_token_logps=batch.old,
-        loss_type="grpo" if loss_type == "gspo" else loss_type,
-        max_completion_length=MAX_LENGTH,
-        importance_sampling_level="sequence" if loss_type in ("gspo", "luspo") else "token",
-        **{name: getattr(config, name) for name in names},
-    )
-
-    assert_same(batch, our_loss(batch, config), theirs, rtol=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------- verl
