@@ -31,27 +31,20 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_c
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
 
 
-def test_without_sharing_every_completion_is_a_document() -> None:
-    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, share_prompts=False, device="cpu")
+def test_documents_are_shared_by_one_groups_prompt_where_that_pays() -> None:
+    def packed(*samples: Sample, share: bool) -> PackedBatch:
+        (batch,) = pack(samples, max_tokens=10**6, share_prompts=share, device="cpu")
+        return batch
 
-    assert batch.cu_seqlens.tolist() == [0, 4, 9]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-    assert batch.segment_ids is None
-
-
-def test_equal_prompts_of_two_groups_are_not_shared() -> None:
-    (batch,) = pack([sample(3, 2, 0), sample(3, 2, 1)], max_tokens=100, share_prompts=True, device="cpu")
-
-    assert batch.cu_seqlens.tolist() == [0, 4, 8]
-    assert batch.group_ids.tolist() == [0, 0, 1, 1]
-
-
-def test_long_completions_of_a_short_prompt_do_not_share_a_document() -> None:
-    long = [sample(10, 2000) for _ in range(4)]
-
-    (batch,) = pack(long, max_tokens=10**6, share_prompts=True, device="cpu")
-
-    assert batch.max_seqlen == 2009
+    apart = packed(sample(3, 2), sample(3, 3), share=False)
+    assert apart.cu_seqlens.tolist() == [0, 4, 9]
+    assert apart.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert apart.segment_ids is None
+    two_groups = packed(sample(3, 2, 0), sample(3, 2, 1), share=True)
+    assert two_groups.cu_seqlens.tolist() == [0, 4, 8]
+    assert two_groups.group_ids.tolist() == [0, 0, 1, 1]
+    long_completions = packed(*[sample(10, 2000)] * 4, share=True)
+    assert long_completions.max_seqlen == 2009
 
 
 @settings(deadline=None, max_examples=60)
