@@ -12,8 +12,6 @@ an overflow turns the gradient into NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,6 @@ from grpo_fast.head.problem import (
     LogitGradient,
     Request,
     RowGradients,
-    Rows,
     RowStatistics,
     State,
     Wanted,
@@ -71,9 +68,7 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         keep=exponentials,
     )
     reported = tiles if request.max_logit else tiles._replace(maximum=None)
-    results = row_results(reported, rows.targets, order, working, problem.vocabulary)
-    # Each with an empty tensor of its own: an operator's results may not share memory.
-    statistics = RowStatistics(*(tiles.lse.new_empty(0) if part is None else part for part in results))
+    statistics = RowStatistics(*row_results(reported, rows.targets, order, working, problem.vocabulary))
     state = State.empty(problem)._replace(tile_lse=tiles.lse, order=order, working=working)
     if exponentials is not None:
         state = state._replace(exponentials=exponentials, maximum=tiles.maximum)
@@ -90,56 +85,49 @@ def backward(
 ) -> tuple[HeadGradients, dict[str, Tensor] | None]:
     """Gradients, and the certificate's numbers where something was left out."""
     order = state.order
-    rows = _SortedRows(
-        _with_unit_stride(problem.rows(order)),
-        statistics.logprob[order],
-        LogitGradient.of(problem, statistics, gradients).rows(order),
-    )
+    rows = _with_unit_stride(problem.rows(order))
+    of_rows = LogitGradient.of(problem, statistics, gradients).rows(order)
     certificate = None
     if state.exponentials.numel() and not gradients.is_dense:
-        result = _dense(rows, plan, wanted, Kept(state.exponentials, state.maximum))
+        result = _dense(rows, of_rows, plan, wanted, Kept(state.exponentials, state.maximum))
     elif problem.hidden.shape[0] == 0 or plan.backward == "dense":
-        result = _dense(rows, plan, wanted)
+        result = _dense(rows, of_rows, plan, wanted)
     else:
-        result, certificate = _sparse(rows, state.tile_lse, plan, wanted)
+        result, certificate = _sparse(rows, of_rows, state.tile_lse, plan, wanted)
     if result.hidden is not None:
         result = result._replace(hidden=torch.empty_like(result.hidden).index_copy_(0, order, result.hidden))
     return result, certificate
 
 
-class _SortedRows(NamedTuple):
-    """Everything per row in the forward's order."""
-
-    problem: HeadProblem
-    logprob: Tensor  # (N,)
-    gradient: LogitGradient
-
-    def rows(self, which: Rows) -> _SortedRows:
-        return _SortedRows(self.problem.rows(which), self.logprob[which], self.gradient.rows(which))
-
-
-def _dense(rows: _SortedRows, plan: HeadPlan, wanted: Wanted, kept: Kept | None = None) -> HeadGradients:
+def _dense(
+    problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted, kept: Kept | None = None
+) -> HeadGradients:
     """Exact, over the rows with a gradient; with what the forward kept, over all rows: nobody is asked."""
-    index = None
+    chosen, like, index = problem, problem.hidden, None
     if kept is not None:
         # What an ignored row holds is anything, and zero times NaN is not zero. The rows are a copy.
-        rows.problem.hidden.masked_fill_(~rows.gradient.live()[:, None], 0)
-    elif not _capturing(rows.logprob):
-        index = rows.gradient.live().nonzero().squeeze(1)
-    chosen = rows if index is None else rows.rows(index)
-    problem, gradient = chosen.problem, chosen.gradient
+        problem.hidden.masked_fill_(~of_rows.live()[:, None], 0)
+    elif not _capturing(like):
+        index = of_rows.live().nonzero().squeeze(1)
+        chosen, of_rows = problem.rows(index), of_rows.rows(index)
     tile, columns = plan.backward_tile, plan.dense_columns
-    result = HeadGradients(*dense_backward(problem, gradient, wanted, tile=tile, columns=columns, kept=kept))
+    result = HeadGradients(*dense_backward(chosen, of_rows, wanted, tile=tile, columns=columns, kept=kept))
     if result.hidden is None:
         return result
-    hidden = result.hidden.to(rows.problem.hidden.dtype)
+    hidden = result.hidden.to(like.dtype)
     if index is not None:
-        hidden = torch.zeros_like(rows.problem.hidden).index_copy_(0, index, hidden)
+        hidden = torch.zeros_like(like).index_copy_(0, index, hidden)
     return result._replace(hidden=hidden)
 
 
 def _sparse(
-    rows: _SortedRows, tile_lse: Tensor, plan: HeadPlan, wanted: Wanted, *, split_rows: bool = False
+    problem: HeadProblem,
+    of_rows: LogitGradient,
+    tile_lse: Tensor,
+    plan: HeadPlan,
+    wanted: Wanted,
+    *,
+    split_rows: bool = False,
 ) -> tuple[HeadGradients, dict[str, Tensor] | None]:
     """From the live pairs; where the lists overflow, once more without the rows that crowd them.
 
@@ -147,34 +135,33 @@ def _sparse(
     its gradient however few rows it is for.
     """
     pairs = select_pairs(
-        rows.problem,
-        rows.gradient,
-        tile_lse,
-        rows.logprob,
-        tolerance=plan.tolerance,
-        split_rows=split_rows,
-        config=plan.sparse,
+        problem, of_rows, tile_lse, tolerance=plan.tolerance, split_rows=split_rows, config=plan.sparse
     )
-    result = sparse_backward(rows.problem, rows.gradient.logsumexp, pairs, wanted)
+    result = sparse_backward(problem, of_rows.logsumexp, pairs, wanted)
     found = HeadGradients(result.hidden, result.weight, result.bias)
     certificate = pairs.metrics(result.left_out)
-    if _capturing(rows.logprob):
+    if _capturing(problem.hidden):
         _poison(found, result.dense)
         return found, certificate
     missing = torch.cat([result.dense, pairs.dense_rows.sum(0, keepdim=True)])
     nothing_written, no_hidden, dense_rows = missing.tolist()
     if nothing_written:  # pairs overflowed: never once rows are set apart
         del pairs, result, found  # the second pass needs as much memory
-        return _sparse(rows, tile_lse, plan, wanted, split_rows=True)
+        return _sparse(problem, of_rows, tile_lse, plan, wanted, split_rows=True)
     if dense_rows:
-        found = _with_dense_rows(found, rows, pairs.dense_rows, plan, wanted)
+        index = pairs.dense_rows.nonzero().squeeze(1)
+        into = wanted._replace(into_weight=found.weight, into_bias=found.bias)
+        exact = _dense(problem.rows(index), of_rows.rows(index), plan, into)
+        if found.hidden is not None and exact.hidden is not None:
+            exact = exact._replace(hidden=found.hidden.index_copy_(0, index, exact.hidden))
+        found = exact
     if no_hidden and wanted.hidden:
         alone = Wanted(hidden=True, weight=False, bias=False)
         of_hidden = None
         if split_rows:
-            again = _dense(rows, plan, alone)
+            again = _dense(problem, of_rows, plan, alone)
         else:
-            again, of_hidden = _sparse(rows, tile_lse, plan, alone, split_rows=True)
+            again, of_hidden = _sparse(problem, of_rows, tile_lse, plan, alone, split_rows=True)
         found = found._replace(hidden=again.hidden)
         certificate = _worse(of_hidden, pairs.metrics() if wanted.weight or wanted.bias else None)
     return found, certificate
@@ -185,18 +172,6 @@ def _worse(first: dict[str, Tensor] | None, second: dict[str, Tensor] | None) ->
     if first is None or second is None:
         return first or second
     return {name: torch.maximum(first[name], second[name]) for name in first}
-
-
-def _with_dense_rows(
-    found: HeadGradients, rows: _SortedRows, dense: Tensor, plan: HeadPlan, wanted: Wanted
-) -> HeadGradients:
-    """Adds the rows, (N,) bool, that the lists left out."""
-    index = dense.nonzero().squeeze(1)
-    into = wanted._replace(into_weight=found.weight, into_bias=found.bias)
-    exact = _dense(rows.rows(index), plan, into)
-    if found.hidden is None or exact.hidden is None:
-        return exact
-    return exact._replace(hidden=found.hidden.index_copy_(0, index, exact.hidden))
 
 
 def _poison(found: HeadGradients, dense: Tensor) -> None:

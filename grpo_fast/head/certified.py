@@ -86,7 +86,6 @@ class Selection:
 def select(
     problem: HeadProblem,
     rows: LogitGradient,
-    logprob: Tensor,
     wanted: Wanted,
     tolerance: float,
     chunks: Chunks,
@@ -95,9 +94,9 @@ def select(
     targets, count = problem.targets, problem.targets.numel()
     blocks = list(product(chunks.of_rows(count), chunks.of_columns(problem.vocabulary)))
     # A row of NaN is not counted.
-    sizes = rows.target.abs() + rows.mass.abs() * -logprob.expm1()
+    sizes = rows.target.abs() + rows.mass.abs() * -rows.logprob.expm1()
     unit = BF16_ROUNDING * sizes.nan_to_num(nan=0.0).square().sum().sqrt()
-    levels = _levels(rows.mass)
+    levels = thresholds(rows.mass)
     tile = torch.arange(-(-problem.vocabulary // TILE), device=targets.device)
     mass = rows.mass.new_empty(count, tile.numel())
     for part, columns in blocks:
@@ -105,7 +104,7 @@ def select(
         mass[part, _tiles(columns)] = F.pad(p, (0, -p.shape[1] % TILE)).unflatten(1, (-1, TILE)).sum(2)
     has_target = (tile == targets[:, None] // TILE) & (targets < problem.vocabulary)[:, None]
     curve = _sums_below(mass.where(~has_target, 0), levels)
-    pairs = _balance(curve, levels, rows.mass.abs(), PAIR_SHARE * tolerance * unit)
+    pairs = balance(curve, levels, rows.mass.abs(), PAIR_SHARE * tolerance * unit)
     # A tile of NaN is visited, so that it reaches the gradient.
     visited = has_target | ~((mass < pairs.threshold[:, None]) | (mass == 0))
     scale = rows.mass.abs() * problem.logit_scale
@@ -118,14 +117,14 @@ def select(
     for part, columns in blocks:
         gradient = rows.rows(part).of_products(problem.rows(part), columns)
         curve[:, part] += selection.entry_sums(gradient, part, columns, levels)
-    return replace(selection, entries=_balance(curve, levels, rows.mass.abs(), tolerance * unit))
+    return replace(selection, entries=balance(curve, levels, rows.mass.abs(), tolerance * unit))
 
 
 def _tiles(columns: slice) -> slice:
     return slice(columns.start // TILE, -(-columns.stop // TILE))
 
 
-def _levels(like: Tensor) -> Tensor:
+def thresholds(like: Tensor) -> Tensor:
     """(LEVELS,) thresholds, descending to zero."""
     halves = torch.arange(LEVELS, dtype=like.dtype, device=like.device)
     return torch.where(halves < LEVELS - 1, torch.exp(-(4 + 0.5 * halves) * log(2)), 0)
@@ -138,7 +137,7 @@ def _sums_below(masses: Tensor, levels: Tensor) -> Tensor:
     return sums[:, :LEVELS].cumsum(1).flip(1).t()
 
 
-def _balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> Balance:
+def balance(curve: Tensor, levels: Tensor, weight: Tensor, budget: Tensor) -> Balance:
     """Per row the level, of (LEVELS, n) masses below each, that keeps Σ (weight·left_out)² within budget²."""
     counted = torch.maximum(curve, levels[:, None])
     cost = (weight.square() * levels[:, None] * counted).nan_to_num(nan=torch.inf)

@@ -77,10 +77,8 @@ def check_outputs(outputs: Iterable[str]) -> frozenset[str]:
         TypeError: no sequence.
         ValueError: a name that the head does not know.
     """
-    if isinstance(outputs, str):
-        raise ValueError(f"outputs must be a sequence of names, got a string: write ({outputs!r},)")
-    if not isinstance(outputs, Iterable):
-        raise TypeError(f"outputs must be a sequence of names, got {outputs!r}: choose from {list(OUTPUTS)}")
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise TypeError(f"outputs must be a sequence of names, as ('entropy',), got {outputs!r}")
     wanted = frozenset(outputs)
     if unknown := wanted - set(OUTPUTS):
         raise ValueError(f"outputs has unknown names {sorted(unknown)}: choose from {list(OUTPUTS)}")
@@ -91,12 +89,6 @@ def is_number(value: object, least: float = 0.0, most: float = math.inf) -> Type
     """Whether it is a finite real number within the bounds, by comparisons, which a compiler can trace."""
     # `Real` declares no comparison with a float, though each of its numbers has one.
     return isinstance(value, Real) and least <= value <= most and value < math.inf  # type: ignore[operator]
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Raises ValueError unless the tolerance is None, or finite and at least 0."""
-    if tolerance is not None and not is_number(tolerance):
-        raise ValueError(f"tolerance must be 0 (exact) or more, or None for the default, got {tolerance!r}")
 
 
 def check_weight_grad(weight: Tensor, weight_grad: Tensor | None) -> None:

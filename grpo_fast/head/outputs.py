@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -87,14 +87,6 @@ class GRPOLossOutput:
     certificate: Certificate | None = None  # filled by the backward
 
 
-class HeadOptions(TypedDict):
-    """Keyword arguments of the `linear_*` functions that belong to the head."""
-
-    bias: Tensor | None
-    logit_scale: float
-    softcap: float | None
-
-
 @dataclass(frozen=True)
 class HeadParameters:
     """logits = cap(logit_scale · (hidden @ weightᵀ + bias)), with cap(z) = softcap · tanh(z / softcap).
@@ -108,7 +100,7 @@ class HeadParameters:
     softcap: float | None = None
 
     @property
-    def options(self) -> HeadOptions:
+    def options(self) -> dict[str, Any]:
         """All but the weight."""
         return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
 

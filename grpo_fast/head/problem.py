@@ -180,6 +180,7 @@ class LogitGradient(NamedTuple):
     logsumexp: Tensor
     mass: Tensor  # g_logsumexp - g_logprob
     target: Tensor  # -g_logprob·expm1(log p) + ..., formed without cancellation
+    logprob: Tensor  # of the target
     entropy: Tensor | None = None  # nats; None: no gradient through the entropy
     entropy_gradient: Tensor | None = None
     mean: Tensor | None = None  # g_mean_logit / V
@@ -203,7 +204,8 @@ class LogitGradient(NamedTuple):
         if gradients.mean_logit is not None:
             mean = upstream(gradients.mean_logit) / problem.vocabulary
         target = torch.where(live, target, zero)  # a row without work may hold NaN
-        return cls(statistics.logsumexp, of_logsumexp - of_logprob, target, entropy, of_entropy, mean)
+        mass = of_logsumexp - of_logprob
+        return cls(statistics.logsumexp, mass, target, logprob, entropy, of_entropy, mean)
 
     def live(self) -> Tensor:
         """(N,) bool: rows with a gradient. A NaN is one."""
@@ -227,10 +229,8 @@ class LogitGradient(NamedTuple):
         return gradient if slope is None else gradient.mul_(slope)
 
     def rows(self, which: Rows) -> LogitGradient:
-        logsumexp, mass, target, *others = self
-        return LogitGradient(
-            logsumexp[which], mass[which], target[which], *(_of_rows(other, which) for other in others)
-        )
+        given, optional = self[:4], self[4:]
+        return LogitGradient(*(t[which] for t in given), *(_of_rows(t, which) for t in optional))
 
 
 class Wanted(NamedTuple):

@@ -83,7 +83,7 @@ def backward(
     parameters = [total for total in (weight, bias) if total is not None]
     with _exact_bf16_products(problem):
         if tolerance:
-            selection = select(live, rows, statistics.logprob[index], wanted, tolerance, chunks)
+            selection = select(live, rows, wanted, tolerance, chunks)
         for columns in chunks.of_columns(problem.vocabulary):
             sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
             for part in chunks.of_rows(index.numel()):

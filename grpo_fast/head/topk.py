@@ -38,13 +38,13 @@ def top_entries(
 def _local_top(problem: HeadProblem, k: int) -> tuple[Tensor, Tensor]:
     rows = problem.hidden.shape[0]
     width = max(k, _CHUNK_ENTRIES // max(rows, 1))
-    kept = problem.hidden.new_empty((rows, 0), dtype=problem.accumulator)
-    ids = torch.empty((rows, 0), dtype=torch.int64, device=kept.device)
+    values = problem.hidden.new_empty((rows, 0), dtype=problem.accumulator)
+    ids = problem.targets.new_empty((rows, 0))
     for start in range(0, problem.vocabulary, width):
         z = problem.logits(slice(start, min(start + width, problem.vocabulary)))
         columns = torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
-        kept, ids = _select(torch.cat([kept, z], 1), torch.cat([ids, columns], 1), k)
-    return kept, ids
+        values, ids = _select(torch.cat([values, z], 1), torch.cat([ids, columns], 1), k)
+    return values, ids
 
 
 def _select(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -25,24 +25,15 @@ _REMEDY = "install again where nvcc is on PATH, with GRPO_FAST_CUDA=1 to see why
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 ENTRIES = {
-    "columns": torch.int32,  # (capacity,) each row's entries next to each other
-    "values": torch.float32,  # (capacity,)
-    "starts": torch.int64,  # (N,) first entry of the row
-    "counts": torch.int32,  # (N,)
-    "targets": torch.int64,  # (N,)
-    "row_scale": torch.float32,  # (N,) |dL/d(x·w)| per probability
-    "log_threshold": torch.float32,  # (N,) entries of smaller log probability are left out, the target never
-    "used": torch.int64,  # (1 or more,) the first is the number of entries emitted
-    "overflow": torch.int32,  # (1,)
-}
+    "columns": torch.int32, "values": torch.float32, "starts": torch.int64, "counts": torch.int32,
+    "targets": torch.int64, "row_scale": torch.float32, "log_threshold": torch.float32,
+    "used": torch.int64, "overflow": torch.int32,
+}  # fmt: skip
 MASSES = {
-    "tile_lse": torch.float32,  # (T, N) log-sum-exp of each tile's vocabulary entries
-    "logsumexp": torch.float32,  # (N,)
-    "targets": torch.int64,  # (N,)
-    "working": torch.bool,  # (N,) the curve of other rows is zero
-    "levels": torch.float32,  # (L,) natural logs, descending; the last is -inf. L from 3 to 48
-}
-"""The tensors of each call, in its order, and their dtypes; contiguous."""
+    "tile_lse": torch.float32, "logsumexp": torch.float32, "targets": torch.int64, "working": torch.bool,
+    "levels": torch.float32,
+}  # fmt: skip
+"""The tensors of each call, in its order, and their dtypes; contiguous. `grpo_fast.h` says what they hold."""
 
 
 def _fields(addresses: tuple[str, ...], sizes: tuple[str, ...], options: tuple[str, ...]) -> list[tuple]:

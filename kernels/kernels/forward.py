@@ -142,7 +142,7 @@ def finalise_kernel(
     targets,  # (N,) int64
     order,  # (N,) int64: where each row's results go
     count,  # () int32: rows in use
-    logprob_out,  # (N,) float32, as all below; None as their inputs
+    logprob_out,  # (N,) float32, as all below
     lse_out,
     entropy_out,
     mean_out,
@@ -259,7 +259,7 @@ def tile_statistics(
 
 def row_results(
     tiles: TileStatistics, targets: Tensor, order: Tensor, working: Tensor, vocabulary: int
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """Folds the tiles into per-row results, written to the rows that `order` (N,) int64 names.
 
     Args:
@@ -268,12 +268,11 @@ def row_results(
 
     Returns:
         (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
-        log Σ p²; zero for rows that are not in use, None for what the tiles do not have.
+        log Σ p²; zero for rows that are not in use, (0,) for what the tiles do not have.
     """
     capacity = targets.shape[0]
-    has = (tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
-    results = (tiles.lse.new_zeros(capacity), tiles.lse.new_zeros(capacity))
-    results += tuple(None if part is None else tiles.lse.new_zeros(capacity) for part in has)
+    of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
+    results = tuple(tiles.lse.new_zeros(0 if part is None else capacity) for part in of)
     finalise_kernel[(triton.cdiv(capacity, _FINALISE_ROWS),)](
         *tiles, targets, order, working, *results, capacity, vocabulary, tiles.lse.shape[0],
         ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,

@@ -104,7 +104,6 @@ def select_pairs(
     problem: HeadProblem,
     of_rows: LogitGradient,
     tile_lse: Tensor,
-    logprob: Tensor,
     *,
     tolerance: float,
     split_rows: bool = False,
@@ -118,7 +117,6 @@ def select_pairs(
         of_rows: a row where `mass` and `target` are zero costs nothing.
         tile_lse: (T, N) float32 contiguous, log-sum-exp of each row's logits over each tile of `TILE`
             columns.
-        logprob: (N,) float32, log-probability of the target.
         tolerance: error allowed, relative to rounding the logit gradient to bfloat16; 0 leaves out only
             what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
             part.
@@ -130,7 +128,7 @@ def select_pairs(
     tiles, rows = -(-vocabulary // TILE), targets.numel()
     target_gradient, mass_gradient = of_rows.target, -of_rows.mass  # a copy: dense rows are taken out of it
     # A row's entries beside the target's sum to mass·(1 − p). A row of NaN is left out of the norm.
-    total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(logprob)
+    total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(of_rows.logprob)
     norm = total.nan_to_num(nan=0.0).square().sum().sqrt()
     working = (target_gradient != 0) | (mass_gradient != 0)  # true for NaN
     capacity, chunk_pairs = config.pair_capacity(rows, tiles), config.chunk_pairs(rows, itemsize)

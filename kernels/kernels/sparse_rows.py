@@ -3,11 +3,9 @@
 One program per row holds all of H in registers and adds whole rows of W to it: no atomics, one store, and the
 entries in a fixed order (by vocabulary tile, then column), so results are bit-equal from run to run.
 Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
-2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower.
-
-A flat row has many times the entries of a median one, and a program that adds it up alone would run on when
-all others have finished. Only such rows are split: each slice of H is a program's, with as many bytes in
-flight as a short row has.
+2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower. Only
+rows with many times the entries of a median one are split, which would run on when all others have finished:
+each slice of H is a program's, with as many bytes in flight as a short row has.
 
 The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs finished.
 `_gather_entries` brings them together through the pairs' row-major table; `_entry_curve` sums what each
@@ -268,21 +266,26 @@ def _keep_entries(
 
 
 @triton.jit
-def _add_rows(columns, values, count, weight, weight_stride, column, inside, ENTRIES: tl.constexpr):
-    """Σ value · W[column] over a list, at these columns of H; ENTRIES rows of W are in flight at a time."""
+def _write_row(
+    row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES: tl.constexpr
+):
+    """Σ value · W[token] over a row's entries, at these columns of H; ENTRIES rows of W are in flight."""
     total = tl.zeros((ENTRIES, column.shape[0]), dtype=tl.float32)
+    inside = column < depth
+    first = tl.load(starts + row)
     for start in range(0, count, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         present = entry < count
-        token = tl.load(columns + entry, mask=present, other=0).to(tl.int64)
-        value = tl.load(values + entry, mask=present, other=0.0)
+        token = tl.load(columns + first + entry, mask=present, other=0).to(tl.int64)
+        value = tl.load(values + first + entry, mask=present, other=0.0)
         w = tl.load(
             weight + token[:, None] * weight_stride + column[None, :],
             mask=present[:, None] & inside[None, :],
             other=0.0,
         )
         total += value[:, None] * w.to(tl.float32)
-    return tl.sum(total, axis=0)
+    place = gradient + row.to(tl.int64) * depth + column
+    tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -300,17 +303,12 @@ def _hidden_gradient(
     ENTRIES: tl.constexpr,
 ):
     """One row of dX, all of H."""
-    row = tl.program_id(0)
+    row, column = tl.program_id(0), tl.arange(0, BLOCK)
     count = tl.load(counts + row)
     if count <= LONG_ROW:
-        first = tl.load(starts + row)
-        column = tl.arange(0, BLOCK)
-        inside = column < depth
-        total = _add_rows(
-            columns + first, values + first, count, weight, weight_stride, column, inside, ENTRIES
+        _write_row(
+            row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES
         )
-        place = gradient + row.to(tl.int64) * depth + column
-        tl.store(place, total.to(gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -332,11 +330,7 @@ def _hidden_gradient_of_long_rows(
     slices = tl.cdiv(depth, BLOCK)
     for item in range(tl.program_id(0), tl.load(used + 2).to(tl.int32) * slices, tl.num_programs(0)):
         row = tl.load(long_rows + item // slices)
-        first, count = tl.load(starts + row), tl.load(counts + row)
-        column = (item % slices) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < depth
-        total = _add_rows(
-            columns + first, values + first, count, weight, weight_stride, column, inside, ENTRIES
+        column, count = (item % slices) * BLOCK + tl.arange(0, BLOCK), tl.load(counts + row)
+        _write_row(
+            row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES
         )
-        place = gradient + row.to(tl.int64) * depth + column
-        tl.store(place, total.to(gradient.dtype.element_ty), mask=inside)

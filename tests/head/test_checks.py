@@ -48,7 +48,7 @@ def refuses(function, given: dict[str, object], name: str, value: object, error:
         ("softcap", 0.0, ValueError),
         ("softcap", "30", ValueError),
         ("outputs", ("entropie",), ValueError),
-        ("outputs", "entropy", ValueError),
+        ("outputs", "entropy", TypeError),
         ("outputs", None, TypeError),
         ("topk", -1, ValueError),
         ("topk", 21, ValueError),

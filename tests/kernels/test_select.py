@@ -21,9 +21,7 @@ SHAPES = {
 
 def select(head, tolerance: float = 1.0, **options) -> Pairs:
     options = {"config": HALF} | options
-    return select_pairs(
-        head.problem, head.gradient, head.tile_lse, head.logprob, tolerance=tolerance, **options
-    )
+    return select_pairs(head.problem, head.gradient, head.tile_lse, tolerance=tolerance, **options)
 
 
 def live_matrix(pairs: Pairs) -> torch.Tensor:

@@ -24,9 +24,7 @@ def long_rows_take_few_steps(monkeypatch):
 
 def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **wanted):
     wanted = Wanted(**{"hidden": True, "weight": True, "bias": False} | wanted)
-    pairs = select_pairs(
-        head.problem, head.gradient, head.tile_lse, head.logprob, tolerance=tolerance, config=config
-    )
+    pairs = select_pairs(head.problem, head.gradient, head.tile_lse, tolerance=tolerance, config=config)
     return pairs, sparse_backward(head.problem, head.logsumexp, pairs, wanted)
 
 
