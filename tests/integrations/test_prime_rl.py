@@ -68,26 +68,22 @@ def test_dppo_has_the_gradient_of_the_hosts_default_loss(host, rng, weighted):
 
 def test_the_clipped_loss_is_a_sum_that_the_host_divides_by_the_steps_tokens(host, rng):
     samples = [inputs_of(host, rng) for _ in range(3)]
-    tokens = int(sum(sample.loss_mask.sum() for sample in samples))
+    names = "trainer_logprobs", "inference_logprobs", "advantages", "loss_mask"
+    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
 
     loss, metrics = host.loss.compute_loss(
-        **{
-            name: [getattr(sample, name) for sample in samples]
-            for name in ("trainer_logprobs", "inference_logprobs", "advantages", "loss_mask")
-        },
+        **columns,
         **dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")),
         rl_loss_fn=lambda inputs: host.adapter.policy_loss(inputs, loss_type="dapo", epsilon_high=0.28),
-        rl_scale=tokens,
+        rl_scale=int(torch.cat(columns["loss_mask"]).sum()),
         ce_scale=1,
         ref_kl_scale=1,
     )
 
-    terms: list[Tensor] = []
-    for sample in samples:
-        ratio = (sample.trainer_logprobs - sample.inference_logprobs).exp()
-        bounded = ratio.clamp(0.8, 1.28)
-        terms.append(torch.minimum(ratio * sample.advantages, bounded * sample.advantages)[sample.loss_mask])
-    torch.testing.assert_close(loss, -torch.cat(terms).mean(), rtol=1e-5, atol=1e-6)
+    trained, sampled, advantages, mask = (torch.cat(columns[name]) for name in names)
+    ratio = (trained - sampled).exp()
+    terms = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)[mask]
+    torch.testing.assert_close(loss, -terms.mean(), rtol=1e-5, atol=1e-6)
     assert metrics["policy/ratio_mean"].shape == (3,)
 
 
