@@ -7,7 +7,6 @@ lengths. Tokens per second are of the whole cycle.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from grpo_fast.rollout.config import RolloutConfig
 
 from .contest import TOKENS, Contest, Entrant, Prepared
 from .measure import Stopwatch
-from .models import LENGTHS, Defaults, load_lengths, make_policy, make_tokenizer, vocabulary_of
+from .models import LENGTHS, Defaults, load_lengths, make_policy, make_samples, make_tokenizer, vocabulary_of
 from .peers import choose_names
 from .session import add_common_arguments, check_common, run_session
 
@@ -80,12 +79,11 @@ def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[device.type]
     sizes = DEFAULTS.chosen_sizes(options, device)
-    lengths = [prompt for prompt, _ in load_lengths(options.lengths).draw(sizes["prompts"], 1, options.seed)]
-    generator = random.Random(options.seed)
+    lengths = load_lengths(options.lengths).draw(sizes["prompts"], 1, options.seed)
     bouts = []
     for model in DEFAULTS.chosen_models(options, device):
-        words = range(vocabulary_of(model["model"]) - 2)
-        prompts = [generator.choices(words, k=length) for length in lengths]
+        samples, _ = make_samples(lengths, 1, vocabulary_of(model["model"]), options.seed)
+        prompts = [sample.prompt_ids for sample in samples]
         section = ModelConfig(path=model["model"], dtype=options.dtype, device=device.type)
         engines = {
             name: RolloutConfig(
@@ -97,6 +95,6 @@ def main(options: argparse.Namespace) -> int:
             Entrant(name, partial(prepare, section, model["layers"], options.seed, prompts, config))
             for name, config in engines.items()
         ]
-        shape = {**model, **sizes, "prompt_tokens": sum(lengths), "dtype": options.dtype}
+        shape = {**model, **sizes, "prompt_tokens": sum(map(len, prompts)), "dtype": options.dtype}
         bouts.append(Contest(shape, entrants, device, wall=True))
     return run_session(KIND, options, device, bouts)

@@ -54,7 +54,7 @@ _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainShape:
     """What is trained, and what a step samples and trains on."""
 
     model: str  # an architecture's name
@@ -77,7 +77,7 @@ StepTime = tuple[float, dict[str, float], float]
 """Of one training step: seconds, those of each phase, tokens sampled."""
 
 
-def ours_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterator[StepTime]:
+def ours_steps(model: Path, setting: TrainShape, steps: int, device: torch.device) -> Iterator[StepTime]:
     """Steps of our trainer, with its own clock."""
     from grpo_fast.config import TrainConfig
     from grpo_fast.run import build_grpo_trainer
@@ -117,12 +117,12 @@ def ours_steps(model: Path, setting: Setting, steps: int, device: torch.device) 
                 yield seconds, phases, length * setting.prompts * setting.group
 
 
-def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -> Iterable[StepTime]:
+def trl_steps(model: Path, setting: TrainShape, steps: int, device: torch.device) -> Iterable[StepTime]:
     """Steps of TRL's GRPOTrainer, told by its callbacks; phases by the methods that do them.
 
     TRL's loop cannot be left between steps, so all of them are run before the first is handed on.
     """
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOTrainer
 
     watch = Stopwatch(device, wall=True)
@@ -168,11 +168,9 @@ def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -
         "seed": setting.seed,
         "logging_steps": 1,
     }
-    tokenizer = AutoTokenizer.from_pretrained(model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl_trainer(
-            GRPOTrainer, folder, str(model), tokenizer,
-            prompts=setting.all_prompts(), reward=share_of_digits, **options,
+            GRPOTrainer, folder, model, prompts=setting.all_prompts(), reward=share_of_digits, **options
         )  # fmt: skip
         trainer.add_callback(Clock())
         for name, phase in _TRL_PHASES.items():
@@ -182,7 +180,7 @@ def trl_steps(model: Path, setting: Setting, steps: int, device: torch.device) -
     return [(*taken, length * batch) for taken, length in zip(times, lengths, strict=True)]
 
 
-STEPS: dict[str, Callable[[Path, Setting, int, torch.device], Iterable[StepTime]]] = {
+STEPS: dict[str, Callable[[Path, TrainShape, int, torch.device], Iterable[StepTime]]] = {
     "ours": ours_steps,
     "TRL": trl_steps,
 }
@@ -192,7 +190,7 @@ STEPS: dict[str, Callable[[Path, Setting, int, torch.device], Iterable[StepTime]
 class TrainBout:
     """The trainers on one model, in turns of a few steps."""
 
-    setting: Setting
+    setting: TrainShape
     device: torch.device
     names: list[str]
     steps: int  # of a turn that count
@@ -271,7 +269,7 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"--group must be at least 2 to compare completions, got {sizes['group']}")
     bouts = [
         TrainBout(
-            Setting(**model, **sizes, engine=options.engine, dtype=options.dtype, seed=options.seed),
+            TrainShape(**model, **sizes, engine=options.engine, dtype=options.dtype, seed=options.seed),
             device,
             names,
             options.steps,

@@ -70,33 +70,33 @@ def random_prompts(count: int, words: int, vocabulary: int, seed: int) -> tuple[
 def trl_trainer(
     kind: Callable[..., GRPOTrainer],
     folder: str,
-    model: PreTrainedModel | str,
-    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     prompts: Sequence[str],
     reward: Reward,
     lora: bool = False,
     **options: Any,
 ) -> Any:
-    """A trainer that writes and prints nothing; a model given by its path is loaded in float32.
+    """A trainer that writes and prints nothing; a model in a folder is loaded, in float32.
 
     Args:
         options: of GRPOConfig.
     """
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import PrinterCallback
+    from transformers import AutoTokenizer, PrinterCallback
     from trl import GRPOConfig
 
-    if isinstance(model, str):
+    if isinstance(model, Path):
         options["model_init_kwargs"] = {"dtype": "float32"}  # the masters; bf16 is TRL's autocast over them
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     trainer = kind(
-        model=model,
+        model=str(model) if isinstance(model, Path) else model,
         reward_funcs=reward,
         args=GRPOConfig(output_dir=folder, **quiet, **options),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-        processing_class=tokenizer,
+        processing_class=tokenizer or AutoTokenizer.from_pretrained(model),
         peft_config=LoraConfig(r=8, target_modules="all-linear") if lora else None,
     )
     trainer.remove_callback(PrinterCallback)

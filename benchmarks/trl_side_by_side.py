@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 from torch import Tensor
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
@@ -116,9 +116,8 @@ def train(
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             set_seed(SEED)
-            tokenizer = AutoTokenizer.from_pretrained(task.model)
             built = trl_trainer(
-                trainer, folder, str(task.model), tokenizer,
+                trainer, folder, task.model,
                 prompts=task.prompts, reward=task.reward, lora=setting.lora, **options,
             )  # fmt: skip
             sampled = watch_sampling(built.model, samples)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("pytest_benchmark", reason="install pytest-benchmark")
@@ -24,8 +22,3 @@ def test_each_of_them_runs():
         bench_cpu.test_advantages(once, scale_rewards)
     for share_prompts in (False, True):
         bench_cpu.test_packing(once, share_prompts)
-
-
-def test_without_being_named_they_are_not_collected(pytestconfig: pytest.Config):
-    assert pytestconfig.getini("testpaths") == ["tests"]
-    assert not list(Path(__file__).parents[1].rglob("bench_*.py"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +13,6 @@ from benchmarks.charts import MEMORY, TIME, bars, lines, pareto, phases, rooflin
 from benchmarks.measure import Memory, Spread
 from benchmarks.problem import Setting
 from benchmarks.record import Measurement, Record, write_json
-from benchmarks.report import render
 
 ENVIRONMENT = {
     "benchmark_device": "a <machine>",
@@ -55,10 +53,6 @@ CELLS = [at("ours", 2.0), at("TRL", 8.0), FAST, at("ours", 7.0, tokens=256), FUL
 STYLES = styles_of(["ours", "TRL", "fast"])
 
 
-def page_of(*cells: Measurement, kind: str = "head", **about: object) -> str:
-    return render([(Path("run.json"), Record(kind, list(cells), ENVIRONMENT, **about))])
-
-
 def test_a_page_of_several_records_has_every_plot_every_cell_and_provenance_and_works_offline(tmp_path):
     about = {"gpu_states": [{"clocks.sm": "1980 MHz"}], "options": {"minutes": 8}}
     fit = Measurement("ours", {"fit": "tokens"}, metrics={"time_exponent": 0.98})
@@ -66,6 +60,7 @@ def test_a_page_of_several_records_has_every_plot_every_cell_and_provenance_and_
     records = {
         "head.json": Record("head", CELLS, ENVIRONMENT, **about),
         "scaling.json": Record("scaling", [*CELLS, fit], ENVIRONMENT),
+        "empty.json": Record("train", [], ENVIRONMENT),
         "step.json": Record("step", [step], ENVIRONMENT, stopped="interrupted", not_measured=[SETTING]),
     }
     for name, record in records.items():
@@ -75,13 +70,19 @@ def test_a_page_of_several_records_has_every_plot_every_cell_and_provenance_and_
     assert main(["report", *(str(tmp_path / name) for name in records), f"--html={out}"]) == 0
 
     page = out.read_text()
-    assert "LM head, Scaling, Policy update" in page
+    assert "LM head, Scaling, Training, Policy update" in page
     headings = ("Time at one shape", "Time against size", "Memory", "Accuracy against time", "Roofline")
     for heading in (*headings, "Throughput at one shape"):
         assert f"<h3>{heading}</h3>" in page
     cells = ("out of memory", "wrong result", "RuntimeError: &lt;boom&gt;", "not installed: no module")
     origin = ("python -m benchmarks head", "0123456789 with changes", "1980 MHz", "a &lt;machine&gt;")
-    for text in (*cells, *origin, "Not complete: interrupted", "1 shapes were not measured"):
+    for text in (
+        *cells,
+        *origin,
+        "Not complete: interrupted",
+        "1 shapes were not measured",
+        "Nothing was measured",
+    ):
         assert text in page
     concluded = page[page.index("scaling.json") :]
     assert re.search(r"<details open>\s*<summary>fit tokens</summary>.*?0\.980", concluded, re.DOTALL)
@@ -93,10 +94,6 @@ def test_a_page_of_several_records_has_every_plot_every_cell_and_provenance_and_
     assert "<script" not in page and "default-src 'none'" in page
     assert not re.search(r'(src|href)="(?!#)', page)
     assert not re.search(r"(?:fill|stroke): #0[0-9]", page)  # a colour that stands for the page's
-
-
-def test_a_run_without_measurements_says_so():
-    assert "Nothing was measured" in page_of(stopped="interrupted")
 
 
 @pytest.mark.parametrize(

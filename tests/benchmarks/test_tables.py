@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.measure import FAILED, SKIPPED, Memory, Spread
 from benchmarks.record import Measurement
-from benchmarks.tables import label, number, print_measurements, shape_tables, shapes_of, skipped, split_axes
+from benchmarks.tables import label, number, print_measurements, shape_tables, skipped
 
 SHAPE = {"model": "toy", "micro_batch_tokens": 16_384}
 
@@ -18,14 +18,6 @@ def printed(*found: Measurement) -> str:
     screen = Console(width=220, file=io.StringIO())
     print_measurements(screen, found)
     return screen.file.getvalue()
-
-
-def test_what_all_shapes_agree_on_is_said_once():
-    shapes = [{"tokens": tokens, "dtype": "float32"} for tokens in (64, 128, 64)]
-    cells = [Measurement("ours", shape) for shape in shapes]
-
-    assert split_axes(cells) == ({"dtype": "float32"}, ["tokens"])
-    assert shapes_of(cells) == shapes[:2]
 
 
 @pytest.mark.parametrize(
