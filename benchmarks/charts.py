@@ -62,14 +62,9 @@ class Quantity:
 
 
 TIME = Quantity("Time, ms", lambda cell: cell.time and cell.time.median)
-MEMORY = Quantity(
-    "Peak memory beyond the inputs, MiB",
-    lambda cell: None if cell.peak_bytes is None else cell.peak_bytes / 2**20,
-)
+MEMORY = Quantity("Peak memory beyond the inputs, MiB", lambda c: c.peak_bytes and c.peak_bytes / 2**20)
 THROUGHPUT = Quantity("Tokens per second", lambda cell: cell.metrics.get(TOKENS), more_is_better=True)
-GROUP = Quantity(
-    "Largest group, completions", lambda cell: cell.metrics.get("largest_group"), more_is_better=True
-)
+GROUP = Quantity("Largest group, completions", lambda c: c.metrics.get("largest_group"), more_is_better=True)
 
 
 @dataclass(frozen=True)
@@ -165,8 +160,9 @@ def lines(group: Slice, quantity: Quantity, styles: dict[str, Style], detail: st
         style = styles[implementation]
         mine = [cell for cell in group.cells if cell.implementation == implementation]
         points = sorted((cell.shape[group.axis], value) for cell in mine if (value := quantity.value(cell)))
-        style.draw(axes, *_columns(points), linestyle=style.dash, markersize=4.5, zorder=3,
-                   linewidth=2.2 if implementation == OURS else 1.3)  # fmt: skip
+        width = 2.2 if implementation == OURS else 1.3
+        how = {"linestyle": style.dash, "linewidth": width, "markersize": 4.5, "zorder": 3}
+        style.draw(axes, [x for x, _ in points], [y for _, y in points], **how)
         full = [cell.shape[group.axis] for cell in mine if cell.status == OOM]
         style.draw(axes, full, [0.97] * len(full), marker="x", transform=axes.get_xaxis_transform())
     if quantity is TIME:
@@ -201,8 +197,8 @@ def pareto(cells: Cells, error: str, words: str, styles: dict[str, Style], title
     margin = max(1.4, math.sqrt(MOST_ZOOM * low / high))
     axes.set_ylim(low / margin, high * margin)
     _logarithmic(axes)
-    edges = [(front[0][0], high * margin), *front, (right, front[-1][1])]
-    axes.step(*_columns(edges), where="post", color=INK, linewidth=1.0, zorder=1)
+    edges = zip((front[0][0], high * margin), *front, (right, front[-1][1]), strict=True)
+    axes.step(*edges, where="post", color=INK, linewidth=1.0, zorder=1)
     if LIMITS[error] < high * margin:
         axes.axhline(LIMITS[error], color=INK, linestyle=_DASHES[1], linewidth=1.0)
         axes.annotate("wrong above", (right, LIMITS[error]), (-2, 3), textcoords="offset points",
@@ -235,10 +231,6 @@ def roofline(cells: Cells, copy_rate: float, styles: dict[str, Style]) -> Plot |
         "of a dense computation, so leaving work out can rise above"
     )
     return Plot("TFLOP/s, against arithmetic intensity", detail, _svg(figure))
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _product(cells: Cells) -> float | None:

@@ -155,11 +155,7 @@ def _bound(budget: int, device: torch.device) -> None:
 
 
 def predict_group(probe: Probe) -> int | None:
-    """Completions of one prompt that the memory planner sees fit; None where not even two do.
-
-    Raises:
-        ValueError: a model that the planner does not know.
-    """
+    """Completions of one prompt that the memory planner sees fit; None where not even two do."""
     from grpo_fast.config import TrainConfig
     from grpo_fast.plan import device_budget, plan
 

@@ -71,14 +71,10 @@ class Defaults:
 
     def chosen_models(self, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
         """`model` and `layers` of each, as a shape has them."""
-        usual = self.gpu_models if device.type == "cuda" else (self.cpu_model,)
-        cut = self.cpu_layers if device.type == "cpu" and not options.model else None
-        layers = options.layers or cut
-        found = []
-        for name in options.model or usual:
-            all_layers = ARCHITECTURES[name][1]["num_hidden_layers"]
-            found.append({"model": name, "layers": min(layers or all_layers, all_layers)})
-        return found
+        on_gpu = device.type == "cuda"
+        layers = options.layers or (None if on_gpu or options.model else self.cpu_layers)
+        names = options.model or (self.gpu_models if on_gpu else (self.cpu_model,))
+        return [{"model": name, "layers": architecture(name, layers).num_hidden_layers} for name in names]
 
     def chosen_sizes(self, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
         return {
@@ -128,7 +124,7 @@ def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
     family, sizes = ARCHITECTURES[name]
     ends = {"pad_token_id": sizes["vocab_size"] - 2, "eos_token_id": sizes["vocab_size"] - 1}
     found = AutoConfig.for_model(family, **sizes, **ends, bos_token_id=None)
-    return found if layers is None else with_layers(found, layers)
+    return found if layers is None else with_layers(found, min(layers, found.num_hidden_layers))
 
 
 def vocabulary_of(name: str) -> int:

@@ -127,8 +127,10 @@ def _commit(source: Path) -> str | None:
     """Of a git checkout, or as a file COMMIT beside an unpacked archive says."""
     if (source / "COMMIT").is_file():
         return (source / "COMMIT").read_text().strip()
+    if not (source / ".git").exists():
+        return None
     command = ["git", "-C", str(source), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # The plugin -----------------------------------------------------------------------------------------------

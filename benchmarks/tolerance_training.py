@@ -150,12 +150,8 @@ def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]
     for step in range(steps):
         prompts = [draw_prompt(chance) for _ in range(PROMPTS)]
         groups = sample(policy, prompts, GROUP, LENGTH + 1, seed=1000 * seed + step)
-        rewards = torch.tensor(
-            [
-                [reward(prompt, completion) for completion in group]
-                for prompt, group in zip(prompts, groups, strict=True)
-            ]
-        )
+        pairs = list(zip(prompts, groups, strict=True))
+        rewards = torch.tensor([[reward(prompt, found) for found in group] for prompt, group in pairs])
         samples = samples_of(prompts, groups, group_advantages(rewards).advantages)
         if step in (0, steps // 2, steps - 1):
             differences[step] = difference(policy, samples)
@@ -187,18 +183,16 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]
     }
 
 
-def real_model(path: str, count: int, group: int, seed: int) -> dict[str, Any]:
+def real_model(path: str) -> dict[str, Any]:
     """Gradient difference on one batch of a model's own samples, with advantages drawn at random.
 
     All of the model's weights take part, its tied head too.
     """
     policy = load_policy(ModelConfig(path=path, dtype="float32"))
-    rows = load_prompts(
-        DatasetConfig(source="reasoning_gym:chain_sum", size=count, seed=seed), policy.tokenizer
-    )
+    rows = load_prompts(DatasetConfig(source="reasoning_gym:chain_sum", size=2, seed=0), policy.tokenizer)
     prompts = [row.token_ids for row in rows]
-    groups = sample(policy, prompts, group, 24, seed)
-    advantages = torch.randn(count, group, generator=torch.Generator().manual_seed(seed))
+    groups = sample(policy, prompts, group=6, max_tokens=24, seed=0)
+    advantages = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
     samples = samples_of(prompts, groups, advantages)
     tokens = sum(len(sample.completion_ids) for sample in samples)
     return {"model": path, "tokens": tokens, "float32": difference(policy, samples)}
@@ -217,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {"environment": provenance(), "vocabulary": VOCABULARY, "steps": options.steps}
     if options.model:
-        found["real_model"] = real_model(options.model, count=2, group=6, seed=0)
+        found["real_model"] = real_model(options.model)
         print(found["real_model"], flush=True)
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in TOLERANCES}
     for seed in range(options.seeds):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import (
+    Defaults,
     architecture,
     load_lengths,
     make_policy,
@@ -38,6 +41,27 @@ def test_an_updates_flops_are_those_of_its_products_and_of_half_of_the_attention
     inputs = [(prompt - 1, completion) for prompt, completion in lengths]  # the last token is no input
     attention = 3 * 2 * LAYERS * WIDTH * (7**2 + 11**2)  # two products of 2 A L², half of each being causal
     assert update_flops(policy.base_model, inputs) == products + attention
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "models", "sizes"),
+    [
+        ("", "cuda", {"Qwen2.5-0.5B": 24, "toy": 2}, {"prompts": 16}),
+        ("", "cpu", {"SmolLM2-135M": 3}, {"prompts": 2}),
+        ("--model toy SmolLM2-135M --prompts 5", "cpu", {"toy": 2, "SmolLM2-135M": 30}, {"prompts": 5}),
+        ("--layers 4", "cuda", {"Qwen2.5-0.5B": 4, "toy": 2}, {"prompts": 16}),
+    ],
+)
+def test_models_and_sizes_suit_the_device_unless_given(arguments, device, models, sizes):
+    defaults = Defaults(("Qwen2.5-0.5B", "toy"), "SmolLM2-135M", 3, {"prompts": (16, 2, "of a step")})
+    parser = argparse.ArgumentParser()
+    defaults.add_arguments(parser)
+    options = parser.parse_args(arguments.split())
+
+    found = defaults.chosen_models(options, torch.device(device))
+
+    assert {model["model"]: model["layers"] for model in found} == models
+    assert defaults.chosen_sizes(options, torch.device(device)) == sizes
 
 
 def test_lengths_are_drawn_by_group_and_repeat_with_the_seed():
