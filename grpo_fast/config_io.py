@@ -5,12 +5,11 @@ One `ConfigError` lists everything that is wrong, with the nearest names to a na
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import translate
+from grpo_fast.lookup import choices
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import short
 
@@ -108,10 +108,8 @@ def config_path(name: str | Path) -> Path:
     for candidate in (path, path / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
         if candidate.is_file():
             return candidate
-    known = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-    near = difflib.get_close_matches(path.stem, known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(known)}"
-    raise ConfigError(str(name), [Problem("CONFIG", f"is no file, no run and no recipe; {hint}", str(name))])
+    recipes = choices(path.stem, [file.stem for file in RECIPES.glob("*.yaml")])
+    raise ConfigError(str(name), [Problem("CONFIG", f"is no file, run or recipe: {recipes}", str(name))])
 
 
 def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConfig:
@@ -182,34 +180,27 @@ def _without_positions(name: str) -> str:
 
 
 def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
-    """The tree with one layer's keys at their places, over what an earlier layer put there."""
+    """The tree with one layer's keys at their places, over what an earlier layer put there.
+
+    A key belongs where it says, or where the table of foreign names puts it.
+    """
     written: dict[str, tuple[str, Any]] = {}  # the leaf's place -> who wrote it in this layer, and what
     for name, value in pairs:
-        for place, item in _places(name, value, dict(pairs), problems):
-            for leaf, leaf_value in flatten({place: item}).items():
-                writer, earlier = written.setdefault(leaf, (name, leaf_value))
-                if earlier != leaf_value:
-                    said = f"{writer} says {short(earlier)} and {name} says {short(leaf_value)}"
+        if not is_key(name) and name not in NAMES:
+            problems.append(_unknown(name, value))
+            continue
+        try:
+            places = {name: value} if is_key(name) else translate(NAMES[name], value, dict(pairs))
+            for leaf, item in flatten(places).items():
+                writer, earlier = written.setdefault(leaf, (name, item))
+                if earlier != item:
+                    said = f"{writer} says {short(earlier)} and {name} says {short(item)}"
                     problems.append(Problem(leaf, f"is given twice: {said}; keep one"))
-            try:
+            for place, item in places.items():
                 tree = _with(tree, place, item)
-            except ValueError as error:
-                problems.append(Problem(name, str(error), value))
+        except (ValueError, TypeError) as error:
+            problems.append(Problem(name, str(error), value))
     return tree
-
-
-def _places(name: str, value: Any, siblings: Mapping[str, Any], problems: list[Problem]) -> Pairs:
-    """Where a key's value belongs: where it says, or where the table of foreign names puts it."""
-    if is_key(name):
-        return [(name, value)]
-    if name not in NAMES:
-        problems.append(_unknown(name, value))
-        return []
-    try:
-        return list(translate(NAMES[name], value, siblings).items())
-    except (ValueError, TypeError) as error:
-        problems.append(Problem(name, str(error), value))
-        return []
 
 
 def _with(node: Any, place: str, value: Any, here: str = "") -> Any:
@@ -378,6 +369,6 @@ def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
 def _message(item: Mapping[str, Any]) -> str:
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         options = [option.strip(" '") for option in item["ctx"]["expected"].replace(" or ", ",").split(",")]
-        near = difflib.get_close_matches(item["input"], options, 1)
+        near = get_close_matches(item["input"], options, 1)
         return f"should be {item['ctx']['expected']}" + (f"; did you mean {near[0]}?" if near else "")
     return item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_fast.lookup import choices
+
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 
 CONFIG_HELP = "a YAML file, a run's directory, or the name of a shipped recipe (quickstart, gsm8k, dpo, rank)"
@@ -104,9 +106,7 @@ def parse(tokens: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         return parser.parse_args(tokens), []
     name, *rest = tokens
     if name not in parsers:
-        near = difflib.get_close_matches(name, parsers, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(parsers)}"
-        parser.error(f"no command {name!r}; {hint}")
+        parser.error(f"no command {name!r}: {choices(name, parsers)}")
     command = parsers[name]
     takes_overrides = command.get_default("takes_overrides")
     overrides: list[str] = []

@@ -139,14 +139,10 @@ def _quotas(sizes: Sequence[int], weights: Sequence[float], total: int, offset: 
 def _shares(sizes: Sequence[int], weights: Sequence[float], total: int) -> list[Fraction]:
     """`total` parted by weight, none above its size; what one cannot take the others share."""
     shares = [Fraction(0)] * len(sizes)
-    open_ = {i for i, size in enumerate(sizes) if size}
-    left = Fraction(total)
-    while open_:
-        weight = sum(Fraction(weights[i]) for i in open_)
-        wanted = {i: left * Fraction(weights[i]) / weight for i in open_}
-        full = {i for i in open_ if wanted[i] >= sizes[i]} or open_
-        for i in full:
-            shares[i] = min(wanted[i], Fraction(sizes[i]))
-            left -= shares[i]
-        open_ = open_ - full
+    left, weight = Fraction(total), sum(map(Fraction, weights))
+    # Those with the least room for their weight first: what they leave is still to be parted.
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i] / weights[i]):
+        own = Fraction(weights[i])
+        shares[i] = min(left * own / weight, Fraction(sizes[i]))
+        left, weight = left - shares[i], weight - own
     return shares

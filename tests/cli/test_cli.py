@@ -95,8 +95,8 @@ def test_debug_shows_the_traceback(config, capsys):
     [
         (["train", "quickstrat"], "quickstart"),
         (["train", "mine.yaml"], "dpo, gsm8k, quickstart, rank"),
-        (["trian"], "did you mean train?"),
-        (["improve"], "train, eval"),
+        (["trian"], "did you mean 'train'?"),
+        (["improve"], "doctor, eval"),
         (["eval", "quickstart", "--k", "0"], "--k"),
         (["eval", "quickstart", "--k", "8", "--num-samples", "4"], "--num-samples"),
         (["train", "quickstart", "max_steps", "3"], "max_steps 3"),

@@ -10,21 +10,13 @@ def entry(task, **options):
     return generate_rows(task, seed=3, size=1, options=options)[0]["entry"]
 
 
-def test_the_tasks_own_scorer_decides():
+def test_the_tasks_own_scorer_decides_on_the_part_that_is_the_answer():
     item = entry("chain_sum")
-    wrong = str(int(item["answer"]) + 1)
-    assert ReasoningGym()([item["answer"], f"{item['answer']}.00", wrong], entry=[item] * 3) == [
-        1.0,
-        1.0,
-        0.0,
-    ]
-
-
-def test_the_answer_may_be_a_part_and_the_last_one_counts():
-    item = entry("chain_sum")
-    reward = ReasoningGym(extract="Answer: (.*)")
-    right = f"Answer: {item['answer']}"
-    assert reward([f"Answer: 99999\n{right}", item["answer"], right], entry=[item] * 3) == [1.0, 0.0, 1.0]
+    right, wrong = item["answer"], str(int(item["answer"]) + 1)
+    marked = [f"Answer: {wrong}\nAnswer: {right}", right, f"Answer: {right}"]
+    assert ReasoningGym()([right, f"{right}.00", wrong], entry=[item] * 3) == [1.0, 1.0, 0.0]
+    assert ReasoningGym(extract="Answer: (.*)")(marked, entry=[item] * 3) == [1.0, 0.0, 1.0]
+    assert ReasoningGym()(["1"], entry=[None]) == [None]
 
 
 def test_partial_credit_can_be_refused():
@@ -32,10 +24,6 @@ def test_partial_credit_can_be_refused():
     near = f"it is {item['answer']}"
     assert 0.0 < ReasoningGym()([near], entry=[item])[0] < 1.0
     assert ReasoningGym(partial_credit=False)([near, item["answer"]], entry=[item] * 2) == [0.0, 1.0]
-
-
-def test_a_row_without_entry_does_not_apply():
-    assert ReasoningGym()(["1"], entry=[None]) == [None]
 
 
 @pytest.mark.parametrize("task", ["n_queens", "spiral_matrix", "binary_matrix", "countdown"])
