@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from .measure import (
     OK,
     SKIPPED,
     DeviceLost,
-    Memory,
     Stopwatch,
     at_most,
     failure_of,
@@ -92,20 +91,18 @@ class Entrant:
     prepared: Prepared | None = field(default=None, init=False)
     seconds: list[float] = field(default_factory=list, init=False)
     phases: list[dict[str, float]] = field(default_factory=list, init=False)
-    memory: Memory | None = field(default=None, init=False)
-    accuracy: dict[str, float] = field(default_factory=dict, init=False)
     work: Work = field(default_factory=Work, init=False)
-    metrics: dict[str, float] = field(default_factory=dict, init=False)  # at the median
-    outcome: tuple[str, str] = field(default=(SKIPPED, NO_TIME), init=False)  # status, reason
+    found: dict[str, Any] = field(default_factory=lambda: {"status": SKIPPED, "reason": NO_TIME}, init=False)
+    """Fields of its `Measurement`."""
 
     @property
     def wants_more(self) -> bool:
         enough = len(self.seconds) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
         return self.prepared is not None and self.prepared.run is not None and not enough
 
-    def fail(self, outcome: tuple[str, str]) -> None:
-        """Nothing that was measured counts."""
-        self.outcome = outcome
+    def fail(self, status: str, reason: str) -> None:
+        """Nothing that was timed counts."""
+        self.found |= {"status": status, "reason": reason}
         prepared, self.prepared = self.prepared, None
         if prepared is not None:
             prepared.reset()
@@ -117,28 +114,28 @@ class Entrant:
         if prepared is None:
             return
         prepared.close()
-        if self.seconds or prepared.run is None:
-            median = statistics.median(self.seconds or [0.0])
-            self.outcome, self.work = (OK, ""), prepared.work
-            self.metrics = (prepared.work.rates(median) if median else {}) | prepared.metrics(median)
+        if prepared.run is None:
+            self.found |= {"status": OK, "reason": "", "metrics": prepared.metrics(0.0)}
+        if self.seconds:
+            median = statistics.median(self.seconds)
+            self.work = prepared.work
+            self.found |= {
+                "status": OK,
+                "reason": "",
+                "seconds": self.seconds,
+                "time": summarise(self.seconds),
+                "phases": medians(self.phases),
+                "metrics": prepared.work.rates(median) | prepared.metrics(median),
+            }
 
     def measurement(self, shape: dict[str, Any], ceilings: dict[str, float]) -> Measurement:
-        status, reason = self.outcome
-        timed = list(self.seconds) if status == OK else []
-        share = self.work.share(statistics.median(timed), ceilings) if timed and not self.ceiling else {}
-        return Measurement(
-            implementation=self.name,
-            shape=shape,
-            status=status,
-            reason=reason,
-            seconds=timed,
-            time=summarise(timed) if timed else None,
-            memory=self.memory,
-            accuracy=self.accuracy,
-            phases=medians(self.phases) if timed else {},
-            metrics=self.metrics | share,
-            ceilings={} if self.ceiling else ceilings,
-        )
+        if self.ceiling:
+            return Measurement(self.name, shape, **self.found)
+        found = Measurement(self.name, shape, **self.found, ceilings=ceilings)
+        if not found.seconds:
+            return found
+        share = self.work.share(statistics.median(found.seconds), ceilings)
+        return replace(found, metrics=found.metrics | share)
 
 
 class Contest:
@@ -205,18 +202,18 @@ class Contest:
         ordered = sorted(self._entrants, key=lambda one: not one.ceiling)
         ceilings: dict[str, float] = {}
         for one in ordered:
-            ceilings |= one.metrics if one.ceiling else {}
+            ceilings |= one.found.get("metrics", {}) if one.ceiling else {}
         return [one.measurement(self.shape, ceilings) for one in ordered]
 
     def _enter(self, one: Entrant, hurry: Any) -> None:
         with hurry:
             prepared = one.prepared = one.prepare()
-            one.accuracy = prepared.accuracy
+            one.found["accuracy"] = prepared.accuracy
             if prepared.run is None:
                 return
             self._once(prepared)
             if self._memory and not one.ceiling:
-                one.memory = memory_of(lambda: self._once(prepared), self._device)
+                one.found["memory"] = memory_of(lambda: self._once(prepared), self._device)
 
     def _once(self, prepared: Prepared) -> tuple[float, dict[str, float]]:
         taken = self._watch.time(lambda: prepared.run(self._watch))
@@ -242,7 +239,7 @@ class Contest:
             failure = failure_of(error)
         try:
             for one in concerned:
-                one.fail(failure)
+                one.fail(*failure)
             give_back_memory(self._device)
         except RuntimeError as lost:
             raise DeviceLost(concerned[0].name, failure[1]) from lost

@@ -10,7 +10,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,6 @@ class Histogram:
     rows_by_live_tiles: dict[int, int]
     tile: int = TILE
     threshold: float = THRESHOLD
-    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def tiles(self) -> int:

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.tune`: regenerate the table of sizes for the GPU at hand, or compile every candidate.
+"""`python -m benchmarks.tune`: regenerate the table of sizes for the GPU at hand.
 
 One change of the shipped sizes at a time, stage by stage; a change is kept when it gives the right result and
 is faster by more than noise, measured in turns with the incumbent. Candidates are compiled ahead in processes
-of their own. Without a GPU, `--compile-only` reports which of them an architecture can run without spills.
+of their own.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ def compile_all(
 class Bench:
     """One shape on the GPU: times and checks of the forward and of the sparse backward under given sizes."""
 
-    def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
+    def __init__(self, shape: Shape, device: torch.device) -> None:
         sizes = TOKENS, shape.hidden, shape.vocabulary
         setting = Setting("histogram", *sizes, FORWARD_BACKWARD, shape.trainable, "bfloat16")
-        self.problem = make_problem(setting, device, seed, load_histogram(HISTOGRAM))
+        self.problem = make_problem(setting, device, 0, load_histogram(HISTOGRAM))
         self.device = device
         self.wanted = Wanted(hidden=True, weight=shape.trainable, bias=False)
         head = Head(self.problem)
@@ -249,8 +249,7 @@ def tune(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * options.minutes
     out = options.out or tuning.TABLES / f"sm_{architecture}.json"
     found: dict[Shape, Sizes] = {}
-    logs = []
-    about = environment(device)
+    logs, about = [], environment(device)
     provenance = {
         "device": about["benchmark_device"], "date": about["started"], "command": " ".join(about["command"]),
         **{key: about["versions"].get(key, "unknown") for key in ("torch", "triton")},
@@ -261,7 +260,7 @@ def tune(options: argparse.Namespace) -> int:
         if time.monotonic() > deadline:
             break
         print(json.dumps({"shape": vars(shape), "compiled": len(faults)}), flush=True)
-        bench = Bench(shape, device, options.seed)
+        bench = Bench(shape, device)
         found[shape], log = tune_shape(bench, starts[shape], architecture, deadline)
         logs.append({"shape": vars(shape), "faults": {k: v for k, v in faults.items() if v}, "tried": log})
         write_table(out, merged(shipped, found, provenance))
@@ -270,30 +269,15 @@ def tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def compile_only(architecture: int, processes: int) -> int:
-    """Prints every candidate and what keeps it from running."""
-    sizes = tuning.load_tables()[architecture].sizes("half", SHAPES[0].hidden, SHAPES[0].trainable)
-    for shape, found in compile_all(architecture, {SHAPES[0]: sizes}, processes):
-        print(f"sm_{architecture}, H = {shape.hidden}, V = {shape.vocabulary}")
-        for key, faults in found.items():
-            print(f"  {key}: {'; '.join(faults) or 'fits'}")
-    return 0
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="time budget of the whole command (5)")
-    parser.add_argument("--compile-only", action="store_true", help="measure nothing; needs no GPU")
-    parser.add_argument("--architecture", type=int, choices=sorted(tuning.SHARED_MEMORY), default=90)
     parser.add_argument("--processes", type=int, default=8, help="compilers at a time (8)")
     parser.add_argument("--out", type=Path, help="the table; in place of the checked-in one unless given")
     parser.add_argument("--log", type=Path, help="every comparison, JSON")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    if options.compile_only:
-        return compile_only(options.architecture, options.processes)
     if not torch.cuda.is_available():
-        print("tune: torch sees no CUDA device; --compile-only needs none", file=sys.stderr)
+        print("tune: torch sees no CUDA device", file=sys.stderr)
         return 2
     return tune(options)
 
