@@ -85,38 +85,23 @@ def test_a_run_prints_a_table_and_writes_a_record_of_every_setting(tmp_path, cap
     assert "ours, tolerance 0" in printed and PRODUCT in printed
 
 
-def test_a_peer_that_fails_says_how_and_the_others_are_measured(tmp_path, only, capsys):
-    calls = []
-
-    def tired(problem: Problem) -> Run:
-        def run() -> Outcome:
-            calls.append(1)
-            if len(calls) > 12:
-                raise RuntimeError("worn out")
-            return problem.finish(logprobs(problem.hidden, problem.weight, problem.targets))
-
-        return run
-
+def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measured(tmp_path, only, capsys):
     only(
-        raising("broken", RuntimeError("kernel exploded")),
-        raising("greedy", torch.OutOfMemoryError("tried to allocate a vocabulary")),
-        Peer("greedier", lambda problem: lambda: problem.finish(torch.empty(1 << 55))),
-        Peer("tired", tired),
         raising("absent", ImportError("No module named 'absent'")),
+        Peer("greedy", lambda problem: lambda: problem.finish(torch.empty(1 << 55))),
         Peer("short", lambda problem: lambda: Outcome(torch.zeros(len(problem.targets) - 1))),
         Peer("lazy", lambda problem: Outcome),
         FULL,
     )
-    found = by_name(run_head(tmp_path, *ONE, "--repeats", "20"))
+    found = by_name(run_head(tmp_path, *ONE))
 
     assert {name: one.status for name, one in found.items() if name != PRODUCT} == {
-        "broken": FAILED, "greedy": OOM, "greedier": OOM, "tired": FAILED, "absent": SKIPPED,
-        "short": FAILED, "lazy": FAILED, "torch full logits": OK,
+        "absent": SKIPPED, "greedy": OOM, "short": FAILED, "lazy": FAILED, "torch full logits": OK
     }  # fmt: skip
     assert "log-probabilities of shape" in found["short"].reason
     assert "hidden.grad" in found["lazy"].reason
     printed = capsys.readouterr().out
-    assert "kernel exploded" in printed and "skipped absent: not installed" in printed
+    assert found["short"].reason[:20] in printed and "skipped absent: not installed" in printed
 
 
 def of_loss(damage: Callable[[torch.Tensor], torch.Tensor]) -> Peer:

@@ -31,6 +31,12 @@ def test_a_tile_is_live_when_a_probability_in_it_is_above_the_threshold():
     assert count_live(logits).tolist() == [2, 1]
 
 
+def test_another_vocabulary_keeps_the_share_of_tiles():
+    drawn = Histogram("a model", 1280, {5: 1}).draw(3, 128_000, torch.Generator())
+
+    assert drawn.tolist() == [500, 500, 500]
+
+
 def test_made_rows_have_the_live_tiles_of_the_histogram_and_are_sampled_on_policy_and_not_certain(seed):
     wanted = Histogram("a model", 4000, {2: 5, 9: 3, 20: 2})
 
@@ -63,12 +69,6 @@ def test_made_rows_thin_out_with_the_threshold_as_a_models_rows_do(seed):
     assert 2.2 < tiles[1e-6] / tiles[1e-5] < 5
     assert 2.2 < tiles[1e-5] / tiles[1e-4] < 6
     assert 1.3 < entries < 2.3
-
-
-def test_another_vocabulary_keeps_the_share_of_tiles():
-    drawn = Histogram("a model", 1280, {5: 1}).draw(3, 128_000, torch.Generator())
-
-    assert drawn.tolist() == [500, 500, 500]
 
 
 @pytest.mark.parametrize("rows", ["flat", "peaked"])
