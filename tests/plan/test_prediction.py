@@ -42,7 +42,6 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "bfloat16", {}, 0.03),
         ("qwen2", "bfloat16", CHECKPOINTED, 0.03),
         ("qwen2", "bfloat16", LORA, 0.03),
-        ("qwen2", "float32", LORA, 0.03),
         ("qwen2", "float32", FROZEN_HEAD, 0.03),
         ("gemma3_text", "bfloat16", {}, 0.05),
         ("gpt_neox", "bfloat16", {}, 0.05),
