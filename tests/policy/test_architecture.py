@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_fast.policy import Policy, head_parameters
-from grpo_fast.policy.architecture import check_layer_types, verify_policy
+from grpo_fast.policy import Policy
+from grpo_fast.policy.architecture import check_layer_types, head_parameters, verify_policy
 
 Load = Callable[..., Policy]
 
