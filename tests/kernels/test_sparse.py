@@ -152,8 +152,8 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
 
 
 def test_chunks_of_pairs_and_runs_change_no_bit(make_head):
-    head = make_head(40, 600, peak=20.0, dtype=torch.bfloat16)
-    chunked = replace(QUICK, chunk_bytes=128 * 128 * 2)
+    head = make_head(40, 384, peak=20.0, dtype=torch.bfloat16)
+    chunked = replace(QUICK, chunk_bytes=60 * 128 * 2)
 
     results = [run(head, 1.0, config=config) for config in (QUICK, QUICK, chunked)]
 
@@ -165,7 +165,8 @@ def test_chunks_of_pairs_and_runs_change_no_bit(make_head):
 
 
 def test_splitting_a_row_over_programs_changes_its_gradient_by_rounding_alone(make_head, monkeypatch):
-    head = make_head(8, 250, 520, peak=30.0, spread=1.0)
+    head = make_head(8, 250, 40, peak=30.0, spread=1.0)
+    monkeypatch.setattr(sparse_rows, "_SLICE", 32)
     form, formed = sparse.hidden_gradient, []
 
     def twice(*arguments):  # the lists of entries serve more than once
