@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -51,28 +51,6 @@ _SPARSE = ("pair_gradient", "add_weight_gradient", "hidden_gradient")
 _BOTH = Wanted(hidden=True, weight=True, bias=False)
 
 
-Calls = dict[str, list[tuple["partial[Any]", Any]]]  # by function: the call, to be made again, and its result
-
-
-@contextmanager
-def recorded(*functions: tuple[Any, str]) -> Iterator[Calls]:
-    """Inside, the calls of these functions, module and name, are kept."""
-    calls: Calls = {name: [] for _, name in functions}
-
-    def recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, **options: Any) -> Any:
-            call = partial(function, *args, **options)
-            calls[name].append((call, call()))
-            return calls[name][-1][1]
-
-        return record
-
-    with ExitStack() as stack:
-        for module, name in functions:
-            stack.enter_context(mock.patch.object(module, name, recorder(name, getattr(module, name))))
-        yield calls
-
-
 class Head:
     """The forward and the backward of one batch, as its plan has them; the backward never asks the host."""
 
@@ -108,31 +86,39 @@ class Batch(Head):
     """One batch's kernels, each ready to be called again as a forward and a backward called it."""
 
     @cached_property
-    def calls(self) -> Calls:
-        """Of a sparse and of a dense backward, with the forward before them."""
+    def calls(self) -> dict[str, list[partial[Any]]]:
+        """By function, of a sparse and of a dense backward with the forward before them."""
         from grpo_fast.kernels import sparse
 
         from grpo_fast.head import accelerated
 
-        of_head = ((accelerated, name) for name in _OF_HEAD)
-        with recorded(*of_head, *((sparse, name) for name in _SPARSE)) as calls:
+        modules = dict.fromkeys(_OF_HEAD, accelerated) | dict.fromkeys(_SPARSE, sparse)
+        functions = {name: getattr(module, name) for name, module in modules.items()}
+        with ExitStack() as stack:
+            spies = {}
+            for name, function in functions.items():
+                spy = mock.patch.object(modules[name], name, wraps=function)
+                spies[name] = stack.enter_context(spy)
             forward = self.forward()
             self.backward(forward)
             self.backward(forward, exact=True)
-        return calls
+        return {
+            name: [partial(function, *call.args, **call.kwargs) for call in spies[name].call_args_list]
+            for name, function in functions.items()
+        }
 
     @cached_property
     def pairs(self) -> int:
         """Live ones."""
-        ((_, selected),) = self.calls["select_pairs"]
-        if selected.overflow.any():
+        operands, _ = self.calls["hidden_gradient"][0].args
+        if operands.pairs.overflow.any():
             raise Unsupported("these rows are too dense for the sparse backward: its lists overflow")
-        return int(selected.total)
+        return int(operands.pairs.total)
 
     @property
     def lists(self) -> Any:
         """Of entries, to which `pair_gradient` appends and which `hidden_gradient` reads."""
-        return self.calls["hidden_gradient"][0][0].args[1]
+        return self.calls["hidden_gradient"][0].args[1]
 
     @cached_property
     def entries(self) -> int:
@@ -144,12 +130,12 @@ class Batch(Head):
             _ = self.pairs
         if name == "pair_gradient":
             self.lists.used.zero_()
-        for call, _ in self.calls[name]:
+        for call in self.calls[name]:
             call()
 
     def dense(self, *names: str) -> None:
         """The logit gradient, and from it those of these names."""
-        call, _ = self.calls["dense_backward"][0]
+        (call,) = self.calls["dense_backward"]
         problem, gradient, _ = call.args
         call.func(problem, gradient, _wanted(*names), **call.keywords)
 
