@@ -81,6 +81,19 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
         assert_same(found, results[0])
 
 
+def test_minibatches_share_whole_groups_and_the_counts(make_trainer):
+    trainer = make_trainer(minibatches=3, advantage={"skip_flat_groups": False})
+    samples, totals = collected(trainer)
+    parts = trainer.update.split(samples, totals)
+
+    groups = [{sample.group_id for sample in part.samples} for part in parts]
+    assert sorted(map(len, groups)) == [1, 1, 2] and len(set.union(*groups)) == 4
+    for name, share in (("num_tokens", totals.num_tokens), ("num_sequences", totals.num_sequences)):
+        assert [getattr(part.totals, name) for part in parts] == [pytest.approx(share / 3)] * 3
+    assert [part.totals.measured_sequences for part in parts] == [len(part.samples) for part in parts]
+    assert sum(part.totals.measured_tokens for part in parts) == totals.num_tokens
+
+
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
 def test_a_trained_head_adds_its_own_gradient_in_every_micro_batch(make_trainer, monkeypatch, lora):
     trainer = make_trainer(model={"lora": lora})

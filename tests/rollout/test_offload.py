@@ -63,6 +63,7 @@ def test_parts_come_back_to_the_bit_with_their_latest_values_and_are_readable_on
         parts["master"]["w"].mul_(1.5)
         parts["optimizer"]["exp_avg.w"].add_(1)
         before, home = copies(parts), parts["master"]["w"].data_ptr()
+        moved.start_offload()
         assert away(moved) == away(moved) == 2 * 4 * SIZE + 2 * SIZE and same(parts, before)
         assert parts["master"]["w"].data_ptr() != home
         moved.start_reload()

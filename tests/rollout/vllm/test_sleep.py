@@ -113,6 +113,18 @@ def test_a_step_that_failed_keeps_it_from_generating_and_can_be_asked_for_again(
     assert not device.is_sleeping()
 
 
+def test_a_wake_that_vllm_does_not_complete_is_noticed(device, monkeypatch):
+    cycle = SleepCycle(device, 1)
+    cycle.sleep()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="completely"):
+        patch.setattr(device, "is_sleeping", lambda: True)
+        cycle.wake()
+    with pytest.raises(RuntimeError, match="call wake"):
+        cycle.require_awake()
+    cycle.wake()
+    cycle.require_awake()
+
+
 def test_a_tag_brings_back_its_own_memory_and_the_first_one_what_has_no_tag_of_ours(device):
     device.sleep(2)
     assert bytes_in_pool("weights") == 2 * GIB
