@@ -60,7 +60,7 @@ def ranked(rng):
     lengths = torch.randint(1, 30, (len(ids),), generator=rng).double()
     logprobs = -lengths * (0.1 + random())
     reference = logprobs + 4 * random() - 2
-    written = reference + 0.6 * lengths * (random() - 0.5)
+    written = reference + 2 * lengths * (random() - 0.5)
     written[::2] = torch.nan
     return RankedInputs(
         logprobs.requires_grad_(), lengths, grades, ids, 5, reference, written, weights=random(5)
