@@ -179,7 +179,8 @@ class PolicyUpdate:
         self.optimizer.zero_grad()  # of an attempt that failed
         totals = minibatch.totals
         if config.top_entropy_quantile < 1 and len(minibatch.batches) > 1:
-            totals = replace(totals, entropy_threshold=self.entropy_threshold(minibatch.batches))
+            threshold, kept = self.entropy_threshold(minibatch.batches)
+            totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
         shares, logprobs = [], []
         for batch in minibatch.batches:
             head = self.policy.head
@@ -232,12 +233,17 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
-    def entropy_threshold(self, batches: Sequence[PackedBatch]) -> float:
-        """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it."""
+    def entropy_threshold(self, batches: Sequence[PackedBatch]) -> tuple[float, int]:
+        """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it.
+
+        Returns:
+            The entropy in nats, and the number of tokens at or above it.
+        """
         outputs = [self.head_outputs(self.policy, batch, "entropy") for batch in batches]
         entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
         every = torch.ones_like(entropies, dtype=torch.bool)
-        return entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
+        threshold = entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
+        return threshold, int((entropies >= threshold).sum())
 
     def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""

@@ -157,8 +157,11 @@ def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
         if threshold is None:
             threshold = entropy_threshold(entropy, mask, config.top_entropy_quantile)
         keep = mask & (entropy >= threshold)
-        kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
-        entropy_mean = entropy_mean * keep / kept_share
+        if totals.entropy_tokens is None:
+            kept_share = keep.sum().clamp(min=1) / mask.sum().to(entropy_mean.dtype)
+            entropy_mean = entropy_mean * keep / kept_share
+        else:
+            entropy_mean = keep.to(entropy_mean.dtype) / max(totals.entropy_tokens, 1)
     if config.off_policy_mask_threshold is not None:
         behaviour = old_logprobs if sampler_logprobs is None else sampler_logprobs
         keep = keep & off_policy_keep(

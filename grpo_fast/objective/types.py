@@ -26,6 +26,7 @@ class StepTotals:
     measured_tokens: float | None = None  # tokens in the step's batches, for metrics; None: num_tokens
     measured_sequences: float | None = None  # sequences in the step's batches; None: num_sequences
     entropy_threshold: float | None = None  # top_entropy_quantile's, of the step; None: the micro-batch's
+    entropy_tokens: float | None = None  # tokens at or above it in the step; None: the micro-batch's share
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_layer_types
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.gguf import PREFIX
-from grpo_fast.policy.load import _add_lora, _disable_dropout, resolve_source
+from grpo_fast.policy.load import prepare_to_train, resolve_source
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -141,14 +141,7 @@ def random_model(
             attn_implementation=attention,
             trust_remote_code=False,
         )
-    _disable_dropout(found)
-    if model.lora is not None:
-        found = _add_lora(found, model.lora)
-    elif not model.train_lm_head:
-        found.get_output_embeddings().requires_grad_(False)
-    if model.gradient_checkpointing:
-        found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return found.train()
+    return prepare_to_train(found, model)
 
 
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:

@@ -46,21 +46,30 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    _disable_dropout(model)
-    trained: PreTrainedModel | PeftModel = model
     reference = None
-    if config.lora is not None:
-        trained = _add_lora(model, config.lora)
-    else:
-        if needs_reference:
-            reference = copy.deepcopy(model).eval().requires_grad_(False)
-        if not config.train_lm_head:
-            model.get_output_embeddings().requires_grad_(False)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(trained.train(), tokenizer, attention=attention, reference=reference)
+    if needs_reference and config.lora is None:
+        reference = copy.deepcopy(model).eval().requires_grad_(False)
+    policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
     verify_policy(policy)
     return policy
+
+
+def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
+    """The model without dropout, adapted or frozen as configured, its layers recomputed if asked for.
+
+    Raises:
+        ValueError: LoRA modules that the model does not have.
+        ImportError: LoRA without peft.
+    """
+    _disable_dropout(model)
+    trained: PreTrainedModel | PeftModel = model
+    if config.lora is not None:
+        trained = _add_lora(model, config.lora)
+    elif not config.train_lm_head:
+        model.get_output_embeddings().requires_grad_(False)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return trained.train()
 
 
 def resolve_source(path: str) -> str:
@@ -193,7 +202,7 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in modules:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        if isinstance(getattr(module, "attention_dropout", None), float):  # a module of its own in BLOOM
             module.attention_dropout = 0.0
 
 

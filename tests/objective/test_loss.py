@@ -41,7 +41,7 @@ def combine(shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "clip_cov"])
-@pytest.mark.parametrize("entropy", [BONUS, HIGH_ENTROPY], ids=["bonus", "high entropy"])
+@pytest.mark.parametrize("entropy", [BONUS, BONUS | HIGH_ENTROPY], ids=["bonus", "high entropy"])
 def test_losses_gradients_and_metrics_of_micro_batches_in_any_order_add_up_to_the_steps(
     loss_type, entropy, make_batch, rng
 ):
@@ -51,7 +51,8 @@ def test_losses_gradients_and_metrics_of_micro_batches_in_any_order_add_up_to_th
     parts = [rows] if loss_type == "kl_cov" else [rows[:1], rows[1:3], rows[3:]]
     whole = batch.inputs()
     threshold = entropy_threshold(whole.entropy, whole.loss_mask, 0.6)
-    totals = replace(batch.totals, entropy_threshold=threshold)
+    kept = int((whole.loss_mask & (whole.entropy >= threshold)).sum())
+    totals = replace(batch.totals, entropy_threshold=threshold, entropy_tokens=kept)
 
     expected = policy_loss(whole, config)
     found = [policy_loss(batch.inputs(part, totals), config) for part in parts]
