@@ -30,8 +30,8 @@ from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
-from grpo_fast.run_record.logs import provenance
 
+from .machine import environment
 from .models import make_policy, make_tokenizer, vocabulary_of
 from .record import write_json
 from .step import LOSS, full_logits_loss
@@ -209,7 +209,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {"environment": provenance(), "vocabulary": VOCABULARY, "steps": options.steps}
+    found: dict[str, Any] = {
+        "environment": environment(torch.device("cpu")),
+        "vocabulary": VOCABULARY,
+        "steps": options.steps,
+    }
     if options.model:
         found["real_model"] = real_model(options.model)
         print(found["real_model"], flush=True)
