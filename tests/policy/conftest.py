@@ -60,14 +60,14 @@ def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
 def make_samples(
     rng: torch.Generator, groups: int = 4, generations: int = 3, prompt: int = 9, completion: int = 6
 ) -> list[Sample]:
-    """Prompts of 1 to `prompt` tokens, each with completions of 1 to `completion` tokens, shuffled."""
+    """Prompts of 1 to `prompt` tokens, the first the longest; completions of 1 to `completion`; shuffled."""
 
     def integers(high: int, count: int) -> tuple[int, ...]:
         return tuple(torch.randint(0, high, (count,), generator=rng).tolist())
 
     samples = []
     for group in range(groups):
-        prompt_ids = integers(VOCABULARY, 1 + integers(prompt, 1)[0])
+        prompt_ids = integers(VOCABULARY, 1 + integers(prompt, 1)[0] if group else prompt)
         for _ in range(generations):
             length = 1 + integers(completion, 1)[0]
             samples.append(

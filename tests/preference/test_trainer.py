@@ -158,7 +158,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
 def test_a_step_of_groups_that_are_all_ties_changes_nothing_and_held_out_ones_are_refused(make_run):
     config = make_run("rank", {})
     group = [{"response": "w3", "rank": 1}, {"response": "w4", "rank": 1}]
-    rows = [json.dumps({"prompt": f"w{2 + i} w5", "group": group}) + "\n" for i in range(8)]
+    rows = [json.dumps({"prompt": f"w{2 + i}" + " w5" * 6, "group": group}) + "\n" for i in range(8)]
     Path(config.dataset.source).write_text("".join(rows))
     trainer = build_preference_trainer(config)
     before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
