@@ -285,7 +285,6 @@ def test_rows_that_are_live_everywhere_are_exact_where_a_list_overflows(crowded,
     assert 0.3 < out.certificate.density < 1
     assert out.certificate.error_bound <= 1
     assert oracle.relative(found[0][dense], exact[0][dense]) < 2e-5
-    assert (oracle.relative(found[0], exact[0]) > 1e-4) == (dense != slice(0, 16))
     for got, expected in zip(found, exact, strict=True):
         assert oracle.relative(got, expected) < 5e-3
 
