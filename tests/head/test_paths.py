@@ -274,8 +274,14 @@ def crowded(hopper, make_call, sparse_sizes):
     ],
     ids=["all fits", "pairs overflow", "entries overflow", "the other rows' entries overflow too"],
 )
-def test_rows_that_are_live_everywhere_are_exact_where_a_list_overflows(crowded, oracle, limits, dense):
-    call = crowded(**limits)
+def test_rows_that_are_live_everywhere_are_exact_only_where_a_list_overflows(
+    crowded, oracle, monkeypatch, limits, dense
+):
+    from grpo_fast.head import accelerated
+
+    call, exactly, rows = crowded(**limits), accelerated._dense, []
+    counted = lambda problem, *rest: rows.append(len(problem.hidden)) or exactly(problem, *rest)  # noqa: E731
+    monkeypatch.setattr(accelerated, "_dense", counted)
     ones = {"logprob": torch.ones(16, device=call.hidden.device)}
     exact = oracle.exact_gradients(call, ones)
 
@@ -284,6 +290,9 @@ def test_rows_that_are_live_everywhere_are_exact_where_a_list_overflows(crowded,
 
     assert 0.3 < out.certificate.density < 1
     assert out.certificate.error_bound <= 1
+    assert len(rows) == {0: 0, 8: 1, 16: 2}[dense.stop - dense.start]
+    assert not rows or 6 <= rows[0] < 16  # 6 of the last 8 have a target
+    assert rows[1:] in ([], [16])
     assert oracle.relative(found[0][dense], exact[0][dense]) < 2e-5
     for got, expected in zip(found, exact, strict=True):
         assert oracle.relative(got, expected) < 5e-3
