@@ -80,7 +80,7 @@ StepTime = tuple[float, dict[str, float], float]
 def ours_steps(model: Path, setting: TrainShape, steps: int, device: torch.device) -> Iterator[StepTime]:
     """Steps of our trainer, with its own clock."""
     from grpo_fast.config import TrainConfig
-    from grpo_fast.run import build_grpo_trainer
+    from grpo_fast.run.build import build_grpo_trainer
 
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")

@@ -23,7 +23,8 @@ from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.sampler import GroupSampler
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
-from grpo_fast.run import build_stages, train
+from grpo_fast.run import train
+from grpo_fast.run.build import build_stages
 from grpo_fast.run_record.checkpoint import (
     CheckpointError,
     CheckpointSaveError,

@@ -9,7 +9,7 @@ from grpo_fast.policy import load_policy
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.preference import scoring as module
 from grpo_fast.preference.scoring import ComparisonBatches, fingerprint, reference_logprobs, score
-from grpo_fast.run import build_preference_trainer
+from grpo_fast.run.build import build_preference_trainer
 
 
 @pytest.fixture

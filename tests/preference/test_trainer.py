@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from grpo_fast.preference.trainer import PreferenceTrainer
-from grpo_fast.run import build_preference_trainer, train
+from grpo_fast.run import train
+from grpo_fast.run.build import build_preference_trainer
 from grpo_fast.run_record.logs import Clock
 
 KTO, AOT = ({"loss": {"loss_type": name}} for name in ("kto", "aot"))

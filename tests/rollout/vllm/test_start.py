@@ -85,7 +85,7 @@ def test_an_engine_in_a_process_of_its_own_or_with_a_setting_of_the_other_engine
 
 def test_a_missing_engine_is_told_before_a_policy_is_loaded_for_it(monkeypatch, installed):
     installed(None)
-    monkeypatch.setattr("grpo_fast.run.load_policy", lambda *args, **settings: pytest.fail("loaded"))
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *args, **settings: pytest.fail("loaded"))
 
     with pytest.raises(ImportError, match="pip install"):
         build_trainer(load_config("quickstart", ["rollout.engine=vllm"]))
