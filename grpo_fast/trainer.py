@@ -210,19 +210,22 @@ class Trainer:
         return evaluate(self.engine, questions, self.judges, config, sampling, observer=watch)
 
     def pick_samples(self, groups: Sequence[Group]) -> list[SampleRecord]:
-        """The first completion of each group, for a person to read."""
-        firsts = [(group, group.completions[0], group.advantages[0]) for group in groups]
+        """Every completion of the first group and the first of each other, for a person to read."""
         return [
             SampleRecord(
+                group=number,
+                question=group.prompt.prompt,
                 prompt=str(self.policy.tokenizer.decode(list(group.prompt.token_ids))),
                 completion=completion.text,
-                rewards=dict(zip(self.rewards.names, group.reward_table[0].tolist(), strict=True)),
-                reward=group.rewards[0].item(),
+                rewards=dict(zip(self.rewards.names, group.reward_table[i].tolist(), strict=True)),
+                reward=group.rewards[i].item(),
                 advantage=fmean(advantage if isinstance(advantage, tuple) else (advantage,)),
                 truncated=completion.truncated,
                 num_tokens=len(completion.token_ids),
             )
-            for group, completion, advantage in firsts
+            for number, group in enumerate(groups)
+            for i, (completion, advantage) in enumerate(zip(group.completions, group.advantages, strict=True))
+            if number == 0 or i == 0
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -153,3 +153,15 @@ def test_a_generation_tells_how_far_it_is(make_trainer):
     seen.clear()
     trainer.evaluate(3)
     assert seen[-1][1:] == (3, 3)
+
+
+def test_the_first_groups_completions_are_kept_side_by_side_and_one_of_each_other(make_trainer, seed):
+    trainer = make_trainer(seed=seed, logging={"samples": 3})
+    groups, _ = trainer.collect(Clock())
+    samples = trainer.pick_samples(groups[:3])
+    assert [sample.group for sample in samples] == [0] * 6 + [1, 2]
+    assert [sample.completion for sample in samples[:6]] == [c.text for c in groups[0].completions]
+    assert [sample.advantage for sample in samples[:6]] == list(groups[0].advantages)
+    assert samples[6].completion == groups[1].completions[0].text
+    assert samples[6].question == groups[1].prompt.prompt
+    assert trainer.train_step().samples[-1].group == 2

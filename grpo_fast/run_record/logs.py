@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from grpo_fast.data.types import Message
 from grpo_fast.run_record.alerts import Alert
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
 from grpo_fast.run_record.mirrors import LoggingConfig, Mirrors
@@ -48,7 +49,9 @@ NO_TIMINGS: Mapping[str, float] = MappingProxyType({})
 class SampleRecord:
     """A completion as it is shown to a person."""
 
-    prompt: str
+    group: int  # of the step's batch; completions of one prompt have the same
+    question: str | Sequence[Message]  # the prompt as the rewards see it: text, or a conversation
+    prompt: str  # as the model is given it
     completion: str
     rewards: Mapping[str, float | None]  # by function; None where not applicable
     reward: float  # the weighted total

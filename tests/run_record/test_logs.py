@@ -9,7 +9,7 @@ from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
 from grpo_fast.run_record.mirrors import LoggingConfig
 
-SAMPLE = SampleRecord("2 + 2 =", "<b>4</b>\n", {"exact": 1.0, "format": None}, 0.9, 0.7, False, 5)
+SAMPLE = SampleRecord(0, "2 + 2", "2 + 2 =", "<b>4</b>\n", {"exact": 1.0, "format": None}, 0.9, 0.7, False, 5)
 
 
 def open_logs(run_dir: Path) -> RunLogs:

@@ -50,8 +50,8 @@ def make_run(run_dir: Path, *, steps: int = 6, total: int = 6, completion: str =
             {"reward/mean": 0.1 * step, "reward/std": 0.3, "kl": 0.01, **parts},
             timings={"memory/peak_bytes": 2.0**30, **seconds},
         )
-        right = SampleRecord("2 + 2 =", completion, {"a": 1.0, "b": None}, 0.9, 1.5, False, 4)
-        wrong = SampleRecord("2 + 2 =", "no idea", {"a": 0.0, "b": 0.0}, 0.0, -1.5, True, 9)
+        right = SampleRecord(0, "2 + 2", "2 + 2 =", completion, {"a": 1.0, "b": None}, 0.9, 1.5, False, 4)
+        wrong = SampleRecord(0, "2 + 2", "2 + 2 =", "no idea", {"a": 0.0, "b": 0.0}, 0.0, -1.5, True, 9)
         logs.samples(step, [right, wrong])
     if steps == total:
         logs.evaluation(steps, "held-out", 0.49, (0.434, 0.546), 300)
