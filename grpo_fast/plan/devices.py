@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
@@ -29,6 +30,14 @@ TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml
 
 
 @dataclass(frozen=True)
+class Speed:
+    """As published, of one GPU."""
+
+    flops: float  # a second, in 16 bits
+    bandwidth: float  # bytes a second
+
+
+@dataclass(frozen=True)
 class DeviceBudget:
     """A device, and the bytes of it that a run may take."""
 
@@ -37,6 +46,7 @@ class DeviceBudget:
     total: int  # bytes
     capability: tuple[int, int] = (0, 0)
     shared_memory: int = 0  # bytes one program may use
+    speed: Speed | None = None  # of a CPU and of a GPU that the table does not have: not known
 
     @property
     def head_device(self) -> Device:
@@ -48,8 +58,8 @@ def device_budget(name: str | None = None) -> DeviceBudget:
     """The device to plan for.
 
     Args:
-        name: a GPU of the table, in any case and with or without its `RTX-`; a size, for a GPU of that many
-            bytes (of Hopper's kind); `cpu`; or None for this machine's device.
+        name: a GPU of the table in any usual spelling, `rtx4090` or `NVIDIA A100-SXM4-80GB`; a size, for a
+            GPU of that many bytes (of Hopper's kind); `cpu`; or None for this machine's device.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
@@ -58,17 +68,35 @@ def device_budget(name: str | None = None) -> DeviceBudget:
         return _gpu_at_hand() if torch.cuda.is_available() else _cpu_at_hand()
     if name.lower() == "cpu":
         return _cpu_at_hand()
-    gpus = TABLES["gpus"]
-    for known, (mebibytes, capability, shared_memory) in gpus.items():
-        if name.lower().removeprefix("rtx-") == known.lower().removeprefix("rtx-"):
-            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory)
-    _, capability, shared_memory = gpus["H100"]
+    if known := _known_gpu(name):
+        return known
     try:
-        return DeviceBudget(name, "cuda", SIZE.validate_python(name), tuple(capability), shared_memory)
+        size = SIZE.validate_python("" if name.strip().isdigit() else name)  # 24 are GB, and 5080 is a name
     except ValueError:
         raise ValueError(
-            f"gpu {name!r} is not known: give one of {', '.join(gpus)}, cpu, or a size such as 141GiB or 80GB"
+            f"gpu {name!r} is not known: give one of {', '.join(TABLES['gpus'])}, cpu, or a size such as "
+            "141GiB or 80GB"
         ) from None
+    _, capability, shared_memory, *_ = TABLES["gpus"]["H100"]
+    return DeviceBudget(name, "cuda", size, tuple(capability), shared_memory)
+
+
+def _known_gpu(name: str) -> DeviceBudget | None:
+    """The table's GPU of this name, which may say its memory too, in the makers' round numbers."""
+    given = _words(name)
+    for known, (mebibytes, capability, shared_memory, teraflops, gigabytes) in TABLES["gpus"].items():
+        own = _words(known)
+        memory = [int(word) if word.isdigit() else 0 for word in given[len(own) :]]
+        if given[: len(own)] == own and all(abs((size << 10) / mebibytes - 1) < 0.1 for size in memory):
+            speed = Speed(teraflops * 1e12, gigabytes * 1e9)
+            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, speed)
+    return None
+
+
+def _words(name: str) -> list[str]:
+    """`RTX4090`, `rtx 4090` and `NVIDIA GeForce RTX 4090` alike."""
+    told = re.sub(r"nvidia|geforce|rtx|generation|(sxm|hbm|pcie)\w*|(?<=\d)\s*gi?b\b", " ", name.lower())
+    return re.findall(r"[a-z]+|\d+", told)
 
 
 def _gpu_at_hand() -> DeviceBudget:
@@ -77,8 +105,10 @@ def _gpu_at_hand() -> DeviceBudget:
     facts = device_facts("cuda", index)
     free, total = torch.cuda.mem_get_info()
     ours = min(total, free + torch.cuda.memory_reserved() + CUDA_CONTEXT)
+    name = torch.cuda.get_device_name(index)
+    known = _known_gpu(name)
     return DeviceBudget(
-        torch.cuda.get_device_name(index), "cuda", ours, facts.capability, facts.shared_memory
+        name, "cuda", ours, facts.capability, facts.shared_memory, None if known is None else known.speed
     )
 
 

@@ -52,6 +52,7 @@ class ModelShape:
     """What a model's bytes follow from. Parameters are counts, each tied tensor once."""
 
     parameters: dict[str, int]  # by name in PARTS; parts without any are left out
+    active: int  # of them, that every token passes through: without embedding, head and experts not chosen
     bytes: int  # of all of them, in the dtypes they are kept in
     narrow: int  # trained parameters of 16 bits, which have float32 masters
     wide: int  # trained parameters that are their own masters
@@ -159,8 +160,10 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     paged = sum(layer.numbers for layer in layers)
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
         paged = len(layers) * (latent + config.qk_rope_head_dim)
+    visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
+        active=sum(int(count * visited.get(part, 1)) for part, count in parameters.items()),
         bytes=sum(p.nbytes for p in model.parameters()),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
@@ -174,6 +177,13 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         paged_kv_bytes_per_token=itemsize * paged,
         itemsize=itemsize,
     )
+
+
+def _chosen_experts(config: PretrainedConfig) -> float:
+    """The share of its experts that a token visits."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    there = next((count for name in names if (count := getattr(config, name, None))), None)
+    return getattr(config, "num_experts_per_tok", there) / there if there else 1.0
 
 
 def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:

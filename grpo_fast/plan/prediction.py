@@ -12,7 +12,8 @@ from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
-from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch
+from grpo_fast.plan.seconds import rollout_seconds, update_seconds
+from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.rollout.config import Part
@@ -63,6 +64,7 @@ class Prediction:
     parts: dict[Phase, dict[str, int]]
     offloaded: tuple[Part, ...]  # of the trainer, during the rollout
     micro_batch: MicroBatch
+    seconds: dict[Phase, float] | None  # of a step, estimated: see `plan.seconds`; None: speed not known
 
     def total(self, phase: Phase) -> int:
         """Bytes of the device taken in this phase."""
@@ -132,7 +134,19 @@ class Predictor:
             "update": self._with_overheads(update),
             "rollout": self._with_overheads(rollout | dict.fromkeys(offloaded, 0)),
         }
-        return Prediction(self.device, parts, offloaded, batch)
+        return Prediction(self.device, parts, offloaded, batch, self._seconds(sizes))
+
+    def _seconds(self, sizes: StepSizes) -> dict[Phase, float] | None:
+        """Of a step, on a GPU with published speeds, which are those of 16 bits."""
+        speed, shape = self.device.speed, self.shape
+        if speed is None or shape.itemsize > 2:
+            return None
+        work = whole_step(sizes, share_prompts=self.shares_prompts)
+        rows = self._sequences(sizes) if self.engine == "vllm" else self.in_flight(sizes)[1]
+        return {
+            "update": update_seconds(self.run, shape, speed, work),
+            "rollout": rollout_seconds(shape, speed, sizes, self.engine, rows),
+        }
 
     def _resident(self, batch: MicroBatch) -> dict[str, int]:
         """The trainer's tensors that outlive a micro-batch."""
@@ -187,9 +201,9 @@ class Predictor:
     def _vllm(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of vLLM awake, with every completion of a step in flight."""
         shape, vllm = self.shape, self.run.rollout.vllm
-        large = self.device.total >= _LARGE_GPU
-        sequences = min(vllm.max_sequences or _SEQUENCES[large], sizes.completions)
-        prefill_tokens = min(_BATCHED_TOKENS[large], sizes.prompts * sizes.prompt_length)
+        sequences = self._sequences(sizes)
+        most = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU]
+        prefill_tokens = min(most, sizes.prompts * sizes.prompt_length)
         prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
         base = shape.bytes - 4 * shape.parameters.get("adapters", 0)
         # Every completion at its longest, none preempted. A group shares the full pages of its prompt.
@@ -203,6 +217,11 @@ class Predictor:
             "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
             "engine residue": ENGINE_RESIDUE,
         }
+
+    def _sequences(self, sizes: StepSizes) -> int:
+        """Completions that vLLM decodes at once."""
+        most = self.run.rollout.vllm.max_sequences or _SEQUENCES[self.device.total >= _LARGE_GPU]
+        return min(most, sizes.completions)
 
     def _transformers(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of our own engine at the end of its longest batch, when the cache is full."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from grpo_fast.plan.prediction import PHASES
 from grpo_fast.plan.search import MOST_GENERATIONS, Plan
-from grpo_fast.run_record.summary import bytes_text
+from grpo_fast.run_record.summary import bytes_text, duration_text
 
 
 def render(plan: Plan) -> RenderableType:
@@ -33,6 +33,8 @@ def render(plan: Plan) -> RenderableType:
         parts.add_row(part, update, "away" if part in prediction.offloaded else rollout)
     parts.add_section()
     parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
+    if seconds := prediction.seconds:
+        parts.add_row("seconds of a step, estimated", *(duration_text(seconds[phase]) for phase in PHASES))
     spare = bytes_text(abs(prediction.free))
     answers = (
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
@@ -67,6 +69,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "parts": prediction.parts,
         "total": {phase: prediction.total(phase) for phase in PHASES},
         "allocated": {phase: prediction.allocated(phase) for phase in PHASES},
+        "estimated_seconds": prediction.seconds,
         "offloaded": list(prediction.offloaded),
         "fits": prediction.free >= 0,
         "micro_batch": asdict(prediction.micro_batch),

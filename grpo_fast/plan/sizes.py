@@ -98,6 +98,11 @@ def undivided_group(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
     return _micro_batch(_group(sizes, budget, share_prompts), sizes, sizes.groups)
 
 
+def whole_step(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
+    """Every document of a step, as if it were one micro-batch."""
+    return _micro_batch(_group(sizes, sizes.micro_batch_tokens, share_prompts) * sizes.prompts, sizes, 1)
+
+
 def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int, int]]:
     """(inputs, targets) of the documents that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only

@@ -12,6 +12,10 @@ from grpo_fast.plan.devices import device_budget
     ("name", "total"),
     [
         *(("H200", 143771 << 20), ("h200", 143771 << 20), ("4090", 24564 << 20), ("RTX-4090", 24564 << 20)),
+        *(("RTX4090", 24564 << 20), ("NVIDIA GeForce RTX 4090", 24564 << 20), ("rtx 4090 24GB", 24564 << 20)),
+        *(("A100-40GB", 40960 << 20), ("a100 80gb", 81920 << 20), ("NVIDIA A100-SXM4-80GB", 81920 << 20)),
+        *(("H100-SXM", 81559 << 20), ("NVIDIA H100 80GB HBM3", 81559 << 20), ("H200-141GB", 143771 << 20)),
+        *(("rtx6000ada", 49140 << 20), ("L4-24GB", 23034 << 20), ("l40s-48gb", 46068 << 20)),
         *(("141GiB", 141 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("24gib", 24 * 2**30)),
     ],
 )
@@ -22,7 +26,9 @@ def test_a_gpu_is_known_by_its_name_or_its_size(name: str, total: int) -> None:
     assert budget.head_device.has_triton
 
 
-@pytest.mark.parametrize("name", ["H999", "", "GiB", "80 GX", "-1GiB", "1e3GB"])
+@pytest.mark.parametrize(
+    "name", ["H999", "", "GiB", "80 GX", "-1GiB", "1e3GB", "5080", "A100", "A100-24GB", "H100 MIG 1g.10gb"]
+)
 def test_an_unknown_gpu_is_answered_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=rf"'{name}'.*A100-40, .*cpu"):
         device_budget(name)
