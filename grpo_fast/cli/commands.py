@@ -14,7 +14,6 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_fast import run
-from grpo_fast.cli.export import export_run, load_policy_of
 from grpo_fast.cli.show import evaluation_record, evaluation_table, group_text
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
@@ -28,6 +27,7 @@ from grpo_fast.plan import report as plan_report
 from grpo_fast.policy import Policy, load_tokenizer
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
+from grpo_fast.run.export import export_run, load_policy_of
 from grpo_fast.run_record.report import write_report
 from grpo_fast.stages import resolve_stages
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fast.cli.export import export_run, locate
+from grpo_fast.run.export import export_run, locate
 
 
 @pytest.fixture
