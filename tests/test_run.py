@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.data import load_prompts
@@ -92,7 +93,7 @@ def test_a_run_killed_at_a_random_moment_then_told_to_stop_and_resumed_equals_on
     wait_for_steps(process, run_dir, killed_at + 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
+    assert process.returncode == 143, output
     assert "--resume" in output and (run_dir / "report.html").exists()
     stopped_at = saved(run_dir).step
     assert steps_of(run_dir) == list(range(stopped_at + 1))
@@ -103,27 +104,48 @@ def test_a_run_killed_at_a_random_moment_then_told_to_stop_and_resumed_equals_on
     assert_equal_runs(whole, run_dir)
 
 
-@pytest.mark.parametrize("interruptions", [1, 2])
-def test_an_interruption_finishes_the_step_and_a_second_one_leaves_at_once(
-    toy, tmp_path: Path, monkeypatch, capsys, interruptions: int
+@pytest.mark.parametrize(
+    ("signals", "last_step", "code"),
+    [
+        (("SIGINT",), 3, 130),  # finishes the step
+        (("SIGTERM",), 3, 143),
+        (("SIGINT", "SIGINT"), 2, 130),  # leaves at once
+        (("SIGTERM", "SIGINT"), 2, 130),
+    ],
+)
+def test_a_run_told_to_stop_saves_and_leaves_with_the_signal_s_code(
+    toy, tmp_path: Path, monkeypatch, capsys, signals: tuple[str, ...], last_step: int, code: int
 ):
     train_step = Trainer.train_step
 
-    def interrupted(self: Trainer) -> Any:
-        if self.step == 2:
-            for _ in range(interruptions):
-                signal.raise_signal(signal.SIGINT)
+    def told(self: Trainer) -> Any:
+        for name in signals if self.step == 2 else ():
+            signal.raise_signal(signal.Signals[name])
         return train_step(self)
 
-    run_dir = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", interrupted)
-        try:
-            train(in_process(toy, run_dir, max_steps=6))
-        except KeyboardInterrupt:
-            assert interruptions == 2
-    assert saved(run_dir).step == steps_of(run_dir)[-1] == (3 if interruptions == 1 else 2)
+    monkeypatch.setattr(Trainer, "train_step", told)
+    assert main(["train", config_file(toy, tmp_path / "run", max_steps=6)]) == code
+    assert saved(tmp_path / "run").step == steps_of(tmp_path / "run")[-1] == last_step
     assert "--resume" in capsys.readouterr().out
+
+
+def test_a_signal_in_the_last_step_of_a_run_leaves_it_done(toy, tmp_path: Path, monkeypatch, capsys):
+    train_step = Trainer.train_step
+
+    def told(self: Trainer) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return train_step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", told)
+    assert main(["train", config_file(toy, tmp_path / "run", max_steps=1)]) == 0
+    assert "--resume" not in capsys.readouterr().out
+
+
+def config_file(toy: dict[str, Any], run_dir: Path, **changes: Any) -> str:
+    """The toy's run as a file for the command line."""
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump({**toy, "output_dir": str(run_dir), **changes}), encoding="utf-8")
+    return str(path)
 
 
 def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfig:
@@ -133,9 +155,8 @@ def in_process(toy: dict[str, Any], run_dir: Path, **changes: Any) -> TrainConfi
 @pytest.fixture(scope="module")
 def finished(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, each with a checkpoint."""
-    return train(
-        in_process(toy, tmp_path_factory.mktemp("finished") / "run", checkpoint={"every": 1}), display=False
-    )
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    return train(in_process(toy, run_dir, checkpoint={"every": 1}), display=False).run_dir
 
 
 @pytest.fixture

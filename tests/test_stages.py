@@ -151,7 +151,7 @@ def whole(toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The staged run without an interruption, and what it printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run_dir = train(staged(toy, tmp_path_factory.mktemp("staged"), "whole"))
+        run_dir = train(staged(toy, tmp_path_factory.mktemp("staged"), "whole")).run_dir
     return run_dir, printed.getvalue()
 
 
@@ -199,7 +199,7 @@ def test_a_stage_without_fresh_optimizer_keeps_the_moments(toy, tmp_path: Path):
     def weights(name: str, *stages: dict[str, Any]) -> dict[str, torch.Tensor]:
         changes = {"evaluation": {}, "optimizer": toy["optimizer"]}
         config = staged(toy, tmp_path, name, max_steps=2, stages=list(stages), **changes)
-        found = CheckpointStore(train(config, display=False) / "checkpoints").load_latest()
+        found = CheckpointStore(train(config, display=False).run_dir / "checkpoints").load_latest()
         return found.tensors["trainable"]
 
     plain, kept = weights("plain"), weights("kept", first, second)

@@ -60,9 +60,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C.
+    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
 
-    A training run that a signal stops has saved its last step, and leaves with 0.
+    A training run that a signal stops has saved its last step all the same.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in tokens

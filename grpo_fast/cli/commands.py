@@ -40,8 +40,8 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if args.plain:
         os.environ["TTY_COMPATIBLE"] = "0"  # rich's own switch: plain lines also on a terminal
-    run.train(config, resume=args.resume)
-    return 0
+    ended = run.train(config, resume=args.resume)
+    return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:

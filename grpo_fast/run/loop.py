@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGTERM, Signals
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
@@ -14,6 +17,7 @@ from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_trainer
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
+from grpo_fast.run_record.lock import locked
 from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.trainer import Trainer
 
@@ -21,8 +25,16 @@ from grpo_fast.trainer import Trainer
 CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory"}
 
 
-def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> Path:
-    """Train as configured; returns the run's directory.
+@dataclass(frozen=True)
+class Ended:
+    """A run that has trained and saved."""
+
+    run_dir: Path
+    stopped_by: Signals | None  # before its last step
+
+
+def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> Ended:
+    """Train as configured, to the last step or to the end of the step that a SIGINT or SIGTERM falls into.
 
     Args:
         config: the whole run.
@@ -30,17 +42,19 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         display: show progress; the files of the run are written either way.
 
     Raises:
+        RunInUse: another process trains in the directory.
         CheckpointError: the directory cannot be written, holds another run, or its newest checkpoint is
             damaged; the message names the remedy.
         ValueError: the configuration contradicts the model or the data. Raised before any training.
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
     run_dir = Path(config.output_dir)
-    config = resolve_auto(config, run_dir)
     check_writable(run_dir, needed_bytes=0)
-    store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
-    checkpoint = find_checkpoint(run_dir, store, config, resume)
     with ExitStack() as stack:
+        stack.enter_context(locked(run_dir))
+        config = resolve_auto(config, run_dir)
+        store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
+        checkpoint = find_checkpoint(run_dir, store, config, resume)
         trainer = build_trainer(config)
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
@@ -61,24 +75,26 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         recorder.begin()
         while trainer.step < config.max_steps and not signals:
             recorder.record(trainer.train_step())
-        recorder.finish(signals[0] if signals else None)
-    return run_dir
+        stopped_by = signals[0] if signals and trainer.step < config.max_steps else None
+        recorder.finish(stopped_by)
+    return Ended(run_dir, stopped_by)
 
 
 @contextmanager
-def noting_signals() -> Iterator[list[str]]:
-    """SIGINTs and SIGTERMs by name: at the first a run finishes its step, saves and leaves.
+def noting_signals() -> Iterator[list[Signals]]:
+    """SIGINTs and SIGTERMs that came: at the first a run finishes its step, saves and leaves.
 
-    A second SIGINT interrupts at once.
+    A second SIGINT interrupts at once. Only a process's main thread hears of signals.
     """
-    received: list[str] = []
+    received: list[Signals] = []
 
     def note(number: int, _frame: object) -> None:
-        if received and number == signal.SIGINT:
+        if received and number == SIGINT:
             raise KeyboardInterrupt
-        received.append(signal.Signals(number).name)
+        received.append(Signals(number))
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = (SIGINT, SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield received
     finally:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -146,12 +147,12 @@ class Recorder:
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
 
-    def finish(self, signal: str | None) -> None:
-        """The last checkpoint, the outcome and the report; `signal` names what stopped the run early."""
+    def finish(self, stopped_by: Signals | None) -> None:
+        """The last checkpoint, the outcome and the report."""
         if self.trainer.step not in (0, self.saved):
             self.save(must=True)
-        if signal:
-            self.say(f"{signal}: saved at step {self.trainer.step}; continue with --resume")
+        if stopped_by:
+            self.say(f"{stopped_by.name}: saved at step {self.trainer.step}; continue with --resume")
         self.say(self.outcome())
         self.say(f"report: {write_report(self.run_dir)}")
 

@@ -66,7 +66,7 @@ def test_neither_micro_batches_nor_the_heads_gradient_in_place_change_anything(
 )
 def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_run):
     config = make_run(algorithm, preference, max_steps=12, size=96, optimizer={"learning_rate": 8e-3})
-    run_dir = train(config, display=False)
+    run_dir = train(config, display=False).run_dir
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines] == ["held-out", "held-out"]
     print(f"{lines[0]['score']:.3f} -> {lines[1]['score']:.3f}")
@@ -144,7 +144,7 @@ def test_held_out_completions_are_scored_in_what_fits(make_run, monkeypatch):
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
     beta = {"schedule": "cosine", "final": 0.5, "gap_gain": 0.6, "min": 0.01, "max": 1.0}
     config = make_run("dpo", {"beta": beta}, checkpoint={"every": 2}, evaluation={})
-    run_dir = train(config, display=False)
+    run_dir = train(config, display=False).run_dir
     whole = (run_dir / "metrics.jsonl").read_text()
     # The checkpoint of step 2, as a kill after it would leave it.
     (newest,) = (path for path in (run_dir / "checkpoints").iterdir() if "4" in path.name)
