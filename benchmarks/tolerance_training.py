@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_fast import linear_grpo_loss
 from grpo_fast.data import load_prompts
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.groups import group_advantages
+from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
 from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig

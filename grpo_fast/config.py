@@ -15,7 +15,7 @@ from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout.config import MemoryConfig, RolloutConfig
 from grpo_fast.run_record.alerts import AlertsConfig
-from grpo_fast.run_record.checkpoint import CheckpointConfig
+from grpo_fast.run_record.config import CheckpointConfig
 from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.section import PositiveInt, Section
 from grpo_fast.stages import StageConfig, resolve_stages

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from itertools import chain
 from math import comb, isclose, isnan
 from statistics import fmean
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.data.types import Prompt
-from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 from grpo_fast.run_record.summary import Interval, mean_interval
 from grpo_fast.section import PositiveInt, Section
+
+if TYPE_CHECKING:
+    from grpo_fast.data.types import Prompt
+    from grpo_fast.rewards import RewardSet
+    from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 
 class EvaluationConfig(Section):

@@ -1,11 +1,11 @@
-"""Names that users write: a function of theirs by import path, and what was probably meant."""
+"""Names and what they lead to: a function of the user's by import path, a room's public name, a near miss."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +51,26 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """A package's `__getattr__`: a public name's module is imported when the name is first used.
+
+    The configuration's sections lie in packages whose other modules need torch, which takes seconds.
+
+    Args:
+        modules: the package's modules, and the public names that each defines.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find
 
 
 def choices(name: str, known: Iterable[str]) -> str:

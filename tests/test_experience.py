@@ -7,8 +7,7 @@ import torch
 
 from grpo_fast.data import Prompt
 from grpo_fast.experience import RolloutWatch, compare, describe, generate, score
-from grpo_fast.groups import group_advantages
-from grpo_fast.groups.advantages import decoupled_advantages
+from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.rewards import Reward, RewardSet
 from grpo_fast.rollout import Completion, Sampling

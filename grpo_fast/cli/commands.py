@@ -1,4 +1,7 @@
-"""What each command of `grpo-fast` does; it returns the exit code."""
+"""What each command of `grpo-fast` does; it returns the exit code.
+
+A command imports what needs torch when its configuration is known to be right: a mistake shows at once.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from grpo_fast import run
-from grpo_fast.cli.show import evaluation_record, evaluation_table, group_text
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
 from grpo_fast.data import Prompt, load_prompts
 from grpo_fast.evaluate import evaluate as score_answers
-from grpo_fast.experience import compare, score
-from grpo_fast.groups.sampler import describe_groups
-from grpo_fast.plan import Traces, calibrate, device_budget, model_config, resolve_auto, step_sizes
-from grpo_fast.plan import plan as make_plan
-from grpo_fast.plan import report as plan_report
-from grpo_fast.policy import Policy, load_tokenizer
-from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
-from grpo_fast.run.export import export_run, load_policy_of
-from grpo_fast.run_record.report import write_report
 from grpo_fast.stages import resolve_stages
+
+if TYPE_CHECKING:
+    from grpo_fast.policy import Policy
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -38,6 +32,8 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
+    from grpo_fast import run
+
     if args.plain:
         os.environ["TTY_COMPATIBLE"] = "0"  # rich's own switch: plain lines also on a terminal
     ended = run.train(config, resume=args.resume)
@@ -53,6 +49,10 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
+    from grpo_fast.cli.show import evaluation_record, evaluation_table
+    from grpo_fast.rewards import load_rewards
+    from grpo_fast.run.export import load_policy_of
+
     require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
     policy = load_policy_of(None if args.model else args.config, config)
@@ -71,6 +71,12 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast generate`"""
     config = load_config(args.config, overrides)
+    from grpo_fast.cli.show import group_text
+    from grpo_fast.experience import compare, score
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.rewards import load_rewards
+    from grpo_fast.run.export import load_policy_of
+
     require_engine(config.rollout)
     config = resolve_auto(config)
     rewards = load_rewards(config.rewards)
@@ -89,7 +95,12 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
-    config = resolve_auto(load_config(args.config, overrides))
+    config = load_config(args.config, overrides)
+    from grpo_fast.groups.sampler import describe_groups
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.policy import load_tokenizer
+
+    config = resolve_auto(config)
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
@@ -114,6 +125,12 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
     config = plan_config(args, overrides)
+    from rich.console import Console
+
+    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, step_sizes
+    from grpo_fast.plan import plan as make_plan
+    from grpo_fast.plan import report as plan_report
+
     device = device_budget(args.gpu)
     traces = Traces(model_config(config.model.path, revision=config.model.revision))
     calibration = None
@@ -133,12 +150,16 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast export`"""
+    from grpo_fast.run.export import export_run
+
     print(export_run(args.run, args.out))
     return 0
 
 
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast report`"""
+    from grpo_fast.run_record.report import write_report
+
     print(write_report(Path(args.run)))
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
 from grpo_fast.convert.names import NAMES
 from grpo_fast.convert.rules import Absent, Places, Rule, Translate, load_yaml, rules_of, translate
-from grpo_fast.objective.pairs import PREFERENCE_LOSSES
+from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS: dict[str, Any] = {

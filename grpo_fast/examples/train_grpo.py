@@ -19,7 +19,7 @@ import torch
 from grpo_fast import GRPOLossConfig, StepTotals, linear_grpo_loss
 from grpo_fast.data import Prompt, PromptSampler, exclude_overlap, load_prompts
 from grpo_fast.data.config import DatasetConfig
-from grpo_fast.groups import group_advantages
+from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Engine, Sampling

@@ -1,8 +1,9 @@
 """Policy losses on flat tokens, in plain torch: one definition each, named by one word in the config."""
 
+from typing import TYPE_CHECKING
+
+from grpo_fast.lookup import lazy_names
 from grpo_fast.objective.catalog import GRPOLossConfig
-from grpo_fast.objective.loss import policy_loss, resolve_loss
-from grpo_fast.objective.types import LossFunction, LossInputs, LossOutputs, StepTotals
 
 __all__ = [
     "GRPOLossConfig",
@@ -13,3 +14,15 @@ __all__ = [
     "policy_loss",
     "resolve_loss",
 ]
+
+if TYPE_CHECKING:
+    from grpo_fast.objective.loss import policy_loss, resolve_loss
+    from grpo_fast.objective.types import LossFunction, LossInputs, LossOutputs, StepTotals
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "loss": ["policy_loss", "resolve_loss"],
+            "types": ["LossFunction", "LossInputs", "LossOutputs", "StepTotals"],
+        },
+    )

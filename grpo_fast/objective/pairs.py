@@ -10,121 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_fast.objective.catalog import check_ranges, refuse_unread
+from grpo_fast.objective.comparisons import PreferenceFacts, PreferenceLossConfig
 from grpo_fast.objective.types import LossOutputs, present
-
-
-@dataclass(frozen=True)
-class PreferenceLossConfig:
-    """One loss, or a weighted sum of several, and its constants.
-
-    A field that none of the losses reads must be left alone; `beta` holds the value in force once the
-    configuration is made. A factor on the log-ratio of the policy to the reference is a beta, whatever else a
-    method calls it; a bonus for correctness or syntax is a margin of its pair and is not multiplied by beta.
-
-    Raises:
-        ValueError: a value out of its range, or contradicting another; the message names the field, the
-            value and the remedy.
-    """
-
-    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    loss_type: str | tuple[str, ...] = "sigmoid"  # names of `PREFERENCE_LOSSES`
-    loss_weights: tuple[float, ...] | None = None  # one for each loss of the sum; None: all 1
-    beta: float | None = None  # None: the usual value of the first loss, 0.1 for most
-    label_smoothing: float = 0.0  # the share of pairs believed to be labelled the wrong way round
-    gamma: float = 0.5  # simpo: the margin that every pair must keep, in units of beta × log-probability
-    desirable_weight: float = 1.0  # kto: λ_D
-    undesirable_weight: float = 1.0  # kto: λ_U
-    cpo_alpha: float = 1.0  # cpo: weight of the chosen completions' likelihood
-
-    def __post_init__(self) -> None:
-        for name in self.loss_types:
-            if name not in PREFERENCE_LOSSES:
-                raise ValueError(
-                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}"
-                )
-        self._check_sum()
-        read = frozenset[str]().union(*(facts.fields for facts in self.facts))
-        refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
-        if self.beta is None:
-            object.__setattr__(self, "beta", self._usual_beta())
-        remedy = "give a finite number above zero: at zero the policy does not enter the loss"
-        check_ranges(self, ("beta",), lambda beta: beta > 0, remedy)
-        weights = ("gamma", "desirable_weight", "undesirable_weight", "cpo_alpha")
-        check_ranges(self, weights, lambda value: value >= 0, "give a finite number, zero or more")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing = {self.label_smoothing} must lie in [0, 0.5): at a half the labels say "
-                "nothing, and above it they are better swapped"
-            )
-
-    @property
-    def loss_types(self) -> tuple[str, ...]:
-        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
-
-    @property
-    def objectives(self) -> tuple[tuple[str, float], ...]:
-        """(loss, its weight in the sum)."""
-        return tuple(zip(self.loss_types, self.loss_weights or (1.0,) * len(self.loss_types), strict=True))
-
-    @property
-    def facts(self) -> tuple[PreferenceFacts, ...]:
-        return tuple(PREFERENCE_LOSSES[name] for name in self.loss_types)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities must be computed."""
-        return any(facts.needs_reference for facts in self.facts)
-
-    @property
-    def paired(self) -> bool:
-        """Whether the data are pairs; otherwise single completions with a label (KTO)."""
-        return self.facts[0].paired
-
-    @property
-    def couples(self) -> bool:
-        """Whether the loss needs all pairs of the step at once."""
-        return any(facts.couples for facts in self.facts)
-
-    @property
-    def averaged(self) -> bool:
-        """Whether the first loss compares log-probabilities per token."""
-        return self.facts[0].averaged
-
-    def _check_sum(self) -> None:
-        types, weights = self.loss_types, self.loss_weights
-        if not types or len(set(types)) < len(types):
-            raise ValueError(f"loss_type = {list(types)} must name at least one loss, and each once")
-        if weights is not None and (
-            len(weights) != len(types) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
-        ):
-            raise ValueError(
-                f"loss_weights = {list(weights)} must be one number above zero for each of loss_type = "
-                f"{list(types)}"
-            )
-        if len({facts.paired for facts in self.facts}) > 1:
-            raise ValueError(
-                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses "
-                "of pairs; train with one kind"
-            )
-
-    def _usual_beta(self) -> float:
-        usual = {facts.beta for facts in self.facts if facts.beta is not None}
-        if len(usual) > 1:
-            raise ValueError(
-                f"beta is missing: the usual values of {list(self.loss_types)} differ ({sorted(usual)}), and "
-                "the losses of a sum share one; give it"
-            )
-        return usual.pop() if usual else 1.0
 
 
 @dataclass(frozen=True)
@@ -175,8 +67,8 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
     examples = max(1, totals.num_chosen if config.paired else totals.num_chosen + totals.num_rejected)
     scored = [_scored(facts, inputs, present(config.beta), totals) for facts in config.facts]
     loss, metrics = inputs.chosen_logprobs.new_zeros(()), _metrics(scored[0], config)
-    for (name, weight), facts, s in zip(config.objectives, config.facts, scored, strict=True):
-        losses = facts.loss(s, config)
+    for (name, weight), s in zip(config.objectives, scored, strict=True):
+        losses = FORMULAS[name](s, config)
         if inputs.weights is not None:
             losses = losses * inputs.weights.detach()
         part = losses.sum() / examples
@@ -296,47 +188,20 @@ def _log1mexp(x: Tensor) -> Tensor:
     )
 
 
-# ------------------------------------------------------------------------------------------------ catalogue
-
-
-@dataclass(frozen=True)
-class PreferenceFacts:
-    """One row of the catalogue."""
-
-    paper: str
-    loss: Callable[[Scored, PreferenceLossConfig], Tensor]
-    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
-    beta: float | None = 0.1  # the usual value; None: the loss has no beta
-    needs_reference: bool = True
-    averaged: bool = False  # log-probabilities per token instead of per sequence
-    paired: bool = True  # chosen and rejected completions of one prompt
-    couples: bool = False  # a pair's loss depends on the other pairs of the step
-    takes_margins: bool = True
-
-
-_EPSILON = frozenset({"label_smoothing"})
-_WEIGHTS = frozenset({"desirable_weight", "undesirable_weight"})
-_sorted = partial(PreferenceFacts, fields=_EPSILON, couples=True, takes_margins=False)
-_alone = partial(PreferenceFacts, needs_reference=False)
-
-PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
-    "sigmoid": PreferenceFacts("DPO, arXiv 2305.18290, eq. 7", _logistic),
-    "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", _logistic, _EPSILON),
-    "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _robust, _EPSILON),
-    "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", _ipo, averaged=True),
-    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods", _hinge),
-    "aot": _sorted("AOT, arXiv 2406.05882, paired", _aot),
-    "aot_unpaired": _sorted("AOT, arXiv 2406.05882, unpaired", _aot_unpaired),
-    "kto": PreferenceFacts(
-        "KTO, arXiv 2402.01306, section 4", _kto, _WEIGHTS, paired=False, takes_margins=False
-    ),
-    "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _simpo, _EPSILON | {"gamma"}, beta=2.0, averaged=True),
-    "orpo": _alone("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", _orpo, averaged=True),
-    "cpo": _alone("CPO, arXiv 2401.08417, eq. 3", _cpo, _EPSILON | {"cpo_alpha"}),
-    "sft": _alone("likelihood of the chosen completions, as in TRL", _sft, beta=None, takes_margins=False),
+FORMULAS: dict[str, Callable[[Scored, PreferenceLossConfig], Tensor]] = {
+    "sigmoid": _logistic,
+    "cdpo": _logistic,
+    "robust": _robust,
+    "ipo": _ipo,
+    "hinge": _hinge,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "kto": _kto,
+    "simpo": _simpo,
+    "orpo": _orpo,
+    "cpo": _cpo,
+    "sft": _sft,
 }
-
-_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
 
 
 # ------------------------------------------------------------------------------ scores, metrics and checks

@@ -4,75 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from grpo_fast.objective.catalog import check_ranges, refuse_unread
+from grpo_fast.objective.comparisons import RankingLossConfig
 from grpo_fast.objective.types import LossOutputs, present
-
-RankingObjective = Literal["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
-
-# Fields that each objective reads, besides its name.
-_READS = {
-    "plackett_luce": {"score", "length_normalised", "temperature"},
-    "pairwise": {"score", "length_normalised", "temperature"},
-    "advantage": {"epsilon_low", "epsilon_high"},
-    "advantage_likelihood": {"length_normalised", "temperature"},
-}
-
-
-@dataclass(frozen=True)
-class RankingLossConfig:
-    """Which objective, and its constants. A field that it does not read must be left alone.
-
-    | objective | what it does |
-    |---|---|
-    | `plackett_luce` | likelihood of the whole order, ties included, under scores divided by `temperature` |
-    | `pairwise` | logistic loss of every two responses of different rank |
-    | `advantage` | standardised ranks as advantages, clipped ratio to the policy that wrote the responses |
-    | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
-
-    Raises:
-        ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
-    """
-
-    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    objective: RankingObjective = "plackett_luce"
-    score: Literal["logratio", "logprob"] = "logratio"  # against the reference model, or without one
-    length_normalised: bool = False  # scores per token
-    temperature: float | None = None  # divides scores: DPO's 1 / beta; None: 10 summed, 1 per token
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.objective not in _READS:
-            raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
-        unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
-        refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
-        if self.temperature is None and self.objective != "advantage":
-            summed = self.objective != "advantage_likelihood" and not self.length_normalised
-            object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
-        scales = ("temperature", "epsilon_low", "epsilon_high")
-        check_ranges(self, scales, lambda value: value > 0, "give a finite number above zero")
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities must be computed."""
-        if self.objective == "advantage":
-            return True
-        return self.score == "logratio" and self.objective != "advantage_likelihood"
-
-    @property
-    def averaged(self) -> bool:
-        """Whether log-probabilities per token are what training moves."""
-        return self.length_normalised or self.objective == "advantage"
-
 
 # Nodes of the quadrature over the logarithm of time: start, end, step. Beyond them lies less than 1e-17 of
 # the clock's probability; the trapezoidal rule's error on this analytic integrand is exp(−π²/step), nothing.

@@ -1,9 +1,8 @@
 """The policy: loading, packing, the forward to hidden states, the optimiser, export."""
 
-from grpo_fast.policy.load import load_policy, load_tokenizer
-from grpo_fast.policy.optimizer import PolicyOptimizer
-from grpo_fast.policy.packing import PackedBatch, Sample, pack
-from grpo_fast.policy.policy import Policy
+from typing import TYPE_CHECKING
+
+from grpo_fast.lookup import lazy_names
 
 __all__ = [
     "PackedBatch",
@@ -14,3 +13,19 @@ __all__ = [
     "load_tokenizer",
     "pack",
 ]
+
+if TYPE_CHECKING:
+    from grpo_fast.policy.load import load_policy, load_tokenizer
+    from grpo_fast.policy.optimizer import PolicyOptimizer
+    from grpo_fast.policy.packing import PackedBatch, Sample, pack
+    from grpo_fast.policy.policy import Policy
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "load": ["load_policy", "load_tokenizer"],
+            "optimizer": ["PolicyOptimizer"],
+            "packing": ["PackedBatch", "Sample", "pack"],
+            "policy": ["Policy"],
+        },
+    )

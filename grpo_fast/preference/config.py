@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_fast.objective.pairs import PreferenceLossConfig
-from grpo_fast.objective.ranking import RankingLossConfig
+from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
 from grpo_fast.section import Fraction, PositiveInt, Section
 
 

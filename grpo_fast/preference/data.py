@@ -15,7 +15,7 @@ from grpo_fast.data import PromptDataset, load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
-from grpo_fast.objective.pairs import PreferenceLossConfig
+from grpo_fast.objective.comparisons import PreferenceLossConfig
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.preference.rows import PairRow, RankedGroup, answer_group, check_ranked_file, read_row

@@ -16,28 +16,19 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_fast.run_record.summary import bytes_text
-from grpo_fast.section import PositiveInt, Section
 
 FORMAT = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
 FINAL = re.compile(r"step-(\d{8,})")
 # Being written, being deleted, and set aside while another of the same step takes its place.
 WRITING, DELETING, REPLACED = ".tmp", ".del", ".old"
-
-
-class CheckpointConfig(Section):
-    """How often a run is saved, and how many saves it keeps."""
-
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep: PositiveInt = 2
 
 
 class CheckpointError(Exception):

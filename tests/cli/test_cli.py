@@ -35,16 +35,18 @@ def leave(*arguments: str) -> int:
         return int(left.code or 0)
 
 
-def test_help_names_every_command_and_imports_nothing_heavy():
+def test_help_names_every_command_and_neither_it_nor_a_wrong_configuration_waits_for_torch():
     code = "import sys; from grpo_fast.cli import main; sys.argv = ['grpo-fast', '--help']\n"
-    code += "try: main()\nexcept SystemExit: print([m for m in ('torch', 'yaml') if m in sys.modules])"
+    code += "try: main()\nexcept SystemExit: print([m for m in ('torch', 'yaml') if m in sys.modules])\n"
+    code += "assert main(['train', 'nowhere.yaml']) == main(['train', 'gsm8k', 'max_steps=0']) == 2\n"
+    code += "assert main(['train', 'gsm8k', '--print-config']) == 0 and 'torch' not in sys.modules"
 
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
 
     assert all(name in done.stdout for name in ("train", "eval", "generate", "preview", "export", "doctor"))
-    assert done.stdout.rstrip().endswith("[]")
+    assert "\n[]\n" in done.stdout
 
 
 COMMANDS = ["train", "eval", "generate", "preview", "groups", "plan", "export", "report", "convert", "doctor"]

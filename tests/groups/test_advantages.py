@@ -7,8 +7,12 @@ import math
 import pytest
 import torch
 
-from grpo_fast.groups import group_advantages
-from grpo_fast.groups.advantages import decoupled_advantages, length_reward_correlation, weighted_sum
+from grpo_fast.groups.advantages import (
+    decoupled_advantages,
+    group_advantages,
+    length_reward_correlation,
+    weighted_sum,
+)
 
 NAN = math.nan
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 from grpo_fast.objective.pairs import (
-    PREFERENCE_LOSSES,
     PreferenceInputs,
     PreferenceLossConfig,
     PreferenceTotals,

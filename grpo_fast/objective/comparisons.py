@@ -1,0 +1,216 @@
+"""The losses of fixed completions by name, with the papers that define them, and what chooses one.
+
+Their formulas are in `pairs.py` and `ranking.py`, by the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import ClassVar, Literal
+
+from grpo_fast.objective.catalog import check_ranges, refuse_unread
+
+
+@dataclass(frozen=True)
+class PreferenceFacts:
+    """One row of the catalogue."""
+
+    paper: str
+    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
+    beta: float | None = 0.1  # the usual value; None: the loss has no beta
+    needs_reference: bool = True
+    averaged: bool = False  # log-probabilities per token instead of per sequence
+    paired: bool = True  # chosen and rejected completions of one prompt
+    couples: bool = False  # a pair's loss depends on the other pairs of the step
+    takes_margins: bool = True
+
+
+_EPSILON = frozenset({"label_smoothing"})
+_WEIGHTS = frozenset({"desirable_weight", "undesirable_weight"})
+_sorted = partial(PreferenceFacts, fields=_EPSILON, couples=True, takes_margins=False)
+_alone = partial(PreferenceFacts, needs_reference=False)
+
+PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
+    "sigmoid": PreferenceFacts("DPO, arXiv 2305.18290, eq. 7"),
+    "cdpo": PreferenceFacts("Mitchell 2023, A note on DPO with noisy preferences", _EPSILON),
+    "robust": PreferenceFacts("Provably robust DPO, arXiv 2403.00409", _EPSILON),
+    "ipo": PreferenceFacts("IPO, arXiv 2310.12036, eq. 17, on log-ratios per token", averaged=True),
+    "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
+    "aot": _sorted("AOT, arXiv 2406.05882, paired"),
+    "aot_unpaired": _sorted("AOT, arXiv 2406.05882, unpaired"),
+    "kto": PreferenceFacts("KTO, arXiv 2402.01306, section 4", _WEIGHTS, paired=False, takes_margins=False),
+    "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _EPSILON | {"gamma"}, beta=2.0, averaged=True),
+    "orpo": _alone("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", averaged=True),
+    "cpo": _alone("CPO, arXiv 2401.08417, eq. 3", _EPSILON | {"cpo_alpha"}),
+    "sft": _alone("likelihood of the chosen completions, as in TRL", beta=None, takes_margins=False),
+}
+
+_LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in PREFERENCE_LOSSES.values()))
+
+
+@dataclass(frozen=True)
+class PreferenceLossConfig:
+    """One loss, or a weighted sum of several, and its constants.
+
+    A field that none of the losses reads must be left alone; `beta` holds the value in force once the
+    configuration is made. A factor on the log-ratio of the policy to the reference is a beta, whatever else a
+    method calls it; a bonus for correctness or syntax is a margin of its pair and is not multiplied by beta.
+
+    Raises:
+        ValueError: a value out of its range, or contradicting another; the message names the field, the
+            value and the remedy.
+    """
+
+    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    loss_type: str | tuple[str, ...] = "sigmoid"  # names of `PREFERENCE_LOSSES`
+    loss_weights: tuple[float, ...] | None = None  # one for each loss of the sum; None: all 1
+    beta: float | None = None  # None: the usual value of the first loss, 0.1 for most
+    label_smoothing: float = 0.0  # the share of pairs believed to be labelled the wrong way round
+    gamma: float = 0.5  # simpo: the margin that every pair must keep, in units of beta × log-probability
+    desirable_weight: float = 1.0  # kto: λ_D
+    undesirable_weight: float = 1.0  # kto: λ_U
+    cpo_alpha: float = 1.0  # cpo: weight of the chosen completions' likelihood
+
+    def __post_init__(self) -> None:
+        for name in self.loss_types:
+            if name not in PREFERENCE_LOSSES:
+                raise ValueError(
+                    f"loss_type = {name!r} is unknown; choose among {', '.join(sorted(PREFERENCE_LOSSES))}"
+                )
+        self._check_sum()
+        read = frozenset[str]().union(*(facts.fields for facts in self.facts))
+        refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
+        if self.beta is None:
+            object.__setattr__(self, "beta", self._usual_beta())
+        remedy = "give a finite number above zero: at zero the policy does not enter the loss"
+        check_ranges(self, ("beta",), lambda beta: beta > 0, remedy)
+        weights = ("gamma", "desirable_weight", "undesirable_weight", "cpo_alpha")
+        check_ranges(self, weights, lambda value: value >= 0, "give a finite number, zero or more")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} must lie in [0, 0.5): at a half the labels say "
+                "nothing, and above it they are better swapped"
+            )
+
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        return (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+
+    @property
+    def objectives(self) -> tuple[tuple[str, float], ...]:
+        """(loss, its weight in the sum)."""
+        return tuple(zip(self.loss_types, self.loss_weights or (1.0,) * len(self.loss_types), strict=True))
+
+    @property
+    def facts(self) -> tuple[PreferenceFacts, ...]:
+        return tuple(PREFERENCE_LOSSES[name] for name in self.loss_types)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities must be computed."""
+        return any(facts.needs_reference for facts in self.facts)
+
+    @property
+    def paired(self) -> bool:
+        """Whether the data are pairs; otherwise single completions with a label (KTO)."""
+        return self.facts[0].paired
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss needs all pairs of the step at once."""
+        return any(facts.couples for facts in self.facts)
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the first loss compares log-probabilities per token."""
+        return self.facts[0].averaged
+
+    def _check_sum(self) -> None:
+        types, weights = self.loss_types, self.loss_weights
+        if not types or len(set(types)) < len(types):
+            raise ValueError(f"loss_type = {list(types)} must name at least one loss, and each once")
+        if weights is not None and (
+            len(weights) != len(types) or not all(math.isfinite(weight) and weight > 0 for weight in weights)
+        ):
+            raise ValueError(
+                f"loss_weights = {list(weights)} must be one number above zero for each of loss_type = "
+                f"{list(types)}"
+            )
+        if len({facts.paired for facts in self.facts}) > 1:
+            raise ValueError(
+                f"loss_type = {list(types)} mixes kto, which reads single labelled completions, with losses "
+                "of pairs; train with one kind"
+            )
+
+    def _usual_beta(self) -> float:
+        usual = {facts.beta for facts in self.facts if facts.beta is not None}
+        if len(usual) > 1:
+            raise ValueError(
+                f"beta is missing: the usual values of {list(self.loss_types)} differ ({sorted(usual)}), and "
+                "the losses of a sum share one; give it"
+            )
+        return usual.pop() if usual else 1.0
+
+
+RankingObjective = Literal["plackett_luce", "pairwise", "advantage", "advantage_likelihood"]
+
+# Fields that each objective reads, besides its name.
+_READS = {
+    "plackett_luce": {"score", "length_normalised", "temperature"},
+    "pairwise": {"score", "length_normalised", "temperature"},
+    "advantage": {"epsilon_low", "epsilon_high"},
+    "advantage_likelihood": {"length_normalised", "temperature"},
+}
+
+
+@dataclass(frozen=True)
+class RankingLossConfig:
+    """Which objective, and its constants. A field that it does not read must be left alone.
+
+    | objective | what it does |
+    |---|---|
+    | `plackett_luce` | likelihood of the whole order, ties included, under scores divided by `temperature` |
+    | `pairwise` | logistic loss of every two responses of different rank |
+    | `advantage` | standardised ranks as advantages, clipped ratio to the policy that wrote the responses |
+    | `advantage_likelihood` | likelihood of each response, weighted by exp(advantage / `temperature`) |
+
+    Raises:
+        ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
+    """
+
+    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    objective: RankingObjective = "plackett_luce"
+    score: Literal["logratio", "logprob"] = "logratio"  # against the reference model, or without one
+    length_normalised: bool = False  # scores per token
+    temperature: float | None = None  # divides scores: DPO's 1 / beta; None: 10 summed, 1 per token
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.objective not in _READS:
+            raise ValueError(f"objective = {self.objective!r} is unknown; choose among {', '.join(_READS)}")
+        unread = {f.name for f in fields(self)} - _READS[self.objective] - {"objective"}
+        refuse_unread(self, unread, f"is not read by objective = {self.objective!r}")
+        if self.temperature is None and self.objective != "advantage":
+            summed = self.objective != "advantage_likelihood" and not self.length_normalised
+            object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
+        scales = ("temperature", "epsilon_low", "epsilon_high")
+        check_ranges(self, scales, lambda value: value > 0, "give a finite number above zero")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probabilities must be computed."""
+        if self.objective == "advantage":
+            return True
+        return self.score == "logratio" and self.objective != "advantage_likelihood"
+
+    @property
+    def averaged(self) -> bool:
+        """Whether log-probabilities per token are what training moves."""
+        return self.length_normalised or self.objective == "advantage"
