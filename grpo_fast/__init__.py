@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.objective import LossInputs as LossInputs
     from grpo_fast.objective import LossOutputs as LossOutputs
     from grpo_fast.objective import StepTotals as StepTotals
+    from grpo_fast.run_record.callbacks import Callback as Callback
 
 # In a checkout the kernels lie in their own top-level folder, which must not become an importable
 # top-level name: transformers looks for the hub's package of that name. An installed package has
@@ -34,6 +35,7 @@ _PUBLIC = {
     "StepTotals": "grpo_fast.objective",
     "GRPOLossOutput": "grpo_fast.head.outputs",
     "HeadOutput": "grpo_fast.head.outputs",
+    "Callback": "grpo_fast.run_record.callbacks",
 }
 
 __all__ = list(_PUBLIC)

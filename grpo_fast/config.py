@@ -15,7 +15,7 @@ from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout.config import MemoryConfig, RolloutConfig
 from grpo_fast.run_record.alerts import AlertsConfig
-from grpo_fast.run_record.config import CheckpointConfig
+from grpo_fast.run_record.config import CheckpointConfig, HubConfig
 from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.section import PositiveInt, Section
 from grpo_fast.stages import StageConfig, resolve_stages
@@ -68,6 +68,10 @@ class TrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    callbacks: list[str] = Field(
+        [], description="`module:Class` or `path/to/file.py:Class`, derived from grpo_fast.Callback"
+    )
+    hub: HubConfig | None = Field(None, description="where the trained model is pushed to")
 
     @model_validator(mode="after")
     def _of_one_algorithm(self) -> TrainConfig:

@@ -53,14 +53,15 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in self.problems)]))
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> TrainConfig:
     """A validated configuration from a YAML file and overrides, which win over the file.
 
     Args:
         path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. TRL's and Axolotl's flat
-            names (`learning_rate=1e-6`) serve as well, here and at the top level of the file.
+            names (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or names
+            with their values as Python has them.
 
     Raises:
         ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
@@ -69,7 +70,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     tree: Any = {}
     if path is not None:
         tree = _apply(list(_read_mapping(config_path(path)).items()), tree, problems)
-    tree = _apply(_parse_overrides(overrides), tree, problems)
+    given = list(overrides.items()) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
+    tree = _apply(given, tree, problems)
     return _validated(tree, "overrides" if path is None else str(path), problems)
 
 

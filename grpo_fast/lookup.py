@@ -5,23 +5,57 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+OBJECT_MARK = "@"  # in the name of an object that a Python program gave: `module:name@digest`
+_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("objects of a Python program, by name")
+
+
+@contextmanager
+def given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, these names lead to these objects."""
+    before = _GIVEN.set(objects)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(before)
+
 
 def load_callable(path: str, key: str) -> Callable[..., Any]:
-    """The function or class at `package.module:name` or `path/to/file.py:name`.
+    """The function, class or other callable that `load_object` finds.
+
+    Raises:
+        ValueError: the path leads to nothing that can be called.
+    """
+    found = load_object(path, key)
+    if not callable(found):
+        raise ValueError(f"{key} = {path!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def load_object(path: str, key: str) -> Any:
+    """What lies at `package.module:name` or `path/to/file.py:name`, or was given under this name.
 
     Args:
         key: the configuration's, for the error.
 
     Raises:
-        ValueError: the path leads to nothing that can be called.
+        ValueError: the path leads to nothing.
     """
+    if path in (objects := _GIVEN.get({})):
+        return objects[path]
     place, colon, name = path.rpartition(":")
+    if OBJECT_MARK in name:
+        raise ValueError(
+            f"{key} = {path!r} was an object of a Python program: make the same call from Python, or give "
+            f"{key} as package.module:name or path/to/file.py:name"
+        )
     try:
         if not colon:
             raise ImportError("there is no ':' in it")
@@ -34,10 +68,7 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         public = [known for known, value in vars(module).items() if callable(value) and known[0] != "_"]
         raise ValueError(f"{key} = {path!r}: {place} has no {name!r}: {choices(name, public)}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise ValueError(f"{key} = {path!r} is a {type(found).__name__}, not a function")
-    return found
+    return getattr(module, name)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -23,6 +23,8 @@ from grpo_fast.preference.scoring import reference_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import load_rewards
 from grpo_fast.rollout import make_engine, require_engine
+from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
+from grpo_fast.run_record.hub import PushToHub
 from grpo_fast.run_record.recorder import Algorithm
 from grpo_fast.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
@@ -45,6 +47,12 @@ def build_trainer(config: TrainConfig) -> Algorithm:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     return build_grpo_trainer(config) if config.algorithm == "grpo" else build_preference_trainer(config)
+
+
+def build_callbacks(config: TrainConfig) -> Callbacks:
+    """Raises ValueError for a callback that cannot be made, or a hub that will not take the model."""
+    hub = [] if config.hub is None else [PushToHub(config.hub)]
+    return Callbacks([*load_callbacks(config.callbacks), *hub])
 
 
 def build_grpo_trainer(config: TrainConfig) -> Trainer:

@@ -14,7 +14,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.random_state import restore_rng
-from grpo_fast.run.build import build_trainer
+from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
 from grpo_fast.run_record.lock import locked
@@ -23,6 +23,7 @@ from grpo_fast.trainer import Trainer
 
 # What a resumed run may do differently and still be the same run.
 CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory"}
+CHANGEABLE |= {"callbacks", "hub"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         config = resolve_auto(config, run_dir)
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
         checkpoint = find_checkpoint(run_dir, store, config, resume)
+        callbacks = build_callbacks(config)
         trainer = build_trainer(config)
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
@@ -69,11 +71,13 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         check_writable(run_dir, needed_bytes=sum(p.numel() * (p.element_size() + 12) for p in weights))
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         signals = stack.enter_context(noting_signals())
-        recorder = stack.enter_context(Recorder(trainer, config, store, checkpoint=checkpoint, show=display))
+        recorder = stack.enter_context(
+            Recorder(trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks)
+        )
         if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.on_progress
         recorder.begin()
-        while trainer.step < config.max_steps and not signals:
+        while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
             recorder.record(trainer.train_step())
         stopped_by = signals[0] if signals and trainer.step < config.max_steps else None
         recorder.finish(stopped_by)

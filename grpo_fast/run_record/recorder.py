@@ -16,6 +16,7 @@ import torch
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
+from grpo_fast.run_record.callbacks import Callbacks
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.run_record.display import Display
 from grpo_fast.run_record.files import read_jsonl
@@ -89,14 +90,17 @@ class Recorder:
         *,
         checkpoint: Checkpoint | None,
         show: bool,
+        callbacks: Callbacks,
     ) -> None:
         self.trainer = trainer
         self.config = config
         self.run_dir = Path(config.output_dir)
         self.store = store
         self.monitor = AlertMonitor(config.alerts)
+        self.callbacks = callbacks
         if checkpoint:
             self.monitor.load_state_dict(checkpoint.state["alerts"])
+            callbacks.load_state_dict(checkpoint.state.get("callbacks", {}))
         self.logs = RunLogs(self.run_dir, config.logging)
         self._stack = ExitStack()
         self._stack.callback(self.logs.close)
@@ -122,19 +126,25 @@ class Recorder:
 
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
+        self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
         if self.trainer.step == 0:
-            self.logs.metrics(0, self.evaluate(None))
-            self.boundary = self.capture()
+            evaluated = self.evaluate(None)
+            self.logs.metrics(0, evaluated)
+            if evaluated:
+                self.callbacks.tell("on_evaluate", 0, evaluated)
+        self.boundary = self.capture()
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
         step, config = self.trainer.step, self.config
         metrics, timings = result.metrics, result.timings | {"memory/peak_bytes": peak_memory(self.trainer)}
         last = step == config.max_steps
+        evaluated: dict[str, float] = {}
         try:
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
-                metrics = metrics | self.evaluate(None if last else config.evaluation.size)
+                evaluated = self.evaluate(None if last else config.evaluation.size)
         finally:
+            metrics = metrics | evaluated
             self.logs.metrics(step, metrics, timings)
         if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
             self.logs.samples(step, result.samples)
@@ -143,18 +153,23 @@ class Recorder:
         for alert in self.monitor.update(step, metrics):
             self.logs.alert(alert)
             self.say(alert.text)
+        self.callbacks.tell("on_step_end", step, {**metrics, **timings})
+        if evaluated:
+            self.callbacks.tell("on_evaluate", step, evaluated)
         self.boundary = self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save()
+            self.save_and_tell()
 
-    def finish(self, stopped_by: Signals | None) -> None:
-        """The last checkpoint, the outcome and the report."""
+    def finish(self, signal: Signals | None) -> None:
+        """The last checkpoint, the outcome and the report; `signal` stopped the run early."""
         if self.trainer.step not in (0, self.saved):
-            self.save(must=True)
+            self.save_and_tell(must=True)
+        stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
-            self.say(f"{stopped_by.name}: saved at step {self.trainer.step}; continue with --resume")
+            self.say(f"{stopped_by}: saved at step {self.trainer.step}; continue with --resume")
         self.say(self.outcome())
         self.say(f"report: {write_report(self.run_dir)}")
+        self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException) -> None:
         """After an error or an interruption: save the last finished step if the weights are still its own."""
@@ -199,12 +214,17 @@ class Recorder:
             "optimizer": self.trainer.optimizer.state(),
             "trainer": self.trainer.state_dict(),
             "alerts": self.monitor.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             "rng": rng_state,
             "offsets": self.logs.offsets(),
         }
         return Boundary(self.trainer.step, json.dumps(state), rng_tensors)
 
-    def save(self, *, must: bool = False) -> None:
+    def save_and_tell(self, *, must: bool = False) -> None:
+        if (path := self.save(must=must)) is not None:
+            self.callbacks.tell("on_save", self.boundary.step, path)
+
+    def save(self, *, must: bool = False) -> Path | None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on."""
         step, policy, optimizer = self.boundary.step, self.trainer.policy, self.trainer.optimizer
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
@@ -213,13 +233,14 @@ class Recorder:
             "rng": self.boundary.rng,
         }
         try:
-            self.store.save(step, tensors, json.loads(self.boundary.state))
+            path = self.store.save(step, tensors, json.loads(self.boundary.state))
         except CheckpointSaveError as error:
             if must:
                 raise
             self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
-        else:
-            self.saved = step
+            return None
+        self.saved = step
+        return path
 
     def outcome(self) -> str:
         """Held-out score before → after."""
