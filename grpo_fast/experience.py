@@ -194,7 +194,9 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
     rewards = torch.cat([group.rewards for group in groups])
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.float32)
-    unique = [len({c.token_ids for c in group.completions}) / len(group.completions) for group in groups]
+    unique = [
+        (len({c.token_ids for c in group.completions}) - 1) / (len(group.completions) - 1) for group in groups
+    ]
     metrics = {
         "reward/mean": rewards.nanmean().item(),
         "reward/std": torch.stack([group.rewards for group in groups]).std(1).nanmean().item(),

@@ -52,6 +52,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.cli.show import evaluation_record, evaluation_table
     from grpo_fast.rewards import load_rewards
     from grpo_fast.run.export import load_policy_of
+    from grpo_fast.run_record.alerts import AlertMonitor
 
     require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
@@ -62,6 +63,9 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with engine_for(config, policy, questions, sampling) as engine:
         result = score_answers(engine, questions, rewards, asked, sampling)
     print(evaluation_table(result, args.k, sampling.temperature))
+    figures = {f"eval/{name}": value for name, value in result.metrics.items()}
+    for alert in AlertMonitor(config.alerts).update(0, figures):
+        print(alert.text, file=sys.stderr)
     if args.output:
         text = json.dumps(evaluation_record(result, args.k, config.model.path), indent=1, allow_nan=False)
         Path(args.output).write_text(text, encoding="utf-8")

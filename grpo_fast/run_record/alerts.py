@@ -1,7 +1,8 @@
 """Warnings while a run goes on: reward hacking, collapse, divergence, drift. Each says what to try.
 
 An alert is raised once, when its figure crosses its threshold, and not again until the figure has come back.
-What is measured is a mean over the last `window` steps, so one odd step raises nothing.
+What is measured is a mean over the last `window` steps, so one odd step raises nothing. An evaluation is a
+mean already, and a loss that is not finite counts at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
+from statistics import median_high, median_low
 from typing import Annotated, Any
 
 import yaml
@@ -38,7 +40,7 @@ class AlertsConfig(Section):
         2.0, description="factor by which the mean length leaves that of the first window"
     )
     unique_completions: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        0.3, description="share of distinct completions in a group, at least"
+        0.1, description="share of a group's completions that differ, at least; 0: all the same"
     )
     entropy: Annotated[float, Field(gt=0)] | None = Field(
         0.02, description="nats a token, at least; where measured"
@@ -47,6 +49,19 @@ class AlertsConfig(Section):
         0.5, description="nats a token to the reference, at most"
     )
     flat_groups: Fraction | None = Field(0.9, description="share of groups without spread, at most")
+    stale_rewards: Annotated[float, Field(gt=0)] | None = Field(
+        1e-6, description="reward by which a window's completions differ, at least"
+    )
+    truncated: Fraction | None = Field(0.5, description="share of truncated completions, at most")
+    evaluation_truncated: Fraction | None = Field(
+        0.2, description="share of truncated answers to the held-out questions, at most"
+    )
+    divergence: Annotated[float, Field(gt=1)] | None = Field(
+        10.0, description="factor of the gradient norm from the window's older half to its newer, at most"
+    )
+    sampler_drift: Annotated[float, Field(gt=0)] | None = Field(
+        0.1, description="nats a token between the sampler's log-probabilities and the trainer's, at most"
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +101,7 @@ class AlertState:
     score: float | None = None  # the latest held-out score
     best_score: float | None = None
     reward_at_best: float | None = None
+    loss_is_finite: bool = True  # of the latest step
     raised: list[str] = field(default_factory=list)
 
 
@@ -114,7 +130,7 @@ class AlertMonitor:
             if is_wrong and name not in raised:
                 raised.append(name)
                 seen = rule.seen.format(value=value, threshold=threshold)
-                text = f"alert, {name}: {seen}; try: {rule.remedy}"
+                text = f"alert, {name}: {seen}\n  try: {rule.remedy}"
                 alerts.append(Alert(step, name, "raised", value, threshold, text))
             elif name in raised and not is_wrong:
                 raised.remove(name)
@@ -123,14 +139,13 @@ class AlertMonitor:
         return alerts
 
     def _take(self, metrics: Mapping[str, float]) -> None:
-        """Add a step; figures that are not finite count as not measured."""
+        """Add a step; but for the loss, figures that are not finite count as not measured."""
         state, window = self._state, self.config.window
+        state.loss_is_finite = math.isfinite(metrics.get("loss", 0.0))
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        for rule in RULES.values():
-            if rule.metric in finite:
-                state.recent[rule.metric] = [*state.recent.get(rule.metric, []), finite[rule.metric]][
-                    -window:
-                ]
+        for name in ("reward/std", *(rule.metric for rule in RULES.values())):
+            if name in finite:
+                state.recent[name] = [*state.recent.get(name, []), finite[name]][-window:]
         if state.first_length is None:
             state.first_length = self._mean("completion/length_mean")
         score, reward = finite.get("eval/score"), self._mean("reward/mean")
@@ -146,9 +161,21 @@ class AlertMonitor:
 
     def _figure(self, name: str) -> float | None:
         """What the alert is judged by; None where it is not measured yet."""
-        state, mean = self._state, self._mean(RULES[name].metric)
+        state, metric = self._state, RULES[name].metric
+        recent, mean = state.recent.get(metric, []), self._mean(metric)
+        if name == "evaluation_truncated":  # of the latest evaluation
+            return recent[-1] if recent else None
+        if name == "divergence" and not state.loss_is_finite:
+            return math.inf
         if mean is None:
             return None
+        if name == "divergence":
+            half = len(recent) // 2
+            older, newer = median_high(recent[:half] or recent), median_low(recent[half:])
+            return newer / older if older else None
+        if name == "stale_rewards":  # between the window's steps, and within their groups
+            within = self._mean("reward/std")
+            return None if within is None else max(recent) - min(recent) + within
         if name == "reward_rise":  # since the best held-out score, where the score has fallen since; else 0
             if state.score is None or state.best_score is None or state.reward_at_best is None:
                 return None

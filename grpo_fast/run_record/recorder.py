@@ -130,6 +130,7 @@ class Recorder:
         if self.trainer.step == 0:
             evaluated = self.evaluate(None)
             self.logs.metrics(0, evaluated)
+            self.watch(evaluated)
             if evaluated:
                 self.callbacks.tell("on_evaluate", 0, evaluated)
         self.boundary = self.capture()
@@ -150,15 +151,19 @@ class Recorder:
             self.logs.samples(step, result.samples)
         if self.display:
             self.display.update(step, metrics, timings)
-        for alert in self.monitor.update(step, metrics):
-            self.logs.alert(alert)
-            self.say(alert.text)
+        self.watch(metrics)
         self.callbacks.tell("on_step_end", step, {**metrics, **timings})
         if evaluated:
             self.callbacks.tell("on_evaluate", step, evaluated)
         self.boundary = self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save_and_tell()
+
+    def watch(self, metrics: Mapping[str, float]) -> None:
+        """Raise and clear alerts."""
+        for alert in self.monitor.update(self.trainer.step, metrics):
+            self.logs.alert(alert)
+            self.say(alert.text)
 
     def finish(self, signal: Signals | None) -> None:
         """The last checkpoint, the outcome and the report; `signal` stopped the run early."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.run_record.alerts import Alert, AlertMonitor, AlertsConfig
+from grpo_fast.run_record.alerts import RULES, Alert, AlertMonitor, AlertsConfig
 
 HEALTHY = {
     "reward/mean": 0.5,
+    "reward/std": 0.3,
     "groups/flat": 0.2,
+    "completion/truncated": 0.1,
+    "grad_norm": 2.0,
+    "loss": 0.01,
+    "sampling/logp_difference_mean": 0.02,
     "groups/unique_completions": 0.9,
     "completion/length_mean": 100.0,
     "completion/length_reward_correlation": 0.1,
@@ -40,11 +46,14 @@ def monitor() -> AlertMonitor:
     ("name", "metrics", "remedy"),
     [
         ("flat_groups", {"groups/flat": 0.95}, "dynamic_sampling"),
-        ("unique_completions", {"groups/unique_completions": 0.1}, "temperature"),
+        ("unique_completions", {"groups/unique_completions": 0.05}, "temperature"),
         ("entropy", {"entropy": 0.001}, "entropy_coef"),
         ("kl", {"kl": 3.0}, "loss.beta"),
         ("length_drift", {"completion/length_mean": 250.0}, "dr_grpo"),
         ("length_drift", {"completion/length_mean": 10.0}, "empty answers"),
+        ("truncated", {"completion/truncated": 0.9}, "max_completion_length"),
+        ("stale_rewards", {"reward/std": 0.0, "reward/mean": 1.0}, "preview"),
+        ("sampler_drift", {"sampling/logp_difference_mean": 0.4}, "sampler_correction"),
         ("length_reward_correlation", {"completion/length_reward_correlation": 0.95}, "length reward"),
         ("length_reward_correlation", {"completion/length_reward_correlation": -0.95}, "length reward"),
     ],
@@ -64,11 +73,57 @@ def test_each_alert_is_raised_once_with_what_to_try_and_cleared_once(monitor, na
         [(10, {"reward/mean": 0.6, "eval/score": 0.6}), (20, {"reward/mean": 0.3, "eval/score": 0.2})],
         [(10, {"eval/score": 0.6}), (20, {"reward/mean": 0.9, "eval/score": 0.58})],
         [(1, {"kl": float("nan")})],
+        [(10, {}), (1, {"grad_norm": 500.0}), (10, {})],
+        [(4, {"grad_norm": 2.0 * 1.3**i}) for i in range(9)],
+        [(1, {"reward/std": 0.0, "reward/mean": i % 2}) for i in range(20)],
+        [(1, {"eval/truncated": 0.1}), (10, {})],
     ],
-    ids=["healthy", "one odd step", "score and reward fall", "a small fall of the score", "not a number"],
+    ids=[
+        "healthy",
+        "one odd step",
+        "score and reward fall",
+        "a small fall of the score",
+        "not a number",
+        "one large gradient",
+        "gradients that grow slowly",
+        "flat groups of different rewards",
+        "few truncated answers",
+    ],
 )
 def test_what_is_no_alarm_raises_nothing(monitor, stretches):
     assert run(monitor, *stretches) == []
+
+
+def test_gradients_that_explode_are_told_of_while_they_do(monitor):
+    alerts = run(monitor, (10, {}), *[(1, {"grad_norm": 2.0 * 20.0**i}) for i in range(8)], (10, {}))
+    assert [(alert.alert, alert.state) for alert in alerts] == [
+        ("divergence", "raised"),
+        ("divergence", "cleared"),
+    ]
+    assert alerts[0].step <= 14 and "optimizer.learning_rate" in alerts[0].text
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_told_of_at_once(monitor, loss):
+    (alert,) = run(monitor, (1, {"loss": loss}))
+    assert (alert.alert, alert.state, alert.value) == ("divergence", "raised", math.inf)
+
+
+def test_truncated_answers_are_told_of_at_the_first_evaluation_until_a_better_one(monitor):
+    alerts = monitor.update(0, {"eval/truncated": 1.0})
+    alerts += run(monitor, (10, {}), (1, {"eval/truncated": 0.9}), (1, {"eval/truncated": 0.1}))
+    assert [(a.step, a.alert, a.state) for a in alerts] == [
+        (0, "evaluation_truncated", "raised"),
+        (12, "evaluation_truncated", "cleared"),
+    ]
+
+
+def test_every_threshold_has_its_rule_and_an_alert_is_two_lines_that_fit_a_log():
+    numbers = {"value": 0.123456, "threshold": 0.123456}
+    assert RULES.keys() == AlertsConfig.model_fields.keys() - {"window", "clear_margin", "held_out_drop"}
+    for name, rule in RULES.items():
+        assert len(f"alert, {name}: {rule.seen.format(**numbers)}") <= 160
+        assert len(f"  try: {rule.remedy}") <= 160
 
 
 def test_an_alert_without_threshold_is_off():
