@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.objective import LossInputs as LossInputs
     from grpo_fast.objective import LossOutputs as LossOutputs
     from grpo_fast.objective import StepTotals as StepTotals
+    from grpo_fast.run.python import Run as Run
+    from grpo_fast.run.python import train as train
     from grpo_fast.run_record.callbacks import Callback as Callback
 
 # In a checkout the kernels lie in their own top-level folder, which must not become an importable
@@ -35,6 +37,8 @@ _PUBLIC = {
     "StepTotals": "grpo_fast.objective",
     "GRPOLossOutput": "grpo_fast.head.outputs",
     "HeadOutput": "grpo_fast.head.outputs",
+    "train": "grpo_fast.run.python",
+    "Run": "grpo_fast.run.python",
     "Callback": "grpo_fast.run_record.callbacks",
 }
 

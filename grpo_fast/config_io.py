@@ -70,9 +70,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     tree: Any = {}
     if path is not None:
         tree = _apply(list(_read_mapping(config_path(path)).items()), tree, problems)
-    given = list(overrides.items()) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
-    tree = _apply(given, tree, problems)
-    return _validated(tree, "overrides" if path is None else str(path), problems)
+    if isinstance(overrides, Mapping):
+        source, pairs = "settings", list(overrides.items())
+    else:
+        source, pairs = "overrides", _parse_overrides(overrides)
+    return _validated(_apply(pairs, tree, problems), str(path or source), problems)
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:

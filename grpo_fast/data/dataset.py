@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
-from grpo_fast.data.sources import PREFIX, read_rows
+from grpo_fast.data.sources import PREFIX, Row, read_rows
 from grpo_fast.data.types import Prompt, own_text
 
 if TYPE_CHECKING:
@@ -73,8 +73,20 @@ def load_prompts(
         ImportError: reasoning-gym is asked for and missing.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
+    return prompts_of(
+        read_rows(config), config, tokenizer, default_max_prompt_length=default_max_prompt_length
+    )
+
+
+def prompts_of(
+    rows: Sequence[Row],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    default_max_prompt_length: int | None = None,
+) -> PromptDataset:
+    """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
     render = Renderer(config, tokenizer)
-    rows = read_rows(config)
     prompts = [render.prompt(index, row) for index, row in enumerate(rows)]
     texts = [render.text(index, prompt) for index, prompt in enumerate(prompts)]
     # A chat template writes the special tokens itself.

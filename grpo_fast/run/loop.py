@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
+from types import MappingProxyType
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
@@ -24,6 +25,7 @@ from grpo_fast.trainer import Trainer
 # What a resumed run may do differently and still be the same run.
 CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory"}
 CHANGEABLE |= {"callbacks", "hub"}
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,20 @@ class Ended:
     stopped_by: Signals | None  # before its last step
 
 
-def train(config: TrainConfig, *, resume: str | None = None, display: bool = True) -> Ended:
+def train(
+    config: TrainConfig,
+    *,
+    resume: str | None = None,
+    display: bool = True,
+    files: Mapping[str, bytes] = NO_FILES,
+) -> Ended:
     """Train as configured, to the last step or to the end of the step that a SIGINT or SIGTERM falls into.
 
     Args:
         config: the whole run.
         resume: "latest" continues from the newest checkpoint in `config.output_dir`, a path from that one.
         display: show progress; the files of the run are written either way.
+        files: what the configuration names in the run's own directory, by name there.
 
     Raises:
         RunInUse: another process trains in the directory.
@@ -57,6 +66,9 @@ def train(config: TrainConfig, *, resume: str | None = None, display: bool = Tru
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
         checkpoint = find_checkpoint(run_dir, store, config, resume)
         callbacks = build_callbacks(config)
+        for name, content in files.items():
+            (run_dir / name).parent.mkdir(exist_ok=True)
+            write_whole(run_dir / name, content)
         trainer = build_trainer(config)
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
@@ -117,8 +129,8 @@ def find_checkpoint(
     if resume is None:
         if earlier.exists():
             raise CheckpointError(
-                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume, or choose "
-                "another"
+                f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume (from Python: "
+                "resume=True), or choose another"
             )
         return None
     if not earlier.exists():

@@ -10,6 +10,7 @@ from typing import Any
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_DIR = "checkpoints"
+INPUTS_DIR = "inputs"  # rows and sources of objects that a Python program gave
 
 Record = Mapping[str, Any]
 
