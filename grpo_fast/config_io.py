@@ -78,22 +78,40 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
-    """(what became of each key of a foreign YAML or JSON file, our YAML); `source` as for `convert`.
+    """(what became of each key of a foreign file, our YAML); `source` as for `convert`.
+
+    Args:
+        path: YAML, JSON, or a shell script or text with the command that starts the run.
 
     Raises:
-        ConfigError: the file cannot be read, or what it says is refused here; it lists every problem.
+        ConfigError: the file cannot be read, or holds no foreign configuration.
     """
     path = Path(path)
     document = with_defaults(_read_mapping(path), path.parent, _read_mapping)
     try:
         conversion = convert(document, source=source)
     except ValueError as error:
-        raise ConfigError("convert", [Problem("FILE", str(error))]) from None
-    tree: Any = {}
-    for place, value in conversion.places.items():
-        tree = _with(tree, place, value)
-    _validated(tree, f"the configuration converted from {conversion.source}", [])
-    return conversion, conversion.heading() + _dump_yaml(tree)
+        raise ConfigError(str(path), [Problem("the file", str(error))]) from None
+    while True:
+        tree: Any = {}
+        for place, value in conversion.places.items():
+            tree = _with(tree, place, value)
+        try:
+            _validated(tree, f"the configuration converted from {conversion.source}", [])
+        except ConfigError as error:
+            blamed = {_blamed(problem, conversion.places): str(problem) for problem in error.problems}
+            refused = {place: reason for place, reason in blamed.items() if place}
+            if not refused:
+                raise
+            conversion = conversion.without(refused)
+        else:
+            return conversion, conversion.heading() + _dump_yaml(tree)
+
+
+def _blamed(problem: Problem, places: Mapping[str, Any]) -> str | None:
+    """The place of a converted value that is refused: a problem's own, or what its message begins with."""
+    start = problem.message.partition(" ")[0]
+    return next((name for name in (problem.name, start, f"{problem.name}.{start}") if name in places), None)
 
 
 def dump_config(config: TrainConfig) -> str:

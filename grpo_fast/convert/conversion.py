@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from grpo_fast.convert.rules import Absent, Places, Rule, translate
+from grpo_fast.convert.rules import NOTHING, NotApplicable, Places, Rule, translate
 from grpo_fast.objective.catalog import CATALOG
 from grpo_fast.section import short
 
@@ -16,9 +16,11 @@ FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
+FLAT = "advantage.skip_flat_groups"
 _LOSS_SPECIFIC = frozenset().union(*(facts.fields for facts in CATALOG.values()))
 
-Outcome = Literal["taken", "renamed", "written for a default", "not applicable"]
+Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
+LEFT: tuple[Outcome, ...] = ("not applicable", "needs a decision")  # what asks for a person stands last
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,46 @@ class Conversion:
 
     def heading(self) -> str:
         """Comment lines for the top of the YAML file."""
-        missing = f"# To fill in: {', '.join(self.fill_in)}.\n" if self.fill_in else ""
-        return f"# Converted from {self.source}.\n{missing}"
+        lines = [f"Converted from {self.source}."]
+        lines += [f"Needs a decision: {row}: {row.reason}" for row in self.rows if row.outcome == LEFT[1]]
+        lines += [f"To fill in: {', '.join(self.fill_in)}."] if self.fill_in else []
+        return "".join(f"# {' '.join(line.split())}\n" for line in lines)
+
+    def without(self, refused: Mapping[str, str]) -> Conversion:
+        """The conversion without the places whose value is refused here, for the reason given."""
+
+        def kept(row: Row) -> Row:
+            reasons = dict.fromkeys(refused[place] for place in row.places if place in refused)
+            if not reasons:
+                return row
+            return replace(row, outcome="needs a decision", places=(), reason="; ".join(reasons))
+
+        places = {place: value for place, value in self.places.items() if place not in refused}
+        return replace(self, places=places, rows=tuple(map(kept, self.rows))).filled_in()
+
+    def filled_in(self) -> Conversion:
+        """The conversion with a mark in each place that must be set and is not."""
+        preference = self.places.get("algorithm") == "dpo"
+        required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
+        # The source may count epochs; ours has a default that nobody chose.
+        missing = [place for place in (*required, "max_steps") if place not in self.places]
+        marks = {place: REQUIRED[place] for place in missing if place in REQUIRED}
+        fill_in = tuple(dict.fromkeys([*self.fill_in, *missing]))
+        return replace(self, places={**marks, **self.places}, fill_in=fill_in)
 
     def listing(self) -> str:
         """Each key with what became of it, those without a place together under their reason."""
         lines = []
         for row in self.rows:
-            if row.outcome != "not applicable":
+            if row.outcome not in LEFT:
                 target = f" -> {', '.join(row.places)}" if row.places and row.places != (row.key,) else ""
                 note = f" ({row.reason})" if row.reason else ""
                 lines.append(f"{row.outcome}: {row}{target}{note}")
         by_reason = attrgetter("reason")
-        left = sorted((row for row in self.rows if row.outcome == "not applicable"), key=by_reason)
-        for reason, rows in groupby(left, key=by_reason):
-            lines += [f"not applicable: {reason}", *(f"  {row}" for row in rows)]
+        for outcome in LEFT:
+            left = sorted((row for row in self.rows if row.outcome == outcome), key=by_reason)
+            for reason, rows in groupby(left, key=by_reason):
+                lines += [f"{outcome}: {reason}", *(f"  {row}" for row in rows)]
         if self.fill_in:
             lines.append(f"to fill in, for the file does not say: {', '.join(self.fill_in)}")
         return "\n".join(lines)
@@ -102,46 +129,46 @@ def convert_entries(
                     raise ValueError(f"{place} is {short(places[place])} by {set_by[place]}")
                 _check_read(place, value, places.get("loss.loss_type", "dapo"), preference)
         except (ValueError, TypeError) as error:
+            outcome = LEFT[not isinstance(error, NotApplicable)]
             if not entry.missing:
-                rows.append(Row(entry.key, entry.value, "not applicable", reason=str(error)))
+                rows.append(Row(entry.key, entry.value, outcome, reason=str(error)))
             continue
         if entry.missing and (not found or found.keys() & places.keys()):
             continue
         renamed: Outcome = "renamed" if any(place != entry.key for place in found) else "taken"
-        reason = entry.note if found else "it is so here anyway"
+        reason = entry.note or ("" if found else "it is so here anyway")
         outcome = "written for a default" if entry.missing else renamed
         rows.append(Row(entry.key, entry.value, outcome, tuple(found), reason))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
-    required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
-    missing = [place for place in required if place not in places]
-    places = {**{place: REQUIRED[place] for place in missing}, **places}
-    if "max_steps" not in places:  # the source counts epochs; ours has a default that nobody chose
-        missing.append("max_steps")
-    return Conversion(source, places, tuple(rows), tuple(missing))
+    if not preference and FLAT not in places and (places.get("loss.beta") or places.get("loss.entropy_coef")):
+        reason = "KL and entropy terms act on groups without spread there"
+        rows.append(Row(FLAT, False, "written for a default", (FLAT,), reason))
+        places[FLAT] = False
+    return Conversion(source, places, tuple(rows), ()).filled_in()
 
 
 def _found(entry: Entry, siblings: Mapping[str, Any]) -> Places:
     """Raises ValueError with the reason why the key has no place."""
     if entry.rule is None:
-        raise ValueError("is not a key that this converter knows")
-    if isinstance(entry.rule, Absent):
-        raise ValueError(entry.rule.reason)
+        unknown = NotApplicable if entry.value in NOTHING else ValueError
+        raise unknown("is not a key that this converter knows")
+    if isinstance(entry.value, str) and "${" in entry.value:
+        raise ValueError("refers to something outside this file; set it by hand")
     return translate(entry.rule, entry.value, siblings)
 
 
 def _check_read(place: str, value: Any, loss_type: Any, preference: bool) -> None:
-    """Raises ValueError where the place would be refused beside the algorithm and the loss."""
+    """Raises NotApplicable where algorithm or loss do not read the place, ValueError where not this value."""
     section, _, name = place.rpartition(".")
     if preference:
         if place.partition(".")[0] in SAMPLING:
-            raise ValueError("training on fixed completions does not read it")
+            raise NotApplicable("training on fixed completions does not read it")
         return
     facts = CATALOG.get(loss_type) if isinstance(loss_type, str) else None
     if section != "loss" or facts is None:
         return
-    unread = name in _LOSS_SPECIFIC and name not in facts.fields
-    if name == "importance_sampling_level":
-        unread = value not in facts.choosable_levels
-    if unread:
-        raise ValueError(f"the loss that is chosen does not read loss.{name}")
+    if name in _LOSS_SPECIFIC and name not in facts.fields:
+        raise NotApplicable(f"the loss that is chosen does not read loss.{name}")
+    if name == "importance_sampling_level" and value not in facts.choosable_levels:
+        raise ValueError(f"the loss that is chosen has its own ratio; see loss.{name}")

@@ -6,10 +6,12 @@ changes its name or its values and what has no place is in `trl.yaml`; what depe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.rules import Absent, Places, Rule, Translate, load_yaml, rules_of, translate
+from grpo_fast.convert.rules import NOTHING, Absent, Places, Rule, Translate, load_yaml, rules_of, translate
+from grpo_fast.rewards.builtins import BUILTINS
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -32,11 +34,24 @@ def steps(place: str, strategy: str) -> Translate:
     def rule(value: Any, siblings: Mapping[str, Any]) -> Places:
         if siblings.get(strategy) in ("no", "epoch", False):
             return {}
-        if isinstance(value, float) and value < 1:
-            raise ValueError(f"a share of the run has no equivalent; give a number of steps in {place}")
-        return translate(place, value, {})
+        return translate(place, in_steps(value, siblings, place), {})
 
     return rule
+
+
+def in_steps(value: Any, siblings: Mapping[str, Any], place: str) -> Any:
+    """A number of steps; below 1 it is a share of the run, rounded up as HF's trainer does."""
+    if value is None or not 0 < float(value) < 1:
+        return value
+    if int(siblings.get("max_steps") or -1) < 1:
+        raise ValueError(f"a share of the run needs max_steps beside it; set {place} as a number of steps")
+    return math.ceil(float(value) * int(siblings["max_steps"]))
+
+
+def epochs(value: Any, siblings: Mapping[str, Any]) -> Places:
+    if value and int(siblings.get("max_steps") or -1) < 1:
+        raise ValueError("a run is counted in steps: set max_steps (epochs x questions / prompts_per_step)")
+    return {}
 
 
 def lora(key: str) -> Translate:
@@ -59,20 +74,15 @@ def stop(value: Any, _: Mapping[str, Any]) -> Places:
     return {"rollout.stop": [value] if isinstance(value, str) else list(value)} if value else {}
 
 
-def betas(_: Any, siblings: Mapping[str, Any]) -> Places:
-    return {"optimizer.betas": [siblings.get("adam_beta1", 0.9), siblings.get("adam_beta2", 0.999)]}
+def betas(prefix: str = "") -> Translate:
+    """Adam's two, of which one may be missing."""
+    names = {f"{prefix}adam_beta1": 0.9, f"{prefix}adam_beta2": 0.999}
+    return lambda _, siblings: {"optimizer.betas": [siblings.get(key, usual) for key, usual in names.items()]}
 
 
 def warmup(value: Any, siblings: Mapping[str, Any]) -> Places:
-    if not value:
-        return {}
-    if float(value) >= 1:
-        return {"optimizer.warmup_steps": value}
-    if int(siblings.get("max_steps") or -1) < 1:
-        raise ValueError(
-            "a share needs max_steps beside it; give optimizer.warmup_steps as a number of steps"
-        )
-    return {"optimizer.warmup_steps": round(float(value) * int(siblings["max_steps"]))}
+    place = "optimizer.warmup_steps"
+    return {place: in_steps(value, siblings, place)} if value else {}
 
 
 def schedule_options(value: Any, siblings: Mapping[str, Any]) -> Places:
@@ -103,18 +113,25 @@ def reward_funcs(value: Any, siblings: Mapping[str, Any]) -> Places:
     if len(weights) != len(names):
         raise ValueError(f"{len(weights)} reward_weights for {len(names)} reward_funcs; give one for each")
     pairs = zip(names, weights, strict=True)
-    return {"rewards": [{"reward": reward_path(name), "weight": weight} for name, weight in pairs]}
+    return {"rewards": [{**reward(name), "weight": weight} for name, weight in pairs]}
 
 
-def reward_path(name: str) -> str:
-    """`module.function` as `module:function`; a name of a built-in reward or a file stays."""
+def reward(name: str) -> dict[str, Any]:
+    """A published name by the table; `module.function` as `module:function`; ours and a file's stay."""
+    if name.removeprefix("trl.rewards.") in REWARDS:
+        return REWARDS[name.removeprefix("trl.rewards.")]
+    if not set(name) & set("/:.") and name not in BUILTINS:
+        raise ValueError(
+            f"{name} is no reward here and none that this converter knows; give its import path in "
+            "`rewards`, `module:function`"
+        )
     if "/" in name and ":" not in name and not name.endswith(".py"):
         raise ValueError(
             f"{name} names a reward model, and rewards here are functions; write one that asks the model and "
             "give its import path, `module:function`"
         )
     module, dot, function = name.rpartition(".")
-    return name if ":" in name or not dot else f"{module}:{function}"
+    return {"reward": name if ":" in name or not dot else f"{module}:{function}"}
 
 
 def reward_weights(value: Any, siblings: Mapping[str, Any]) -> Places:
@@ -137,6 +154,7 @@ def correction_mode(value: Any, siblings: Mapping[str, Any]) -> Places:
 
 
 _TABLE = load_yaml("trl.yaml")
+REWARDS: dict[str, dict[str, Any]] = _TABLE["rewards"]
 MOVED: dict[str, Rule] = {
     **dict(rules_of(_TABLE["moved"])),
     "model_init_kwargs": options(_TABLE["model_init_kwargs"]),
@@ -146,10 +164,12 @@ MOVED: dict[str, Rule] = {
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
     "stop": stop,
+    "num_train_epochs": epochs,
+    "num_epochs": epochs,
     "vllm_importance_sampling_correction": correction,
     "vllm_importance_sampling_mode": correction_mode,
-    "adam_beta1": betas,
-    "adam_beta2": betas,
+    "adam_beta1": betas(),
+    "adam_beta2": betas(),
     "lr_scheduler_kwargs": schedule_options,
     "warmup_steps": warmup,
     "warmup_ratio": warmup,
@@ -158,9 +178,8 @@ MOVED: dict[str, Rule] = {
     "save_steps": steps("checkpoint.every", "save_strategy"),
     "eval_steps": steps("evaluation.every", "eval_strategy"),
 }
-_NOTHING: tuple[Any, ...] = (None, False, "", [])
 ABSENT = {
-    key: Absent(entry["why"], _NOTHING if harmless is None else harmless)
+    key: Absent(entry["why"], NOTHING if harmless is None else harmless, entry.get("decide", False))
     for entry in _TABLE["absent"]
     for key, harmless in entry["keys"].items()
 }

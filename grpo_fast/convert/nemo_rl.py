@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
-from grpo_fast.convert.names import NAMES
+from grpo_fast.convert.names import NAMES, betas
 from grpo_fast.convert.references import flatten, resolve
-from grpo_fast.convert.rules import Absent, Places, Rule, by_table, find_rule, load_yaml, rules_of
+from grpo_fast.convert.rules import (
+    Absent,
+    NotApplicable,
+    Places,
+    Rule,
+    Translate,
+    by_table,
+    find_rule,
+    load_yaml,
+    rules_of,
+)
 from grpo_fast.convert.trl import PREFERENCE
 
 Leaves = Mapping[str, Any]
@@ -29,8 +39,8 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
             known = next((name for s in sections if (name := f"{s}.{leaf}") in RULES), leaf)
             siblings[known] = value
         rule = flat_names.get(known) if known == leaf != key else find_rule(known, RULES)
-        if isinstance(value, str) and "${" in value:
-            rule = Absent("refers to something outside this file; set it by hand")
+        if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
+            rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
     # Several keys of this section say together what the loss is.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
@@ -45,10 +55,19 @@ def loss_type(value: Any, leaves: Leaves) -> Places:
     return {"loss.loss_type": "dapo" if value else "grpo"}
 
 
-def max_steps(value: Any, _: Leaves) -> Places:
-    if value >= 1_000_000:
-        raise ValueError("it stands for no limit; set max_steps (epochs x questions / prompts_per_step)")
-    return {"max_steps": value}
+def clip(end: str) -> Translate:
+    """CISPO's weight is clipped to [1 - min, 1 + max]; ours has the ceiling alone, as an absolute number."""
+
+    def rule(value: Any, leaves: Leaves) -> Places:
+        if leaves.get("loss_fn.disable_ppo_ratio"):
+            raise NotApplicable("without a ratio nothing is clipped")
+        if not leaves.get("loss_fn.use_cispo"):
+            return {f"loss.epsilon_{end}": value}
+        if end == "low" and value < 1:
+            raise ValueError("CISPO here has no floor; 1 asks for none")
+        return {"loss.epsilon_high": 1 + value} if end == "high" else {}
+
+    return rule
 
 
 def sampler_correction(value: Any, leaves: Leaves) -> Places:
@@ -102,19 +121,20 @@ def answer_column(value: Any, _: Leaves) -> Places:
 
 
 _LORA = "policy.dtensor_cfg.lora_cfg"
+_MEGATRON = "policy.megatron_cfg"
+# What does not count with Megatron, and without.
+_OFF = {True: ("policy.optimizer.", "policy.scheduler", "policy.dtensor_cfg."), False: (f"{_MEGATRON}.",)}
 RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     "data.output_key": answer_column,
     "data.train.output_key": answer_column,
-    "env.math.math_verify_impl": lambda *_: {"rewards": [{"reward": "math_verify"}]},
-    "grpo.max_num_steps": max_steps,
+    "loss_fn.ratio_clip_max": clip("high"),
+    "loss_fn.ratio_clip_min": clip("low"),
     "loss_fn.token_level_loss": loss_type,
-    "loss_fn.truncated_importance_sampling_type": lambda *_: {},  # read with the correction itself
     "loss_fn.use_importance_sampling_correction": sampler_correction,
     f"{_LORA}.target_modules": lora_targets,
-    "policy.generation.backend": lambda value, _: {
-        "rollout.engine": "vllm" if value == "vllm" else "transformers"
-    },
+    f"{_MEGATRON}.optimizer.adam_beta1": betas(f"{_MEGATRON}.optimizer."),
+    f"{_MEGATRON}.optimizer.adam_beta2": betas(f"{_MEGATRON}.optimizer."),
     "policy.generation.stop_strings": NAMES["stop"],
     "policy.generation.top_k": NAMES["top_k"],
     "policy.scheduler": scheduler,

@@ -13,12 +13,20 @@ import yaml
 Places = dict[str, Any]  # dotted name here -> value
 
 
+NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that ask for nothing
+
+
+class NotApplicable(ValueError):
+    """A key that has no part in what is learned here: nothing is to be decided in its place."""
+
+
 @dataclass(frozen=True)
 class Absent:
     """A foreign key without a place here, and what to do instead."""
 
     reason: str
     harmless: Sequence[Any] = ()  # values that ask for what is so anyway
+    decide: bool = False  # what it asks for changes what is learned: a person decides
 
 
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so
@@ -39,7 +47,7 @@ def translate(rule: Rule, value: Any, siblings: Mapping[str, Any]) -> Places:
         return rule(value, siblings)
     if value in rule.harmless:
         return {}
-    raise ValueError(f"has no place here: {rule.reason}")
+    raise (ValueError if rule.decide else NotApplicable)(rule.reason)
 
 
 def by_table(
@@ -58,25 +66,33 @@ def by_table(
 
     Args:
         to: the place.
-        beside: the switch that must be on for the key to count.
+        beside: the switch that must be on for the key to count, or `key=value` that must not be otherwise.
         when_on: what a switch chooses; off, it sets nothing.
         ignored: values that set nothing.
-        values: what is written differently here. Other values stay as they are,
+        values: what is written differently here, without `to` as several places. Others stay as they are,
         otherwise: or are refused with this reason.
         refused: the reason why a switch may only be off.
     """
     if refused and value:
         raise ValueError(refused)
-    if refused or (beside and not siblings.get(beside)) or value in ignored:
+    if beside and not _is_on(beside, siblings):
+        raise NotApplicable(f"counts only with {beside}")
+    if refused or value in ignored:
         return {}
     if when_on is not ...:
         return {to: when_on} if value else {}
     for known, ours in (values or {}).items():
         if value == known:
-            return {to: ours}
+            return {to: ours} if to else dict(ours)
     if otherwise:
         raise ValueError(otherwise)
     return translate(to, value, siblings)
+
+
+def _is_on(switch: str, siblings: Mapping[str, Any]) -> bool:
+    key, equals, wanted = switch.partition("=")
+    value = siblings.get(key)
+    return value is None or str(value).lower() == wanted if equals else bool(value)
 
 
 def load_yaml(name: str) -> dict[str, Any]:
@@ -85,10 +101,14 @@ def load_yaml(name: str) -> dict[str, Any]:
 
 
 def rules_of(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Rule]]:
-    """Rules by dotted name: a table holds places, reasons in brackets, and arguments of `by_table`."""
+    """Rules by dotted name: a table holds places, reasons, and arguments of `by_table`.
+
+    A reason stands in brackets, or after a question mark where a person has to decide.
+    """
     for key, entry in table.items():
         if isinstance(entry, str):
-            yield f"{prefix}{key}", Absent(entry[1:-1]) if entry.startswith("(") else entry
+            rule: Rule = Absent(entry[1:].strip(), NOTHING, decide=True) if entry.startswith("?") else entry
+            yield f"{prefix}{key}", Absent(entry[1:-1]) if entry.startswith("(") else rule
         elif entry.keys() & {"to", "refused", "otherwise"}:
             yield f"{prefix}{key}", partial(by_table, **entry)
         else:

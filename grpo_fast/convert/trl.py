@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
-from grpo_fast.convert.names import NAMES
-from grpo_fast.convert.rules import Absent, Places, Rule, Translate, load_yaml, rules_of, translate
+from grpo_fast.convert.names import NAMES, REWARDS
+from grpo_fast.convert.rules import (
+    Absent,
+    NotApplicable,
+    Places,
+    Rule,
+    Translate,
+    load_yaml,
+    rules_of,
+    translate,
+)
 from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
+from grpo_fast.rewards.builtins import BUILTINS
 
 # What a missing key means there, where ours would mean something else.
 DEFAULTS: dict[str, Any] = {
@@ -56,6 +66,13 @@ def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, 
     batch, note, per_rollout = _batch(document, preference)
     rules = NAMES | (PREFERENCE if preference else {}) | dict.fromkeys(BATCH, batch)
     notes = dict.fromkeys(BATCH, note)
+    asked = document.get("reward_funcs") or []
+    asked = [asked] if isinstance(asked, str) else asked
+    packages = {REWARDS[name]["reward"].partition(".")[0] for name in asked if name in REWARDS}
+    if theirs := sorted(packages - BUILTINS.keys()):
+        notes["reward_funcs"] = f"{' and '.join(theirs)} must be installed, and prompts be conversations"
+    for key in ("num_train_epochs", "num_epochs"):
+        notes[key] = "max_steps decides"
     if per_rollout > 1:
         rules |= {key: _in_rollouts(rules[key], per_rollout) for key in STEPS}
         notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimiser steps there")
@@ -77,15 +94,16 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     )
     prompts, prompts_rest = divmod(rollout, group)
     minibatches, minibatches_rest = divmod(rollout, batch * accumulation)
-    note = f"one process: {rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
+    counts = f"{rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
+    note = f"as on one process: {counts}"
     iterations = document.get("num_iterations") or 1
     if not prompts or not minibatches or prompts_rest or minibatches_rest or minibatches > prompts:
-        return Absent(f"{note}: this does not divide; set prompts_per_step"), "", iterations
+        return Absent(f"{note}: this does not divide; set prompts_per_step", decide=True), "", iterations
     places = {"prompts_per_step": prompts} | ({} if preference else {"minibatches": minibatches})
 
     def rule(value: Any, _: Mapping[str, Any]) -> Places:
         if value is None:
-            raise ValueError("follows from the other batch sizes")
+            raise NotApplicable("follows from the other batch sizes")
         return places
 
     return rule, note, minibatches * iterations
