@@ -13,9 +13,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_fast.rewards.types import RewardFunction
+if TYPE_CHECKING:
+    from grpo_fast.rewards.types import RewardFunction
 
 
 class CallFailed(Exception):
