@@ -151,6 +151,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
     train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
+    train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
     evaluate = add("eval", "commands:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
     evaluate.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")

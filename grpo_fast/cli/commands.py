@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast train`"""
-    config = load_config(args.config, overrides)
+    config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
         print(dump_config(config), end="")
         return 0

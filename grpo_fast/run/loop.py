@@ -16,6 +16,7 @@ from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_callbacks, build_trainer
+from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
 from grpo_fast.run_record.lock import locked
@@ -88,6 +89,8 @@ def train(
         )
         if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.on_progress
+        for line in opening_lines(config, trainer):
+            recorder.say(line)
         recorder.begin()
         while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
             recorder.record(trainer.train_step())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -17,9 +19,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.run_record.summary import PHASES, Interval, bytes_text, duration_text, score_text
 
 WIDTH = 96  # columns; wider panels are harder to read
+LINE = 160  # characters of a plain line
+SHOWN = 600  # characters of a completion, or of a turn of its prompt
+TURNS = 4  # of a conversation: its last ones
 HISTORY = 60  # rewards in the sparkline
 RECENT = 20  # steps that the remaining time is judged by
 BARS = "▁▂▃▄▅▆▇█"
@@ -72,6 +78,12 @@ SPEED = (
     Field("a step", "t_step", "time/step", "duration"),
 )
 SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
+# A plain line's words, the most useful first: it has as many as fit.
+WORDS = (
+    *("flat", "truncated", "length", "preferred", "gap", "ranked", "entropy", "kl", "t_step", "tok/s", "mem"),
+    *("grad_norm", "clip", "loss", "lr", "beta", "sampler_diff", *(field.key for field in SECONDS)),
+)
+BY_KEY = {field.key: field for field in (*LEARNING, *POLICY, *COMPLETIONS, *SPEED, *SECONDS)}
 
 
 class Display:
@@ -83,10 +95,14 @@ class Display:
         total_steps: optimiser steps of the whole run.
         console: where to write; by default standard output.
         start_step: steps that an earlier process of a resumed run has done.
+        verbose: print every metric of a step.
     """
 
-    def __init__(self, total_steps: int, *, console: Console | None = None, start_step: int = 0) -> None:
+    def __init__(
+        self, total_steps: int, *, console: Console | None = None, start_step: int = 0, verbose: bool = False
+    ) -> None:
         self._console = console or Console()
+        self._verbose = verbose
         self._live: Live | None = None
         self._step, self._total = start_step, total_steps
         self._metrics: Numbers = {}
@@ -120,6 +136,10 @@ class Display:
         if "reward/mean" in metrics:
             self._rewards = [*self._rewards, metrics["reward/mean"]][-HISTORY:]
         self._show(self._plain_line())
+        if self._verbose:
+            words = " ".join(f"{name}={value:.4g}" for name, value in sorted({**metrics, **timings}.items()))
+            options: Any = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+            self.message(textwrap.fill(words, LINE, break_long_words=False, **options))
 
     def evaluation(self, step: int, score: float, interval: Interval, n: int) -> None:
         """Show a held-out score: `interval` is (low, high), `n` counts questions."""
@@ -153,6 +173,12 @@ class Display:
         """Print a line; on a terminal, above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def samples(self, samples: Sequence[SampleRecord], count: int) -> None:
+        """Show the first completion of each of the first `count` prompts, and what it earned."""
+        firsts = {sample.group: sample for sample in reversed(samples)}
+        for group in range(min(count, len(firsts))):
+            self._console.print(_sample_table(firsts[group]), width=min(WIDTH, self._console.width))
+
     def panel(self) -> Panel:
         """What a terminal shows now."""
         columns = [_pairs(_known(fields, self._metrics)) for fields in (LEARNING, POLICY, COMPLETIONS)]
@@ -177,19 +203,24 @@ class Display:
     @property
     def _remaining(self) -> str:
         """How long the steps to come take, if they are as long as the last ones."""
-        if not self._durations:
+        if not self._durations or self._step >= self._total:
             return ""
         return duration_text((self._total - self._step) * fmean(self._durations))
 
     def _plain_line(self) -> str:
-        """A step as `key=value` words in ASCII; a metric has the same key in every line."""
-        metrics, timings = self._metrics, self._timings
-        heads = (("reward", "reward/mean"), ("reward_std", "reward/std"), ("eval", "eval/score"))
-        words = [f"step={self._step}/{self._total}"]
-        words += [f"{key}={metrics[name]:.4g}" for key, name in heads if name in metrics]
-        for numbers, fields in ((metrics, POLICY + COMPLETIONS + LEARNING), (timings, SPEED + SECONDS)):
-            words += [f"{f.key}={f.text(numbers).replace(' ', '')}" for f in fields if f.name in numbers]
-        return " ".join([*words, *([f"eta={self._remaining}"] if self._remaining else [])])
+        """A step as `key=value` words in ASCII: the rewards, and what else is not zero, while it fits."""
+        metrics = self._metrics
+        line = f"step={self._step}/{self._total}" + (f" eta={self._remaining}" if self._remaining else "")
+        heads = (("reward", "reward/mean"), ("reward_std", "reward/std"))
+        words = [f"{key}={metrics[name]:.4g}" for key, name in heads if name in metrics]
+        numbers = {**metrics, **self._timings}
+        known = ((key, BY_KEY[key].text(numbers)) for key in WORDS if BY_KEY[key].name in numbers)
+        words += [f"{key}={text.replace(' ', '')}" for key, text in known if re.search("[1-9a]|inf", text)]
+        for word in words:
+            if len(line) + 1 + len(word) > LINE:
+                break
+            line += f" {word}"
+        return line
 
     def _progress(self) -> RenderableType:
         clock = Text("done", style="bold")
@@ -227,6 +258,32 @@ class Display:
         if phases := _known(SECONDS, self._timings):
             rows.add_row("phases", " · ".join(f"{label} {text}" for label, text in phases))
         return rows
+
+
+def _sample_table(sample: SampleRecord) -> Table:
+    """The conversation so far, or the prompt; the completion; what it earned."""
+    rows, question = _pairs(), sample.question
+    turns = [{"role": "prompt", "content": question}] if isinstance(question, str) else question
+    for turn in turns[-TURNS:]:
+        rows.add_row(turn["role"], _readable(turn["content"]))
+    rows.add_row("completion", _readable(sample.completion))
+    parts = (
+        f"{name} {'not applicable' if value is None or value != value else f'{value:.3f}'}"
+        for name, value in sample.rewards.items()
+    )
+    reward = f"{sample.reward:.3f} ({', '.join(parts)}), advantage {sample.advantage:+.3f}"
+    cut = ", truncated" if sample.truncated else ""
+    rows.add_row("reward", Text(f"{reward}, {sample.num_tokens} tokens{cut}\n"))
+    return rows
+
+
+def _readable(text: str) -> Text:
+    """Without its middle where it is long; what a terminal would obey or not show, as an escape."""
+    if len(text) > SHOWN:
+        left_out = f" [{len(text) - SHOWN:,} characters] "
+        text = text[: SHOWN // 2] + left_out + text[-SHOWN // 2 :]
+    shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
+    return Text("".join(shown), overflow="fold")
 
 
 def sparkline(values: Sequence[float]) -> str:

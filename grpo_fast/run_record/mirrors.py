@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import PositiveInt, Section
@@ -19,13 +19,30 @@ from grpo_fast.section import PositiveInt, Section
 class LoggingConfig(Section):
     """What a run writes down, and for whom."""
 
-    every: PositiveInt = 1
-    samples_every: Annotated[int, Field(ge=0)] = 5
-    samples: PositiveInt = 4
+    every: PositiveInt = Field(1, description="steps between those that the mirrors get")
+    verbose: bool = Field(False, description="print every metric of a step; `--verbose`")
+    samples_every: Annotated[int, Field(ge=0)] = Field(
+        5, description="steps between those whose completions are kept; 0: none"
+    )
+    samples: PositiveInt = Field(
+        4, description="prompts whose completions are kept: the first's all, one of each other"
+    )
+    show_samples: Annotated[int, Field(ge=0)] = Field(
+        0, description="of these prompts, how many are printed, each with a completion"
+    )
     tensorboard: bool = True
     wandb: bool = False
     trackio: bool = False
     project: str = "grpo_fast"
+
+    @model_validator(mode="after")
+    def _shows_what_is_kept(self) -> LoggingConfig:
+        if self.show_samples > (self.samples if self.samples_every else 0):
+            raise ValueError(
+                f"show_samples = {self.show_samples} prompts are more than are kept: raise logging.samples = "
+                f"{self.samples}, and set logging.samples_every = {self.samples_every} above 0"
+            )
+        return self
 
 
 class Mirrors:

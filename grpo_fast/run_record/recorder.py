@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from grpo_fast.data import PromptSampler
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
@@ -49,6 +50,7 @@ class Algorithm(Protocol):
 
     policy: Policy
     optimizer: PolicyOptimizer
+    prompts: PromptSampler
     step: int
 
     @property
@@ -105,7 +107,10 @@ class Recorder:
         self._stack = ExitStack()
         self._stack.callback(self.logs.close)
         self.logs.truncate(checkpoint.state["offsets"] if checkpoint else {})
-        self.display = Display(config.max_steps, start_step=trainer.step) if show else None
+        self.display: Display | None = None
+        if show:
+            verbose = config.logging.verbose
+            self.display = Display(config.max_steps, start_step=trainer.step, verbose=verbose)
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
         self.boundary = self.capture()
 
@@ -147,10 +152,13 @@ class Recorder:
         finally:
             metrics = metrics | evaluated
             self.logs.metrics(step, metrics, timings)
-        if config.logging.samples_every and (step - 1) % config.logging.samples_every == 0:
+        sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
+        if sampled:
             self.logs.samples(step, result.samples)
         if self.display:
             self.display.update(step, metrics, timings)
+            if sampled:
+                self.display.samples(result.samples, config.logging.show_samples)
         self.watch(metrics)
         self.callbacks.tell("on_step_end", step, {**metrics, **timings})
         if evaluated:
@@ -174,6 +182,7 @@ class Recorder:
             self.say(f"{stopped_by}: saved at step {self.trainer.step}; continue with --resume")
         self.say(self.outcome())
         self.say(f"report: {write_report(self.run_dir)}")
+        self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+import re
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from grpo_fast.run_record.display import Display, sparkline
+from grpo_fast.run_record.display import BY_KEY, Display, sparkline
+from grpo_fast.run_record.logs import SampleRecord
 
 METRICS = {
     "reward/mean": 0.512,
@@ -64,10 +67,10 @@ def test_without_a_terminal_each_step_is_one_line_of_key_value_words():
     assert words["step"] == "1/40"
     assert words["reward"] == "0.512" and words["reward_std"] == "0.301"
     assert words["kl"] == "0.0012" and words["clip"] == "1.3%" and words["truncated"] == "2.0%"
-    assert words["tok/s"] == "512" and words["mem"] == "1.5GiB" and words["t_generate"] == "3.5s"
-    assert words["eta"] == "4m17s"
+    assert words["tok/s"] == "512" and words["mem"] == "1.5GiB" and words["t_step"] == "6.6s"
+    assert words["eta"] == "4m17s" and list(words)[:4] == ["step", "eta", "reward", "reward_std"]
     assert first.isascii()
-    assert second == "step=2/40 reward=nan kl=inf eta=4m11s"
+    assert second == "step=2/40 eta=4m11s reward=nan kl=inf"
     assert evaluation == "evaluation step=2/40 score=0.217 low=0.174 high=0.267 n=300"
     assert message == "saved [bold]checkpoint[/bold] 10"
 
@@ -145,3 +148,68 @@ def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: py
     assert "2 of 64 completions" in panel(display) and "tokens/s" not in panel(display)
     display.rollout(20000, 64, 64)
     assert "completions" not in panel(display)
+
+
+MANY = {f"a_long_name_of_a_metric/{i}": 1.0 + i for i in range(40)}
+
+
+ZEROS = METRICS | {"clip_ratio/region_mean": 0.0, "groups/flat": 1e-5, "reward/mean": 0.0}
+
+
+def test_a_plain_line_fits_a_log_and_leaves_out_what_is_zero():
+    console, everything = pipe(), {field.name: 12345678.9 for field in BY_KEY.values()}
+
+    with Display(2000, console=console) as display:
+        display.update(1000, everything | METRICS, everything)
+        display.update(1001, ZEROS | MANY, {"time/logprobs": 1e-5})
+
+    full, quiet = text_of(console).splitlines()
+    assert 100 < len(full) <= 160
+    assert " reward=0 reward_std=0.301 " in quiet
+    assert not any(f" {key}=" in quiet for key in ("clip", "flat", "t_logprobs"))
+
+
+@pytest.mark.parametrize("make_console", [pipe, terminal])
+def test_verbose_has_every_metric(make_console):
+    console = make_console()
+
+    with Display(2000, console=console, verbose=True) as display:
+        display.update(1001, ZEROS | MANY, TIMINGS)
+
+    text = text_of(console)
+    assert {f"{name}={value:.4g}" for name, value in (ZEROS | MANY | TIMINGS).items()} <= set(text.split())
+    assert make_console is terminal or max(map(len, text.splitlines())) <= 160
+
+
+def sample(group: int, completion: str, question: Any = "2 + 2?") -> SampleRecord:
+    rewards = {"exact": 1.0, "format": None}
+    return SampleRecord(group, question, "<user>2 + 2?", completion, rewards, 0.9, -0.7, True, 5)
+
+
+@pytest.mark.parametrize("make_console", [pipe, terminal])
+def test_samples_are_shown_one_of_each_prompt_with_what_each_reward_gave(make_console):
+    console = make_console()
+    console.width = 100
+    turns = [{"role": role, "content": f"turn {i}"} for i, role in enumerate(["user", "assistant"] * 4)]
+
+    with Display(40, console=console) as display:
+        display.samples([sample(0, "four"), sample(0, "five"), sample(1, "six", turns), sample(2, "ten")], 2)
+
+    text = text_of(console)
+    assert "prompt      2 + 2?" in text and "completion  four" in text
+    assert "five" not in text and "ten" not in text
+    assert "reward      0.900 (exact 1.000, format not applicable), advantage -0.700, 5 tokens, trunc" in text
+    assert re.search(r"user +turn 6\s+assistant +turn 7\s+completion  six", text) and "turn 1" not in text
+
+
+def test_what_a_model_writes_is_shown_as_text_wrapped_and_without_its_middle(seed):
+    console, escape = terminal(60), "\x1b[2J\x07[bold]\udc80 \u200b\t|"
+
+    with Display(40, console=console) as display:
+        display.samples([sample(0, escape + "long " * 1000 + "end")], 1)
+
+    text = text_of(console)
+    shown = [line for line in text.splitlines() if "long" in line]
+    assert 5 < len(shown) < 20 and max(map(len, shown)) <= 60
+    assert "\\x1b[2J\\x07[bold]\\udc80 \\u200b" in text and "\x1b[2J" not in text
+    assert re.search(r"\[4,\d\d\d\s+characters\]", text) and "end" in text

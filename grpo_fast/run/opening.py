@@ -1,0 +1,89 @@
+"""What a run tells before its first step: what is trained, on what, where, and what the plan expects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.data import PromptDataset
+from grpo_fast.plan import Traces, device_budget, model_config, step_sizes
+from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.prediction import Predictor
+from grpo_fast.run_record.recorder import Algorithm
+from grpo_fast.run_record.summary import bytes_text, duration_text
+from grpo_fast.trainer import Trainer
+
+
+def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
+    """At most five, each with its name in front; the plan's on a GPU only."""
+    lines = {"model": _model(config, trainer), "data": _data(config, trainer)}
+    if isinstance(trainer, Trainer):
+        rollout, prompts = trainer.config.rollout, trainer.config.prompts_per_step
+        lines["groups"] = (
+            f"{prompts} prompts a step, {rollout.num_generations} completions of each, "
+            f"at most {trainer.length.limit} tokens, by {type(trainer.engine).__name__}; "
+            f"rewards: {', '.join(trainer.rewards.names)}"
+        )
+    else:
+        kind = "ranked groups" if config.algorithm == "rank" else "comparisons"
+        lines["groups"] = f"{config.prompts_per_step} {kind} a step"
+    lines["run"] = _run(config, trainer)
+    if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
+        lines["plan"] = expected(trainer, device_budget())
+    return [f"{name:<7} {text}" for name, text in lines.items()]
+
+
+def _model(config: TrainConfig, trainer: Algorithm) -> str:
+    policy, lora = trainer.policy, config.model.lora
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    trained = sum(p.numel() for p in policy.trainable().values())
+    share = "all trained" if trained == parameters else f"{trained:,} trained"
+    kind = "" if lora is None else f" (LoRA, r = {lora.r})"
+    threads = torch.get_num_threads()
+    where = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    if policy.device.type == "cuda":
+        where = torch.cuda.get_device_name(policy.device)
+    precision = str(policy.base_model.dtype).removeprefix("torch.")
+    return f"{config.model.path}: {parameters:,} parameters, {share}{kind}; {precision} on {where}"
+
+
+def _data(config: TrainConfig, trainer: Algorithm) -> str:
+    dataset, held_out, told = trainer.prompts.dataset, len(trainer.held_out), ""
+    if isinstance(dataset, PromptDataset):
+        report = dataset.report
+        counts = {
+            "left out, too long": report.filtered,
+            "left out, in the held-out set": report.overlapping,
+            "cut to dataset.max_prompt_length": report.truncated,
+        }
+        told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        told = f" of {report.rows:,} rows ({told})" if told else ""
+    questions = f"; {held_out:,} held-out questions, scored before and after" if held_out else ""
+    return f"{config.dataset.source}: {len(dataset):,} prompts{told}{questions}"
+
+
+def _run(config: TrainConfig, trainer: Algorithm) -> str:
+    stages = ", ".join(stage.name for stage in config.stages)
+    start = f"resumed after step {trainer.step}" if trainer.step else "from the beginning"
+    every = config.checkpoint.every
+    saves = f"a checkpoint every {every} steps and at the end" if every else "one checkpoint, at the end"
+    steps = f"{config.max_steps:,} steps{f' in the stages {stages}' if stages else ''}"
+    return f"{Path(config.output_dir)}: {steps}, {start}; {saves}"
+
+
+def expected(trainer: Trainer, device: DeviceBudget) -> str:
+    """Bytes at the highest, and seconds of a step, of the stage that comes."""
+    model, longest = trainer.config.model, max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
+    try:
+        sizes = step_sizes(trainer.config, prompt_length=longest)
+        traces = Traces(model_config(model.path, revision=model.revision))
+        prediction = Predictor(trainer.config, traces, device).predict(sizes)
+    except ValueError as error:
+        return f"no prediction: {error}"
+    update, rollout = (bytes_text(prediction.total(phase)) for phase in ("update", "rollout"))
+    text = f"{update} in the update and {rollout} in the rollout, of {bytes_text(device.total)}"
+    if prediction.seconds is None:
+        return text
+    return f"{text}; about {duration_text(sum(prediction.seconds.values()))} a step, estimated"
