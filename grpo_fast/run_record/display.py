@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -103,7 +103,7 @@ class Display:
     ) -> None:
         self._console = console or Console()
         self._verbose = verbose
-        self._live: Live | None = None
+        self._live: Live | Cell | None = None
         self._step, self._total = start_step, total_steps
         self._metrics: Numbers = {}
         self._timings: Numbers = {}
@@ -116,6 +116,10 @@ class Display:
 
     def __enter__(self) -> Display:
         console = self._console
+        if console.is_jupyter:
+            self._live = Cell(self.panel)
+            self._live.start()
+            return self
         draws = console.is_terminal and not console.is_dumb_terminal
         if draws and console.encoding.startswith("utf"):  # for the block characters
             self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=2)
@@ -168,6 +172,8 @@ class Display:
         if finished:
             words.append(f"{duration_text(seconds * (total - finished) / finished)} left")
         self._generating = " · ".join(words) if finished < total else ""
+        if isinstance(self._live, Cell):
+            self._live.refresh()
 
     def message(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
@@ -284,6 +290,29 @@ def _readable(text: str) -> Text:
         text = text[: SHOWN // 2] + left_out + text[-SHOWN // 2 :]
     shown = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
     return Text("".join(shown), overflow="fold")
+
+
+class Cell:
+    """The panel as the output of a notebook's cell, drawn anew in its place."""
+
+    def __init__(self, panel: Callable[[], Panel]) -> None:
+        from IPython.display import DisplayHandle
+
+        self._panel = panel
+        self._output = DisplayHandle()
+        self._drawn = 0.0
+
+    def start(self) -> None:
+        self._output.display(self._panel())
+
+    def refresh(self) -> None:
+        """Twice a second at most: the page may be far away."""
+        if time.monotonic() - self._drawn >= 0.5:
+            self.stop()
+
+    def stop(self) -> None:
+        self._output.update(self._panel())
+        self._drawn = time.monotonic()
 
 
 def sparkline(values: Sequence[float]) -> str:

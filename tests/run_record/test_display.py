@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +215,24 @@ def test_what_a_model_writes_is_shown_as_text_wrapped_and_without_its_middle(see
     assert 5 < len(shown) < 20 and max(map(len, shown)) <= 60
     assert "\\x1b[2J\\x07[bold]\\udc80 \\u200b" in text and "\x1b[2J" not in text
     assert re.search(r"\[4,\d\d\d\s+characters\]", text) and "end" in text
+
+
+def test_a_notebooks_cell_is_drawn_anew_in_its_place(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[tuple[str, str]] = []
+
+    class Output:
+        def display(self, panel) -> None:
+            drawn.append(("display", panel._repr_mimebundle_((), ())["text/html"]))
+
+        def update(self, panel) -> None:
+            drawn.append(("update", panel._repr_mimebundle_((), ())["text/html"]))
+
+    page = SimpleNamespace(DisplayHandle=Output)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=page))
+    monkeypatch.setitem(sys.modules, "IPython.display", page)
+
+    with Display(40, console=Console(force_jupyter=True, file=Utf8Stream())) as display:
+        display.update(1, METRICS, TIMINGS)
+
+    assert [how for how, _ in drawn] == ["display", "update", "update"]
+    assert "step 1/40" in drawn[-1][1] and "0.512" in drawn[-1][1]
