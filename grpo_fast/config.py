@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,7 @@ from grpo_fast.rollout.config import MemoryConfig, RolloutConfig
 from grpo_fast.run_record.alerts import AlertsConfig
 from grpo_fast.run_record.config import CheckpointConfig, HubConfig
 from grpo_fast.run_record.mirrors import LoggingConfig
-from grpo_fast.section import PositiveInt, Section
+from grpo_fast.section import PositiveInt, Section, Seed
 from grpo_fast.stages import StageConfig, resolve_stages
 
 # What only training on the policy's own completions reads.
@@ -35,10 +35,14 @@ class TrainConfig(Section):
     algorithm: Literal["grpo", "dpo", "rank"] = Field(
         "grpo", description="dpo: preference pairs; rank: ranked groups; both on fixed completions"
     )
-    output_dir: str = "runs/default"
-    seed: int = 0
-    max_steps: PositiveInt = 100
-    prompts_per_step: PositiveInt = 16
+    output_dir: str = Field("runs/default", description="the run's folder")
+    seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")
+    max_steps: PositiveInt = Field(
+        100, description="steps: a rollout and its updates, or a batch of comparisons"
+    )
+    prompts_per_step: PositiveInt = Field(
+        16, description="prompts of a rollout, or of a batch of comparisons"
+    )
     num_iterations: PositiveInt = Field(1, description="epochs over one rollout")
     minibatches: PositiveInt = Field(1, description="optimiser steps in one epoch")
     old_logprobs: Literal["recompute", "sampler"] = Field(
@@ -50,7 +54,9 @@ class TrainConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         16384, description="tokens of one forward and backward; halved when the memory does not hold them"
     )
-    threads: PositiveInt | None = Field(None, description="CPU threads, by default torch's choice")
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="threads of the CPU; null: torch's choice"
+    )
     model: ModelConfig
     dataset: DatasetConfig
     rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")
@@ -60,8 +66,8 @@ class TrainConfig(Section):
     loss: GRPOLossConfig = GRPOLossConfig()
     preference: PreferenceConfig = PreferenceConfig()
     groups: GroupConfig = GroupConfig()
-    curriculum: CurriculumConfig | None = None
-    adaptive_weights: AdaptiveWeightsConfig | None = None
+    curriculum: CurriculumConfig | None = Field(None, description="draw prompts by difficulty")
+    adaptive_weights: AdaptiveWeightsConfig | None = Field(None, description="let the rewards' weights move")
     stages: list[StageConfig] = Field([], description="in order; what they leave is as here")
     optimizer: OptimizerConfig = OptimizerConfig()
     alerts: AlertsConfig = AlertsConfig()

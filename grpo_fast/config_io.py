@@ -215,7 +215,7 @@ def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
             places = {name: value} if is_key(name) else translate(NAMES[name], value, dict(pairs))
             for leaf, item in flatten(places).items():
                 writer, earlier = written.setdefault(leaf, (name, item))
-                if earlier != item:
+                if earlier is not item and earlier != item:
                     said = f"{writer} says {short(earlier)} and {name} says {short(item)}"
                     problems.append(Problem(leaf, f"is given twice: {said}; keep one"))
             for place, item in places.items():
@@ -366,7 +366,7 @@ def _name(location: Sequence[str | int], data: Any) -> str:
     for part in location:
         if isinstance(data, dict) and isinstance(part, str):
             data = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int):
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             data = data[part]
         else:
             break
@@ -375,21 +375,31 @@ def _name(location: Sequence[str | int], data: Any) -> str:
 
 
 def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
-    first = items[0]
-    description = keys().get(_without_positions(name), {}).get("description")
-    described = f" ({description})" if description else ""
-    if first["type"] == "missing":
+    first, key = items[0], keys().get(_without_positions(name), {})
+    described = f" ({key['description']})" if "description" in key else ""
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return Problem(name, f"is required{described}")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(name, first["input"])
     message = " or ".join(dict.fromkeys(_message(item) for item in items))
+    if {"type": "null"} in key.get("anyOf", ()):
+        message += " or null"
     if not name or (first["type"] == "value_error" and isinstance(first["input"], dict)):
         return Problem(name or "the configuration", message)
     return Problem(name, f"{message}{described}", first["input"])
 
 
 def _message(item: Mapping[str, Any]) -> str:
-    if item["type"] == "literal_error" and isinstance(item["input"], str):
+    kind = item["type"]
+    if kind == "missing":
+        return f"has no value number {item['loc'][-1] + 1}"
+    if kind == "too_long":
+        return f"has {item['ctx']['actual_length']} values, and takes {item['ctx']['max_length']}"
+    if kind in ("model_type", "dataclass_type", "dict_type"):
+        return "should hold keys, as {key: value}"
+    if kind in ("list_type", "tuple_type"):
+        return "should be a list, as [value, value]"
+    if kind == "literal_error" and isinstance(item["input"], str):
         options = [option.strip(" '") for option in item["ctx"]["expected"].replace(" or ", ",").split(",")]
         near = get_close_matches(item["input"], options, 1)
         return f"should be {item['ctx']['expected']}" + (f"; did you mean {near[0]}?" if near else "")

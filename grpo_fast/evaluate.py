@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import chain
 from math import comb, isclose, isnan
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.run_record.summary import Interval, mean_interval
-from grpo_fast.section import PositiveInt, Section
+from grpo_fast.section import Count, NotNegative, PositiveInt, Section
 
 if TYPE_CHECKING:
     from grpo_fast.data.types import Prompt
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 class EvaluationConfig(Section):
     """When and how held-out questions are scored."""
 
-    dataset: DatasetConfig | None = None
-    every: Annotated[int, Field(ge=0)] = Field(
-        0, description="steps between evaluations; 0: before and after only"
-    )
+    dataset: DatasetConfig | None = Field(None, description="held-out questions; null: nothing is evaluated")
+    every: Count = Field(0, description="steps between evaluations; 0: before and after only")
     size: PositiveInt | None = Field(
         None, description="questions used while training; before and after use all"
     )
-    num_samples: PositiveInt = 1
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    num_samples: PositiveInt = Field(1, description="answers to each question; several need a temperature")
+    temperature: NotNegative = Field(0.0, description="of the answers; 0: greedy")
     threshold: float = Field(1.0, description="the reward from which an answer counts as right")
-    reward: str | None = Field(None, description="which reward decides; none: the first")
+    reward: str | None = Field(None, description="which reward decides; null: the first")
 
 
 @dataclass(frozen=True)

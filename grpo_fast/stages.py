@@ -39,8 +39,8 @@ SECTION_DISCRIMINATOR = {
 class StageConfig(Section):
     """A stretch of the run with settings of its own."""
 
-    name: Annotated[str, Field(min_length=1)]
-    steps: PositiveInt | None = Field(None, description="none, for the last stage: until max_steps")
+    name: Annotated[str, Field(min_length=1)] = Field(description="in messages and the report; each another")
+    steps: PositiveInt | None = Field(None, description="steps; null, for the last stage: until max_steps")
     fresh_optimizer: bool = Field(
         False, description="forget the moments, and begin the learning rate's schedule anew"
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_fast.config import TrainConfig
@@ -153,6 +156,95 @@ def test_a_value_without_an_equivalent_or_a_place_is_refused_by_name(write, over
     assert len(found[name]) > 60  # it says what to do
 
 
+def kinds(
+    schema: Any, wrap: Callable[[Any], Any] = lambda value: value
+) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """(type, what puts a value of it in its place) of all that a key may hold, sections apart."""
+    if "type" in schema:
+        yield schema["type"], wrap
+    for inner in schema.get("anyOf", ()):
+        yield from kinds(inner, wrap)
+    for inner in (schema.get("items"), *schema.get("prefixItems", ())[:1]):
+        if inner:
+            yield from kinds(inner, lambda value: wrap([value] * schema.get("minItems", 1)))
+    if inner := schema.get("additionalProperties"):
+        yield from kinds({"type": "any"} if inner is True else inner, lambda value: wrap({"a": value}))
+
+
+def with_key(name: str, value: Any) -> dict[str, Any]:
+    """A configuration that sets one key, in a list of one where its section is repeated."""
+    known, whole = keys(), yaml.safe_load(MINIMAL)
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        section = ".".join(parts[:depth])
+        value = {parts[depth - 1]: [value] if depth < len(parts) and "items" in known[section] else value}
+    ((section, item),) = value.items()
+    merged = {**whole.get(section, {}), **item} if isinstance(item, dict) else item
+    return {**whole, section: merged}
+
+
+NUMBERS = [
+    (name, kind, put)
+    for name, schema in keys().items()
+    for kind, put in kinds(schema)
+    if kind in ("number", "integer", "any")
+]
+NOT_FINITE = [math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=100)
+@given(number=st.sampled_from(NUMBERS), bad=st.sampled_from([*NOT_FINITE, 10**400, True, "1", "text"]))
+def test_no_number_is_infinite_a_switch_or_a_text(tmp_path_factory, number, bad):
+    name, kind, put = number
+    assume(kind != "any" or bad in NOT_FINITE)
+    path = tmp_path_factory.mktemp("config") / "config.yaml"
+    path.write_text(yaml.safe_dump(with_key(name, put(bad))), encoding="utf-8")
+
+    found = problems_of(path)
+
+    section, _, leaf = name.rpartition(".")  # whose own checks speak of the key
+    assert any(
+        re.sub(r"\.\d+\b", "", place).startswith(name) or (place == section and f": {leaf} = " in said)
+        for place, said in found.items()
+    ), found
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "says"),
+    [
+        ("max_steps=true", "max_steps", "should be a number, not true or false"),
+        ("learning_rate='1e-5'", "optimizer.learning_rate", "should be a number, not text"),
+        ("logging.wandb=1", "logging.wandb", "should be true or false, not a number"),
+        ("dataset.chat='yes'", "dataset.chat", "should be"),
+        ("optimizer.betas=[0.9]", "optimizer.betas", "has no value number 2"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "has 3 values, and takes 2"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1", "less than 1"),
+        ("optimizer.max_grad_norm=.inf", "optimizer.max_grad_norm", "a finite number or null"),
+        ("dataset.options={deep: [{er: .nan}]}", "dataset.options.deep.0.er", "a finite number"),
+        ("rewards.0.options={deep: [1e400]}", "rewards.0.options.deep.0", "a finite number"),
+        ("loss.beta=.nan", "loss.beta", "a finite number"),
+        ("seed=4294967296", "seed", "less than or equal to 2147483647"),
+        ("dataset.examples=[[question]]", "dataset.examples.0", "has no value number 2"),
+        ("model.lora=true", "model.lora", "should hold keys"),
+    ],
+)
+def test_a_value_of_another_kind_or_number_is_named_with_what_is_wrong(write, override, name, says):
+    found = problems_of(write(MINIMAL), [override])
+    assert list(found) == [name]
+    assert says in found[name]
+
+
+def test_a_whole_number_may_be_written_as_a_float(write):
+    assert load_config(write(MINIMAL), ["max_steps=1e3"]).max_steps == 1000
+
+
+def test_every_key_is_described_and_every_whole_number_bounded():
+    for name, schema in keys().items():
+        assert schema.get("description") or "$ref" in schema or "allOf" in schema, name
+        for part in (schema, *schema.get("anyOf", ()), schema.get("items", {})):
+            assert part.get("type") != "integer" or "maximum" in part, name
+
+
 @pytest.mark.parametrize(
     ("text", "overrides"),
     [
@@ -247,7 +339,7 @@ def test_the_dump_holds_every_key_of_each_section_in_use(write):
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=12)
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
     lambda children: st.lists(children, max_size=3) | st.dictionaries(TEXT, children, max_size=3),
     max_leaves=8,
 )

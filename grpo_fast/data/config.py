@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_fast.section import PositiveInt, Section
+from grpo_fast.section import PositiveInt, Section, Seed
 
 
 class DatasetConfig(Section):
@@ -14,8 +14,8 @@ class DatasetConfig(Section):
 
     source: str = Field(description="JSONL, Parquet or CSV file, hub id, or `reasoning_gym:TASK`")
     name: str | None = Field(None, description="the hub dataset's configuration")
-    split: str = Field("train", description="the hub dataset's split; a file is one split")
-    prompt_column: str = "prompt"
+    split: str = Field("train", description="of a hub dataset; any other source is one split")
+    prompt_column: str = Field("prompt", description="text, or a list of messages {role, content}")
     rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
     prompt_template: str | None = Field(
         None, description="str.format over the row's columns; makes the prompt"
@@ -23,12 +23,18 @@ class DatasetConfig(Section):
     chat: Literal["auto"] | bool = Field(
         "auto", description="text becomes a user turn of the chat template; auto: where the tokenizer has one"
     )
-    system_prompt: str | None = None
+    system_prompt: str | None = Field(None, description="goes before every prompt")
     examples: list[tuple[str, str]] = Field(
         [], description="turns (user, assistant) shown before each prompt"
     )
-    max_prompt_length: PositiveInt | None = None
-    overlong_prompts: Literal["filter", "truncate", "error"] = "filter"
+    max_prompt_length: PositiveInt | None = Field(
+        None, description="tokens, the chat template's included; null: no limit"
+    )
+    overlong_prompts: Literal["filter", "truncate", "error"] = Field(
+        "filter", description="what becomes of prompts above max_prompt_length; truncate keeps their end"
+    )
     size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
-    seed: int = 0
+    seed: Seed = Field(
+        0, description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i"
+    )
     options: dict[str, Any] = Field({}, description="passed to the generator of `reasoning_gym:TASK`")

@@ -6,15 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.section import Fraction, PositiveInt, Section
+from grpo_fast.section import Fraction, Positive, PositiveInt, Section
 
 
 class CriterionConfig(Section):
+    """One of the likenesses that `groups.strategy: combined` adds up."""
+
     by: str = Field(
         description="`embedding`, `prefix`, `length`, `column:NAME`, or `module:function` giving a number or "
         "a vector for each prompt"
     )
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Positive = Field(1.0, description="of its distance among all criteria")
 
 
 # The fields of GroupConfig that each strategy reads; a function of one's own is read as "".
@@ -47,7 +49,7 @@ class GroupConfig(Section):
     )
     embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
     prefix_turns: PositiveInt | None = Field(
-        None, description="turns that must agree; none: all but the last"
+        None, description="turns that must agree; null: all but the last"
     )
     criteria: list[CriterionConfig] = Field([], description="for strategy: combined")
 
@@ -90,21 +92,21 @@ class CurriculumConfig(Section):
     bucket_edges: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Field(min_length=1)] = Field(
         [0.2, 0.8], description="pass rates that part the buckets, rising"
     )
-    bucket_weights: list[Annotated[float, Field(gt=0)]] = Field(
+    bucket_weights: list[Positive] = Field(
         [1.0, 2.0, 1.0],
         description="share of each bucket, hardest first; positive, so that no prompt is lost",
     )
-    final_bucket_weights: list[Annotated[float, Field(gt=0)]] | None = Field(
+    final_bucket_weights: list[Positive] | None = Field(
         None, description="shares that bucket_weights move to, in a straight line, over ramp_batches"
     )
-    ramp_batches: PositiveInt | None = None
+    ramp_batches: PositiveInt | None = Field(None, description="batches until final_bucket_weights hold")
     smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="weight of the newest observation in a prompt's running pass rate"
     )
     initial_pass_rate: Fraction = Field(0.5, description="of prompts not drawn yet")
     pass_rate_column: str | None = Field(None, description="a column with known pass rates, to start from")
     threshold: float = Field(1.0, description="the reward from which a completion passes")
-    reward: str | None = Field(None, description="which reward decides; none: the weighted sum")
+    reward: str | None = Field(None, description="which reward decides; null: the weighted sum")
 
     @model_validator(mode="after")
     def _consistent(self) -> CurriculumConfig:
@@ -132,12 +134,14 @@ class AdaptiveWeightsConfig(Section):
         description="inverse_std: equal spread for all rewards; target: more weight below a wanted mean"
     )
     targets: dict[str, float] = Field({}, description="reward -> mean wanted; for method: target")
-    rate: Annotated[float, Field(gt=0)] = Field(0.05, description="how fast factors follow, a step")
+    rate: Positive = Field(0.05, description="how fast factors follow, a step")
     smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
         0.1, description="weight of the newest step in the running mean and deviation"
     )
-    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.2
-    max_factor: Annotated[float, Field(ge=1)] = 5.0
+    min_factor: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="of the configured weight, at least"
+    )
+    max_factor: Annotated[float, Field(ge=1)] = Field(5.0, description="of the configured weight, at most")
 
     @model_validator(mode="after")
     def _consistent(self) -> AdaptiveWeightsConfig:
@@ -153,8 +157,12 @@ class AdaptiveWeightsConfig(Section):
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages, and which completions train."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    baseline: Literal["mean", "leave_one_out"] = "mean"
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="whose standard deviation of rewards divides advantages"
+    )
+    baseline: Literal["mean", "leave_one_out"] = Field(
+        "mean", description="what is taken from a reward: the group's mean, or the mean of the others (RLOO)"
+    )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         "sum_then_normalize",
         description="normalize_then_sum scales each reward by itself before they are added (GDPO)",
@@ -163,7 +171,9 @@ class AdvantageConfig(Section):
         True, description="groups whose rewards are all equal leave the update, KL and entropy terms too"
     )
     dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
-    max_draws: PositiveInt = Field(3, description="batches that dynamic sampling may draw for one step")
+    max_draws: Annotated[int, Field(ge=1, le=1000)] = Field(
+        3, description="batches that dynamic sampling may draw for one step"
+    )
     mask_truncated: bool = Field(False, description="truncated completions leave the loss")
     function: str | None = Field(
         None,

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from grpo_fast.section import EXACT, LARGEST
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
@@ -110,6 +114,11 @@ _POSITIVE = (
 )
 
 
+def option(default: Any, description: str, **bounds: int) -> Any:
+    """A dataclass's field with what the reference of the configuration says of it."""
+    return field(default=default, metadata={"description": description, **bounds})
+
+
 def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
     """Raise ValueError when one of a dataclass's fields `names` is not at its default."""
     for f in fields(config):
@@ -138,46 +147,77 @@ class GRPOLossConfig:
             value and the remedy.
     """
 
-    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    # pydantic reads this when the root configuration holds this class.
+    __pydantic_config__: ClassVar[ConfigDict] = EXACT
 
-    loss_type: str = "dapo"  # a name of `CATALOG`, or `module:function` of one's own
-    epsilon_low: float | None = None  # None: the paper's value for this loss, 0.2 for most
-    epsilon_high: float | None = None  # None: as epsilon_low if given, else the paper's; cispo: absolute
-    delta: float | None = None  # two-sided (dual) clip: ceiling of the ratio where the advantage is negative
-    importance_sampling_level: ImportanceLevel | None = None  # None: the loss's own
-    max_completion_length: int | None = None  # dr_grpo's constant length
+    loss_type: str = option(
+        "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
+    )
+    epsilon_low: float | None = option(
+        None, "how far the ratio may fall below 1; null: the paper's value for this loss, 0.2 for most"
+    )
+    epsilon_high: float | None = option(
+        None,
+        "how far it may rise above 1; null: as epsilon_low, else the paper's; cispo: the ceiling itself",
+    )
+    delta: float | None = option(
+        None,
+        "ceiling of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high",
+    )
+    importance_sampling_level: ImportanceLevel | None = option(
+        None, "of the importance ratio; null: the loss's own"
+    )
+    max_completion_length: int | None = option(
+        None, "tokens, dr_grpo's constant length; null: rollout.max_completion_length", le=LARGEST
+    )
 
-    beta: float = 0.0  # weight of the KL to the reference model; 0 needs no reference
-    kl_estimator: KLEstimator | None = None  # None: the loss's own, k3 for most
-    kl_in_reward: bool = False  # the trainer takes it from the reward (`kl_penalty`); the loss has no KL term
-    use_bias_correction_kl: bool = False  # KL term times π_θ/π_old, so that its gradient is unbiased
+    beta: float = option(0.0, "weight of the KL to the reference model; 0: no KL, and no reference model")
+    kl_estimator: KLEstimator | None = option(
+        None,
+        "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3",
+    )
+    kl_in_reward: bool = option(False, "the KL is taken from the reward instead of being a term of the loss")
+    use_bias_correction_kl: bool = option(
+        False, "the KL term times the ratio to the old policy, so that its gradient is unbiased"
+    )
 
-    entropy_coef: float = 0.0  # bonus: minus this times the mean token entropy
-    use_adaptive_entropy: bool = False  # entropy_coef is only the start; see `entropy.EntropyController`
-    entropy_target: float = 0.2  # nats; adaptive: the bonus acts at or below it
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005  # adaptive: change of entropy_coef per optimiser step
-    top_entropy_quantile: float = 1.0  # share of tokens, highest entropy first, that the policy term keeps
+    entropy_coef: float = option(0.0, "bonus: minus this times the mean entropy of a token")
+    use_adaptive_entropy: bool = option(
+        False, "entropy_coef is only the start, and then follows entropy_target (Skywork-OR1)"
+    )
+    entropy_target: float = option(0.2, "nats a token; adaptive: the bonus acts at or below it")
+    entropy_coef_min: float = option(0.0, "adaptive: entropy_coef at least")
+    entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most")
+    entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step")
+    top_entropy_quantile: float = option(
+        1.0, "share of tokens, highest entropy first, that the policy term keeps"
+    )
 
-    off_policy_mask_threshold: float | None = None  # nats a token; drops negative sequences beyond it
-    sampler_correction: SamplerCorrection = "none"  # π_old/π_sampler: at which level, what beyond bounds
-    sampler_clip_min: float | None = None
-    sampler_clip_max: float | None = 3.0
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "nats a token to the old policy, that drop a completion of negative advantage; null: never",
+    )
+    sampler_correction: SamplerCorrection = option(
+        "none",
+        "of the policy's ratio to the sampler: at which level, and what happens beyond bounds",
+    )
+    sampler_clip_min: float | None = option(None, "lower bound of that ratio; null: none")
+    sampler_clip_max: float | None = option(3.0, "upper bound of that ratio; null: none")
 
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    clip_cov_ratio: float = 2e-4  # share of tokens whose gradient is dropped
-    clip_cov_low: float = 1.0  # they are drawn from covariances within these bounds
-    clip_cov_high: float = 5.0
-    kl_cov_ratio: float = 2e-4  # share of tokens, highest covariance first, that are penalised
-    kl_cov_coef: float = 1.0
-    dppo_ratio_max: float = 20.0  # ceiling of the ratio that multiplies the gradient
+    sapo_temperature_pos: float = option(1.0, "sapo: of the gate where the advantage is positive")
+    sapo_temperature_neg: float = option(1.05, "sapo: of the gate where it is negative")
+    vespo_k_pos: float = option(2.0, "vespo: exponent of the weight where the advantage is positive")
+    vespo_lambda_pos: float = option(3.0, "vespo: decay of the weight where the advantage is positive")
+    vespo_k_neg: float = option(3.0, "vespo: exponent where it is negative")
+    vespo_lambda_neg: float = option(2.0, "vespo: decay where it is negative")
+    clip_cov_ratio: float = option(2e-4, "clip_cov: share of tokens whose gradient is dropped")
+    clip_cov_low: float = option(1.0, "clip_cov: they are drawn from covariances above it")
+    clip_cov_high: float = option(5.0, "clip_cov: and below it")
+    kl_cov_ratio: float = option(
+        2e-4, "kl_cov: share of tokens, highest covariance first, that are penalised"
+    )
+    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty")
+    dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient")
 
     def __post_init__(self) -> None:
         if self.is_custom:
@@ -265,6 +305,7 @@ class GRPOLossConfig:
         check_ranges(self, _NOT_NEGATIVE, lambda value: value >= 0, "give a finite number, zero or more")
         check_ranges(self, _POSITIVE, lambda value: value > 0, "give a finite number above zero")
         shares = ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio")
+        check_ranges(self, ("clip_cov_low", "clip_cov_high"), lambda _: True, "give a finite number")
         check_ranges(self, shares, lambda value: 0 <= value <= 1, "give a share between 0 and 1")
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError(

@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from grpo_fast.objective.catalog import check_ranges, refuse_unread
+from pydantic import ConfigDict
+
+from grpo_fast.objective.catalog import check_ranges, option, refuse_unread
+from grpo_fast.section import EXACT
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,23 @@ class PreferenceLossConfig:
             value and the remedy.
     """
 
-    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    # pydantic reads this when the root configuration holds this class.
+    __pydantic_config__: ClassVar[ConfigDict] = EXACT
 
-    loss_type: str | tuple[str, ...] = "sigmoid"  # names of `PREFERENCE_LOSSES`
-    loss_weights: tuple[float, ...] | None = None  # one for each loss of the sum; None: all 1
-    beta: float | None = None  # None: the usual value of the first loss, 0.1 for most
-    label_smoothing: float = 0.0  # the share of pairs believed to be labelled the wrong way round
-    gamma: float = 0.5  # simpo: the margin that every pair must keep, in units of beta × log-probability
-    desirable_weight: float = 1.0  # kto: λ_D
-    undesirable_weight: float = 1.0  # kto: λ_U
-    cpo_alpha: float = 1.0  # cpo: weight of the chosen completions' likelihood
+    loss_type: str | tuple[str, ...] = option("sigmoid", "one loss, or a list for their weighted sum")
+    loss_weights: tuple[float, ...] | None = option(None, "one for each loss of the sum; null: all 1")
+    beta: float | None = option(
+        None, "weight of the log-ratio to the reference; null: the usual value of the loss, 0.1 for most"
+    )
+    label_smoothing: float = option(
+        0.0, "share of pairs believed to be labelled the wrong way round, in [0, 0.5)"
+    )
+    gamma: float = option(
+        0.5, "simpo: the margin that every pair must keep, in units of beta x log-probability"
+    )
+    desirable_weight: float = option(1.0, "kto: weight of wanted completions")
+    undesirable_weight: float = option(1.0, "kto: weight of unwanted completions")
+    cpo_alpha: float = option(1.0, "cpo: weight of the chosen completions' likelihood")
 
     def __post_init__(self) -> None:
         for name in self.loss_types:
@@ -182,15 +191,22 @@ class RankingLossConfig:
         ValueError: an unknown objective, a value out of its range, or one that the objective does not read.
     """
 
-    # pydantic reads this when the root configuration holds this class: unknown keys are errors.
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    # pydantic reads this when the root configuration holds this class.
+    __pydantic_config__: ClassVar[ConfigDict] = EXACT
 
-    objective: RankingObjective = "plackett_luce"
-    score: Literal["logratio", "logprob"] = "logratio"  # against the reference model, or without one
-    length_normalised: bool = False  # scores per token
-    temperature: float | None = None  # divides scores: DPO's 1 / beta; None: 10 summed, 1 per token
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
+    objective: RankingObjective = option(
+        "plackett_luce",
+        "of the whole order, of every two responses, or of ranks as advantages",
+    )
+    score: Literal["logratio", "logprob"] = option(
+        "logratio", "log-probability against the reference model's, or without one"
+    )
+    length_normalised: bool = option(False, "scores are per token")
+    temperature: float | None = option(
+        None, "divides scores, as 1 / beta of DPO; null: 10, and 1 for scores per token"
+    )
+    epsilon_low: float = option(0.2, "advantage: how far the ratio may fall below 1")
+    epsilon_high: float = option(0.2, "advantage: how far it may rise above 1")
 
     def __post_init__(self) -> None:
         if self.objective not in _READS:

@@ -6,16 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_fast.section import Fraction, PositiveInt, Section
+from grpo_fast.section import Count, Fraction, NotNegative, Positive, PositiveInt, Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LoraConfig(Section):
     """Low-rank adapters in place of the weights (Hu et al. 2021, arXiv:2106.09685), scaled by alpha / r."""
 
-    r: PositiveInt = 16
-    alpha: float = 32.0
-    dropout: Fraction = 0.0
-    target_modules: str | list[str] = "all-linear"
+    r: PositiveInt = Field(16, description="rank")
+    alpha: Positive = Field(32.0, description="the adapter's product is scaled by alpha / r")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the adapter's inputs left out"
+    )
+    target_modules: str | list[str] = Field(
+        "all-linear", description="names of modules, a regular expression, or all linear layers but the head"
+    )
 
 
 class ModelConfig(Section):
@@ -24,17 +30,28 @@ class ModelConfig(Section):
     path: str = Field(
         description="a folder, a hub id, or `package:NAME` for a GGUF file shipped by a Python package"
     )
-    revision: str | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    device: str = "auto"
-    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = "auto"
-    lora: LoraConfig | None = None
+    revision: str | None = Field(
+        None, description="of a hub id: branch, tag or commit; null: the default branch"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="of weights and computation; the head's logits are float32"
+    )
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
+    attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = Field(
+        "auto",
+        description="auto: flash-attention where installed, else FlexAttention on a GPU, SDPA on a CPU",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train adapters instead of the weights; {}: the defaults"
+    )
     train_lm_head: bool = Field(
         True, description="false freezes the head, tied or not: no gradient of width V"
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations layer by layer in the backward: less memory, more time"
+    )
     liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
-    chat_template: str | None = Field(None, description="a Jinja file, when the tokenizer has no template")
+    chat_template: str | None = Field(None, description="a Jinja file, in place of the tokenizer's own")
     trust_remote_code: bool = Field(
         False, description="true runs the Python code that the model's repository ships, whatever it does"
     )
@@ -43,11 +60,18 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, the learning rate's schedule and the gradient's clip."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_learning_rate_ratio: Fraction = 0.0
+    learning_rate: Positive = Field(1e-6, description="after the warmup")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
+    # A smaller one would be zero in float32.
+    eps: Annotated[float, Field(ge=1e-20)] = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NotNegative = Field(0.0, description="decoupled, times the learning rate")
+    max_grad_norm: Positive | None = Field(
+        1.0, description="the gradient's norm is clipped to it; null: never"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="of the learning rate after the warmup, over max_steps"
+    )
+    warmup_steps: Count = Field(0, description="steps in which the learning rate rises in a straight line")
+    min_learning_rate_ratio: Fraction = Field(
+        0.0, description="where linear and cosine end, as a share of learning_rate"
+    )

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_fast.objective.comparisons import PreferenceLossConfig, RankingLossConfig
-from grpo_fast.section import Fraction, PositiveInt, Section
+from grpo_fast.section import Fraction, NotNegative, Positive, PositiveInt, Section
 
 
 class BetaConfig(Section):
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final: Annotated[float, Field(gt=0)] | None = Field(None, description="beta of the last step")
-    gap_gain: Annotated[float, Field(ge=0)] = Field(
+    """How `preference.loss.beta` moves during the run."""
+
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="the way from loss.beta to final, over max_steps"
+    )
+    final: Positive | None = Field(None, description="beta of the last step")
+    gap_gain: NotNegative = Field(
         0.0, description="how much beta follows the gap of chosen over rejected rewards; 0: not at all"
     )
     gap_smoothing: Fraction = Field(0.9, description="share of the old in the running mean of the gaps")
-    min: Annotated[float, Field(gt=0)] | None = None
-    max: Annotated[float, Field(gt=0)] | None = None
+    min: Positive | None = Field(None, description="beta at least; null: no bound")
+    max: Positive | None = Field(None, description="beta at most; null: no bound")
 
     @model_validator(mode="after")
     def _complete(self) -> BetaConfig:
@@ -35,6 +39,8 @@ class BetaConfig(Section):
 
 
 class AnswersConfig(Section):
+    """Completions made from the right answer and plausible wrong ones."""
+
     template: str = Field("{answer}", description="str.format; makes a completion of an answer")
     column: str = Field("answer", description="the column with the right answer, a whole number")
     wrong: PositiveInt = Field(1, description="plausible wrong answers for each prompt")
@@ -56,9 +62,9 @@ class AnswersConfig(Section):
 class PreferenceConfig(Section):
     """Training on fixed completions: `algorithm: dpo` reads `loss` and `beta`, `rank` reads `ranking`."""
 
-    loss: PreferenceLossConfig = PreferenceLossConfig()
+    loss: PreferenceLossConfig = Field(PreferenceLossConfig(), description="of algorithm: dpo")
     beta: BetaConfig = Field(BetaConfig(), description="how `loss.beta` moves during the run")
-    ranking: RankingLossConfig = RankingLossConfig()
+    ranking: RankingLossConfig = Field(RankingLossConfig(), description="of algorithm: rank")
     answers: AnswersConfig | None = Field(
         None, description="makes the completions from the right answer, where the data hold none"
     )
@@ -66,5 +72,5 @@ class PreferenceConfig(Section):
         None, description="tokens; a longer completion is an error"
     )
     reference_cache: str | None = Field(
-        None, description="folder for reference log-probabilities; none: the package's cache"
+        None, description="folder for reference log-probabilities; null: the package's cache"
     )

@@ -13,10 +13,12 @@ class RewardConfig(Section):
     """One reward function, and how it counts."""
 
     reward: str = Field(description="a built-in's name, or `module:function`, or `path/to/file.py:function`")
-    weight: float = 1.0
+    weight: float = Field(1.0, description="its factor in the sum of rewards; negative: a punishment")
     options: dict[str, Any] = Field({}, description="keyword arguments bound to the function")
-    timeout: float = Field(60.0, gt=0, description="seconds one call may take")
-    on_error: Literal["fail", "skip"] = "fail"
+    timeout: float = Field(60.0, gt=0, le=1e6, description="seconds one call may take")
+    on_error: Literal["fail", "skip"] = Field(
+        "fail", description="what a raised error or a timeout does: end the run, or leave the reward out"
+    )
     per_group: bool = Field(
         False,
         description="true: it scores each prompt's completions by themselves, so it is called for a group as "

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.section import Fraction, PositiveInt, Section
+from grpo_fast.section import LARGEST, Count, Fraction, Positive, PositiveInt, Section
 
 Part = Literal["gradients", "optimizer", "master", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
@@ -31,20 +31,21 @@ class AdaptiveLengthConfig(Section):
 class VLLMConfig(Section):
     """What can be set about vLLM; the defaults set themselves up."""
 
-    kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="memory for keys and values; none: by gpu_memory_utilization, on a CPU 1"
+    kv_cache_gib: Positive | None = Field(
+        None, description="GiB for keys and values; null: by gpu_memory_utilization, on a CPU 1"
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of the GPU that vLLM may fill; none: half of what is free when it starts"
+        None, description="share of the GPU that vLLM may fill; null: half of what is free when it starts"
     )
     max_model_length: PositiveInt | None = Field(
-        None, description="longest prompt with its completion; none: the model's, or what the cache holds"
+        None,
+        description="tokens of a prompt with its completion; null: the model's, or what the cache holds",
     )
     max_sequences: PositiveInt | None = Field(
-        None, description="completions in flight at once; none: vLLM's choice for the device"
+        None, description="completions in flight at once; null: vLLM's choice for the device"
     )
     enforce_eager: bool | None = Field(
-        None, description="neither compile nor capture CUDA graphs: a quick start; none: on a CPU only"
+        None, description="neither compile nor capture CUDA graphs: a quick start; null: on a CPU only"
     )
     sleep_level: Literal["auto", 0, 1, 2] = Field(
         "auto",
@@ -70,24 +71,29 @@ class RolloutConfig(Section):
     engine: Literal["auto", "transformers", "vllm"] = Field(
         "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
     )
-    num_generations: Annotated[int, Field(ge=2)] | Literal["auto"] = Field(
+    num_generations: Annotated[int, Field(ge=2, le=LARGEST)] | Literal["auto"] = Field(
         8, description="completions of a prompt; auto: as many as the memory holds, up to 64"
     )
-    max_completion_length: PositiveInt = 256
+    max_completion_length: PositiveInt = Field(256, description="tokens")
     adaptive_length: AdaptiveLengthConfig | None = Field(
-        None, description="moves the limit by what completions need; none: it stays"
+        None, description="moves the limit by what completions need; null: it stays"
     )
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Fraction = 0.0
+    # What vLLM would take instead of a smaller one.
+    temperature: Annotated[float, Field(ge=0.01)] = Field(
+        1.0, description="divides the logits, when sampling and in the loss"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="the likeliest tokens that hold this share of the probability are drawn from"
+    )
+    top_k: Count = Field(0, description="how many of the likeliest tokens are drawn from; 0: all")
+    min_p: Fraction = Field(0.0, description="share of the likeliest token's probability that a token needs")
     stop: list[str] = Field([], description="texts that end a completion")
     max_batch_tokens: PositiveInt | None = Field(
         None,
-        description="of the transformers engine: KV tokens in flight at once; none: all, or what keeps a CPU "
+        description="of the transformers engine: KV tokens in flight at once; null: all, or what keeps a CPU "
         "fast",
     )
-    vllm: VLLMConfig = VLLMConfig()
+    vllm: VLLMConfig = Field(VLLMConfig(), description="settings of the vLLM engine")
 
     @property
     def length_limit(self) -> int:

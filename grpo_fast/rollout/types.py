@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from grpo_fast.section import Fraction, PositiveInt
+from grpo_fast.section import EXACT, Count, Fraction, NotNegative, PositiveInt
 
 if TYPE_CHECKING:
     from grpo_fast.policy import Policy
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACT)
 class Sampling:
     """How completions are drawn.
 
@@ -27,9 +27,9 @@ class Sampling:
     """
 
     max_completion_length: PositiveInt
-    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
+    temperature: NotNegative = 1.0  # 0: greedy
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: no limit
+    top_k: Count = 0  # 0: no limit
     min_p: Fraction = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: int | None = None

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter
 
-from grpo_fast.section import Fraction, PositiveInt, Section
+from grpo_fast.section import Fraction, Positive, PositiveInt, Section
 
 
 class AlertsConfig(Section):
@@ -27,10 +27,10 @@ class AlertsConfig(Section):
     clear_margin: Fraction = Field(
         0.1, description="share of the threshold by which a figure must come back before an alert clears"
     )
-    reward_rise: Annotated[float, Field(gt=0)] | None = Field(
+    reward_rise: Positive | None = Field(
         0.05, description="reward gained while the held-out score falls: reward hacking"
     )
-    held_out_drop: Annotated[float, Field(gt=0)] = Field(
+    held_out_drop: Positive = Field(
         0.03, description="fall of the held-out score below its best that counts for reward_rise"
     )
     length_reward_correlation: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -42,14 +42,10 @@ class AlertsConfig(Section):
     unique_completions: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         0.1, description="share of a group's completions that differ, at least; 0: all the same"
     )
-    entropy: Annotated[float, Field(gt=0)] | None = Field(
-        0.02, description="nats a token, at least; where measured"
-    )
-    kl: Annotated[float, Field(gt=0)] | None = Field(
-        0.5, description="nats a token to the reference, at most"
-    )
+    entropy: Positive | None = Field(0.02, description="nats a token, at least; where measured")
+    kl: Positive | None = Field(0.5, description="nats a token to the reference, at most")
     flat_groups: Fraction | None = Field(0.9, description="share of groups without spread, at most")
-    stale_rewards: Annotated[float, Field(gt=0)] | None = Field(
+    stale_rewards: Positive | None = Field(
         1e-6, description="reward by which a window's completions differ, at least"
     )
     truncated: Fraction | None = Field(0.5, description="share of truncated completions, at most")
@@ -59,7 +55,7 @@ class AlertsConfig(Section):
     divergence: Annotated[float, Field(gt=1)] | None = Field(
         10.0, description="factor of the gradient norm from the window's older half to its newer, at most"
     )
-    sampler_drift: Annotated[float, Field(gt=0)] | None = Field(
+    sampler_drift: Positive | None = Field(
         0.1, description="nats a token between the sampler's log-probabilities and the trainer's, at most"
     )
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field, field_validator
 
-from grpo_fast.section import PositiveInt, Section
+from grpo_fast.section import Count, PositiveInt, Section
 
 
 class CheckpointConfig(Section):
     """How often a run is saved, and how many saves it keeps."""
 
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep: PositiveInt = 2
+    every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
+    keep: PositiveInt = Field(2, description="the newest checkpoints, as many; older ones are deleted")
 
 
 class HubConfig(Section):

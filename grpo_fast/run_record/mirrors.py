@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
 from pydantic import Field, model_validator
 
 from grpo_fast.run_record.files import CONFIG_FILE
-from grpo_fast.section import PositiveInt, Section
+from grpo_fast.section import Count, PositiveInt, Section
 
 
 class LoggingConfig(Section):
@@ -21,19 +21,17 @@ class LoggingConfig(Section):
 
     every: PositiveInt = Field(1, description="steps between those that the mirrors get")
     verbose: bool = Field(False, description="print every metric of a step; `--verbose`")
-    samples_every: Annotated[int, Field(ge=0)] = Field(
-        5, description="steps between those whose completions are kept; 0: none"
-    )
+    samples_every: Count = Field(5, description="steps between those whose completions are kept; 0: none")
     samples: PositiveInt = Field(
         4, description="prompts whose completions are kept: the first's all, one of each other"
     )
-    show_samples: Annotated[int, Field(ge=0)] = Field(
+    show_samples: Count = Field(
         0, description="of these prompts, how many are printed, each with a completion"
     )
-    tensorboard: bool = True
-    wandb: bool = False
-    trackio: bool = False
-    project: str = "grpo_fast"
+    tensorboard: bool = Field(True, description="metrics to tensorboard/ in the run's folder")
+    wandb: bool = Field(False, description="metrics to Weights & Biases")
+    trackio: bool = Field(False, description="metrics to trackio")
+    project: str = Field("grpo_fast", description="of wandb and trackio")
 
     @model_validator(mode="after")
     def _shows_what_is_kept(self) -> LoggingConfig:
