@@ -30,7 +30,6 @@ from grpo_fast.run_record.checkpoint import (
     CheckpointError,
     CheckpointSaveError,
     CheckpointStore,
-    DamagedCheckpoint,
 )
 from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import StageParts, Trainer
@@ -165,14 +164,32 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_a_directory_with_a_run_is_not_overwritten_and_resumed_with_its_own_configuration_only(
-    toy, run_dir: Path, finished: Path
-):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": {"weight_decay": 0.5}}, r"optimizer\.weight_decay was 0\.0, is 0\.5"),
+        ({"rewards": [{"reward": "length"}]}, r"rewards\.0\.reward was '.*near_w7', is 'length'"),
+        ({"model": {"lora": {"r": 2}}}, r"model\.lora was None, is {'r': 2"),
+        ({"seed": 5, "loss": {"beta": 0.1}}, r"seed was 0, is 5; loss\.beta was 0\.0, is 0\.1"),
+    ],
+)
+def test_a_run_is_resumed_with_its_own_configuration_only(toy, run_dir: Path, finished: Path, changes, said):
+    changes = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+    with pytest.raises(CheckpointError, match=said):
+        train(in_process(toy, run_dir, **changes), resume="latest", display=False)
+    assert_equal_runs(run_dir, finished)
+
+
+def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, capsys):
     with pytest.raises(CheckpointError, match="--resume"):
         train(in_process(toy, run_dir), display=False)
-    with pytest.raises(CheckpointError, match="optimizer differ"):
-        train(in_process(toy, run_dir, optimizer={"learning_rate": 1.0}), resume="latest", display=False)
-    assert_equal_runs(run_dir, finished)
+
+    train(in_process(toy, run_dir, max_steps=3, optimizer={"learning_rate": 1e-3}), resume="latest")
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"step 2 of 3: goes on from {run_dir / 'checkpoints' / 'step-00000002'}" in said
+    assert "max_steps was 2, is 3; optimizer.learning_rate was 0.003, is 0.001" in said
+    assert steps_of(run_dir) == [0, 1, 2, 3]
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_configuration(
@@ -189,16 +206,65 @@ def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_con
     assert saved(tmp_path / "run").step == 2
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken_for_more_steps(toy, run_dir: Path):
-    damaged = run_dir / "checkpoints" / "step-00000002" / "optimizer.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    config = in_process(toy, run_dir, checkpoint={"every": 1}, max_steps=4)
+def test_a_run_goes_on_from_the_one_before_a_damaged_checkpoint_as_if_that_had_never_been(
+    toy, run_dir: Path, finished: Path
+):
+    damaged = run_dir / "checkpoints" / "step-00000002"
+    optimizer = damaged / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-1])
 
-    with pytest.raises(DamagedCheckpoint, match=r"step-00000002.*optimizer.*step-00000001"):
-        train(config, resume="latest", display=False)
-    train(config, resume=str(run_dir / "checkpoints" / "step-00000001"), display=False)
+    train(in_process(toy, run_dir, checkpoint={"every": 1}), resume="latest", display=False)
+
+    assert_equal_runs(run_dir, finished)
+    assert damaged.with_suffix(".damaged").is_dir()
+
+
+def test_resumed_at_an_earlier_step_a_run_forgets_the_later_ones_at_once(toy, run_dir: Path, monkeypatch):
+    config = in_process(toy, run_dir, max_steps=4)
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(Trainer, "train_step", lambda self: {}["stopped before anything is saved"])
+        train(config, resume=str(run_dir / "checkpoints" / "step-00000001"), display=False)
+
+    train(config, resume="latest", display=False)
 
     assert steps_of(run_dir) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [("other/checkpoints/step-00000001", "another run"), ("step-00000007", "no checkpoint")],
+)
+def test_a_checkpoint_that_is_not_the_run_s_is_refused(
+    toy, run_dir: Path, finished: Path, monkeypatch, resume: str, said: str
+):
+    monkeypatch.chdir(run_dir.parent)
+    shutil.copytree(finished, "other")
+    with pytest.raises(CheckpointError, match=said):
+        train(in_process(toy, run_dir, max_steps=4), resume=resume, display=False)
+    assert_equal_runs(run_dir, finished)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"model": {"path": "./nowhere"}},
+        {"dataset": {"source": "nowhere.jsonl"}},
+        {"rewards": [{"reward": "nowhere.py:f"}]},
+        {"rollout": {"engine": "vllm"}},
+        {"logging": {"wandb": True}},
+    ],
+    ids=lambda mistake: next(iter(mistake)),
+)
+def test_a_start_that_failed_leaves_a_folder_to_start_in(toy, tmp_path: Path, monkeypatch, mistake):
+    for missing in ("vllm", "wandb"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    wrong = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in mistake.items()}
+    with pytest.raises(Exception):  # noqa: B017  of whatever kind
+        train(in_process(toy, tmp_path / "run", **wrong), display=False)
+
+    train(in_process(toy, tmp_path / "run", max_steps=1, evaluation={}), display=False)
+
+    assert steps_of(tmp_path / "run") == [0, 1]
 
 
 def test_a_loss_that_cannot_be_imported_is_refused_before_any_step(toy, tmp_path: Path):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy.finite import Diverged, first_not_finite
 
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
@@ -85,7 +86,8 @@ class PolicyOptimizer:
 
         Raises:
             RuntimeError: no parameter has a gradient.
-            FloatingPointError: the gradient is not finite; the weights are as before.
+            Diverged: the gradient is not finite, and the weights are as before; or the stepped weights are
+                not, and `mid_step` is true.
             torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -95,10 +97,7 @@ class PolicyOptimizer:
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             self.zero_grad()
-            raise FloatingPointError(
-                f"the gradient norm of step {self._steps} is {grad_norm}; lower optimizer.learning_rate, or "
-                "set model.dtype to bfloat16 if it is float16"
-            )
+            raise Diverged(f"the gradient norm is {grad_norm}")
         self._make_moments()
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
@@ -108,6 +107,8 @@ class PolicyOptimizer:
         self._adam.step()
         self._write_back()
         self.zero_grad()
+        if name := first_not_finite(self._parameters):
+            raise Diverged(f"the weights {name} hold NaN or infinity")
         return grad_norm
 
     def _make_moments(self) -> None:

@@ -73,10 +73,7 @@ def draw(logits: Tensor, uniforms: Tensor, warper: Warper | None) -> tuple[Tenso
     parts = [_draw_slice(part.float(), part_uniforms, warper) for part, part_uniforms in slices]
     tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     if not logprobs.isfinite().all():
-        raise FloatingPointError(
-            "the model's logits hold NaN or infinity; its weights have likely diverged: lower the "
-            "learning rate, or resume from an earlier checkpoint"
-        )
+        raise FloatingPointError("the model's logits hold NaN or infinity: its weights have likely diverged")
     return tokens, logprobs
 
 

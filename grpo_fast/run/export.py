@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.run_record.checkpoint import CheckpointStore
+from grpo_fast.run_record.checkpoint import TRAINABLE, CheckpointStore
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 
 
@@ -61,5 +61,5 @@ def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None =
     if found is None:
         raise FileNotFoundError(f"{run_dir} has no checkpoint yet; let it reach its first, or its end")
     policy = load_policy(config.model)
-    policy.load_trainable(found.tensors["trainable"])
+    policy.load_trainable(found.tensors[TRAINABLE])
     return policy

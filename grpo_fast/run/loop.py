@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
 from types import MappingProxyType
+from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
@@ -18,14 +20,18 @@ from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, write_whole
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, read_jsonl, write_whole
 from grpo_fast.run_record.lock import locked
+from grpo_fast.run_record.logs import METRICS_FILE
 from grpo_fast.run_record.recorder import Recorder
+from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
 
-# What a resumed run may do differently and still be the same run.
-CHANGEABLE = {"output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory"}
-CHANGEABLE |= {"callbacks", "hub"}
+# What a resumed run may do differently and still be the same run; the rate, for one that has diverged.
+CHANGEABLE = (
+    *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory", "callbacks", "hub"),
+    "optimizer.learning_rate",
+)
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -60,17 +66,21 @@ def train(
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
     run_dir = Path(config.output_dir)
-    check_writable(run_dir, needed_bytes=0)
+    check_writable(run_dir)
     with ExitStack() as stack:
         stack.enter_context(locked(run_dir))
         config = resolve_auto(config, run_dir)
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
-        checkpoint = find_checkpoint(run_dir, store, config, resume)
+        checkpoint, changes = find_checkpoint(run_dir, store, config, resume)
         callbacks = build_callbacks(config)
         for name, content in files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)
         trainer = build_trainer(config)
+        # A checkpoint has the weights, their two moments and float32 masters.
+        size = sum(p.numel() * (p.element_size() + 12) for p in trainer.policy.trainable().values())
+        every = config.checkpoint.every or config.max_steps
+        store.check_room(size, saves=math.ceil(config.max_steps / every))
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
@@ -79,9 +89,6 @@ def train(
             trainer.load_state_dict(checkpoint.state["trainer"])
             restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
             trainer.step = checkpoint.step
-        # A checkpoint has the weights, their two moments and float32 masters.
-        weights = trainer.policy.trainable().values()
-        check_writable(run_dir, needed_bytes=sum(p.numel() * (p.element_size() + 12) for p in weights))
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         signals = stack.enter_context(noting_signals())
         recorder = stack.enter_context(
@@ -91,6 +98,11 @@ def train(
             trainer.on_progress = recorder.on_progress
         for line in opening_lines(config, trainer):
             recorder.say(line)
+        if resume is not None:
+            at = "its beginning, without a checkpoint" if checkpoint is None else checkpoint.path
+            recorder.say(
+                "; ".join([f"step {trainer.step} of {config.max_steps}: goes on from {at}", *changes])
+            )
         recorder.begin()
         while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
             recorder.record(trainer.train_step())
@@ -123,30 +135,48 @@ def noting_signals() -> Iterator[list[Signals]]:
 
 def find_checkpoint(
     run_dir: Path, store: CheckpointStore, config: TrainConfig, resume: str | None
-) -> Checkpoint | None:
-    """The checkpoint to continue from; none for a new run, or one that was stopped before its first.
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to continue from, and what has changed in the configuration, a sentence for each key.
 
-    The latter may go on with any configuration: nothing that it has trained is kept.
+    There is no checkpoint for a new run, nor for one that was stopped before its first. The latter may go on
+    with any configuration: nothing that it has trained is kept.
     """
     earlier = run_dir / CONFIG_FILE
     if resume is None:
-        if earlier.exists():
+        if store.paths() or any(record["step"] for record in read_jsonl(run_dir / METRICS_FILE)):
             raise CheckpointError(
                 f"output_dir = {str(run_dir)!r} already holds a run; continue it with --resume (from Python: "
                 "resume=True), or choose another"
             )
-        return None
+        return None, []
     if not earlier.exists():
         raise CheckpointError(
             f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume"
         )
-    checkpoint = store.load_latest() if resume == "latest" else store.load(Path(resume))
+    checkpoint = store.load_intact() if resume == "latest" else store.load(resume)
+    if checkpoint is None:
+        return None, []
+    if checkpoint.path.resolve().parent != store.root.resolve():
+        raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
+    if "optimizer" not in checkpoint.tensors:
+        raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
     before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
-    changed = [key for key in now if key not in CHANGEABLE and now[key] != before[key]]
-    if changed and checkpoint is not None:
+    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differences(before, now)}
+    if refused := [text for key, text in changes.items() if not key.startswith(CHANGEABLE)]:
         raise CheckpointError(
-            f"the run in {str(run_dir)!r} was started with another configuration "
-            f"({', '.join(changed)} differ): resume with its own ({earlier}), or start a new run in "
-            "another output_dir"
+            f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
+            f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
-    return checkpoint
+    return checkpoint, [text for key, text in changes.items() if key != "output_dir"]
+
+
+def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) wherever two trees of a configuration differ."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = (dict(enumerate(items)) for items in (before, now))
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield place, before, now
+        return
+    for key in before | now:
+        yield from differences(before.get(key), now.get(key), f"{place}.{key}" if place else str(key))

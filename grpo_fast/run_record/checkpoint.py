@@ -2,18 +2,22 @@
 
 A checkpoint is a folder `step-00000012` of one safetensors file for each group of tensors, `state.json`,
 and `manifest.json` with the size and SHA-256 of each. It is written under another name, flushed to the
-disk and renamed in one go: a folder with its final name is complete.
+disk and renamed in one go: a folder with its final name is complete. `step-00000012.weights` is the same
+with the trained weights alone, for which there was room at the end of a run; it cannot be resumed.
+`step-00000012.damaged` was found to be so.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_fast.policy.finite import Diverged, first_not_finite
 from grpo_fast.run_record.summary import bytes_text
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
+TRAINABLE = "trainable"  # the group of the trained weights
 FINAL = re.compile(r"step-(\d{8,})")
-# Being written, being deleted, and set aside while another of the same step takes its place.
-WRITING, DELETING, REPLACED = ".tmp", ".del", ".old"
+WRITING, DELETING, DAMAGED, WEIGHTS = ".tmp", ".del", ".damaged", ".weights"
 
 
 class CheckpointError(Exception):
@@ -68,70 +75,142 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = self.root.iterdir() if self.root.is_dir() else ()
-        return sorted((path for path in found if FINAL.fullmatch(path.name) and path.is_dir()), key=step_of)
+        return self._named("")
+
+    def check_room(self, size: int, saves: int) -> None:
+        """Make sure that a run's checkpoints fit: those it keeps, and the one that is being written.
+
+        A run that goes on can do with two, for the oldest make room.
+
+        Args:
+            size: bytes of one.
+            saves: how many a new run will write.
+
+        Raises:
+            CheckpointError: too little is free.
+        """
+        saved, keep = len(self.paths()), self.keep or 0
+        count = 2 - saved if saved else min(keep + 1, saves)
+        if (free := _free_bytes(self.root)) < count * size:
+            raise CheckpointError(
+                f"{self.root} has {bytes_text(free)} free; {count} of {bytes_text(size)} need "
+                f"{bytes_text(count * size)}: checkpoint.keep = {keep}, and one being written. Make room, "
+                "lower checkpoint.keep, or choose another output_dir"
+            )
+
+    def rewind(self, step: int) -> None:
+        """Delete the checkpoints of later steps: a run resumed at this one is not on the way to them."""
+        self._delete(path for path in self.paths() if step_of(path) > step)
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
-        One of the same step is replaced. Later ones, left from before the run was resumed at an earlier
-        step, are deleted: the run is no longer on the way to them.
+        Where the disk is full, the oldest checkpoint makes room if a newer one is intact.
 
         Args:
-            step: optimiser steps done.
+            step: optimiser steps done, more than of any that is saved.
             tensors: groups of tensors, a file each: any dtype, device, stride; tied ones are written twice.
             state: whatever else, as JSON.
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
+            Diverged: a tensor holds NaN or infinity.
             ValueError: the store was opened to read.
         """
-        if self.keep is None:
-            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
-        path, encoded = self.root / f"step-{step:08d}", json.dumps(state)
-        try:
-            self._write(path, step, tensors, encoded)
-            kept = [path for path in self.paths() if step_of(path) <= step][-self.keep :]
-            for old in [path for path in self.paths() if path not in kept]:
-                # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
-                shutil.rmtree(old.rename(old.with_suffix(DELETING)))
-        except (OSError, SafetensorError) as error:
-            free = bytes_text(_free_bytes(self.root))
-            raise CheckpointSaveError(
-                f"cannot save {path}: {error} ({free} free); earlier checkpoints are intact"
-            ) from error
-        return path
+        return self._save(self.root / f"step-{step:08d}", step, tensors, json.dumps(state))
+
+    def save_weights(self, step: int, weights: Mapping[str, Tensor]) -> Path:
+        """Write the trained weights alone, where a checkpoint has no room; the next checkpoint replaces them.
+
+        Raises:
+            Exception: as `save`.
+        """
+        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", step, {TRAINABLE: weights}, "{}")
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint, if there is one.
+        """The newest checkpoint, or weights alone if they are newer; None where there is nothing.
 
         Raises:
             DamagedCheckpoint: the newest is damaged. The message names the newest intact one.
         """
-        paths = self.paths()
+        paths = sorted([*self._named(WEIGHTS), *self.paths()], key=step_of)
         try:
             return self.load(paths[-1]) if paths else None
         except DamagedCheckpoint as error:
             intact = next(filter(_is_intact, reversed(paths[:-1])), None)
-            remedy = "none before it is intact: start the run anew"
-            if intact:
-                remedy = f"the one before it is intact: --resume {intact}"
+            remedy = f"the newest intact one is {intact}" if intact else "none before it is intact"
             raise DamagedCheckpoint(f"{error}; {remedy}") from error
+
+    def load_intact(self) -> Checkpoint | None:
+        """The newest intact checkpoint, to resume from; damaged newer ones are moved aside, which is logged.
+
+        Raises:
+            DamagedCheckpoint: there are checkpoints and all are damaged; all stay where they are.
+        """
+        damaged: dict[Path, DamagedCheckpoint] = {}
+        for path in reversed(self.paths()):
+            try:
+                found = self.load(path)
+            except DamagedCheckpoint as error:
+                damaged[path] = error
+                continue
+            for bad, why in damaged.items():
+                aside = bad.with_suffix(DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)  # of the same step, found earlier
+                bad.rename(aside)
+                logger.warning("%s; moved to %s, and %s is taken", why, aside, path)
+            return found
+        if damaged:
+            newest = next(iter(damaged.values()))
+            raise DamagedCheckpoint(
+                f"no checkpoint in {self.root} is intact; start anew in another output_dir. {newest}"
+            )
+        return None
 
     def load(self, path: str | Path) -> Checkpoint:
         """Verify and read one checkpoint: a path, or the name of one in this store.
 
         Raises:
             CheckpointError: there is no such checkpoint.
-            DamagedCheckpoint: a file is missing or altered; the message names it.
+            DamagedCheckpoint: a file is missing or altered, or weights are not finite; the message names it.
         """
         path = next((p for p in (Path(path), self.root / path) if p.is_dir()), None) or Path(path)
-        if not path.is_dir() or not FINAL.fullmatch(path.name):
+        if not path.is_dir() or not FINAL.fullmatch(path.stem) or path.suffix not in ("", WEIGHTS):
             known = ", ".join(p.name for p in self.paths()) or "none"
             raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")
         names = [name for name in verify(path) if name.endswith(TENSORS)]
         tensors = {name.removesuffix(TENSORS): load_file(path / name) for name in names}
+        for group, named in tensors.items():
+            if name := first_not_finite(named):
+                raise DamagedCheckpoint(f"{path} is of a run that diverged: {group}/{name} is not finite")
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
+
+    def _named(self, suffix: str) -> list[Path]:
+        """Folders of steps whose names end so, oldest first."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        matching = (p for p in found if p.suffix == suffix and FINAL.fullmatch(p.stem) and p.is_dir())
+        return sorted(matching, key=step_of)
+
+    def _save(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> Path:
+        if self.keep is None:
+            raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
+        for group, named in tensors.items():
+            if name := first_not_finite(named):
+                raise Diverged(f"{group}/{name} holds NaN or infinity")
+        try:
+            try:
+                self._write(path, step, tensors, state)
+            except (OSError, SafetensorError) as error:
+                if not (_wants_room(error) and self._make_room()):
+                    raise
+                self._write(path, step, tensors, state)
+            self._delete([*self.paths()[: -self.keep], *(p for p in self._named(WEIGHTS) if p != path)])
+        except (OSError, SafetensorError) as error:
+            free = bytes_text(_free_bytes(self.root))
+            raise CheckpointSaveError(
+                f"cannot save {path}: {error} ({free} free); earlier checkpoints are intact"
+            ) from error
+        return path
 
     def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
         folder = path.with_suffix(WRITING)
@@ -146,22 +225,29 @@ class CheckpointStore:
             for file in folder.iterdir():
                 sync(file)
             sync(folder)
-            if path.exists():
-                path.rename(path.with_suffix(REPLACED))
             folder.rename(path)
             sync(self.root)
         finally:
             self._clean()
 
+    def _make_room(self) -> bool:
+        """Delete the oldest checkpoint, damaged ones first, if a newer one is intact."""
+        paths = [*self._named(DAMAGED), *self.paths()]
+        if not any(map(_is_intact, reversed(paths[1:]))):
+            return False
+        logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
+        self._delete(paths[:1])
+        return True
+
+    def _delete(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
+            shutil.rmtree(path.rename(path.with_suffix(DELETING)))
+
     def _clean(self) -> None:
-        """Finish what a kill interrupted: put a replaced checkpoint back or drop it, drop the rest."""
-        for path in list(self.root.iterdir()) if self.root.is_dir() else ():
-            final = path.with_suffix("")
-            if not FINAL.fullmatch(final.name):
-                continue
-            if path.suffix == REPLACED and not final.exists():
-                path.rename(final)
-            elif path.suffix in (WRITING, DELETING, REPLACED):
+        """Drop what a kill left half-written or half-deleted."""
+        for suffix in (WRITING, DELETING):
+            for path in self._named(suffix):
                 shutil.rmtree(path)
 
 
@@ -196,6 +282,11 @@ def verify(path: Path) -> list[str]:
     return list(files)
 
 
+def _wants_room(error: OSError | SafetensorError) -> bool:
+    code = re.search(r"os error (\d+)", str(error))  # all that safetensors says of it
+    return (int(code[1]) if code else getattr(error, "errno", None)) in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _is_intact(path: Path) -> bool:
     try:
         return bool(verify(path))
@@ -203,11 +294,11 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-def check_writable(root: Path, needed_bytes: int) -> None:
-    """Make `root`, and make sure that so many bytes can be written there.
+def check_writable(root: Path) -> None:
+    """Make `root`, and make sure that it can be written to.
 
     Raises:
-        CheckpointError: it cannot be written, or too little is free.
+        CheckpointError: it cannot.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -216,16 +307,11 @@ def check_writable(root: Path, needed_bytes: int) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(f"cannot write to {root}: {error}; choose another output_dir") from error
-    if (free := _free_bytes(root)) < needed_bytes:
-        raise CheckpointError(
-            f"{root} needs {bytes_text(needed_bytes)} for a checkpoint and has {bytes_text(free)} free: "
-            "make room or choose another output_dir"
-        )
 
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    return int(path.name.removeprefix("step-"))
+    return int(path.stem.removeprefix("step-"))
 
 
 def fingerprint(file: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -15,10 +15,18 @@ import torch
 
 from grpo_fast.data import PromptSampler
 from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
 from grpo_fast.run_record.callbacks import Callbacks
-from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointSaveError, CheckpointStore
+from grpo_fast.run_record.checkpoint import (
+    TRAINABLE,
+    Checkpoint,
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointStore,
+    step_of,
+)
 from grpo_fast.run_record.display import Display
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import EVALUATIONS_FILE, RunLogs, StepResult
@@ -82,6 +90,9 @@ class Recorder:
     """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
 
     Left by an error, it saves the last finished step where the weights are still its own.
+
+    Raises:
+        Diverged: for a FloatingPointError of a step; names what is left of the run.
     """
 
     def __init__(
@@ -106,6 +117,8 @@ class Recorder:
         self.logs = RunLogs(self.run_dir, config.logging)
         self._stack = ExitStack()
         self._stack.callback(self.logs.close)
+        if checkpoint:
+            store.rewind(checkpoint.step)
         self.logs.truncate(checkpoint.state["offsets"] if checkpoint else {})
         self.display: Display | None = None
         if show:
@@ -121,6 +134,8 @@ class Recorder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._stack:
+            if isinstance(error, FloatingPointError):
+                raise self.diverged(error) from error
             if error is not None:
                 self.rescue(error)
 
@@ -209,6 +224,26 @@ class Recorder:
             go_on = f"step {step} is safe; continue" if step else "nothing is trained yet; begin anew"
             self.say(f"{problem}: {go_on} with --resume")
 
+    def diverged(self, error: FloatingPointError) -> Diverged:
+        """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.
+
+        Weights that lead to NaN at once are none to go back to, unless the coming step itself broke them.
+        """
+        step, optimizer = self.trainer.step, self.trainer.optimizer
+        lower = f"a lower optimizer.learning_rate ({optimizer.learning_rate:.3g} now)"
+        if self.config.model.dtype == "float16":
+            lower += ", or anew with model.dtype = bfloat16"
+        good = [path for path in self.store.paths() if step_of(path) < step + optimizer.mid_step]
+        if good:
+            left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
+        else:
+            left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
+            if step and not optimizer.mid_step and isinstance(error, Diverged):  # by one bad gradient
+                with suppress(CheckpointSaveError):
+                    weights = self.store.save_weights(step, self.trainer.policy.trainable())
+                    left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
+        return Diverged(f"the run diverged after step {step}: {error}; {left}")
+
     def evaluate(self, size: int | None) -> dict[str, float]:
         """Score the held-out questions, write it down, show it."""
         if not self.trainer.held_out:
@@ -239,10 +274,14 @@ class Recorder:
             self.callbacks.tell("on_save", self.boundary.step, path)
 
     def save(self, *, must: bool = False) -> Path | None:
-        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on."""
+        """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
+
+        Raises:
+            CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
+        """
         step, policy, optimizer = self.boundary.step, self.trainer.policy, self.trainer.optimizer
         tensors: dict[str, Mapping[str, torch.Tensor]] = {
-            "trainable": policy.trainable(),
+            TRAINABLE: policy.trainable(),
             "optimizer": optimizer.state_tensors(),
             "rng": self.boundary.rng,
         }
@@ -250,7 +289,10 @@ class Recorder:
             path = self.store.save(step, tensors, json.loads(self.boundary.state))
         except CheckpointSaveError as error:
             if must:
-                raise
+                weights = self.store.save_weights(step, policy.trainable())
+                raise CheckpointSaveError(
+                    f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
+                ) from error
             self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
             return None
         self.saved = step

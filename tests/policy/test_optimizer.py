@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy.finite import Diverged
 
 CONFIG = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
@@ -238,14 +239,23 @@ def test_the_schedule_warms_up_and_falls_to_its_floor_by_training_steps(
     assert rates[::2] == rates[1::2] == pytest.approx(expected, abs=1e-3)
 
 
+def test_weights_that_a_step_has_made_infinite_are_an_error_amid_the_step() -> None:
+    weight, optimizer = one_weight(torch.ones(2, dtype=torch.float16), learning_rate=1e5)
+    weight.sum().backward()
+    with pytest.raises(Diverged, match="weight hold NaN or infinity"):
+        optimizer.step()
+    assert optimizer.mid_step
+
+
 def test_what_cannot_be_stepped_or_loaded_is_an_error_that_leaves_the_weights_alone() -> None:
     weight, optimizer = one_weight(torch.ones(2))
     (weight * math.inf).sum().backward()
-    with pytest.raises(FloatingPointError, match=r"learning_rate.*model\.dtype"):
+    with pytest.raises(Diverged, match="the gradient norm is inf"):
         optimizer.step()
     assert torch.equal(weight, torch.ones(2)) and weight.grad is None
     with pytest.raises(RuntimeError, match="no parameter has a gradient"):
         optimizer.step()
+    assert not optimizer.mid_step
 
     _, optimizer = build(torch.float32)
     tensors = optimizer.state_tensors()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import random
 import resource
@@ -13,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.run_record import checkpoint as checkpoint_module
 from grpo_fast.run_record.checkpoint import (
@@ -26,6 +30,9 @@ from grpo_fast.run_record.checkpoint import (
 )
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+
+
+Usage = namedtuple("Usage", "total used free")
 
 
 def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -67,13 +74,12 @@ def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(store):
         store.load("step-00000009")
 
 
-def test_saving_a_step_again_replaces_it_and_deletes_the_future_of_before_a_resume(store):
+def test_going_back_to_a_step_deletes_what_came_after(store):
     save(store, 2, 4, 6)
 
-    store.save(4, {"model": {"weight": torch.ones(3)}}, {"again": True})
+    store.rewind(4)
 
     assert sorted(path.name for path in store.root.iterdir()) == ["step-00000002", "step-00000004"]
-    assert store.load_latest().state == {"again": True}
 
 
 def test_tensors_of_any_dtype_tied_overlapping_strided_trainable_or_empty_are_saved_by_value(store):
@@ -116,21 +122,77 @@ def test_damage_is_refused_by_name_and_the_one_before_is_offered(store, file, da
 
     message = str(caught.value)
     assert str(store.root / "step-00000003") in message
-    assert f"--resume {store.root / 'step-00000002'}" in message
+    assert message.endswith(f"the newest intact one is {store.root / 'step-00000002'}")
     if file != "manifest.json" or damage != "flip":
         assert file in message
     assert_is(store.load(store.root / "step-00000002"), 2)
 
 
-@pytest.mark.parametrize(("damaged", "offered"), [((2, 3), "step-00000001"), ((1, 2, 3), None)])
-def test_the_offer_skips_what_is_damaged_too(store, damaged, offered):
+@pytest.mark.parametrize(
+    ("damaged", "taken"), [((), 3), ((3,), 2), ((2, 3), 1), ((1, 3), 2), ((1, 2, 3), None)]
+)
+def test_a_run_goes_on_from_the_newest_intact_one_and_damaged_newer_ones_are_moved_aside(
+    store, damaged, taken, caplog
+):
     save(store, 1, 2, 3)
     for step in damaged:
         (store.root / f"step-0000000{step}" / "state.json").unlink()
+    before = {path.name for path in store.root.iterdir()}
 
-    with pytest.raises(DamagedCheckpoint) as caught:
+    if taken is None:
+        with pytest.raises(
+            DamagedCheckpoint, match=r"no checkpoint in .* is intact.*step-00000003.*state\.json"
+        ):
+            store.load_intact()
+        assert {path.name for path in store.root.iterdir()} == before
+        return
+    assert_is(store.load_intact(), taken)
+
+    aside = [step for step in damaged if step > taken]
+    assert store.paths() == [store.root / f"step-0000000{step}" for step in (1, 2, 3) if step not in aside]
+    for step in aside:
+        assert (store.root / f"step-0000000{step}.damaged" / "manifest.json").exists()
+        assert f"step-0000000{step} is damaged: state.json" in caplog.text
+    save(store, *range(taken + 1, 5))
+    assert_is(store.load_intact(), 4)
+
+
+@pytest.mark.parametrize("group", ["model", "optimizer"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_saved_and_drops_nothing(store, group, value):
+    save(store, 1, 2, 3)
+    tensors = tensors_of(4)
+    next(iter(tensors[group].values()))[-1, -1] = value
+
+    with pytest.raises(Diverged, match=f"{group}/weight"):
+        store.save(4, tensors, {})
+
+    assert [path.name for path in store.root.iterdir() if path.name == "step-00000004"] == []
+    assert len(store.paths()) == 3
+
+
+def test_what_is_not_finite_is_not_read_even_if_it_was_saved_so(store, monkeypatch):
+    save(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "first_not_finite", lambda _: None)
+        store.save(2, {"model": {"weight": torch.tensor([1.0, math.nan])}}, {})
+
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000002 .*diverged: model/weight.*step-00000001"):
         store.load_latest()
-    assert str(caught.value).endswith(f"--resume {store.root / offered}" if offered else "start the run anew")
+    assert_is(store.load_intact(), 1)
+
+
+def test_weights_alone_are_the_newest_to_read_but_not_to_resume_until_a_checkpoint_replaces_them(store):
+    save(store, 1)
+    store.save_weights(2, {"weight": torch.ones(3)})
+    path = store.save_weights(3, {"weight": torch.full((3,), 2.0)})
+
+    assert sorted(p.name for p in store.root.iterdir()) == ["step-00000001", "step-00000003.weights"]
+    assert store.load_latest().path == path and store.load_latest().step == 3
+    assert store.load(path).tensors["trainable"]["weight"].tolist() == [2.0] * 3
+    assert store.load_intact().step == 1
+    save(store, 4)
+    assert sorted(p.name for p in store.root.iterdir()) == ["step-00000001", "step-00000004"]
 
 
 @pytest.mark.parametrize(
@@ -180,20 +242,6 @@ def test_a_kill_at_any_moment_leaves_every_checkpoint_whole(tmp_path, dice):
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in store.paths()}
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(store, kept):
-    save(store, 1)
-    path = store.root / "step-00000001"
-    shutil.copytree(path, path.with_suffix(".old"))
-    if not kept:
-        shutil.rmtree(path)
-
-    CheckpointStore(store.root, keep=1)
-
-    assert [p.name for p in store.root.iterdir()] == ["step-00000001"]
-    assert_is(store.load_latest(), 1)
-
-
 def test_opening_a_store_to_read_touches_nothing_and_cannot_save(store):
     save(store, 1)
     unfinished = store.root / "step-00000002.tmp"
@@ -210,9 +258,9 @@ def test_opening_a_store_to_read_touches_nothing_and_cannot_save(store):
 @pytest.mark.parametrize("moment", ["save_file", "fingerprint", "sync"])
 @pytest.mark.parametrize(
     ("cause", "raised"),
-    [(OSError(errno.ENOSPC, "disk full"), CheckpointSaveError), (KeyboardInterrupt(), KeyboardInterrupt)],
+    [(OSError(errno.EIO, "broken"), CheckpointSaveError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
-def test_a_full_disk_or_an_interruption_fails_one_save_only(store, monkeypatch, moment, cause, raised):
+def test_a_broken_disk_or_an_interruption_fails_one_save_only(store, monkeypatch, moment, cause, raised):
     save(store, 1, 2)
 
     def fail(*_: object) -> None:
@@ -227,6 +275,45 @@ def test_a_full_disk_or_an_interruption_fails_one_save_only(store, monkeypatch, 
     assert_is(store.load_latest(), 2)
     save(store, 3)
     assert_is(store.load_latest(), 3)
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=["disk", "quota", "safetensors"])
+@pytest.mark.parametrize(
+    ("damaged", "holds", "left"),
+    [
+        ((), 2, [2, 3]),  # the oldest makes room
+        ((), 1, [2]),  # once in a save, which then fails
+        ((2,), 2, [1, 2]),  # not the only intact one
+    ],
+)
+def test_on_a_full_disk_the_oldest_makes_room_but_never_the_only_intact_one(
+    store, monkeypatch, caplog, error, damaged, holds, left
+):
+    save(store, 1, 2)
+    for step in damaged:
+        (store.root / f"step-0000000{step}" / "state.json").unlink()
+
+    def full(*arguments: object) -> None:
+        if len(store.paths()) >= holds:
+            raise error
+        save_file(*arguments)
+
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    if 3 in left:
+        save(store, 3)
+    else:
+        with pytest.raises(CheckpointSaveError, match="earlier checkpoints are intact"):
+            save(store, 3)
+
+    assert [path.name for path in store.paths()] == [f"step-0000000{step}" for step in left]
+    assert ("step-00000001 is deleted" in caplog.text) == (1 not in left)
 
 
 def save_within(root: Path, limit: int, result) -> None:
@@ -256,18 +343,33 @@ def test_a_place_that_cannot_be_written_is_reported_before_training_and_at_the_s
     below_a_file = tmp_path / "file" / "checkpoints"
 
     with pytest.raises(CheckpointError, match=f"cannot write to {below_a_file}"):
-        check_writable(below_a_file, 0)
+        check_writable(below_a_file)
     with pytest.raises(CheckpointSaveError, match="cannot save"):
         save(CheckpointStore(below_a_file, keep=1), 1)
 
 
-def test_too_little_space_is_reported_with_what_is_needed_and_free(tmp_path, monkeypatch):
-    Usage = namedtuple("Usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 3 * 2**29))
+@pytest.mark.parametrize(
+    ("saved", "saves", "count"),
+    [
+        (0, 9, 4),  # keep = 3, and the one being written
+        (0, 2, 2),  # a run that saves no more
+        (1, 9, 1),  # a run that goes on: the oldest make room
+        (2, 9, 0),
+        (3, 9, 0),
+    ],
+)
+def test_room_is_wanted_for_what_a_run_keeps_and_what_it_writes_besides(
+    store, monkeypatch, saved, saves, count
+):
+    save(store, *range(1, saved + 1))
+    free = max(count, 1) * 2**29 - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, free))
 
-    check_writable(tmp_path / "run", 3 * 2**29)
-    with pytest.raises(CheckpointError, match=r"2\.0 GiB .* 1\.5 GiB"):
-        check_writable(tmp_path / "run", 2**31)
+    store.check_room(free // max(count, 1), saves)
+    if count:
+        message = rf"free; {count} of 512\.0 MiB need .*checkpoint\.keep = 3.*output_dir"
+        with pytest.raises(CheckpointError, match=message):
+            store.check_room(2**29, saves)
 
 
 def draw() -> list[float]:

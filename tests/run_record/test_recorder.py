@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pkgutil
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.finite import Diverged
 from grpo_fast.run import train
-from grpo_fast.run_record.checkpoint import CheckpointStore
+from grpo_fast.run.export import export_run
+from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import PolicyUpdate
 
@@ -157,3 +161,67 @@ def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_ch
     assert "amid the update of step 4" in shown and "the last is of step 2" in shown
     assert CheckpointStore(tmp_path / "run" / "checkpoints").load_latest().step == 2
     train(config, resume="latest", display=False)
+
+
+STEP = "grpo_fast.policy.optimizer.PolicyOptimizer.step"
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "named"),
+    [
+        (STEP, Diverged("the gradient norm is nan"), "step-00000002"),
+        (FORWARD, FloatingPointError("the logits hold NaN"), "step-00000002"),
+        # The step itself breaks the weights, which were good before.
+        ("grpo_fast.policy.optimizer.first_not_finite", Diverged("the weights are NaN"), "step-00000003"),
+    ],
+    ids=["gradient", "logits", "weights"],
+)
+def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
+    toy, tmp_path: Path, monkeypatch, target: str, error: FloatingPointError, named: str
+):
+    run_dir = tmp_path / "run"
+    config = in_process(toy, run_dir, **NO_CHECKPOINTS, checkpoint={"every": 1, "keep": 2})
+    said = rf"after step 3: {error}; .*--resume {run_dir}\S*{named}, .*optimizer\.learning_rate \(0\.003 now"
+    break_at_step(monkeypatch, target, 3, error)
+    with pytest.raises(Diverged, match=said):
+        train(config, display=False)
+
+    kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+def test_a_run_that_diverges_without_a_checkpoint_leaves_finite_weights_to_export_and_not_to_resume(
+    toy, tmp_path: Path, monkeypatch
+):
+    config = in_process(toy, tmp_path / "run", **NO_CHECKPOINTS)
+    weights = tmp_path / "run" / "checkpoints" / "step-00000003.weights"
+    with monkeypatch.context() as patch:
+        break_at_step(patch, STEP, 3, Diverged("the gradient norm is nan"))
+        with pytest.raises(Diverged, match=f"no checkpoint from before.*`grpo-fast export {weights} OUT`"):
+            train(config, display=False)
+
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(CheckpointError, match="weights alone"):
+        train(config, resume=str(weights), display=False)
+
+
+@pytest.mark.parametrize("room", ["for the weights", "for nothing"])
+def test_the_last_step_s_weights_alone_are_saved_where_a_checkpoint_has_no_room(
+    toy, tmp_path: Path, monkeypatch, room: str
+):
+    run_dir = tmp_path / "run"
+
+    def full(tensors: Any, path: Path) -> None:
+        if path.parent.name == "step-00000003.tmp" and (path.stem != "trainable" or room == "for nothing"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr("grpo_fast.run_record.checkpoint.save_file", full)
+    said = "grpo-fast export" if room == "for the weights" else "cannot save .*step-00000003"
+    with pytest.raises(CheckpointSaveError, match=said):
+        train(in_process(toy, run_dir, max_steps=3, checkpoint={"every": 2, "keep": 1}), display=False)
+
+    found = CheckpointStore(run_dir / "checkpoints")
+    assert found.load_intact().step == 2
+    assert found.load_latest().step == (3 if room == "for the weights" else 2)

@@ -334,8 +334,7 @@ def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion
     token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
     if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs):
         raise FloatingPointError(
-            "vLLM drew from logits that hold NaN or infinity; the weights have likely diverged: lower the "
-            "learning rate, or resume from an earlier checkpoint"
+            "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
         )
     (text,) = tokenizer.batch_decode(
         [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
