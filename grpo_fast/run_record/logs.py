@@ -100,6 +100,7 @@ class RunLogs:
 
     def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
+        self._mirrors.samples(step, samples)
 
     def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
         """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
