@@ -222,5 +222,8 @@ def engine_for(
     config: TrainConfig, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling
 ) -> AbstractContextManager[Engine]:
     """An engine with room for the longest prompt and its completion."""
-    longest = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_completion_length
+    from grpo_fast.policy import longest_sequence
+
+    ids = (prompt.token_ids for prompt in prompts)
+    longest = longest_sequence(policy, ids, sampling.max_completion_length)
     return make_engine(config.rollout, policy, max_length=longest)

@@ -13,7 +13,7 @@ from torch import nn
 
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
-from grpo_fast.policy.architecture import check_layer_types
+from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.gguf import PREFIX
 from grpo_fast.policy.load import prepare_to_train, resolve_source
@@ -134,7 +134,7 @@ def random_model(
     """
     from transformers import AutoModelForCausalLM
 
-    check_layer_types(config)
+    check_architecture(config)
     with torch.device(device):
         found = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),

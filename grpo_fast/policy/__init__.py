@@ -11,10 +11,12 @@ __all__ = [
     "Sample",
     "load_policy",
     "load_tokenizer",
+    "longest_sequence",
     "pack",
 ]
 
 if TYPE_CHECKING:
+    from grpo_fast.policy.architecture import longest_sequence
     from grpo_fast.policy.load import load_policy, load_tokenizer
     from grpo_fast.policy.optimizer import PolicyOptimizer
     from grpo_fast.policy.packing import PackedBatch, Sample, pack
@@ -23,6 +25,7 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
+            "architecture": ["longest_sequence"],
             "load": ["load_policy", "load_tokenizer"],
             "optimizer": ["PolicyOptimizer"],
             "packing": ["PackedBatch", "Sample", "pack"],

@@ -6,12 +6,14 @@ train on wrong gradients without a sign of it. A few short forwards before train
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
+from grpo_fast.policy.intact import OWN_TOKENIZER
 from grpo_fast.policy.packing import Sample, pack
 
 if TYPE_CHECKING:
@@ -24,21 +26,90 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry
 _PROBES = ((6, (4, 5)), (7, (3, 1)), (2, (6,)))
 
 
-def check_layer_types(config: PreTrainedConfig) -> None:
-    """Refuse layers whose state would run from one packed document into the next.
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Refuse, before any weight is read, what cannot be trained here or packed.
 
     Raises:
-        ValueError: names the layer types.
+        ValueError: no decoder-only language model, quantised weights, an attention of its own, or layers
+            whose state would run from one packed document into the next; the message names them.
     """
-    text = config.get_text_config()
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text, kind = config.get_text_config(), f"model_type = {config.model_type!r}"
+    if quantisation := getattr(config, "quantization_config", None):
+        method = dict(quantisation).get("quant_method", "of an unknown kind")
+        raise ValueError(
+            f"the model's weights are quantised ({method}), and those cannot be trained; give the model in "
+            "bfloat16, as it is published beside them"
+        )
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = model is not None or hasattr(config, "auto_map")  # by code of the model's own
+    if config.is_encoder_decoder or not known:
+        raise ValueError(f"{kind} is not a decoder-only language model; give one, such as Qwen3 or Llama")
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if getattr(text, "attention_chunk_size", None):
         unknown.append("chunked_attention")
     if unknown:
         raise ValueError(
-            f"model_type = {text.model_type!r} has layers of type {', '.join(unknown)}, which cannot be "
-            "packed; use a model whose layers are full or sliding-window attention"
+            f"{kind} has layers of type {', '.join(unknown)}, which cannot be packed; use a "
+            "model whose layers are full or sliding-window attention"
         )
+    if model is not None and not model._supports_attention_backend:
+        raise ValueError(
+            f"{kind} computes its attention by itself, and packing replaces it; use a model whose attention "
+            "transformers lets others compute, such as Qwen3 or Llama"
+        )
+
+
+def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completion_length: int = 0) -> int:
+    """Tokens of the longest prompt with its completion, for which the model has positions.
+
+    Rotary positions go on beyond those of the training, but the model has never seen them; tables end.
+
+    Args:
+        prompts: token ids.
+        completion_length: tokens that may follow each.
+
+    Raises:
+        ValueError: more tokens than positions, or a token beyond the embedding; the message has both numbers.
+    """
+    config = policy.base_model.config.get_text_config()
+    rows = embedding_rows(policy.base_model)
+    longest = 0
+    for ids in prompts:
+        longest = max(longest, len(ids))
+        if (token := max(ids, default=0)) >= rows:
+            word = policy.tokenizer.convert_ids_to_tokens(token)
+            raise ValueError(
+                f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows; "
+                f"{OWN_TOKENIZER}"
+            )
+    needed, positions = longest + completion_length, _positions(config)
+    if positions is not None and needed > positions:
+        completion = f" and {completion_length} of a completion" if completion_length else " and completion"
+        stretch = ", or stretch its rotary positions by a rope_scaling (yarn) in its config.json"
+        raise ValueError(
+            f"{longest} tokens of the longest prompt{completion} need {needed} positions, and the model has "
+            f"{positions} (max_position_embeddings): lower dataset.max_prompt_length or max_completion_length"
+            f"{stretch if getattr(config, 'rope_parameters', None) else ''}"
+        )
+    return needed
+
+
+def _positions(config: PreTrainedConfig) -> int | None:
+    """Those that the model was made for, or that its configuration stretches them to; None: no limit."""
+    most: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if most is None or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
+        return most  # of the other types it is the stretched number
+    return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Tokens that the model knows."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.weight.shape[0]
 
 
 def head_parameters(model: PreTrainedModel) -> HeadParameters:

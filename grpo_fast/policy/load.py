@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from grpo_fast.policy.architecture import check_layer_types, verify_policy
+from grpo_fast.policy.architecture import check_architecture, embedding_rows, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
+from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
 from grpo_fast.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -34,13 +35,19 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
         ValueError: a wrong path, device or combination, or a model that cannot be packed.
         ImportError: an optional package is missing; the message names it.
     """
+    from transformers import AutoConfig
+
     source = resolve_source(config.path)
     device = resolve_device(config.device)
     attention = resolve_attention(config.attention, device, config.dtype)
     if config.liger_kernels:
         _require_liger(device)
+    with loading(config.path, source):
+        architecture = AutoConfig.from_pretrained(source, **_origin(config))
+    check_architecture(architecture)
     tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device, attention)
+    require_vocabulary(tokenizer, embedding_rows(model), config.path)
     if config.liger_kernels:
         # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -87,6 +94,11 @@ def resolve_source(path: str) -> str:
         return path
     if not folder.is_dir():
         raise ValueError(f"model.path = {path!r} is a file; give the folder with config.json and the weights")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"model.path = {path!r} holds an adapter (adapter_config.json); merge it into its base with "
+            "peft's merge_and_unload, and give what save_pretrained writes then"
+        )
     if not (folder / "config.json").is_file():
         raise ValueError(f"model.path = {path!r} has no config.json; give a folder saved by save_pretrained")
     if not any(folder.glob("*.safetensors")):
@@ -140,22 +152,20 @@ def resolve_attention(name: str, device: torch.device, dtype: str) -> str:
     return name
 
 
-def _load_model(source: str, config: ModelConfig, device: torch.device, attention: str) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _origin(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
+
+def _load_model(source: str, config: ModelConfig, device: torch.device, attention: str) -> PreTrainedModel:
     register()
-    origin = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        check_layer_types(AutoConfig.from_pretrained(source, **origin))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
-            use_safetensors=True,
-            **origin,
-        )
-    except OSError as error:
-        raise ValueError(f"model.path = {config.path!r} cannot be loaded: {error}") from error
+    model: Any = load_whole(
+        config.path,
+        source,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
+        use_safetensors=True,
+        **_origin(config),
+    )
     return model.to(device)
 
 
@@ -174,12 +184,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except OSError as error:
-        raise ValueError(f"model.path = {config.path!r} cannot be loaded: {error}") from error
+    with loading(config.path, source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, **_origin(config))
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token is None:

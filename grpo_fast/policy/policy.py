@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
+from grpo_fast.policy.intact import listed, quietly
 from grpo_fast.policy.optimizer import require_same_shapes
 from grpo_fast.policy.packing import PackedBatch
 
@@ -164,12 +165,17 @@ class Policy:
         with torch.device("meta"):
             model = type(self.base_model)(self.base_model.config)
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights()}
-        model.load_state_dict(weights, strict=False, assign=True)
+        unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
         model.tie_weights()
-        if unset := [name for name, tensor in model.state_dict().items() if tensor.is_meta]:
-            raise RuntimeError(f"no weights for {', '.join(unset)} of {type(model).__name__}")
+        unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+        if unset or unknown:
+            raise RuntimeError(
+                f"{type(model).__name__} cannot be written: no weights for {listed(unset) or 'none'}, "
+                f"no place for {listed(unknown) or 'none'}"
+            )
         model.generation_config = self.base_model.generation_config
-        model.save_pretrained(folder)
+        with quietly():
+            model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 

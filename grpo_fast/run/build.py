@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -16,7 +17,7 @@ from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
 from grpo_fast.plan import planned_kv_cache_bytes
-from grpo_fast.policy import PolicyOptimizer, load_policy
+from grpo_fast.policy import PolicyOptimizer, load_policy, longest_sequence
 from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons, load_questions
 from grpo_fast.preference.scoring import reference_logprobs
@@ -44,6 +45,12 @@ def build_trainer(config: TrainConfig) -> Algorithm:
         RewardError: a reward asks for a column that the data does not have.
     """
     if config.threads:
+        cores = os.cpu_count() or config.threads
+        if config.threads > cores:
+            raise ValueError(
+                f"threads = {config.threads}, and this machine has {cores} cores: more threads only wait for "
+                f"each other; give at most {cores}, or leave it out"
+            )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     return build_grpo_trainer(config) if config.algorithm == "grpo" else build_preference_trainer(config)
@@ -75,7 +82,7 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
         engine=make_engine(
             config.rollout,
             policy,
-            max_length=max(len(prompt.token_ids) for prompt in prompts) + completion,
+            max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
             kv_cache_bytes=planned_kv_cache_bytes(config),
         ),
         optimizer=PolicyOptimizer(
@@ -107,6 +114,8 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
         prompts = exclude_overlap(prompts, questions)
         held_out = with_order(load(questions, held_out=True).values())
     comparisons = load(prompts)
+    compared = (c.prompt.token_ids + ids for c in (*comparisons.values(), *held_out) for ids in c.sequences)
+    longest_sequence(policy, compared)
     reference = {}
     if (section.ranking if ranks else section.loss).needs_reference:
         folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_fast.policy import Policy
-from grpo_fast.policy.architecture import check_layer_types, head_parameters, verify_policy
+from grpo_fast.policy.architecture import check_architecture, head_parameters, verify_policy
 
 Load = Callable[..., Policy]
 
@@ -64,4 +64,4 @@ def test_a_model_that_packing_does_not_understand_is_refused(
 @pytest.mark.parametrize("model_type", ["qwen3_next", "llama4_text"])
 def test_layers_that_carry_state_across_documents_are_refused(model_type: str) -> None:
     with pytest.raises(ValueError, match=f"{model_type}.*cannot be packed"):
-        check_layer_types(AutoConfig.for_model(model_type))
+        check_architecture(AutoConfig.for_model(model_type))
