@@ -12,7 +12,7 @@ from grpo_fast.config_io import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOT_SHOWN = {"__init__.py", "train_grpo.py"}
+NOT_SHOWN = {"__init__.py", "train_grpo.py", "train_from_python.py"}
 EXAMPLES = [path for path in sorted((ROOT / "grpo_fast/examples").glob("*.py")) if path.name not in NOT_SHOWN]
 assert EXAMPLES
 

@@ -23,6 +23,7 @@ from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, Checkpo
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, read_jsonl, write_whole
 from grpo_fast.run_record.lock import locked
 from grpo_fast.run_record.logs import METRICS_FILE
+from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
@@ -73,6 +74,7 @@ def train(
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
         checkpoint, changes = find_checkpoint(run_dir, store, config, resume)
         callbacks = build_callbacks(config)
+        require_mirrors(config.logging)
         for name, content in files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)

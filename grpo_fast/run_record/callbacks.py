@@ -6,7 +6,8 @@ import inspect
 import json
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,17 +70,17 @@ class CallbackError(RuntimeError):
 
 
 class Callbacks:
-    """The callbacks of a run, told of its moments in their order."""
+    """The callbacks of a run, told of its moments in their order; after one that raises, of none."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.stopped_by: str | None = None  # the callback that ended the run
+        self._failed = False
+        self._state: dict[str, Any] = {}  # when last asked for
         self._named: dict[str, Callback] = {}
         for callback in callbacks:
             name = type(callback).__name__
             number = sum(type(other).__name__ == name for other in self._named.values())
             self._named[f"{name}_{number + 1}" if number else name] = callback
-        self._states: dict[str, dict[str, Any]] = {}
-        self._broken: set[str] = set()  # have raised, and are not asked for anything more
 
     def tell(self, moment: str, *arguments: Any) -> None:
         """Call a moment of each.
@@ -87,8 +88,8 @@ class Callbacks:
         Raises:
             CallbackError: one raised, or returned something else than a bool; it names file and line.
         """
-        for name in self._named:
-            answer = self._call(name, moment, *arguments)
+        for name, callback in self._named.items():
+            answer = self._ask(name, moment, partial(getattr(callback, moment), *arguments))
             if answer not in (None, True, False):
                 problem = f"returned {short(answer)}; return True to end the run, else nothing"
                 raise CallbackError(f"callback {name}.{moment} {problem}")
@@ -96,37 +97,45 @@ class Callbacks:
                 self.stopped_by = name
 
     def state_dict(self) -> dict[str, Any]:
-        """By name; of a callback that has raised, its last."""
-        for name in self._named:
-            if name not in self._broken:
-                state = self._call(name, "state_dict")
-                try:
-                    self._states[name] = json.loads(json.dumps(state, allow_nan=False))
-                except (TypeError, ValueError) as error:
-                    self._broken.add(name)
-                    problem = f"gave what JSON cannot hold ({error}): {short(state)}"
-                    raise CallbackError(f"callback {name}.state_dict {problem}") from error
-        return {name: state for name, state in self._states.items() if state}
+        """By name, what is not empty; after a failure, what it was before.
+
+        Raises:
+            CallbackError: one raised, or gave what JSON cannot hold.
+        """
+
+        def plain(callback: Callback) -> Any:
+            return json.loads(json.dumps(callback.state_dict()))
+
+        if not self._failed:
+            asked = {
+                name: self._ask(name, "state_dict", partial(plain, callback))
+                for name, callback in self._named.items()
+            }
+            self._state = {name: state for name, state in asked.items() if state}
+        return self._state
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """The state of a callback that is not there any more is left, with a warning."""
         for name, state in states.items():
             if name in self._named:
-                self._call(name, "load_state_dict", state)
+                self._ask(name, "load_state_dict", partial(self._named[name].load_state_dict, state))
             else:
                 logger.warning(
-                    "the checkpoint's state of the callback %s is not taken up: it is not given", name
+                    "the checkpoint's state of callback %s is left: there is none of this name", name
                 )
 
-    def _call(self, name: str, method: str, *arguments: Any) -> Any:
-        if name in self._broken:
+    def _ask(self, name: str, method: str, call: Callable[[], Any]) -> Any:
+        if self._failed:
             return None
         try:
-            return getattr(self._named[name], method)(*arguments)
+            return call()
         except Exception as error:
-            self._broken.add(name)
-            raised = f"raised {type(error).__name__}: {error} ({_place(error)})"
-            raise CallbackError(f"callback {name}.{method} {raised}") from error
+            self._failed = True
+            module, frames = type(self._named[name]).__module__, traceback.walk_tb(error.__traceback__)
+            own = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__") == module]
+            place = f" ({own[-1][0].f_code.co_filename}, line {own[-1][1]})" if own else ""
+            problem = f"raised {type(error).__name__}: {error}{place}"
+            raise CallbackError(f"callback {name}.{method} {problem}") from error
 
 
 def load_callbacks(paths: Sequence[str]) -> list[Callback]:
@@ -155,12 +164,3 @@ def load_callbacks(paths: Sequence[str]) -> list[Callback]:
                 )
         found.append(made)
     return found
-
-
-def _place(error: Exception) -> str:
-    """File and line in the callback's own file that led to the error."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    if not frames:
-        return "its arguments are not those of grpo_fast.Callback"
-    last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-    return f"{last.filename}, line {last.lineno}"

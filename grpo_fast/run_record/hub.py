@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.run_record.callbacks import Callback
 from grpo_fast.run_record.config import HubConfig
-from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE
-from grpo_fast.run_record.summary import before_after
+from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.run_record.logs import held_out_outcome
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
@@ -100,10 +99,7 @@ class PushToHub(Callback):
             pipeline_tag="text-generation",
             tags=["grpo_fast"],
         )
-        scores = [e for e in read_jsonl(self.run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
-        measured = "No held-out questions were scored before and after."
-        if len(scores) > 1:
-            measured = f"Held-out score, before → after: {before_after(scores[0], scores[-1])}."
+        measured = held_out_outcome(self.run_dir) or "no held-out score before and after was measured"
         configuration = (self.run_dir / CONFIG_FILE).read_text(encoding="utf-8")
         return (
             f"---\n{data.to_yaml()}\n---\n# {self.config.push.partition('/')[2]}\n\n"

@@ -32,7 +32,7 @@ from grpo_fast.data.types import Message
 from grpo_fast.run_record.alerts import Alert
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
 from grpo_fast.run_record.mirrors import LoggingConfig, Mirrors
-from grpo_fast.run_record.summary import Interval
+from grpo_fast.run_record.summary import Interval, before_after
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -100,6 +100,7 @@ class RunLogs:
 
     def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
+        self._mirrors.samples(step, samples)
 
     def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
         """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
@@ -133,6 +134,12 @@ class RunLogs:
         self._mirrors.close()
         for file in self._files.values():
             file.close()
+
+
+def held_out_outcome(run_dir: Path) -> str | None:
+    """The held-out score before → after, once there are both."""
+    scores = [e for e in read_jsonl(run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
+    return f"held-out score: {before_after(scores[0], scores[-1])}" if len(scores) > 1 else None
 
 
 class Clock:

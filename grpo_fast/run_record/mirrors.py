@@ -1,19 +1,25 @@
-"""Copies of the metrics for TensorBoard, Weights & Biases and trackio. The run directory is the record."""
+"""Metrics and completions for TensorBoard, Weights & Biases and trackio. The run directory is the record."""
 
 from __future__ import annotations
 
+import html
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import Field, model_validator
 
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import Count, PositiveInt, Section
+
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+
+if TYPE_CHECKING:
+    from grpo_fast.run_record.logs import SampleRecord
 
 
 class LoggingConfig(Section):
@@ -43,28 +49,58 @@ class LoggingConfig(Section):
         return self
 
 
-class Mirrors:
-    """The mirrors that the configuration asks for. One that fails costs a warning, never the run.
+def require_mirrors(config: LoggingConfig) -> None:
+    """Fail before the model is loaded where `Mirrors` would afterwards.
 
     Raises:
-        ModuleNotFoundError: one's library is missing; the message says what to install.
+        ModuleNotFoundError: a mirror's library is missing; the message says what to install.
+    """
+    for option, module in MODULES.items():
+        if getattr(config, option):
+            try:
+                import_module(module)
+            except ModuleNotFoundError as error:
+                raise ModuleNotFoundError(
+                    f"logging.{option} = true needs `pip install {option}`; or set logging.{option} = false"
+                ) from error
+
+
+class Mirrors:
+    """The mirrors that the configuration asks for. One that fails later costs a warning, never the run.
+
+    Raises:
+        ModuleNotFoundError: as `require_mirrors`.
+        RuntimeError: one does not start, as where nobody is logged in.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, run_name: str) -> None:
+        require_mirrors(config)
         self._mirrors: list[TensorBoard | Wandb | Trackio] = []
         for kind in (TensorBoard, Wandb, Trackio):
             option = kind.__name__.lower()
             if getattr(config, option):
                 try:
                     self._mirrors.append(kind(run_dir, config.project, run_name))
-                except ModuleNotFoundError as error:
-                    raise ModuleNotFoundError(
-                        f"logging.{option} = true needs `pip install {option}`; or set logging.{option} = "
-                        "false"
+                except Exception as error:
+                    raise RuntimeError(
+                        f"logging.{option} = true: {option} does not start ({error}); mend that, or set "
+                        f"logging.{option} = false"
                     ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda mirror: mirror.log(step, metrics))
+
+    def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """A table of completions: a row each, its rewards in columns of their own."""
+        if samples:
+            names = list(samples[0].rewards)
+            columns = ["group", "prompt", "completion", *names, "reward", "advantage", "tokens", "truncated"]
+            rows = []
+            for s in samples:
+                rewards = [s.rewards[name] for name in names]
+                texts = [t.encode("utf-8", "backslashreplace").decode() for t in (s.prompt, s.completion)]
+                rows.append([s.group, *texts, *rewards, s.reward, s.advantage, s.num_tokens, s.truncated])
+            self._each(lambda mirror: mirror.table(step, columns, rows))
 
     def close(self) -> None:
         self._each(lambda mirror: mirror.close())
@@ -88,21 +124,36 @@ class TensorBoard:
     """Scalars in `run_dir/tensorboard`."""
 
     def __init__(self, run_dir: Path, _project: str, _name: str) -> None:
-        self._writer_class = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer_class = import_module(MODULES["tensorboard"]).SummaryWriter
         self._dir = run_dir / "tensorboard"
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._open(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """As Markdown, which the text plugin shows; what the model wrote is no markup of it."""
+        cells = [[_cell(value) for value in row] for row in (columns, ["---"] * len(columns), *rows)]
+        self._open(step).add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
+
+    def _open(self, step: int) -> Any:
         if self._writer is None:
             # A run that was killed may have shown steps that are now run again: purge_step hides them.
             self._writer = self._writer_class(str(self._dir), purge_step=step if self._dir.exists() else None)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return html.escape(str(value)).replace("|", "&#124;").replace("\n", "<br>")
 
 
 class _Service:
@@ -111,8 +162,14 @@ class _Service:
     def __init__(self, run_dir: Path, **settings: Any) -> None:
         path = run_dir / CONFIG_FILE
         config = yaml.safe_load(path.read_text("utf-8")) if path.exists() else None
-        service = import_module(type(self).__name__.lower())
-        self._run = service.init(resume="allow", config=config, **settings)
+        self._service = import_module(type(self).__name__.lower())
+        self._run = self._service.init(resume="allow", config=config, **settings)
+
+    def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self.log(step, {"samples": self._service.Table(columns=list(columns), data=rows)})
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self._run.finish()
@@ -127,7 +184,7 @@ class Wandb(_Service):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **metrics})
 
 
@@ -135,7 +192,7 @@ class Trackio(_Service):
     def __init__(self, run_dir: Path, project: str, name: str) -> None:
         super().__init__(run_dir, project=project, name=f"{name}-{_run_id(run_dir / 'trackio_id')}")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(dict(metrics), step=step)
 
 

@@ -28,10 +28,9 @@ from grpo_fast.run_record.checkpoint import (
     step_of,
 )
 from grpo_fast.run_record.display import Display
-from grpo_fast.run_record.files import read_jsonl
-from grpo_fast.run_record.logs import EVALUATIONS_FILE, RunLogs, StepResult
+from grpo_fast.run_record.logs import RunLogs, StepResult, held_out_outcome
 from grpo_fast.run_record.report import write_report
-from grpo_fast.run_record.summary import Interval, before_after
+from grpo_fast.run_record.summary import Interval
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
@@ -195,7 +194,8 @@ class Recorder:
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             self.say(f"{stopped_by}: saved at step {self.trainer.step}; continue with --resume")
-        self.say(self.outcome())
+        done = f"step {self.trainer.step} of {self.config.max_steps}"
+        self.say(held_out_outcome(self.run_dir) or done)
         self.say(f"report: {write_report(self.run_dir)}")
         self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
@@ -297,13 +297,6 @@ class Recorder:
             return None
         self.saved = step
         return path
-
-    def outcome(self) -> str:
-        """Held-out score before → after."""
-        scores = [e for e in read_jsonl(self.run_dir / EVALUATIONS_FILE) if e["name"] == "held-out"]
-        if len(scores) < 2:
-            return f"step {self.trainer.step} of {self.config.max_steps}"
-        return f"held-out score: {before_after(scores[0], scores[-1])}"
 
     def say(self, text: str) -> None:
         if self.display:

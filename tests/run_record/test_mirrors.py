@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_fast.run_record.files import read_jsonl
-from grpo_fast.run_record.logs import RunLogs
+from grpo_fast.run_record.logs import RunLogs, SampleRecord
 from grpo_fast.run_record.mirrors import LoggingConfig
 
 CONFIG = LoggingConfig(tensorboard=False, project="sums")
@@ -26,6 +27,9 @@ class Service:
         return self
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def Table(self, columns: list, data: list) -> dict:
+        return {"columns": columns, "data": data}
 
     def log(self, metrics: dict, step: int | None = None) -> None:
         if self.is_down:
@@ -56,11 +60,12 @@ def log_in(monkeypatch: pytest.MonkeyPatch):
     """Logs steps in a run directory with a tracker, as one process of a run does; the tracker's double."""
     service = Service()
 
-    def log_in(name: str, run_dir: Path, steps: range = range(1, 2), **changes: object) -> Service:
+    def log_in(name: str, run_dir: Path, steps=range(1, 2), samples=(), **changes: object) -> Service:
         monkeypatch.setitem(sys.modules, name, service)
         logs = RunLogs(run_dir, CONFIG.model_copy(update={name: True, **changes}))
         for step in steps:
             logs.metrics(step, {"loss": 0.5})
+        logs.samples(steps[-1], samples)
         logs.close()
         return service
 
@@ -91,6 +96,55 @@ def test_trackio_continues_its_run_and_another_directory_gets_another(tmp_path: 
     first, again, other = (start["name"] for start in service.starts)
     assert first == again != other
     assert service.logged == [({"loss": 0.5}, 1)] * 3
+
+
+RIGHT = SampleRecord(
+    0, "2 + 2", "2 + 2 |", "<b>4</b>\nyes", {"exact": 1.0, "format": None}, 0.9, 0.5, False, 5
+)
+WRONG = SampleRecord(
+    0, "2 + 2", "2 + 2 |", "broken \udc80", {"exact": 0.0, "format": 1.0}, 0.1, -0.5, True, 9
+)
+COLUMNS = ["group", "prompt", "completion", "exact", "format", "reward", "advantage", "tokens", "truncated"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_gets_completions_as_a_table_that_any_text_fits(tmp_path: Path, log_in, name: str) -> None:
+    service = log_in(name, tmp_path, samples=[RIGHT, WRONG])
+
+    (tables, _) = service.logged[-1]
+    assert tables["samples"]["columns"] == COLUMNS
+    assert tables["samples"]["data"] == [
+        [0, "2 + 2 |", "<b>4</b>\nyes", 1.0, None, 0.9, 0.5, 5, False],
+        [0, "2 + 2 |", "broken \\udc80", 0.0, 1.0, 0.1, -0.5, 9, True],
+    ]
+
+
+def test_tensorboard_gets_completions_as_text_in_which_nothing_is_markup(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logs = RunLogs(tmp_path, LoggingConfig())
+    logs.samples(6, [RIGHT, WRONG])
+    logs.close()
+
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+
+    (event,) = events.Tensors("samples/text_summary")
+    rows = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 6 and rows[0] == f"| {' | '.join(COLUMNS)} |"
+    assert rows[2] == "| 0 | 2 + 2 &#124; | &lt;b&gt;4&lt;/b&gt;<br>yes | 1 | None | 0.9 | 0.5 | 5 | False |"
+    assert all(row.count("|") == len(COLUMNS) + 1 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_that_does_not_start_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("nobody is logged in")
+
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=refuse))
+    with pytest.raises(RuntimeError, match=rf"logging\.{name} = true.*nobody is logged in"):
+        RunLogs(tmp_path, CONFIG.model_copy(update={name: True}))
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
