@@ -29,13 +29,15 @@ for (const { svg, lines } of charts) {
   const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
   let place = xs.length - 1;
   const go = (to) => show(xs[(place = Math.min(xs.length - 1, Math.max(0, to)))]);
-  svg.addEventListener("pointermove", (event) => {
+  const follow = (event) => {
     const box = svg.getBoundingClientRect();
     go(nearest(xs, ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width));
-  });
+  };
+  svg.addEventListener("pointermove", follow);
+  svg.addEventListener("pointerdown", follow);
+  svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && show(null));
   svg.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -xs.length, End: xs.length }[event.key];
     if (by) event.preventDefault(), go(place + by);
   });
-  for (const end of ["pointerleave", "blur"]) svg.addEventListener(end, () => show(null));
 }

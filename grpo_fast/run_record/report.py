@@ -142,7 +142,7 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     )
     path = to or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(COMPARISON_FILE))
     try:
-        write_whole(path, page.encode("utf-8", "backslashreplace"))
+        write_whole(path.resolve(), page.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise OSError(
             f"cannot write {path} ({error.strerror}); `grpo-fast report --output` writes it elsewhere"
