@@ -26,6 +26,7 @@ _SAMPLING = (
     *("num_iterations", "minibatches", "old_logprobs"),
     *("groups", "curriculum", "adaptive_weights", "stages"),
     *(f"evaluation.{key}" for key in ("num_samples", "temperature", "threshold", "reward")),
+    *(f"logging.{key}" for key in ("samples_every", "samples", "show_samples")),
 )
 
 

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import importlib.metadata
+import io
 import re
 import sys
 import traceback
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
     args, overrides = parse(tokens)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not is printed as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         module, _, name = args.command.partition(":")
         return getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name)(args, overrides)

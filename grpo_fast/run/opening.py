@@ -29,7 +29,7 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     else:
         kind = "ranked groups" if config.algorithm == "rank" else "comparisons"
         lines["groups"] = f"{config.prompts_per_step} {kind} a step"
-    lines["run"] = _run(config, trainer)
+    lines["run"] = _run(config)
     if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
         lines["plan"] = expected(trainer, device_budget())
     return [f"{name:<7} {text}" for name, text in lines.items()]
@@ -60,17 +60,21 @@ def _data(config: TrainConfig, trainer: Algorithm) -> str:
         }
         told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         told = f" of {report.rows:,} rows ({told})" if told else ""
-    questions = f"; {held_out:,} held-out questions, scored before and after" if held_out else ""
+    every = config.evaluation.every
+    when = f"before, {_every(every)} and after" if every else "before and after"
+    questions = f"; {held_out:,} held-out questions, scored {when}" if held_out else ""
     return f"{config.dataset.source}: {len(dataset):,} prompts{told}{questions}"
 
 
-def _run(config: TrainConfig, trainer: Algorithm) -> str:
-    stages = ", ".join(stage.name for stage in config.stages)
-    start = f"resumed after step {trainer.step}" if trainer.step else "from the beginning"
-    every = config.checkpoint.every
-    saves = f"a checkpoint every {every} steps and at the end" if every else "one checkpoint, at the end"
+def _run(config: TrainConfig) -> str:
+    stages, every = ", ".join(stage.name for stage in config.stages), config.checkpoint.every
+    saves = f"a checkpoint {_every(every)} and at the end" if every else "one checkpoint, at the end"
     steps = f"{config.max_steps:,} steps{f' in the stages {stages}' if stages else ''}"
-    return f"{Path(config.output_dir)}: {steps}, {start}; {saves}"
+    return f"{Path(config.output_dir)}: {steps}; {saves}"
+
+
+def _every(steps: int) -> str:
+    return f"every {steps} steps" if steps > 1 else "every step"
 
 
 def expected(trainer: Trainer, device: DeviceBudget) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -59,6 +60,14 @@ def test_every_command_explains_itself_and_is_there(command, capsys):
     _, parsers = cli.build_parser()
     module, _, name = parsers[command].get_default("command").partition(":")
     assert callable(getattr(importlib.import_module(f"grpo_fast.cli.{module}"), name))
+
+
+def test_what_the_outputs_encoding_has_not_is_printed_as_an_escape(config, monkeypatch):
+    page = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(page, encoding="ascii"))
+    assert leave("train", config, "output_dir=Läufe→1", "--print-config") == 0
+    sys.stdout.flush()
+    assert b"output_dir: L\\xe4ufe\\u21921" in page.getvalue()
 
 
 def test_print_config_shows_the_whole_configuration_with_the_overrides_and_prints_itself(

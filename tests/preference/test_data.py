@@ -224,6 +224,7 @@ REWARDS = [{"reward": "exact_match"}]
         ({"rewards": REWARDS}, "rewards is not read by algorithm = 'dpo'"),
         ({"rollout": {"num_generations": 4}}, "rollout is not read by algorithm = 'dpo'"),
         ({"evaluation": {"num_samples": 4}}, "evaluation.num_samples is not read by algorithm = 'dpo'"),
+        ({"logging": {"show_samples": 1}}, "logging.show_samples is not read by algorithm = 'dpo'"),
         ({"preference": {"ranking": {"objective": "pairwise"}}}, "preference.ranking is not read"),
         ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, "preference.loss is not read"),
         ({"algorithm": "grpo", "rewards": REWARDS, "preference": {"loss": {"beta": 0.3}}}, "preference"),
