@@ -86,6 +86,8 @@ ACCEPTED: list[tuple[str, list[str], Places]] = [
     (MINIMAL + "learning_rate: 3e-6\n" + RATE, [], {"optimizer.learning_rate": 3e-6}),  # twice, but agreed
     (MINIMAL + "max_steps: 50\nwarmup_ratio: 0.1", [], {"optimizer.warmup_steps": 5}),
     (MINIMAL + "adapter: lora\nlora_r: 4", [], {"model.lora.r": 4}),
+    (MINIMAL, ["push_to_hub=true", "hub_model_id=ada/m"], {"hub.push": "ada/m", "hub.private": True}),
+    (MINIMAL, ["push_to_hub=false", "hub_model_id=ada/m", "hub_private_repo=false"], {"hub": None}),
     ("{}", LIST, {"rewards.0.reward": "mine:score", "rewards.0.weight": 2, "rewards.1.weight": 1}),
 ]
 
@@ -136,6 +138,7 @@ def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
     [
         ("lr_scheduler_type=polynomial", "lr_scheduler_type"),
         ("optim=sgd", "optim"),
+        ("push_to_hub=true", "push_to_hub"),
         ("report_to=[mlflow]", "report_to"),
         ("adapter=qlora", "adapter"),
         ("save_steps=0.1", "save_steps"),

@@ -10,7 +10,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.rules import NOTHING, Absent, Places, Rule, Translate, load_yaml, rules_of, translate
+from grpo_fast.convert.rules import (
+    NOTHING,
+    Absent,
+    NotApplicable,
+    Places,
+    Rule,
+    Translate,
+    load_yaml,
+    rules_of,
+    translate,
+)
 from grpo_fast.rewards.builtins import BUILTINS
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -62,6 +72,21 @@ def lora(key: str) -> Translate:
         return translate(f"model.lora.{key}", value, {}) if wanted else {}
 
     return rule
+
+
+def hub(key: str) -> Translate:
+    """Where the model is pushed to, which counts only when it is."""
+
+    def rule(value: Any, siblings: Mapping[str, Any]) -> Places:
+        return translate(f"hub.{key}", value, {}) if siblings.get("push_to_hub", True) else {}
+
+    return rule
+
+
+def push_to_hub(value: Any, siblings: Mapping[str, Any]) -> Places:
+    if value and not siblings.get("hub_model_id"):
+        raise NotApplicable("it names no repository; give hub.push as owner/name")
+    return {}
 
 
 def bf16(value: Any, siblings: Mapping[str, Any]) -> Places:
@@ -160,6 +185,9 @@ MOVED: dict[str, Rule] = {
     "model_init_kwargs": options(_TABLE["model_init_kwargs"]),
     "generation_kwargs": options(_TABLE["generation_kwargs"]),
     "bf16": bf16,
+    "hub_model_id": hub("push"),
+    "hub_private_repo": hub("private"),
+    "push_to_hub": push_to_hub,
     **{f"lora_{key}": lora(key) for key in ("r", "alpha", "dropout", "target_modules")},
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,

@@ -46,7 +46,7 @@ def main(**changes: Any) -> grpo_fast.Run:
     run = grpo_fast.train(**settings | changes)
     print(run)
     print(run.metrics[["reward/mean", "groups/flat"]].tail())
-    print([completion.text for completion in run.policy.generate(["6 + 31 =", "12 + 9 ="])])
+    print([completion.text for completion in run.policy.generate(["8 + 7 =", "45 + 31 ="])])
     run.policy.save_pretrained(run.folder / "exported")
     return run
 
