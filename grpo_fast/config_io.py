@@ -23,7 +23,7 @@ from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import translate
 from grpo_fast.lookup import choices
-from grpo_fast.run_record.files import CONFIG_FILE
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.section import short
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -120,16 +120,20 @@ def dump_config(config: TrainConfig) -> str:
 
 
 def config_path(name: str | Path) -> Path:
-    """The file meant by a path, by a run's directory or by the name of a shipped recipe.
+    """The file meant by a path, by a run's or a checkpoint's directory or by the name of a shipped recipe.
 
     Raises:
         ConfigError: there is none; it names the recipes.
     """
     path = Path(name)
     recipe = RECIPES / f"{name}.yaml"
-    for candidate in (path, path / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
+    run = path.parent.parent if path.is_dir() and path.parent.name == CHECKPOINTS_DIR else path
+    for candidate in (path, run / CONFIG_FILE, *([recipe] if path.name == str(name) else [])):
         if candidate.is_file():
             return candidate
+    if path.is_dir():
+        message = f"is a folder without {CONFIG_FILE}, so no run"
+        raise ConfigError(str(name), [Problem("CONFIG", message, str(name))])
     recipes = choices(path.stem, [file.stem for file in RECIPES.glob("*.yaml")])
     raise ConfigError(str(name), [Problem("CONFIG", f"is no file, run or recipe: {recipes}", str(name))])
 

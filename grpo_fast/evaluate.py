@@ -145,7 +145,7 @@ def evaluate(
         ValueError: no questions, a reward that is not there, several greedy answers, or a deciding reward
             that applies to no answer.
     """
-    n, names = config.num_samples, ", ".join(rewards.names)
+    n = config.num_samples
     if not questions:
         raise ValueError("the dataset is empty: there is nothing to evaluate")
     if n > 1 and sampling.temperature == 0:
@@ -153,16 +153,16 @@ def evaluate(
             f"num_samples = {n} at temperature 0 gives the same answer each time; set evaluation.temperature "
             "above 0 or num_samples to 1"
         )
-    name = rewards.names[0] if config.reward is None else config.reward
-    if name not in rewards.names:
-        raise ValueError(f"evaluation.reward = {name!r} is not among the rewards: {names}")
+    deciding = rewards.position(config.reward)
+    name = rewards.names[deciding]
     ids = [question.token_ids for question in questions]
     completions = engine.generate(ids, n, sampling, observer=observer)
     table = rewards.score_completions(questions, completions).table
-    scores = table[:, rewards.names.index(name)].view(-1, n)
+    scores = table[:, deciding].view(-1, n)
     if scores.isnan().all():
         raise ValueError(
-            f"the reward {name} applies to no answer; name another one in evaluation.reward ({names})"
+            f"the reward {name} applies to no answer; name another one in evaluation.reward "
+            f"({', '.join(rewards.names)})"
         )
     return Evaluation(
         scores=tuple(map(tuple, scores.tolist())),

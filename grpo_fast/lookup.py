@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -50,7 +51,7 @@ def load_object(path: str, key: str) -> Any:
     """
     if path in (objects := _GIVEN.get({})):
         return objects[path]
-    place, colon, name = path.rpartition(":")
+    place, colon, name = (path, ":", "") if path.endswith(".py") else path.rpartition(":")
     if OBJECT_MARK in name:
         raise ValueError(
             f"{key} = {path!r} was an object of a Python program: make the same call from Python, or give "
@@ -61,14 +62,25 @@ def load_object(path: str, key: str) -> Any:
             raise ImportError("there is no ':' in it")
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # a user's module may raise anything
+        problem = f"{type(error).__name__}: {error}{raised_at(error)}"
         raise ValueError(
-            f"{key} = {path!r} cannot be imported ({type(error).__name__}: {error}); write it as "
-            "package.module:function, of a module on the Python path, or as path/to/file.py:function"
+            f"{key} = {path!r} cannot be imported ({problem}); write it as package.module:function, of a "
+            "module on the Python path, or as path/to/file.py:function"
         ) from error
     if not hasattr(module, name):
         public = [known for known, value in vars(module).items() if callable(value) and known[0] != "_"]
-        raise ValueError(f"{key} = {path!r}: {place} has no {name!r}: {choices(name, public)}")
+        problem = f"{place} has no {name!r}" if name else f"write {place}:NAME"
+        raise ValueError(f"{key} = {path!r}: {problem}: {choices(name, public)}")
     return getattr(module, name)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's own file that an error went through; nothing where none was."""
+    machinery = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in trace if not frame.filename.startswith(machinery)]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f", at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -50,8 +50,8 @@ def at(config: TrainConfig, place: str) -> Any:
 ALIASES = """
 model: {path: m}
 rewards: [{reward: exact_match}]
-dataset: &task {source: rows.jsonl, split: train, options: {a: 1}}
-evaluation: {dataset: {<<: *task, split: test}}
+dataset: &task {source: "reasoning_gym:chain_sum", seed: 1, options: {a: 1}}
+evaluation: {dataset: {<<: *task, seed: 2}}
 """
 RATE = "optimizer: {learning_rate: 3e-6, weight_decay: 0.1}"
 LIST = ["base_model=m", "dataset_name=d", "reward_weights=[2,1]", "reward_funcs=[mine.score,exact_match]"]
@@ -76,11 +76,11 @@ ACCEPTED: list[tuple[str, list[str], Places]] = [
         ALIASES,
         ["dataset.options.a=2"],
         {"dataset.options": {"a": 2}}
-        | {"evaluation.dataset.options": {"a": 1}, "evaluation.dataset.split": "test"},
+        | {"evaluation.dataset.options": {"a": 1}, "evaluation.dataset.seed": 2},
     ),
     (
         MINIMAL + "optimizer: {betas: [9e-1, 95e-2]}",  # exponents without a point are numbers
-        ["dataset.options={tolerance: 1e-6, name: '1e-6'}"],
+        ["dataset.source=reasoning_gym:any", "dataset.options={tolerance: 1e-6, name: '1e-6'}"],
         {"optimizer.betas": (0.9, 0.95), "dataset.options": {"tolerance": 1e-6, "name": "1e-6"}},
     ),
     (MINIMAL + "learning_rate: 3e-6\n" + RATE, [], {"optimizer.learning_rate": 3e-6}),  # twice, but agreed
@@ -351,7 +351,7 @@ PLAIN = st.recursive(
 @settings(max_examples=20)
 @given(options=st.dictionaries(TEXT, PLAIN, max_size=4), prompt=TEXT)
 def test_any_plain_options_and_text_survive_a_round_trip(tmp_path_factory, options, prompt):
-    base = {"source": "rows.jsonl", "options": options, "system_prompt": prompt}
+    base = {"source": "reasoning_gym:any", "options": options, "system_prompt": prompt}
     config = TrainConfig(model={"path": "m"}, dataset=base, rewards=[{"reward": "exact_match"}])
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")

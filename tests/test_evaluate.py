@@ -57,7 +57,7 @@ SAMPLING = Sampling(max_completion_length=4)
 
 def result_of(answers: Sequence[str], engine: Script, sampling: Sampling = SAMPLING, **config) -> Evaluation:
     questions = [Prompt(i, f"question {i}", (10 + i,), {"answer": a}) for i, a in enumerate(answers)]
-    rewards = RewardSet([Reward("exact", exact), Reward("length", length)])
+    rewards = RewardSet([Reward("exact", exact), Reward("length", length, written="rewards.py:length")])
     return evaluate(engine, questions, rewards, EvaluationConfig(**config), sampling)
 
 
@@ -74,8 +74,9 @@ def test_scores_come_in_the_order_of_questions_and_answers():
     assert result.metrics == {"reward": 0.25, "truncated": 0.25}
 
 
-def test_the_named_reward_decides_and_a_threshold_beyond_fp32_is_met():
-    result = result_of(["a", "b"], Script([["123456789"], ["12"]]), threshold=0.9, reward="length")
+@pytest.mark.parametrize("named", ["length", "rewards.py:length"])
+def test_the_named_reward_decides_and_a_threshold_beyond_fp32_is_met(named):
+    result = result_of(["a", "b"], Script([["123456789"], ["12"]]), threshold=0.9, reward=named)
 
     assert result.reward_name == "length"
     assert result.score == 0.5
@@ -93,7 +94,12 @@ def test_a_question_without_a_score_is_left_out_and_counted():
     ("answers", "config", "temperature", "message"),
     [
         ([], {}, 1.0, "empty"),
-        (["a"], {"reward": "exakt"}, 1.0, "not among the rewards: exact, length"),
+        (
+            ["a"],
+            {"reward": "exakt"},
+            1.0,
+            "not among the rewards: there are exact, length; did you mean 'exact'",
+        ),
         (["a"], {"num_samples": 2}, 0.0, "temperature 0"),
         ([""], {}, 1.0, "applies to no answer"),
     ],

@@ -25,8 +25,9 @@ def test_a_run_begins_with_its_model_its_data_its_groups_and_its_place(toy, line
     lines = lines_of(evaluation=held_out, checkpoint={"every": 5}, output_dir="runs/mine", threads=1)
     assert list(lines) == ["model", "data", "groups", "run"]
     assert "parameters, all trained; float32 on CPU, 1 thread" in lines["model"]
-    assert "24 prompts of 32 rows (8 left out, in the held-out set); 4 held-out questions, " in lines["data"]
-    assert "scored before, every step and after" in lines["data"]
+    assert "24 prompts of 32 rows (8 left out, in the held-out set); held out, " in lines["data"]
+    assert "scored before, every step and after: " in lines["data"]
+    assert lines["data"].endswith("prompts.jsonl: 4 prompts")
     assert lines["groups"].startswith("4 prompts a step, 6 completions of each, at most 8 tokens")
     assert "rewards: near_w7" in lines["groups"]
     assert "runs/mine: 6 steps; a checkpoint every 5 steps and at the end" in lines["run"]
@@ -37,7 +38,7 @@ def test_adapters_stages_and_long_prompts_are_told(toy, lines_of):
     dataset = {"max_prompt_length": 2, "overlong_prompts": "truncate"}
     lines = lines_of(model={"lora": {"r": 2}}, stages=stages, dataset=dataset)
     assert "trained (LoRA, r = 2)" in lines["model"] and "all trained" not in lines["model"]
-    assert "32 prompts of 32 rows (32 cut to dataset.max_prompt_length)" in lines["data"]
+    assert "32 prompts of 32 rows (32 cut to max_prompt_length)" in lines["data"]
     assert "6 steps in the stages easy, hard" in lines["run"]
 
 

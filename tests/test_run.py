@@ -267,6 +267,41 @@ def test_a_start_that_failed_leaves_a_folder_to_start_in(toy, tmp_path: Path, mo
     assert steps_of(tmp_path / "run") == [0, 1]
 
 
+def test_eval_of_a_checkpoint_takes_its_weights_and_writes_down_what_was_measured(
+    finished: Path, tmp_path: Path, capsys
+):
+    checkpoint, out = finished / "checkpoints" / "step-00000001", tmp_path / "out.json"
+    assert main(["eval", str(checkpoint), "--k", "1", "2", "--output", str(out)]) == 0
+    shown, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert f"{checkpoint}, step 1; " in shown and "held_out.jsonl: 10 prompts" in shown
+    assert (record["run"], record["step"], record["n"]) == (str(checkpoint), 1, 10)
+    assert record["dataset"]["source"].endswith("held_out.jsonl") and record["reward"] == "near_w7"
+    assert (record["engine"], record["num_samples"]) == ("transformers", 2)
+    assert (record["sampling"]["temperature"], record["sampling"]["max_completion_length"]) == (1.0, 8)
+    assert {"grpo-fast", "torch", "transformers"} <= set(record["versions"])
+
+
+def test_eval_of_a_run_without_a_checkpoint_does_not_take_the_untrained_model(run_dir: Path, capsys):
+    shutil.rmtree(run_dir / "checkpoints")
+    assert main(["eval", str(run_dir)]) == 1
+    assert "has no checkpoint yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dataset": {"source": "nowhere.jsonl"}}, "dataset.source = 'nowhere.jsonl': there is no such file"),
+        ({"evaluation": {"reward": "near_w8"}}, "evaluation.reward = 'near_w8'.*did you mean 'near_w7'"),
+    ],
+)
+def test_a_mistake_in_the_data_or_the_judge_shows_before_weights_are_read(
+    toy, tmp_path: Path, monkeypatch, changes, said
+):
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        train(in_process(toy, tmp_path / "run", **changes), display=False)
+
+
 def test_a_loss_that_cannot_be_imported_is_refused_before_any_step(toy, tmp_path: Path):
     config = in_process(toy, tmp_path / "run", loss={"loss_type": "nowhere:loss"})
 

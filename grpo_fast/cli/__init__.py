@@ -10,7 +10,7 @@ import io
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_fast.lookup import choices
@@ -134,6 +134,18 @@ def report_error(error: Exception) -> int:
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The type of an option that counts."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} must be at least {minimum}")
+        return value
+
+    return number
+
+
 def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The whole command line, and each command's own parser by name."""
     description = "Group-relative policy optimisation of language models."
@@ -161,20 +173,24 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     evaluate.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
     evaluate.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
     evaluate.add_argument("--reward", metavar="NAME", help="the reward that decides")
-    evaluate.add_argument("--k", type=int, nargs="+", default=[1], help="the k of pass@k")
-    evaluate.add_argument("--num-samples", type=int, metavar="N", help="answers a question; the largest k")
+    evaluate.add_argument("--k", type=at_least(1), nargs="+", default=[1], help="the k of pass@k")
+    evaluate.add_argument(
+        "--num-samples", type=at_least(1), metavar="N", help="answers a question; the largest k"
+    )
     evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
 
     look = "look at prompts, completions and rewards before training"
     generate = add("generate", "commands:generate", look, overrides=True, aliases=["preview"])
     generate.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    generate.add_argument("--num-prompts", type=int, default=2, metavar="N", help="prompts to show (2)")
+    generate.add_argument(
+        "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
+    )
 
     look = "look at how the prompts would be grouped: sizes, likeness, examples"
     groups = add("groups", "commands:groups", look, overrides=True)
     groups.add_argument("action", choices=["describe"], help="what to do")
     groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    groups.add_argument("--examples", type=int, default=3, metavar="N", help="groups to show (3)")
+    groups.add_argument("--examples", type=at_least(0), default=3, metavar="N", help="groups to show (3)")
 
     fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)
@@ -183,7 +199,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     plan.add_argument("--model", metavar="MODEL", help=model)
     gpu = "H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
     plan.add_argument("--gpu", metavar="GPU", help=gpu)
-    plan.add_argument("--prompt-length", type=int, metavar="P", help="tokens of the longest prompt")
+    plan.add_argument("--prompt-length", type=at_least(1), metavar="P", help="tokens of the longest prompt")
     calibrate = "first measure a micro-batch of a few layers on this device"
     plan.add_argument("--calibrate", action="store_true", help=calibrate)
     plan.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")

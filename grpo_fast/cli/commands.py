@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,30 +44,45 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast eval`"""
     config = evaluation_config(args, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
-    if min(args.k) < 1:
-        raise ConfigError("eval", [Problem("--k", "must be at least 1", args.k)])
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
+    if args.output and not Path(args.output).parent.is_dir():
+        raise ConfigError("eval", [Problem("--output", "lies in no folder that is there", args.output)])
     from grpo_fast.cli.show import evaluation_record, evaluation_table
+    from grpo_fast.data import load_held_out
     from grpo_fast.rewards import load_rewards
     from grpo_fast.run.export import load_policy_of
     from grpo_fast.run_record.alerts import AlertMonitor
+    from grpo_fast.run_record.logs import provenance
 
     require_engine(config.rollout)
     rewards = load_rewards(config.rewards)
-    policy = load_policy_of(None if args.model else args.config, config)
-    questions = load_prompts(config.evaluation.dataset or config.dataset, policy.tokenizer)
+    rewards.position(config.evaluation.reward)
+    source = None if args.model else args.config
+    policy, step = load_policy_of(source, config)
+    load = load_prompts if config.evaluation.dataset is None else load_held_out
+    questions = load(config.evaluation.dataset or config.dataset, policy.tokenizer)
     sampling = evaluation_sampling(config, num_samples)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     with engine_for(config, policy, questions, sampling) as engine:
-        result = score_answers(engine, questions, rewards, asked, sampling)
+        result, engine_name = score_answers(engine, questions, rewards, asked, sampling), engine.name
+    print(config.model.path if step is None else f"{source}, step {step}", questions.described, sep="; ")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
     for alert in AlertMonitor(config.alerts).update(0, figures):
         print(alert.text, file=sys.stderr)
     if args.output:
-        text = json.dumps(evaluation_record(result, args.k, config.model.path), indent=1, allow_nan=False)
+        measured = {
+            "model": config.model.path,
+            "run": None if step is None else str(source),
+            "step": step,
+            "dataset": questions.config.model_dump(mode="json"),
+            "engine": engine_name,
+            "sampling": asdict(sampling),
+        }
+        record = measured | provenance() | evaluation_record(result, args.k)
+        text = json.dumps(record, indent=1, allow_nan=False)
         Path(args.output).write_text(text, encoding="utf-8")
     return 0
 
@@ -84,8 +99,13 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_engine(config.rollout)
     config = resolve_auto(config)
     rewards = load_rewards(config.rewards)
-    policy = load_policy_of(args.config, config)
-    prompts = load_prompts(config.dataset, policy.tokenizer)[: args.num_prompts]
+    policy, _ = load_policy_of(args.config, config)
+    dataset = load_prompts(config.dataset, policy.tokenizer)
+    if args.num_prompts > len(dataset):
+        message = f"the dataset has {len(dataset)} prompts"
+        raise ConfigError("generate", [Problem("--num-prompts", message, args.num_prompts)])
+    prompts = dataset[: args.num_prompts]
+    print(dataset.described)
     sampling = sampling_of(config.rollout, config.seed)
     token_ids = [prompt.token_ids for prompt in prompts]
     with engine_for(config, policy, prompts, sampling) as engine:

@@ -51,10 +51,9 @@ def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) 
     return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows)])
 
 
-def evaluation_record(result: Evaluation, ks: Sequence[int], model: str) -> dict[str, Any]:
+def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
     """The figures for a program, with every answer; null stands for a score that does not apply."""
     return {
-        "model": model,
         "n": result.n,
         "skipped": result.skipped,
         "num_samples": result.num_samples,

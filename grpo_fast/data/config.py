@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_fast.section import PositiveInt, Section, Seed
+
+PREFIX = "reasoning_gym:"
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class DatasetConfig(Section):
     """Where prompts come from, and how a row becomes one."""
 
-    source: str = Field(description="JSONL, Parquet or CSV file, hub id, or `reasoning_gym:TASK`")
-    name: str | None = Field(None, description="the hub dataset's configuration")
-    split: str = Field("train", description="of a hub dataset; any other source is one split")
+    source: str = Field(description="JSONL, Parquet or CSV file, a folder, hub id, or `reasoning_gym:TASK`")
+    name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
+    split: str = Field(
+        "train", description="of a hub dataset; in a folder, how its files' names begin; a file has none"
+    )
     prompt_column: str = Field("prompt", description="text, or a list of messages {role, content}")
     rename: dict[str, str] = Field({}, description="column in the data -> its name everywhere else")
     prompt_template: str | None = Field(
@@ -38,3 +44,19 @@ class DatasetConfig(Section):
         0, description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i"
     )
     options: dict[str, Any] = Field({}, description="passed to the generator of `reasoning_gym:TASK`")
+
+    @model_validator(mode="after")
+    def _read_by_its_source(self) -> DatasetConfig:
+        unread: tuple[str, ...] = ("seed", "options")
+        kind = "nothing that is generated"
+        if self.source.startswith(PREFIX):
+            kind, unread = "a generated task", ("name", "split")
+        elif Path(self.source).suffix in SUFFIXES:
+            kind, unread = "one file", ("name", "split", *unread)
+        for key in unread:
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].get_default():
+                raise ValueError(
+                    f"{key} = {value!r} is not read: source = {self.source!r} is {kind}; leave it out"
+                )
+        return self

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.config import PREFIX, DatasetConfig
+from grpo_fast.data.files import Row, place_of, row_named
 from grpo_fast.data.render import Renderer
-from grpo_fast.data.sources import PREFIX, Row, read_rows
+from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class PromptDataset(Sequence[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self.prompts)
+
+    @property
+    def described(self) -> str:
+        """`train.jsonl: 29 prompts of 32 rows (3 left out, in the held-out set)`."""
+        report = self.report
+        counts = {
+            "left out, longer than max_prompt_length": report.filtered,
+            "left out, in the held-out set": report.overlapping,
+            "cut to max_prompt_length": report.truncated,
+        }
+        told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        return f"{self.config.source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
 
 
 def load_prompts(
@@ -87,21 +103,43 @@ def prompts_of(
 ) -> PromptDataset:
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
     render = Renderer(config, tokenizer)
-    prompts = [render.prompt(index, row) for index, row in enumerate(rows)]
-    texts = [render.text(index, prompt) for index, prompt in enumerate(prompts)]
+    prompts, texts, begun = [], [], []
+    for index, row in enumerate(rows):
+        with row_named(config, index):
+            prompt = render.prompt(row)
+            text = render.text(prompt)
+            text.encode()  # half a surrogate pair has no UTF-8, and tokenizers raise a TypeError
+        prompts.append(prompt)
+        texts.append(text)
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            begun.append(index)
+    if begun:
+        logger.warning(
+            "%d of %d prompts end with the assistant (%s the first): the model goes on with that turn; where "
+            "it is the whole answer, take it out of the prompt",
+            *(len(begun), len(rows), place_of(config, begun[0])),
+        )
     # A chat template writes the special tokens itself.
     encoded = tokenizer(texts, add_special_tokens=not render.chat, return_attention_mask=False, verbose=False)
     token_ids = [tuple(ids) for ids in encoded["input_ids"]]
     if () in token_ids:
         first = token_ids.index(())
-        raise ValueError(
-            f"the tokenizer makes no tokens of the prompt of row {first}: {texts[first][:200]!r}; "
-            "is it the model's own?"
-        )
+        with row_named(config, first):
+            raise ValueError(
+                f"the tokenizer makes no tokens of the prompt {texts[first][:200]!r}; is it the model's own?"
+            )
     kept, report = _fit(config, token_ids, config.max_prompt_length or default_max_prompt_length)
     others = [{key: value for key, value in row.items() if key != config.prompt_column} for row in rows]
     found = (Prompt(index, prompts[index], ids, others[index]) for index, ids in kept.items())
     return PromptDataset(tuple(found), config, report)
+
+
+def load_held_out(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """`load_prompts` of `evaluation.dataset`; its errors say so."""
+    try:
+        return load_prompts(config, tokenizer)
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"evaluation: {error}") from error
 
 
 def _fit(
@@ -115,11 +153,11 @@ def _fit(
     too_long = [index for index, length in enumerate(lengths) if length > limit]
     if config.overlong_prompts == "error":
         first = too_long[0]
-        raise ValueError(
-            f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
-            f"first is row {first} with {lengths[first]}: raise it, or set dataset.overlong_prompts to "
-            "filter or truncate"
-        )
+        with row_named(config, first):
+            raise ValueError(
+                f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
+                f"first has {lengths[first]}: raise it, or set dataset.overlong_prompts to filter or truncate"
+            )
     if config.overlong_prompts == "truncate":
         # The question is at the end.
         kept = {index: ids[-limit:] for index, ids in enumerate(token_ids)}

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.types import Message
 from grpo_fast.lookup import choices
+from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ROLES = ("assistant", "developer", "system", "tool", "user")
 TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
 
 
@@ -39,24 +41,24 @@ class Renderer:
                 "dataset.chat = auto, or write the text into dataset.prompt_template"
             )
 
-    def prompt(self, index: int, row: Mapping[str, Any]) -> str | list[Message]:
-        """Row `index` as the rewards see it: text as it is; a conversation after the configured turns.
+    def prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """A row as the rewards see it: text as it is; a conversation after the configured turns.
 
         Raises:
-            ValueError: it makes no prompt; the message names the row and what is wrong with it.
+            ValueError: it makes no prompt; the message says what is wrong with it.
         """
         value = self._value(row)
         if isinstance(value, str):
             if not value.strip():
-                raise ValueError(f"the prompt of row {index} is empty")
+                raise ValueError("the prompt is empty")
             return value
-        turns = _conversation(index, value)
+        turns = self._conversation(value)
         if not self.chat:
             remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY
-            raise ValueError(f"the prompt of row {index} is a conversation, but {self._no_chat}: {remedy}")
-        return self._with_config_turns(index, turns)
+            raise ValueError(f"the prompt is a conversation, but {self._no_chat}: {remedy}")
+        return self._with_config_turns(turns)
 
-    def text(self, index: int, prompt: str | list[Message]) -> str:
+    def text(self, prompt: str | list[Message]) -> str:
         """What the tokenizer is given of a prompt.
 
         Raises:
@@ -64,13 +66,12 @@ class Renderer:
         """
         if isinstance(prompt, str) and not self.chat:
             return prompt
-        return self._apply_template(index, self._turns(index, prompt))
+        return self._apply_template(self._turns(prompt))
 
-    def answer(self, index: int, prompt: str | list[Message], answer: str) -> str:
+    def answer(self, prompt: str | list[Message], answer: str) -> str:
         """What follows the prompt's text when `answer` completes it, to the end of the turn.
 
         Args:
-            index: the row, for error messages.
             prompt: as `prompt` gives it.
             answer: the assistant's reply; to a prompt that is a reply already begun, the rest of it.
 
@@ -79,15 +80,15 @@ class Renderer:
         """
         if isinstance(prompt, str) and not self.chat:
             return answer
-        turns, asked = self._turns(index, prompt), self.text(index, prompt)
+        turns, asked = self._turns(prompt), self.text(prompt)
         if turns[-1]["role"] == "assistant":
             turns, answer = turns[:-1], turns[-1]["content"] + answer
         reply = {"role": "assistant", "content": answer}
-        answered = self._apply_template(index, [*turns, reply], finished=True)
+        answered = self._apply_template([*turns, reply], finished=True)
         if not answered.startswith(asked):
             raise ValueError(
-                f"the chat template writes the prompt of row {index} otherwise once answered, so that no "
-                "completion can be cut off it; set model.chat_template to a Jinja file that does not"
+                "the chat template writes the prompt otherwise once answered, so that no completion can be "
+                "cut off it; set model.chat_template to a Jinja file that does not"
             )
         return answered[len(asked) :]
 
@@ -96,6 +97,8 @@ class Renderer:
         if template is None:
             if column not in row:
                 raise ValueError(f"dataset.prompt_column = {column!r} is no column: {choices(column, row)}")
+            if row[column] is None:
+                raise ValueError(f"the row has no {column!r}")
             return row[column]
         braces = "a literal brace is written twice: {{ }}"
         try:
@@ -111,18 +114,18 @@ class Renderer:
                 f"name, as {{question}}; {braces}"
             ) from error
 
-    def _turns(self, index: int, prompt: str | list[Message]) -> list[Message]:
+    def _turns(self, prompt: str | list[Message]) -> list[Message]:
         if isinstance(prompt, str):
-            return self._with_config_turns(index, [{"role": "user", "content": prompt}])
+            return self._with_config_turns([{"role": "user", "content": prompt}])
         return prompt
 
-    def _with_config_turns(self, index: int, turns: list[Message]) -> list[Message]:
+    def _with_config_turns(self, turns: list[Message]) -> list[Message]:
         """System prompt and examples go before the row's own turns."""
         system: list[Message] = []
         if turns[0]["role"] == "system":
             if self.config.system_prompt is not None:
                 raise ValueError(
-                    f"row {index} has a system message of its own; remove it, or dataset.system_prompt"
+                    "the row has a system message of its own; remove it, or dataset.system_prompt"
                 )
             system, turns = turns[:1], turns[1:]
         elif self.config.system_prompt is not None:
@@ -134,7 +137,7 @@ class Renderer:
         ]
         return system + examples + turns
 
-    def _apply_template(self, index: int, turns: list[Message], *, finished: bool = False) -> str:
+    def _apply_template(self, turns: list[Message], *, finished: bool = False) -> str:
         # A conversation that ends with the assistant is a completion already begun, unless it is `finished`.
         begun = turns[-1]["role"] == "assistant" and not finished
         asks = not begun and not finished
@@ -146,24 +149,29 @@ class Renderer:
             )
         except Exception as error:
             roles = ", ".join(turn["role"] for turn in turns)
-            raise ValueError(f"the chat template refuses row {index} (roles {roles}): {error}") from error
+            raise ValueError(f"the chat template refuses the roles {roles}: {error}") from error
 
-
-def _conversation(index: int, value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"the prompt of row {index} must be text or a list of messages, got {type(value).__name__}: "
-            f"{str(value)[:200]}"
-        )
-    turns = []
-    for message in value:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+    def _conversation(self, value: Any) -> list[Message]:
+        if not isinstance(value, list):
+            kind = type(value).__name__
             raise ValueError(
-                f"row {index}: a message is {{role: text, content: text}}, got {str(message)[:200]}"
+                f"the prompt must be text or a list of messages, got {kind}: {short(value, 200)}"
             )
-        # Arrow gives every message every key that any of them has.
-        turns.append({key: part for key, part in message.items() if part is not None})
-    if turns[-1]["role"] == "system":
-        raise ValueError(f"the conversation of row {index} ends with a system message; nobody asks anything")
-    return turns
+        turns = []
+        for message in value:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if not isinstance(content, str) or not isinstance(message.get("role"), str):
+                raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
+            # Arrow gives every message every key that any of them has.
+            turns.append({key: part for key, part in message.items() if part is not None})
+        for turn in turns:
+            # Further roles are those that the template compares with.
+            if turn["role"] not in ROLES and repr(turn["role"]) not in str(self.tokenizer.chat_template):
+                raise ValueError(
+                    f"a message has the unknown role {turn['role']!r}: {choices(turn['role'], ROLES)}"
+                )
+        if not turns or not all(turn["content"].strip() for turn in turns if turn["role"] == "user"):
+            raise ValueError(f"the prompt is empty, or has an empty message of the user: {short(value, 200)}")
+        if turns[-1]["role"] == "system":
+            raise ValueError("the conversation ends with a system message; nobody asks anything")
+        return turns

@@ -1,34 +1,30 @@
-"""Where rows come from: a local file, a hub dataset, or the generators of reasoning-gym."""
+"""Where rows come from: local files, a hub dataset, or the generators of reasoning-gym."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.config import PREFIX, SUFFIXES, DatasetConfig
+from grpo_fast.data.files import Row, file_rows, files_of
 from grpo_fast.lookup import choices
 
-Row = dict[str, Any]
-PREFIX = "reasoning_gym:"
-READERS = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-SUFFIXES = ", ".join(READERS)
 # Names that a reward function receives besides the columns.
 RESERVED = ("prompts", "completions", "completion_ids")
 
 
 def read_rows(config: DatasetConfig) -> list[Row]:
-    """The first `config.size` rows of the source, or all, with columns renamed.
+    """The first `config.size` rows of the source, or all, with columns renamed; each has every column.
 
     Raises:
         FileNotFoundError: a local file that is not there.
         ImportError: reasoning-gym is asked for and missing.
         ValueError: the source cannot be read, is empty or shorter than `size`, or has no such columns.
     """
-    rows = _source_rows(config)
+    rows = list(islice(_source_rows(config), config.size))
     if not rows:
         raise ValueError(f"dataset.source = {config.source!r} has no rows")
     if config.size is not None and len(rows) < config.size:
@@ -46,52 +42,38 @@ def read_rows(config: DatasetConfig) -> list[Row]:
     return rows
 
 
-def _source_rows(config: DatasetConfig) -> list[Row]:
+def _source_rows(config: DatasetConfig) -> Iterable[Row]:
     if config.source.startswith(PREFIX):
         task = config.source.removeprefix(PREFIX)
         return generate_rows(task, seed=config.seed, size=config.size, options=config.options)
-    source = f"dataset.source = {config.source!r}"
-    if config.options:
-        raise ValueError(
-            f"dataset.options = {config.options} only means something for {PREFIX}TASK, "
-            f"not for {config.source!r}; remove it"
-        )
-    path = Path(config.source).expanduser()
-    if path.suffix in READERS:
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: there is no such file")
-        if path.stat().st_size == 0:
-            return []
-    elif path.is_file():
-        raise ValueError(f"{source}: the suffix must be one of {SUFFIXES}")
+    files = files_of(config)
+    return (row for _, row in file_rows(files)) if files else _hub_rows(config)
 
-    from datasets import Dataset, load_dataset
+
+def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
+    from datasets import load_dataset
 
     try:
-        if path.suffix in READERS:
-            # load_dataset would report its use to the hub. Streamed, so that no cached copy grows stale.
-            rows = getattr(Dataset, READERS[path.suffix])(str(path.resolve()), streaming=True)
-        else:
-            rows = load_dataset(config.source, config.name, split=config.split)
-        return [dict(row) for row in islice(rows, config.size)]
+        return map(dict, load_dataset(config.source, config.name, split=config.split))
     except Exception as error:
-        if path.suffix in READERS:
-            raise ValueError(f"cannot read {source}: {error}") from error
         raise ValueError(
-            f"cannot load {source} (name {config.name!r}, split {config.split!r}) from the hub: {error}. "
-            f"A local file ends in one of {SUFFIXES}; a generated task is {PREFIX}TASK"
+            f"cannot load dataset.source = {config.source!r} (name {config.name!r}, split {config.split!r}) "
+            f"from the hub: {error}. A local file ends in one of {', '.join(SUFFIXES)}; a generated task is "
+            f"{PREFIX}TASK"
         ) from error
 
 
 def _rename(rows: list[Row], names: dict[str, str]) -> list[Row]:
+    """Columns under their new names; None where a row lacks one that another has."""
+    columns = dict.fromkeys(key for row in rows for key in row)
     for old, new in names.items():
-        if old not in rows[0]:
-            raise ValueError(f"dataset.rename: there is no column {old!r}: {choices(old, rows[0])}")
-        if new in rows[0] and new not in names:
+        if old not in columns:
+            raise ValueError(f"dataset.rename: there is no column {old!r}: {choices(old, columns)}")
+        if new in columns and new not in names:
             raise ValueError(f"dataset.rename: {old!r} cannot become {new!r}, which is a column already")
     if len(set(names.values())) < len(names):
         raise ValueError(f"dataset.rename = {names} gives two columns one name")
-    return [{names.get(key, key): value for key, value in row.items()} for row in rows]
+    return [{names.get(key, key): row.get(key) for key in columns} for row in rows]
 
 
 def import_reasoning_gym() -> ModuleType:

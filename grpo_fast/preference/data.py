@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.data import PromptDataset, load_prompts
+from grpo_fast.data import PromptDataset
 from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.files import row_named
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
+from grpo_fast.lookup import choices
 from grpo_fast.objective.comparisons import PreferenceLossConfig
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.config import PreferenceConfig
-from grpo_fast.preference.rows import PairRow, RankedGroup, answer_group, check_ranked_file, read_row
+from grpo_fast.preference.rows import PairRow, RankedGroup, answer_group, read_row
+from grpo_fast.section import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,39 +58,21 @@ class Completions:
         """Up to the first end token: sampling stops there, whatever the template writes after it.
 
         Raises:
-            ValueError: the completion is malformed or too long; the message names the row and `field`.
+            ValueError: the completion is malformed or too long; the message names `field`.
         """
-        where = f"row {prompt.index}: {field}"
-        text = completion if isinstance(completion, str) else _reply(prompt, completion, where)
+        text = completion if isinstance(completion, str) else _reply(prompt, completion, field)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{where} = {text!r} must be text that is not empty, or a list of messages")
-        answer = self._render.answer(prompt.index, prompt.prompt, text)
+            raise ValueError(f"{field} = {text!r} must be text that is not empty, or a list of messages")
+        answer = self._render.answer(prompt.prompt, text)
         ids = self._tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
         ids.append(self._end_ids[0])
         ids = ids[: 1 + next(i for i, token in enumerate(ids) if token in self._end_ids)]
         if self._max_length is not None and len(ids) > self._max_length:
             raise ValueError(
-                f"{where} has {len(ids)} tokens and preference.max_completion_length is {self._max_length}; "
+                f"{field} has {len(ids)} tokens and preference.max_completion_length is {self._max_length}; "
                 "raise it, or remove the row"
             )
         return tuple(ids)
-
-
-def load_questions(
-    dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, holds_groups: bool
-) -> PromptDataset:
-    """The prompts of a dataset of comparisons.
-
-    A file of ranked groups (`holds_groups`) is read line by line first: Arrow reports a wrong type by column,
-    for the whole file.
-
-    Raises:
-        ValueError: a line that is no group, or what `load_prompts` refuses.
-    """
-    as_written = dataset.source.endswith(".jsonl") and not dataset.rename
-    if holds_groups and as_written and dataset.prompt_column == "prompt":
-        check_ranked_file(Path(dataset.source))
-    return load_prompts(dataset, tokenizer)
 
 
 def load_comparisons(
@@ -104,7 +88,7 @@ def load_comparisons(
     """The comparisons of loaded prompts, by the prompt's row.
 
     Args:
-        prompts: as `load_questions` gives them, whatever columns they have.
+        prompts: as `load_prompts` gives them, whatever columns they have.
         preference: with `ranks` (`algorithm: rank`, rather than `dpo`) decides what a row is.
         seed: of the wrong answers that `preference.answers` draws.
         end_ids: tokens that end a turn, besides the tokenizer's end token.
@@ -118,30 +102,31 @@ def load_comparisons(
     labelled = not ranks and not preference.loss.paired and not held_out
     comparisons = {}
     for prompt in prompts:
-        made = None
-        if preference.answers is not None and not labelled:
-            made = answer_group(prompt, preference.answers, seed)
-        if ranks:
-            comparison = _ranked(prompt, complete, made)
-        else:
-            comparison = _labelled(prompt, complete) if labelled else _pair(prompt, complete, made)
-            if not held_out:
-                _check_place(prompt.index, comparison, preference.loss)
+        with row_named(prompts.config, prompt.index):
+            made = None
+            if preference.answers is not None and not labelled:
+                made = answer_group(prompt, preference.answers, seed)
+            if ranks:
+                comparison = _ranked(prompt, complete, made)
+            else:
+                comparison = _labelled(prompt, complete) if labelled else _pair(prompt, complete, made)
+                if not held_out:
+                    _check_place(comparison, preference.loss)
         comparisons[prompt.index] = comparison
     return _mismatched(comparisons) if labelled else comparisons
 
 
-def _check_place(row: int, comparison: Comparison, loss: PreferenceLossConfig) -> None:
+def _check_place(comparison: Comparison, loss: PreferenceLossConfig) -> None:
     """At the start rather than at the first step that meets such a row."""
     if comparison.margin and not any(facts.takes_margins for facts in loss.facts):
         raise ValueError(
-            f"row {row}: loss_type = {loss.loss_type!r} has no place for a margin (here "
-            f"{comparison.margin}); remove the column, or use weights"
+            f"loss_type = {loss.loss_type!r} has no place for a margin (here {comparison.margin}); remove "
+            "the column, or use weights"
         )
     if comparison.weight != 1.0 and loss.couples:
         raise ValueError(
-            f"row {row}: loss_type = {loss.loss_type!r} sorts the pairs and has no place for a weight "
-            f"(here {comparison.weight}); remove the column"
+            f"loss_type = {loss.loss_type!r} sorts the pairs and has no place for a weight (here "
+            f"{comparison.weight}); remove the column"
         )
 
 
@@ -154,8 +139,8 @@ def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Co
         complete(prompt, _column(prompt, columns, name), name) for name in ("chosen", "rejected")
     )
     if chosen == rejected:
-        raise ValueError(f"row {prompt.index}: chosen and rejected are the same; remove the row")
-    row = read_row(PairRow, columns, f"row {prompt.index}")
+        raise ValueError("chosen and rejected are the same; remove the row")
+    row = read_row(PairRow, columns)
     return Comparison(prompt, (chosen, rejected), (1.0, 0.0), row.margin, row.weight)
 
 
@@ -163,13 +148,13 @@ def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
     completion = complete(prompt, _column(prompt, prompt.columns, "completion"), "completion")
     label = _column(prompt, prompt.columns, "label")
     if label not in (True, False):
-        raise ValueError(f"row {prompt.index}: label = {label!r} must be true (desirable) or false")
-    row = read_row(PairRow, prompt.columns, f"row {prompt.index}")
+        raise ValueError(f"label = {label!r} must be true (desirable) or false")
+    row = read_row(PairRow, prompt.columns)
     return Comparison(prompt, (completion,), (float(label),), row.margin, row.weight)
 
 
 def _ranked(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
-    group = made or read_row(RankedGroup, prompt.columns, f"row {prompt.index}")
+    group = made or read_row(RankedGroup, prompt.columns)
     texts = [item.response for item in group.group]
     return Comparison(
         prompt,
@@ -194,17 +179,17 @@ def _mismatched(comparisons: dict[int, Comparison]) -> dict[int, Comparison]:
     }
 
 
-def _reply(prompt: Prompt, messages: list[Message], where: str) -> str | None:
+def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:
     """The assistant's reply in a conversation that may repeat the prompt's turns before it."""
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError(f"{where} = {str(messages)[:80]!r} must be text or a list of messages")
+        raise ValueError(f"{field} = {short(messages)} must be text or a list of messages")
     text = prompt.prompt
     asked = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
     turns = [{"role": message.get("role"), "content": message.get("content")} for message in messages]
     repeated = len(turns) - 1
     if not turns or turns[-1]["role"] != "assistant" or turns[:-1] != asked[len(asked) - repeated :]:
         raise ValueError(
-            f"{where} must be one message of the assistant, which the prompt's own turns may precede; got "
+            f"{field} must be one message of the assistant, which the prompt's own turns may precede; got "
             f"the roles {[turn['role'] for turn in turns]}"
         )
     return turns[-1]["content"]
@@ -212,8 +197,9 @@ def _reply(prompt: Prompt, messages: list[Message], where: str) -> str | None:
 
 def _column(prompt: Prompt, columns: Mapping[str, Any], name: str) -> Any:
     if columns.get(name) is None:
+        # In JSON lines a column may be there that this row lacks.
+        held = [key for key, value in columns.items() if value is not None]
         raise ValueError(
-            f"row {prompt.index} has no {name!r}; there are {', '.join(sorted(columns)) or 'no columns'} "
-            "(rename them with dataset.rename)"
+            f"the row has no {name!r}: {choices(name, held)} (rename a column with dataset.rename)"
         )
     return columns[name]

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grpo_fast.data.types import Prompt
+from grpo_fast.lookup import choices
 from grpo_fast.preference.config import AnswersConfig
-from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.section import short
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -97,11 +96,11 @@ class RankedGroup(_Row):
         return self
 
 
-def read_row(model: type[M], row: Mapping[str, Any], where: str) -> M:
+def read_row(model: type[M], row: Mapping[str, Any]) -> M:
     """A row of data as `model`.
 
     Raises:
-        ValueError: names `where`, the field and its value, and says what is expected.
+        ValueError: names the field and its value, and says what is expected.
     """
     try:
         return model.model_validate(row)
@@ -110,23 +109,7 @@ def read_row(model: type[M], row: Mapping[str, Any], where: str) -> M:
         field = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in first["loc"])[1:]
         problem = first["msg"].removeprefix("Value error, ")
         named = f"{field} = {short(first['input'])}: " if field else ""
-        raise ValueError(f"{where}: {named}{problem}") from None
-
-
-def check_ranked_file(path: Path) -> None:
-    """Read a file of ranked groups, one JSON object a line.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line that is no group; the message names the line and the field.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
-    for number, row in enumerate(read_jsonl(path), start=1):
-        where, prompt = f"{path}, line {number}", row.get("prompt")
-        if not prompt or not isinstance(prompt, str | list):
-            raise ValueError(f"{where}: prompt = {prompt!r} must be text or a list of messages")
-        read_row(RankedGroup, row, where)
+        raise ValueError(f"{named}{problem}") from None
 
 
 def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
@@ -136,17 +119,15 @@ def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGrou
         ValueError: the row has no such column, or its value is no whole number.
     """
     if config.column not in prompt.columns:
-        raise ValueError(
-            f"preference.answers.column = {config.column!r} is no column of row {prompt.index}; there are "
-            f"{', '.join(sorted(prompt.columns))}"
-        )
+        problem = f"is no column: {choices(config.column, prompt.columns)}"
+        raise ValueError(f"preference.answers.column = {config.column!r} {problem}")
     text = str(prompt.columns[config.column]).strip()
     try:
         right = int(text)
     except ValueError:
         raise ValueError(
-            f"row {prompt.index}: {config.column} = {text!r} is no whole number, from which "
-            "preference.answers makes wrong ones; give pairs or groups in the data instead"
+            f"{config.column} = {text!r} is no whole number, from which preference.answers makes wrong ones; "
+            "give pairs or groups in the data instead"
         ) from None
     wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
     return RankedGroup(

@@ -15,6 +15,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.lookup import raised_at
+
 if TYPE_CHECKING:
     from grpo_fast.rewards.types import RewardFunction
 
@@ -73,13 +75,14 @@ class Runner:
         """
         if not wait([call.future], max(0.0, call.deadline - time.monotonic())).done:
             reason = self._abandon(call)
-            raise CallFailed(f"did not return within its timeout of {call.timeout:g} seconds{reason}")
+            limit = f"its timeout of {call.timeout:g} seconds; raise it in rewards where the work is longer"
+            raise CallFailed(f"did not return within {limit}{reason}")
         error = call.future.exception()
         if error is None:
             return call.future.result()
         if isinstance(error, CallFailed):
             raise error
-        raise CallFailed(f"raised {type(error).__name__}: {error}") from error
+        raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         # One loop for all calls: clients that functions keep between calls are bound to it.

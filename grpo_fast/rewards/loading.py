@@ -21,8 +21,9 @@ def load_function(reward: str, options: Mapping[str, Any]) -> tuple[str, RewardF
     Raises:
         ValueError: no such built-in, module, file or function, or options that it does not take.
     """
-    target = load_callable(reward, "reward") if ":" in reward else _builtin(reward)
-    name = reward if ":" not in reward else getattr(target, "__name__", type(target).__name__).strip("<>")
+    own = ":" in reward or reward.endswith(".py")
+    target = load_callable(reward, "reward") if own else _builtin(reward)
+    name = reward if not own else getattr(target, "__name__", type(target).__name__).strip("<>")
     parameters = inspect.signature(target).parameters.values()
     known = {parameter.name for parameter in parameters}
     for option in options:

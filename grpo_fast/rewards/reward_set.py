@@ -44,6 +44,7 @@ class Reward:
     timeout: float = 60.0  # seconds one call may take
     on_error: Literal["fail", "skip"] = "fail"
     per_group: bool = False  # scores a prompt's completions by themselves, whatever the others are
+    written: str = ""  # as the configuration names it
 
 
 def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
@@ -59,7 +60,7 @@ def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
         if seen[name] > 1:
             name = f"{name}_{seen[name]}"
         how = config.model_dump(include={"weight", "timeout", "on_error", "per_group"})
-        rewards.append(Reward(name, function, options=options, **how))
+        rewards.append(Reward(name, function, options=options, written=config.reward, **how))
     return RewardSet(rewards)
 
 
@@ -76,6 +77,20 @@ class RewardSet:
             raise ValueError(f"each reward needs a name of its own; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)
         self._runner = Runner()
+
+    def position(self, name: str | None) -> int:
+        """Which reward decides an evaluation: by its name or as `rewards` writes it; by default the first.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for known in (self.names, tuple(reward.written for reward in self.rewards)):
+            if name in known:
+                return known.index(name)
+        if name is not None:
+            problem = f"is not among the rewards: {choices(name, self.names)}"
+            raise ValueError(f"evaluation.reward = {name!r} {problem}")
+        return 0
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises RewardError when a function's signature asks for something that the data does not have.

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_prompts
+from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
 from grpo_fast.plan import planned_kv_cache_bytes
-from grpo_fast.policy import PolicyOptimizer, load_policy, longest_sequence
+from grpo_fast.policy import PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.preference.comparison import Comparison, with_order
-from grpo_fast.preference.data import load_comparisons, load_questions
+from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.scoring import reference_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import load_rewards
@@ -65,15 +65,17 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
 def build_grpo_trainer(config: TrainConfig) -> Trainer:
     require_engine(config.rollout)
     judges = load_rewards(config.rewards)
+    judges.position(config.evaluation.reward)
     stages = resolve_stages(config)
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work
     needs_reference = any(stage.config.loss.needs_reference for stage in stages)
-    policy = load_policy(config.model, needs_reference=needs_reference)
+    tokenizer = load_tokenizer(config.model)  # first, so that a mistake in the data shows before weights load
     held_out = None
     if config.evaluation.dataset is not None:
-        held_out = load_prompts(config.evaluation.dataset, policy.tokenizer)
-    parts = build_stages(stages, policy.tokenizer, held_out)
+        held_out = load_held_out(config.evaluation.dataset, tokenizer)
+    parts = build_stages(stages, tokenizer, held_out)
+    policy = load_policy(config.model, needs_reference=needs_reference)
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     return Trainer(
@@ -97,12 +99,12 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     """With the reference's log-probabilities at hand, so that its model need not be in memory."""
     section, ranks = config.preference, config.algorithm == "rank"
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.dataset, tokenizer)
     policy = load_policy(config.model)
-    holds_groups = ranks and section.answers is None
-    prompts = load_questions(config.dataset, policy.tokenizer, holds_groups=holds_groups)
     load = partial(
         load_comparisons,
-        tokenizer=policy.tokenizer,
+        tokenizer=tokenizer,
         preference=section,
         ranks=ranks,
         seed=config.seed,
@@ -110,7 +112,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     )
     held_out: tuple[Comparison, ...] = ()
     if config.evaluation.dataset is not None:
-        questions = load_questions(config.evaluation.dataset, policy.tokenizer, holds_groups=holds_groups)
+        questions = load_held_out(config.evaluation.dataset, tokenizer)
         prompts = exclude_overlap(prompts, questions)
         held_out = with_order(load(questions, held_out=True).values())
     comparisons = load(prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import load_config
+from grpo_fast.config_io import config_path, load_config
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.run_record.checkpoint import TRAINABLE, CheckpointStore
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
@@ -22,15 +22,17 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
     run_dir, checkpoint = locate(Path(source))
-    trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint).save_pretrained(out)
+    policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)
+    policy.save_pretrained(out)
     return out
 
 
-def load_policy_of(source: str | Path | None, config: TrainConfig) -> Policy:
-    """The policy of a configuration; where `source` is a run's directory, with its newest trained weights."""
-    if source is not None and (Path(source) / CHECKPOINTS_DIR).is_dir():
-        return trained_policy(config, Path(source))
-    return load_policy(config.model)
+def load_policy_of(source: str | Path | None, config: TrainConfig) -> tuple[Policy, int | None]:
+    """The policy of a configuration, and the step that its weights are of where `source` is a run's directory
+    (its newest) or a checkpoint's."""
+    if source is not None and Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
+        return trained_policy(config, *locate(Path(source)))
+    return load_policy(config.model), None
 
 
 def locate(source: Path) -> tuple[Path, Path | None]:
@@ -39,19 +41,18 @@ def locate(source: Path) -> tuple[Path, Path | None]:
     Raises:
         FileNotFoundError: no run's configuration lies in `source` or above it.
     """
-    if (source / CONFIG_FILE).is_file() and (source / CHECKPOINTS_DIR).is_dir():
+    if (source / CONFIG_FILE).is_file():
         return source, None
     run_dir = source.parent.parent
     if source.is_dir() and source.parent.name == CHECKPOINTS_DIR and (run_dir / CONFIG_FILE).is_file():
         return run_dir, source
     raise FileNotFoundError(
-        f"{source} is neither a run's directory, with {CONFIG_FILE} and {CHECKPOINTS_DIR}/ in it, nor one of "
-        "its checkpoints"
+        f"{source} is neither a run's directory, with {CONFIG_FILE} in it, nor one of its {CHECKPOINTS_DIR}/"
     )
 
 
-def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> Policy:
-    """The policy with the weights of one checkpoint of a run, by default the newest.
+def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None = None) -> tuple[Policy, int]:
+    """The policy with the weights of one checkpoint of a run, by default the newest, and its step.
 
     Raises:
         FileNotFoundError: the run has no checkpoint yet.
@@ -59,7 +60,10 @@ def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None =
     store = CheckpointStore(run_dir / CHECKPOINTS_DIR)
     found = store.load_latest() if checkpoint is None else store.load(checkpoint)
     if found is None:
-        raise FileNotFoundError(f"{run_dir} has no checkpoint yet; let it reach its first, or its end")
+        raise FileNotFoundError(
+            f"{run_dir} has no checkpoint yet: let it reach its first, or name {run_dir / CONFIG_FILE} for "
+            "the model that it starts from"
+        )
     policy = load_policy(config.model)
     policy.load_trainable(found.tensors[TRAINABLE])
-    return policy
+    return policy, found.step

@@ -50,20 +50,13 @@ def _model(config: TrainConfig, trainer: Algorithm) -> str:
 
 
 def _data(config: TrainConfig, trainer: Algorithm) -> str:
-    dataset, held_out, told = trainer.prompts.dataset, len(trainer.held_out), ""
-    if isinstance(dataset, PromptDataset):
-        report = dataset.report
-        counts = {
-            "left out, too long": report.filtered,
-            "left out, in the held-out set": report.overlapping,
-            "cut to dataset.max_prompt_length": report.truncated,
-        }
-        told = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-        told = f" of {report.rows:,} rows ({told})" if told else ""
-    every = config.evaluation.every
+    dataset, held_out, every = trainer.prompts.dataset, trainer.held_out, config.evaluation.every
+    known = dataset.described if isinstance(dataset, PromptDataset) else f"{len(dataset):,} prompts"
+    if not held_out:
+        return known
     when = f"before, {_every(every)} and after" if every else "before and after"
-    questions = f"; {held_out:,} held-out questions, scored {when}" if held_out else ""
-    return f"{config.dataset.source}: {len(dataset):,} prompts{told}{questions}"
+    questions = held_out.described if isinstance(held_out, PromptDataset) else f"{len(held_out):,} questions"
+    return f"{known}; held out, scored {when}: {questions}"
 
 
 def _run(config: TrainConfig) -> str:

@@ -127,7 +127,7 @@ class Run:
         Raises:
             FileNotFoundError: there is none yet.
         """
-        return TrainedPolicy(trained_policy(self.config, self.folder), self.config)
+        return TrainedPolicy(trained_policy(self.config, self.folder)[0], self.config)
 
     @property
     def report(self) -> Path:
@@ -177,6 +177,7 @@ class TrainedPolicy:
         as_evaluated["max_completion_length"] = config.rollout.length_limit
         drawn = replace(sampling_of(config.rollout), **as_evaluated | sampling)
         as_they_are: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
+        as_they_are["source"] = "generate(prompts)"  # for error messages
         dataset = config.dataset.model_copy(update=as_they_are)
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
         questions = prompts_of(rows, dataset, self.tokenizer) if rows else ()

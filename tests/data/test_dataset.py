@@ -1,8 +1,9 @@
 import re
+from pathlib import Path
 
 import pytest
 
-from grpo_fast.data import LoadReport, exclude_overlap, load_prompts
+from grpo_fast.data import LoadReport, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import DatasetConfig
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
@@ -49,6 +50,11 @@ class TestForm:
         assert first.prompt == [SYSTEM, *shown, *CONVERSATION]
         assert second.prompt == [*shown, *CONVERSATION]
 
+    def test_an_answer_already_begun_is_said_with_its_place(self, tokenizer, write, caplog):
+        source = write({"prompt": CONVERSATION}, {"prompt": BEGUN})
+        load_prompts(DatasetConfig(source=source), tokenizer)
+        assert f"1 of 2 prompts end with the assistant ({source}, line 2 the first)" in caplog.text
+
     def test_text_stays_text_without_a_template(self, make_tokenizer, write):
         plain = make_tokenizer(chat_template=None)
         dataset = load_prompts(DatasetConfig(source=write({"prompt": "what is one"})), plain)
@@ -70,19 +76,24 @@ class TestRefusals:
         [
             ({"question": "one"}, {}, "dataset.prompt_column"),
             ({"promt": "one"}, {}, "'promt'"),
-            ({"prompt": "  "}, {}, "row 0 is empty"),
-            ({"prompt": 3}, {}, "row 0 must be text or a list"),
-            ({"prompt": []}, {}, "row 0 must be text or a list"),
-            ({"prompt": [{"role": "user"}]}, {}, "row 0: a message"),
-            ({"prompt": [{"role": "system", "content": "be"}]}, {}, "row 0 ends with a system message"),
-            ({"prompt": [{"role": "tool", "content": "be"}]}, {}, "row 0 (roles tool): no tools here"),
+            ({"prompt": None, "text": "one"}, {}, "the row has no 'prompt'"),
+            ({"prompt": "  "}, {}, "empty"),
+            ({"prompt": "one \ud83d"}, {}, "'\\ud83d'"),
+            ({"prompt": 3}, {}, "text or a list of messages, got int: 3"),
+            ({"prompt": []}, {}, "empty"),
+            ({"prompt": [{"role": "user", "content": " "}]}, {}, "empty"),
+            ({"prompt": [{"role": "user"}]}, {}, "a message is {role: text, content: text}"),
+            ({"prompt": [{"from": "human", "value": "one"}]}, {}, "'human'"),
+            ({"prompt": [{"role": "usr", "content": "one"}]}, {}, "'usr': there are assistant"),
+            ({"prompt": [{"role": "system", "content": "be"}]}, {}, "ends with a system message"),
+            ({"prompt": [{"role": "tool", "content": "be"}]}, {}, "the roles tool: no tools here"),
             ({"prompt": CONVERSATION}, {"chat": False}, "dataset.chat = false"),
             ({"prompt": [SYSTEM, *CONVERSATION]}, {"system_prompt": "be"}, "dataset.system_prompt"),
             ({"prompt": "one"}, {"chat": False, "system_prompt": "be"}, "dataset.system_prompt"),
             ({"prompt": "one"}, {"chat": False, "examples": [("a", "b")]}, "dataset.examples"),
             ({"prompt": "one"}, {"prompt_template": "{qestion}"}, "'qestion'"),
             ({"prompt": "one"}, {"prompt_template": "{}"}, "dataset.prompt_template"),
-            ({"prompt": "one"}, {"prompt_template": " "}, "row 0 is empty"),
+            ({"prompt": "one"}, {"prompt_template": " "}, "the prompt is empty"),
             ({"prompt": "one"}, {"prompt_template": "{prompt"}, "dataset.prompt_template"),
         ],
     )
@@ -91,12 +102,32 @@ class TestRefusals:
         with pytest.raises(ValueError, match=re.escape(message)):
             load_prompts(config, tokenizer)
 
+    def test_a_row_is_named_by_its_line_and_the_held_out_set_by_its_section(self, tokenizer, write):
+        rows = ["one", "two", ""]
+        source = write(*({"question": text} for text in rows))
+        Path(source).write_text(Path(source).read_text().replace("\n", "\n\n"))
+        config = DatasetConfig(source=source, rename={"question": "prompt"})
+        with pytest.raises(ValueError, match=rf"^{re.escape(source)}, line 5: the prompt is empty"):
+            load_prompts(config, tokenizer)
+        with pytest.raises(ValueError, match=rf"^evaluation: {re.escape(source)}, line 5"):
+            load_held_out(config, tokenizer)
+        missing = DatasetConfig(source="nowhere.jsonl")
+        with pytest.raises(FileNotFoundError, match=r"^evaluation: dataset\.source = 'nowhere\.jsonl'"):
+            load_held_out(missing, tokenizer)
+
+    def test_a_role_that_only_the_chat_template_knows_is_taken(self, make_tokenizer, write):
+        judged = make_tokenizer(
+            "{% for m in messages if m['role'] == 'judge' %}what {{ m['content'] }}{% endfor %}"
+        )
+        source = write({"prompt": [{"role": "judge", "content": "is one"}]})
+        assert given(judged, load_prompts(DatasetConfig(source=source), judged)) == "what is one"
+
     @pytest.mark.parametrize(
         ("prompt", "options", "message"),
         [
             ("one", {"chat": True}, "dataset.chat = true, but the tokenizer has no chat template"),
             ("one", {"system_prompt": "be"}, "dataset.system_prompt makes turns of a conversation"),
-            (CONVERSATION, {}, "row 0 is a conversation, but the tokenizer has no chat template"),
+            (CONVERSATION, {}, "the prompt is a conversation, but the tokenizer has no chat template"),
         ],
     )
     def test_a_missing_chat_template_is_refused_with_the_remedy(
@@ -110,7 +141,7 @@ class TestRefusals:
 
     def test_a_tokenizer_that_makes_nothing_of_a_prompt_is_refused(self, make_tokenizer, write):
         silent = make_tokenizer(chat_template="{{ '' }}")
-        with pytest.raises(ValueError, match="makes no tokens of the prompt of row 0"):
+        with pytest.raises(ValueError, match=r"line 1: .*makes no tokens of the prompt ''"):
             load_prompts(DatasetConfig(source=write({"prompt": "one"})), silent)
 
 
@@ -127,6 +158,7 @@ class TestLength:
 
     def test_too_long_prompts_are_filtered_and_counted(self, load):
         dataset = load(max_prompt_length=2)
+        assert dataset.described.endswith("2 prompts of 3 rows (1 left out, longer than max_prompt_length)")
         assert [prompt.index for prompt in dataset] == [0, 2]
         assert dataset.report == LoadReport(3, filtered=1, longest=3)
         assert load().report == load(max_prompt_length=3).report == LoadReport(3, longest=3)
@@ -141,7 +173,7 @@ class TestLength:
         assert len(load(default=2, max_prompt_length=3)) == 3
 
     def test_too_long_prompts_are_an_error_on_request_and_where_nothing_is_left(self, load, write, tokenizer):
-        with pytest.raises(ValueError, match=r"1 of 3 prompts .* max_prompt_length = 2 .* row 1 with 3"):
+        with pytest.raises(ValueError, match=r"line 2: 1 of 3 prompts .* max_prompt_length = 2 .* has 3"):
             load(max_prompt_length=2, overlong_prompts="error")
         config = DatasetConfig(source=write({"prompt": "one two three"}), chat=False, max_prompt_length=2)
         with pytest.raises(ValueError, match=r"all 1 prompts .* \(the shortest has 3\): raise it"):
@@ -176,6 +208,7 @@ def questions(dataset):
 def test_held_out_questions_leave_the_training_set_and_are_counted(questions_of):
     train = questions_of("train", "one", "two", "three")
     kept = exclude_overlap(train, questions_of("test", "two"))
+    assert kept.described.endswith("2 prompts of 3 rows (1 left out, in the held-out set)")
     assert questions(kept) == ["one", "three"]
     assert (kept.report.overlapping, kept.report.rows, len(train)) == (1, 3, 3)
     assert exclude_overlap(kept, questions_of("test", "three")).report.overlapping == 2

@@ -53,7 +53,6 @@ def test_size_keeps_the_first_rows_and_renamed_columns_have_the_new_name(write):
         ({"rename": {"answer": "x", "prompt": "x"}}, "one name"),
         ({"rename": {"answer": "completions"}}, "'completions'"),
         ({"size": 4}, r"dataset\.size = 4.* 3 rows"),
-        ({"options": {"min_terms": 2}}, "reasoning_gym:TASK"),
     ],
     ids=str,
 )
@@ -63,22 +62,93 @@ def test_settings_that_do_not_suit_the_rows_are_refused(write, options, message)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("settings", "key"),
     [
-        ("empty.jsonl", "", "no rows"),
-        ("broken.jsonl", '{"prompt": "one"}\n{"prompt":\n', "JSON"),
-        ("rows.xlsx", "", r"\.jsonl, \.json, \.parquet, \.csv"),
+        ({"source": "rows.jsonl", "split": "test"}, "split = 'test'"),
+        ({"source": "rows.csv", "name": "main"}, "name = 'main'"),
+        ({"source": "rows.parquet", "seed": 7}, "seed = 7"),
+        ({"source": "openai/gsm8k", "options": {"min_terms": 2}}, "options = "),
+        ({"source": "reasoning_gym:chain_sum", "split": "test"}, "split = 'test'"),
     ],
+    ids=str,
 )
-def test_a_file_that_holds_no_rows_is_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+def test_a_setting_that_the_source_does_not_read_is_refused(settings, key):
+    with pytest.raises(ValueError, match=f"{re.escape(key)}.* is not read: source = '{settings['source']}'"):
+        DatasetConfig(**settings)
+
+
+GOOD = b'{"prompt": "one"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b"", "no rows"),
+        ("rows.csv", b"prompt,answer\n", "no rows"),
+        ("rows.json", b"[]", "no rows"),
+        ("rows.jsonl", GOOD + b'\n{"prompt": "two" "answer": 1}\n', "line 3, column 18: .*delimiter.*two"),
+        ("rows.jsonl", GOOD + b'{"prompt":\n', "line 2, column 11: "),
+        ("rows.jsonl", b"{'prompt': 'one'}\n", "line 1, column 2: .*double quotes"),
+        ("rows.jsonl", b'{\n  "prompt": "one"\n}\n', "line 1, column 2: .*one object a line"),
+        ("rows.jsonl", GOOD + b'"two"\n', "line 2: a row is an object.*'two'"),
+        ("rows.jsonl", GOOD + b'{"a": {"b": 1, "b": 2}}\n', "line 2: the key 'b' is given twice"),
+        ("rows.json", b'[\n {"prompt": "one"},\n {"prompt": "two",}\n]', "line 3, column .*two"),
+        ("rows.json", b'[{"prompt": "one"}, "two"]', "row 1: a row is an object.*'two'"),
+        ("rows.jsonl", GOOD + b'{"prompt": "caf\xe9"}\n', "line 2, column 16: the byte 0xe9 is no UTF-8"),
+        ("rows.jsonl", '{"prompt": "one"}\n'.encode("utf-16"), "line 1, column 1: the byte 0xff is no UTF-8"),
+        ("rows.csv", b"prompt,answer\none,1\ncaf\xe9,2\n", "line 3, column 4: the byte 0xe9"),
+        ("rows.csv", b"prompt,answer\none,1\ntwo,2,3\n", "line 3: 3 fields, but the header has 2"),
+        ("rows.csv", b"prompt,answer\none,1,\ntwo,2,\n", "line 2: 3 fields, but the header has 2"),
+        ("rows.csv", b"prompt,answer\none,1\ntwo\n", "line 3: 1 fields, but the header has 2"),
+        ("rows.csv", b"prompt,prompt\none,1\n", "the header names 'prompt' twice"),
+        ("rows.csv", b'prompt,answer\n"one,1\n', "line 2: "),
+        ("rows.parquet", b"version https://git-lfs.github.com/spec/v1", "parquet"),
+        ("rows.xlsx", b"", r"\.jsonl, \.json, \.parquet, \.csv"),
+        ("rows.jsonl.gz", b"", "gunzip"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_none_is_named_with_the_place_and_what_stands_there(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{re.escape(name)}.*{message}"):
         read_rows(DatasetConfig(source=str(tmp_path / name)))
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(FileNotFoundError, match=r"'nowhere/rows\.jsonl'"):
-        read_rows(DatasetConfig(source="nowhere/rows.jsonl"))
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbf{"prompt": "one", "answer": 1}\r\n\r\n{"prompt": "caf\xc3\xa9"}',
+        b'\xef\xbb\xbf\n[{"prompt": "one", "answer": 1},\n{"prompt": "caf\xc3\xa9"}]\n',
+    ],
+    ids=["lines", "array"],
+)
+def test_a_byte_order_mark_blank_lines_and_absent_columns_do_no_harm(tmp_path, content):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    rows = read_rows(DatasetConfig(source=str(tmp_path / "rows.jsonl")))
+    assert rows == [{"prompt": "one", "answer": 1}, {"prompt": "café", "answer": None}]
+
+
+def test_a_folder_holds_splits_and_a_missing_one_is_refused_with_what_is_there(tmp_path, write):
+    from datasets import Dataset
+
+    write(*ROWS, name="train.jsonl")
+    (tmp_path / "main").mkdir()
+    Dataset.from_list(ROWS[:2]).to_parquet(str(tmp_path / "main" / "test-00000-of-00002.parquet"))
+    Dataset.from_list(ROWS[2:]).to_parquet(str(tmp_path / "main" / "test-00001-of-00002.parquet"))
+    assert read_rows(DatasetConfig(source=str(tmp_path))) == ROWS
+    assert read_rows(DatasetConfig(source=str(tmp_path), name="main", split="test")) == ROWS
+    with pytest.raises(ValueError, match=r"split 'validation'.*'train\.jsonl'.*dataset\.split"):
+        read_rows(DatasetConfig(source=str(tmp_path), split="validation"))
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="to_parquet"):
+        read_rows(DatasetConfig(source=str(tmp_path), split="validation"))
+
+
+@pytest.mark.parametrize("source", ["nowhere/rows.jsonl", "./rows", "../rows.txt", "/nowhere/rows"])
+def test_a_missing_file_is_named_and_not_asked_for_on_the_hub(network, source):
+    with pytest.raises(FileNotFoundError, match=f"'{re.escape(source)}': there is no such file"):
+        read_rows(DatasetConfig(source=source))
+    assert network == []
 
 
 def test_a_hub_id_goes_to_datasets_and_a_failure_says_what_else_a_source_may_be(monkeypatch):

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.data import load_prompts
 from grpo_fast.preference.comparison import Comparison
-from grpo_fast.preference.data import load_comparisons, load_questions
+from grpo_fast.preference.data import load_comparisons
 
 WORDS = (
     "[UNK] </s> <user> <assistant> <system> one two three four five six seven eight be brief + - = Answer:"
@@ -49,7 +50,7 @@ def load(
         **{"algorithm": "dpo", "model": {"path": "m"}, "dataset": {"source": str(path)}, **config}
     )
     ranks = run.algorithm == "rank"
-    prompts = load_questions(run.dataset, tokenizer, holds_groups=ranks and run.preference.answers is None)
+    prompts = load_prompts(run.dataset, tokenizer)
     settings = {"ranks": ranks, "seed": run.seed, "end_ids": end_ids, "held_out": held_out}
     found = load_comparisons(prompts, tokenizer, run.preference, **settings)
     assert list(found) == [comparison.prompt.index for comparison in found.values()]
@@ -169,22 +170,22 @@ def row(*items: Any, **more: object) -> dict:
 @pytest.mark.parametrize(
     ("rows", "config", "said"),
     [
-        ([{"prompt": "one", "chosen": "two"}], {}, "row 0 has no 'rejected'"),
-        ([PAIR | {"rejected": "three"}], {}, "row 0: chosen and rejected are the same"),
-        ([PAIR | {"chosen": " "}], {}, "row 0: chosen = ' '"),
-        ([PAIR, PAIR | {"margin": "big"}], {}, "cannot read|row 1: margin"),
-        ([PAIR | {"weight": -1}], {}, "row 0: weight = -1"),
-        ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "row 0: chosen"),
+        ([{"prompt": "one", "chosen": "two"}], {}, "line 1: the row has no 'rejected': .*chosen"),
+        ([PAIR | {"rejected": "three"}], {}, "line 1: chosen and rejected are the same"),
+        ([PAIR | {"chosen": " "}], {}, "line 1: chosen = ' '"),
+        ([PAIR, PAIR | {"margin": "big"}], {}, "line 2: margin = 'big'"),
+        ([PAIR | {"weight": -1}], {}, "line 1: weight = -1"),
+        ([PAIR | {"chosen": [{"role": "user", "content": "three"}]}], {}, "line 1: chosen"),
         ([PAIR], {"preference": {"max_completion_length": 2}}, "rejected has 3 tokens"),
         ([LABELLED | {"label": "yes"}] * 2, KTO, "label = 'yes'"),
         ([LABELLED], KTO, "at least two rows"),
         ([{"prompt": "one", "answer": "two"}], {"preference": {"answers": {}}}, "answer = 'two'"),
         ([{"prompt": "one"}], {"preference": {"answers": {}}}, "answers.column = 'answer'"),
-        ([PAIR, PAIR | {"margin": 0.5}], AOT, "row 1: loss_type = 'aot' has no place for a margin"),
-        ([PAIR, PAIR | {"weight": 0.5}], AOT, "row 1: .* no place for a weight"),
-        ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "row 1: loss_type = 'kto' has no place for a margin"),
+        ([PAIR, PAIR | {"margin": 0.5}], AOT, "line 2: loss_type = 'aot' has no place for a margin"),
+        ([PAIR, PAIR | {"weight": 0.5}], AOT, "line 2: .* no place for a weight"),
+        ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "line 2: loss_type = 'kto' has no place for a margin"),
         ([row(GOOD)], RANK, "line 1: group = "),
-        ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "line 2: prompt = None"),
+        ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "line 2: the row has no 'prompt'"),
         ([{"prompt": "p", "group": "4"}], RANK, "group = '4'"),
         ([row(GOOD, "5")], RANK, r"group\[1\] = '5'"),
         ([row(GOOD, {"response": "5"})], RANK, r"group\[1\] = "),
@@ -211,7 +212,7 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_answered_is_refused(tmp_
     tokenizer = make_tokenizer(
         "{{ messages | length }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
     )
-    with pytest.raises(ValueError, match="writes the prompt of row 0 otherwise once answered"):
+    with pytest.raises(ValueError, match="writes the prompt otherwise once answered"):
         load(tmp_path, [PAIR], tokenizer)
 
 

@@ -33,6 +33,8 @@ def folder(tmp_path, monkeypatch):
     """The working folder, with a file of rewards and a broken one."""
     (tmp_path / "my_rewards.py").write_text(USER_FILE)
     (tmp_path / "broken.py").write_text("import no_such_package")
+    (tmp_path / "raises.py").write_text("import json\nKEY = json.loads('{')")
+    (tmp_path / "unclosed.py").write_text("\ndef reward(completions:\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -81,7 +83,11 @@ def test_settings_are_taken_over_and_a_name_that_occurs_again_is_numbered():
         ("no_such_module:reward", {}, "path/to/file.py:function"),
         ("no/file.py:reward", {}, "no/file.py"),
         ("broken.py:reward", {}, "ModuleNotFoundError"),
+        ("raises.py:reward", {}, "raises.py:2: KEY = json.loads('{')"),
+        ("unclosed.py:reward", {}, "unclosed.py, line 2"),
         ("my_rewards.py:shot", {}, "'shout'"),
+        ("my_rewards.py", {}, "write my_rewards.py:NAME: there are Ends"),
+        ("my_rewards.py:", {}, "write my_rewards.py:NAME: there are Ends"),
         ("my_rewards.py:number", {}, "not a function"),
         ("my_rewards.py:shout", {"factr": 1}, "'factor'"),
         ("my_rewards.py:Ends", {"lettr": 1}, "'letter'"),

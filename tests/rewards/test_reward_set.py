@@ -145,6 +145,22 @@ class TestFailures:
         assert "sample 1:\n  prompt: 'two?'\n  completion: '22'\n  answer: 'y'" in str(caught.value)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
+    @pytest.mark.parametrize(
+        "kind", ["def reward(", "async def reward(", "class reward:\n  def __call__(self, "]
+    )
+    def test_an_exception_names_the_innermost_line_of_the_users_own_file(self, tmp_path, kind):
+        path = tmp_path / "mine.py"
+        body = "def parsed(text):\n  return json.loads(text)[0]\n"
+        path.write_text(
+            f"import json\n{body}{kind}completions):\n    return [parsed(t + '{{') for t in completions]\n"
+        )
+        own = load_rewards([RewardConfig(reward=f"{path}:reward")])
+        with pytest.raises(
+            RewardError, match=rf"JSONDecodeError: .*, at {path}:3: return json\.loads"
+        ) as caught:
+            score_with(own)
+        assert "decoder.py" not in str(caught.value)
+
     @pytest.mark.parametrize("is_async", [False, True])
     def test_a_function_that_hangs_fails_after_its_timeout(self, is_async):
         release = threading.Event()
@@ -153,7 +169,7 @@ class TestFailures:
             await asyncio.sleep(60)
 
         function = later if is_async else lambda completions: release.wait(60) and []
-        with pytest.raises(RewardError, match=r"'slow' .* timeout of 0\.05 seconds"):
+        with pytest.raises(RewardError, match=r"'slow' .* timeout of 0\.05 seconds; raise it in rewards"):
             score(Reward("slow", function, timeout=0.05))
         release.set()
 
@@ -192,7 +208,7 @@ class TestFailures:
 
         with caplog.at_level(logging.WARNING):
             result = score(Reward("broken", broken, on_error="skip"), constant(None, 2, None))
-        assert result.skipped == {"broken": "raised ValueError: no"}
+        assert result.skipped["broken"].startswith("raised ValueError: no, at ")
         assert result.table[:, 0].isnan().all()
         assert result.total.isnan().tolist() == [True, False, True]
         assert "'broken' raised ValueError" in caplog.text
