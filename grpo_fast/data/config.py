@@ -47,16 +47,10 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _read_by_its_source(self) -> DatasetConfig:
-        unread: tuple[str, ...] = ("seed", "options")
-        kind = "nothing that is generated"
-        if self.source.startswith(PREFIX):
-            kind, unread = "a generated task", ("name", "split")
-        elif Path(self.source).suffix in SUFFIXES:
-            kind, unread = "one file", ("name", "split", *unread)
-        for key in unread:
+        task, file = self.source.startswith(PREFIX), Path(self.source).suffix in SUFFIXES
+        unread = {"name": task or file, "split": task or file, "seed": not task, "options": not task}
+        for key in (key for key, ignored in unread.items() if ignored):
             value = getattr(self, key)
             if value != type(self).model_fields[key].get_default():
-                raise ValueError(
-                    f"{key} = {value!r} is not read: source = {self.source!r} is {kind}; leave it out"
-                )
+                raise ValueError(f"{key} = {value!r} is not read for source = {self.source!r}; leave it out")
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
@@ -29,7 +29,6 @@ class LoadReport:
     filtered: int = 0  # left out because their prompt is too long
     truncated: int = 0  # kept with the last max_prompt_length tokens
     overlapping: int = 0  # left out because the held-out set has them
-    longest: int = 0  # tokens of the longest prompt, before filtering and truncation
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,6 @@ class PromptDataset(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         return self.prompts[index]
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
     @property
     def described(self) -> str:
         """`train.jsonl: 29 prompts of 32 rows (3 left out, in the held-out set)`."""
@@ -68,12 +64,7 @@ class PromptDataset(Sequence[Prompt]):
         return f"{self.config.source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
 
 
-def load_prompts(
-    config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    default_max_prompt_length: int | None = None,
-) -> PromptDataset:
+def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     """Reads, renders and tokenises a dataset.
 
     Rows that are text reach the rewards as text, conversations as conversations (system prompt and examples
@@ -82,24 +73,17 @@ def load_prompts(
     Args:
         config: where the rows are and how they become prompts.
         tokenizer: the model's.
-        default_max_prompt_length: tokens a prompt may have where `config.max_prompt_length` is not set.
 
     Raises:
         FileNotFoundError: a local file that is not there.
         ImportError: reasoning-gym is asked for and missing.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
-    return prompts_of(
-        read_rows(config), config, tokenizer, default_max_prompt_length=default_max_prompt_length
-    )
+    return prompts_of(read_rows(config), config, tokenizer)
 
 
 def prompts_of(
-    rows: Sequence[Row],
-    config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    default_max_prompt_length: int | None = None,
+    rows: Sequence[Row], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
     render = Renderer(config, tokenizer)
@@ -128,7 +112,7 @@ def prompts_of(
             raise ValueError(
                 f"the tokenizer makes no tokens of the prompt {texts[first][:200]!r}; is it the model's own?"
             )
-    kept, report = _fit(config, token_ids, config.max_prompt_length or default_max_prompt_length)
+    kept, report = _fit(config, token_ids)
     others = [{key: value for key, value in row.items() if key != config.prompt_column} for row in rows]
     found = (Prompt(index, prompts[index], ids, others[index]) for index, ids in kept.items())
     return PromptDataset(tuple(found), config, report)
@@ -143,32 +127,32 @@ def load_held_out(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _fit(
-    config: DatasetConfig, token_ids: list[tuple[int, ...]], limit: int | None
+    config: DatasetConfig, token_ids: list[tuple[int, ...]]
 ) -> tuple[dict[int, tuple[int, ...]], LoadReport]:
-    """The prompts that stay, by row, within `limit` tokens."""
-    lengths = list(map(len, token_ids))
-    rows, longest = len(lengths), max(lengths)
-    if limit is None or longest <= limit:
-        return dict(enumerate(token_ids)), LoadReport(rows, longest=longest)
-    too_long = [index for index, length in enumerate(lengths) if length > limit]
+    """The prompts that stay, by row, within `max_prompt_length` tokens."""
+    limit, rows, whole = config.max_prompt_length, len(token_ids), dict(enumerate(token_ids))
+    too_long = {index: len(ids) for index, ids in whole.items() if limit is not None and len(ids) > limit}
+    if limit is None or not too_long:
+        return whole, LoadReport(rows)
     if config.overlong_prompts == "error":
-        first = too_long[0]
+        first = min(too_long)
         with row_named(config, first):
             raise ValueError(
                 f"{len(too_long)} of {rows} prompts are longer than max_prompt_length = {limit} tokens, the "
-                f"first has {lengths[first]}: raise it, or set dataset.overlong_prompts to filter or truncate"
+                f"first has {too_long[first]}: raise it, or set dataset.overlong_prompts to filter"
             )
     if config.overlong_prompts == "truncate":
         # The question is at the end.
-        kept = {index: ids[-limit:] for index, ids in enumerate(token_ids)}
-        return kept, LoadReport(rows, truncated=len(too_long), longest=longest)
-    kept = {index: ids for index, ids in enumerate(token_ids) if len(ids) <= limit}
-    if not kept:
+        return {index: ids[-limit:] for index, ids in whole.items()}, LoadReport(
+            rows, truncated=len(too_long)
+        )
+    if len(too_long) == rows:
         raise ValueError(
             f"all {rows} prompts of {config.source} are longer than max_prompt_length = {limit} tokens "
-            f"(the shortest has {min(lengths)}): raise it"
+            f"(the shortest has {min(too_long.values())}): raise it"
         )
-    return kept, LoadReport(rows, filtered=len(too_long), longest=longest)
+    kept = {index: ids for index, ids in whole.items() if index not in too_long}
+    return kept, LoadReport(rows, filtered=len(too_long))
 
 
 def exclude_overlap(

@@ -7,7 +7,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -102,8 +102,7 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = max(row, key=[name for name, _ in pairs].count)
         raise ValueError(f"the key {twice!r} is given twice in one object; keep one")
     return row
 
@@ -114,8 +113,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Row]]:
     table = csv.reader(_lines(path), strict=True)
     try:
         header = next(filter(None, table), [])
-        if twice := {name for name in header if header.count(name) > 1}:
-            raise ValueError(f"{path}: the header names {sorted(twice)[0]!r} twice; rename one")
+        if len(set(header)) < len(header):
+            twice = max(header, key=header.count)
+            raise ValueError(f"{path}: the header names {twice!r} twice; rename one")
         for fields in filter(None, table):
             if len(fields) != len(header):
                 raise ValueError(
@@ -141,10 +141,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise ValueError(f"{path}: {error}") from error
 
 
-Reader = Callable[[Path], Iterator[tuple[str, Row]]]
-READERS: dict[str, Reader] = dict(
-    zip(SUFFIXES, (_json_rows, _json_rows, _parquet_rows, _csv_rows), strict=True)
-)
+READERS = dict(zip(SUFFIXES, (_json_rows, _json_rows, _parquet_rows, _csv_rows), strict=True))
 
 
 def _lines(path: Path) -> Iterator[str]:

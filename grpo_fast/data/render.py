@@ -159,17 +159,15 @@ class Renderer:
             )
         turns = []
         for message in value:
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if not isinstance(content, str) or not isinstance(message.get("role"), str):
-                raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
             # Arrow gives every message every key that any of them has.
-            turns.append({key: part for key, part in message.items() if part is not None})
-        for turn in turns:
+            turn = {k: v for k, v in message.items() if v is not None} if isinstance(message, Mapping) else {}
+            role = turn.get("role")
+            if not isinstance(role, str) or not isinstance(turn.get("content"), str):
+                raise ValueError(f"a message is {{role: text, content: text}}, got {short(message, 200)}")
             # Further roles are those that the template compares with.
-            if turn["role"] not in ROLES and repr(turn["role"]) not in str(self.tokenizer.chat_template):
-                raise ValueError(
-                    f"a message has the unknown role {turn['role']!r}: {choices(turn['role'], ROLES)}"
-                )
+            if role not in ROLES and repr(role) not in str(self.tokenizer.chat_template):
+                raise ValueError(f"a message has the unknown role {role!r}: {choices(role, ROLES)}")
+            turns.append(turn)
         if not turns or not all(turn["content"].strip() for turn in turns if turn["role"] == "user"):
             raise ValueError(f"the prompt is empty, or has an empty message of the user: {short(value, 200)}")
         if turns[-1]["role"] == "system":

@@ -84,13 +84,11 @@ class RewardSet:
         Raises:
             ValueError: there is none.
         """
-        for known in (self.names, tuple(reward.written for reward in self.rewards)):
-            if name in known:
-                return known.index(name)
-        if name is not None:
+        known = [*self.names, *(reward.written for reward in self.rewards)]
+        if name is not None and name not in known:
             problem = f"is not among the rewards: {choices(name, self.names)}"
             raise ValueError(f"evaluation.reward = {name!r} {problem}")
-        return 0
+        return 0 if name is None else known.index(name) % len(self.names)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises RewardError when a function's signature asks for something that the data does not have.

@@ -65,7 +65,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
 def build_grpo_trainer(config: TrainConfig) -> Trainer:
     require_engine(config.rollout)
     judges = load_rewards(config.rewards)
-    judges.position(config.evaluation.reward)
+    judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
     for stage in stages:
         resolve_loss(stage.config.loss)  # one of the user's own is found here, or refused before any work

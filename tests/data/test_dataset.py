@@ -150,27 +150,19 @@ class TestLength:
     def load(self, tokenizer, write):
         source = write({"prompt": "one"}, {"prompt": "one two three"}, {"prompt": "four five"})
 
-        def load(default=None, **options):
-            config = DatasetConfig(source=source, chat=False, **options)
-            return load_prompts(config, tokenizer, default_max_prompt_length=default)
-
-        return load
+        return lambda **options: load_prompts(DatasetConfig(source=source, chat=False, **options), tokenizer)
 
     def test_too_long_prompts_are_filtered_and_counted(self, load):
         dataset = load(max_prompt_length=2)
         assert dataset.described.endswith("2 prompts of 3 rows (1 left out, longer than max_prompt_length)")
         assert [prompt.index for prompt in dataset] == [0, 2]
-        assert dataset.report == LoadReport(3, filtered=1, longest=3)
-        assert load().report == load(max_prompt_length=3).report == LoadReport(3, longest=3)
+        assert dataset.report == LoadReport(3, filtered=1)
+        assert load().report == load(max_prompt_length=3).report == LoadReport(3)
 
     def test_too_long_prompts_keep_their_end_when_truncated(self, load, tokenizer):
         dataset = load(max_prompt_length=2, overlong_prompts="truncate")
         assert [given(tokenizer, dataset, index) for index in range(3)] == ["one", "two three", "four five"]
-        assert dataset.report == LoadReport(3, truncated=1, longest=3)
-
-    def test_the_default_length_holds_where_the_dataset_sets_none(self, load):
-        assert len(load(default=2)) == 2
-        assert len(load(default=2, max_prompt_length=3)) == 3
+        assert dataset.report == LoadReport(3, truncated=1)
 
     def test_too_long_prompts_are_an_error_on_request_and_where_nothing_is_left(self, load, write, tokenizer):
         with pytest.raises(ValueError, match=r"line 2: 1 of 3 prompts .* max_prompt_length = 2 .* has 3"):

@@ -73,7 +73,9 @@ def test_settings_that_do_not_suit_the_rows_are_refused(write, options, message)
     ids=str,
 )
 def test_a_setting_that_the_source_does_not_read_is_refused(settings, key):
-    with pytest.raises(ValueError, match=f"{re.escape(key)}.* is not read: source = '{settings['source']}'"):
+    with pytest.raises(
+        ValueError, match=f"{re.escape(key)}.* is not read for source = '{settings['source']}'"
+    ):
         DatasetConfig(**settings)
 
 
