@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,14 +30,6 @@ TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml
 
 
 @dataclass(frozen=True)
-class Speed:
-    """As published, of one GPU."""
-
-    flops: float  # a second, in 16 bits
-    bandwidth: float  # bytes a second
-
-
-@dataclass(frozen=True)
 class DeviceBudget:
     """A device, and the bytes of it that a run may take."""
 
@@ -46,7 +38,8 @@ class DeviceBudget:
     total: int  # bytes
     capability: tuple[int, int] = (0, 0)
     shared_memory: int = 0  # bytes one program may use
-    speed: Speed | None = None  # of a CPU and of a GPU that the table does not have: not known
+    flops: float = 0.0  # a second, in 16 bits, as published; 0 of what the table does not have
+    bandwidth: float = 0.0  # bytes a second
 
     @property
     def head_device(self) -> Device:
@@ -88,8 +81,8 @@ def _known_gpu(name: str) -> DeviceBudget | None:
         own = _words(known)
         memory = [int(word) if word.isdigit() else 0 for word in given[len(own) :]]
         if given[: len(own)] == own and all(abs((size << 10) / mebibytes - 1) < 0.1 for size in memory):
-            speed = Speed(teraflops * 1e12, gigabytes * 1e9)
-            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, speed)
+            speed = teraflops * 1e12, gigabytes * 1e9
+            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, *speed)
     return None
 
 
@@ -106,9 +99,9 @@ def _gpu_at_hand() -> DeviceBudget:
     free, total = torch.cuda.mem_get_info()
     ours = min(total, free + torch.cuda.memory_reserved() + CUDA_CONTEXT)
     name = torch.cuda.get_device_name(index)
-    known = _known_gpu(name)
-    return DeviceBudget(
-        name, "cuda", ours, facts.capability, facts.shared_memory, None if known is None else known.speed
+    device = _known_gpu(name) or DeviceBudget(name, "cuda", ours)
+    return replace(
+        device, name=name, total=ours, capability=facts.capability, shared_memory=facts.shared_memory
     )
 
 

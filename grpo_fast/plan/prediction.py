@@ -137,15 +137,13 @@ class Predictor:
         return Prediction(self.device, parts, offloaded, batch, self._seconds(sizes))
 
     def _seconds(self, sizes: StepSizes) -> dict[Phase, float] | None:
-        """Of a step, on a GPU with published speeds, which are those of 16 bits."""
-        speed, shape = self.device.speed, self.shape
-        if speed is None or shape.itemsize > 2:
+        if not self.device.flops or self.shape.itemsize > 2:  # the published speeds are those of 16 bits
             return None
         work = whole_step(sizes, share_prompts=self.shares_prompts)
         rows = self._sequences(sizes) if self.engine == "vllm" else self.in_flight(sizes)[1]
         return {
-            "update": update_seconds(self.run, shape, speed, work),
-            "rollout": rollout_seconds(shape, speed, sizes, self.engine, rows),
+            "update": update_seconds(self.run, self.shape, self.device, work),
+            "rollout": rollout_seconds(self.shape, self.device, sizes, self.engine, rows),
         }
 
     def _resident(self, batch: MicroBatch) -> dict[str, int]:

@@ -95,7 +95,7 @@ def _convert(file: Path, folder: Path) -> None:
     logger.warning("converting %s once, into %s", file.name, folder.name)
     with redirect_stderr(StringIO()):  # of a bar that has no switch
         loaded = load_whole(str(file), source, gguf_file=file.name, dtype=torch.bfloat16)
-    with loading(str(file), str(source), "tokenizer"):
+    with loading(str(file), source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     config = loaded.config
     # The GGUF reader leaves its own quantisation config, with which the saved model would not load again.

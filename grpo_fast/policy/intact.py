@@ -1,6 +1,6 @@
 """Whether a checkpoint is its model's: every tensor there and finite, and a row for every token.
 
-transformers fills what is missing with random numbers and tells of it in a table; here it is refused.
+transformers fills what is missing with random numbers and says so in a table; here it is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".po
 """Ends of names of constants that earlier versions of transformers saved among the weights."""
 
 OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
-
 _NAMED = 4  # tensors of a list; the others are counted
 
 
@@ -42,74 +41,57 @@ def quietly() -> Iterator[None]:
 
 
 @contextmanager
-def loading(path: str, source: str, what: str = "model") -> Iterator[None]:
-    """What transformers cannot load is refused in one sentence.
+def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None]:
+    """What transformers cannot load is a ValueError of one sentence.
 
     Args:
         path: as `model.path` gives it.
         source: the folder or hub id that it leads to.
         what: "model" or "tokenizer".
-
-    Raises:
-        ValueError: names the path, what is wrong and the remedy.
-        ImportError: as transformers raises it; the message says what to install.
     """
     try:
         with quietly():
             yield
-    except (ImportError, MemoryError, torch.OutOfMemoryError):
+    except (ImportError, MemoryError, torch.OutOfMemoryError):  # they say what to do
         raise
     except Exception as error:
-        told, in_folder = str(error).strip(), Path(source).is_dir()
-        reason = (told.splitlines() or [""])[0].rstrip(" .:")
-        if not isinstance(error, OSError | ValueError | RuntimeError):
-            reason = f"{type(error).__name__}: {reason}"
+        told, folder = str(error).strip(), Path(source)
+        reason = (told or repr(error)).splitlines()[0].rstrip(" .:")
         remedy = "give a folder as save_pretrained writes it, with all its files"
-        if what == "tokenizer" and in_folder:
+        if what == "tokenizer" and folder.is_dir():
             remedy = "put tokenizer.json and tokenizer_config.json of the model it was made from beside it"
-        elif damaged := _damaged(Path(source)):
-            reason, remedy = " and ".join(damaged), "copy or download the file again"
+        elif damaged := [name for file in sorted(folder.glob("*.safetensors")) if (name := _damaged(file))]:
+            reason, remedy = ", ".join(damaged), "copy or download it again"
         elif "trust_remote_code" in told:
             reason = "it needs Python code from its own repository"
             remedy = "read that code, and allow it by model.trust_remote_code = true"
         elif "CONVERSION" in told:  # of the table that `quietly` leaves out
             reason = "the tensors of its experts do not fit together; some are missing or of another shape"
-        elif not in_folder:
+        elif not folder.is_dir():
             reason = f"there is no such folder, and from the hub: {reason}"
             remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
         problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
         raise ValueError(problem) from error
 
 
-def _damaged(folder: Path) -> list[str]:
-    """The folder's safetensors files whose headers and lengths do not agree, and in what."""
-    found = []
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            with file.open("rb") as opened:
-                pointer = opened.read(40).startswith(b"version https://git-lfs")
-            problem = "a pointer of Git LFS, not the weights" if pointer else f"damaged ({error})"
-            found.append(f"{file.name} is {problem}")
-    return found
+def _damaged(file: Path) -> str:
+    """What is wrong where a safetensors file's header and length do not agree; empty where they do."""
+    try:
+        with safe_open(file, framework="pt"):
+            return ""
+    except SafetensorError as error:
+        return f"{file.name} is damaged, or a pointer of Git LFS ({error})"
 
 
 def load_whole(path: str, source: str | Path, **settings: Any) -> PreTrainedModel:
     """A causal language model, every weight of which comes from the checkpoint.
 
-    Args:
-        path, source: as for `loading`.
-        settings: of `from_pretrained`.
-
     Raises:
-        ValueError: as `loading`; or names the tensors that are missing, of another shape, of no use or not
-            finite.
+        ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
     """
     from transformers import AutoModelForCausalLM
 
-    with loading(path, str(source)):
+    with loading(path, source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
         )
@@ -120,15 +102,9 @@ def load_whole(path: str, source: str | Path, **settings: Any) -> PreTrainedMode
 
 def _require_whole(model: PreTrainedModel, report: Mapping[str, Any], path: str) -> None:
     """transformers' report knows of tied weights, and of constants that need not be there."""
-    shapes = {
-        name: f"{name} {tuple(saved)} for {tuple(own)}" for name, saved, own in report["mismatched_keys"]
-    }
+    shapes = [f"{name} {tuple(saved)} for {tuple(own)}" for name, saved, own in report["mismatched_keys"]]
     others = [name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_TABLES)]
-    problems = {
-        "missing": report["missing_keys"] - shapes.keys(),
-        "of another shape": shapes.values(),
-        "not the model's": others,
-    }
+    problems = {"missing": report["missing_keys"], "of another shape": shapes, "not the model's": others}
     if told := [f"{problem}: {listed(names)}" for problem, names in problems.items() if names]:
         raise ValueError(
             f"model.path = {path!r} does not hold the {type(model).__name__} that its config.json says "
@@ -143,15 +119,9 @@ def _require_whole(model: PreTrainedModel, report: Mapping[str, Any], path: str)
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> None:
-    """The tokenizer's own words and its end token have rows.
+    """The embedding has `rows` for the tokenizer's own words and its end token, or a ValueError names both.
 
     An added token may have none while no text has it, as the image token of Gemma 3's text models.
-
-    Args:
-        rows: of the embedding.
-
-    Raises:
-        ValueError: names both sizes.
     """
     if max(tokenizer.vocab_size - 1, tokenizer.eos_token_id or 0) >= rows:
         raise ValueError(

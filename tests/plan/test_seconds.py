@@ -19,11 +19,11 @@ STEP = StepSizes(
 def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predictor: Any) -> None:
     traces = Traces(model_config("Llama-3.1-8B"))
     planned = predictor(traces, device_budget("H100"), dtype="bfloat16")
-    shape, speed = planned.shape, planned.device.speed
+    shape, device = planned.shape, planned.device
     work = whole_step(STEP, share_prompts=False)
 
-    update = update_seconds(planned.run, shape, speed, work)
-    rollout = rollout_seconds(shape, speed, STEP, "vllm", 128)
+    update = update_seconds(planned.run, shape, device, work)
+    rollout = rollout_seconds(shape, device, STEP, "vllm", 128)
 
     # 32 layers of 2·4096² + 2·4096·1024 + 3·4096·14336 weights; the head's are 128256·4096, 0.525e9.
     assert shape.active == pytest.approx(6.98e9, rel=1e-3)
@@ -41,7 +41,7 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
 
     def seconds(sections: dict[str, Any] | None = None, **keys: Any) -> float:
         made = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16", **keys)
-        return update_seconds(made.run, made.shape, made.device.speed, whole_step(STEP, share_prompts=False))
+        return update_seconds(made.run, made.shape, made.device, whole_step(STEP, share_prompts=False))
 
     assert seconds(gradient_checkpointing=True) > seconds() > seconds(train_lm_head=False)
     assert seconds(lora={"r": 1}) < seconds()
