@@ -138,7 +138,7 @@ def test_what_is_tied_or_constant_may_be_there_or_not(
 
 
 NOT_LOADED = {
-    "cut short": (truncated, r"model\.safetensors is damaged .*download the file again"),
+    "cut short": (truncated, r"model\.safetensors is damaged.*download it again"),
     "a pointer": (text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "Git LFS"),
     "a part missing": (sharded, r"model-2\.safetensors.*with all its files"),
     "an adapter": (text("adapter_config.json", "{}"), r"adapter_config\.json.*merge_and_unload"),

@@ -1,0 +1,64 @@
+"""What contradicts the model is refused by every command that would use it, before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_fast.cli import main
+
+
+@pytest.fixture
+def run_with(toy: dict[str, Any], tmp_path: Path) -> Any:
+    """Runs a command on the toy, whose model's config.json says something else; gives the exit code."""
+
+    def run(command: str, changes: dict[str, Any], **sections: Any) -> int:
+        folder = tmp_path / "model"
+        shutil.copytree(toy["model"]["path"], folder)
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        model = {**toy["model"], "path": str(folder)}
+        config = {**toy, "model": model, "output_dir": str(tmp_path / "run"), **sections}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        return main([command, str(tmp_path / "run.yaml")])
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_a_prompt_and_a_completion_beyond_the_positions(
+    command: str, run_with: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_with(command, {"max_position_embeddings": 10})
+
+    needed = 3 + 8 if command == "generate" else 4 + 8
+    assert code == 1
+    assert f"need {needed} positions, and the model has 10" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_fixed_completions_beyond_the_positions(
+    toy: dict[str, Any], run_with: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "w2 w3", "chosen": "w4 w5 w6", "rejected": "w7"}\n')
+    no_sampling = {"rewards": [], "rollout": {}, "evaluation": {}, "algorithm": "dpo", "prompts_per_step": 1}
+
+    code = run_with(
+        "train",
+        {"max_position_embeddings": 5},
+        dataset={"source": str(tmp_path / "pairs.jsonl")},
+        **no_sampling,
+    )
+
+    assert code == 1
+    assert "need 6 positions, and the model has 5" in capsys.readouterr().err
+
+
+def test_more_threads_than_cores(run_with: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_with("train", {}, threads=1000) == 1
+    assert "threads = 1000, and this machine has" in capsys.readouterr().err
