@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
+import logging
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +15,8 @@ from pydantic import Field, model_validator
 
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.section import Count, PositiveInt, Section
+
+logger = logging.getLogger(__name__)
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
@@ -112,12 +114,8 @@ class Mirrors:
                 call(mirror)
             except Exception as error:
                 self._mirrors.remove(mirror)
-                warnings.warn(
-                    f"{type(mirror).__name__} failed ({error!r}) and gets no more metrics; metrics.jsonl has "
-                    "all of them",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                name, has_all = type(mirror).__name__, "metrics.jsonl and samples.jsonl have everything"
+                logger.warning("%s failed (%r) and gets nothing more; %s", name, error, has_all)
 
 
 class TensorBoard:
