@@ -85,7 +85,7 @@ def forward(batch: Batch, capability: int, *, everything: bool = False, keep: bo
     """
     from grpo_fast.head import accelerated
 
-    plan = batch.plan(capability, extra_statistics=everything, keep=keep)
+    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep)
     accelerated.forward(batch.problem, Request(*4 * [everything]), plan)
 
 

@@ -72,7 +72,7 @@ def _predicted_bytes(setting: Setting, device: torch.device) -> int:
         setting.tokens,
         setting.vocabulary,
         dtype,
-        extra_statistics=True,
+        extra_statistics=1,
         hidden_size=setting.hidden,
         trainable=setting.trainable,
     )

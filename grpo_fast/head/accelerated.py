@@ -63,7 +63,7 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         tile=plan.forward_tile,
         entropy=request.entropy,
         mean=request.mean_logit,
-        maximum=request.max_logit or plan.keep,
+        maximum=request.max_logit,
         squares=request.log_sum_sq,
         keep=exponentials,
     )

@@ -89,8 +89,8 @@ def _path_on(kind: str, index: int | None, dtype: torch.dtype) -> Path:
 def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, request = _forward_call(arguments)
     check_values(problem)
-    device, extras = problem.hidden.device, request.has_extras
-    plan = _plan(problem, request.tolerance, extra_statistics=extras, keep=request.keep)
+    device = problem.hidden.device
+    plan = _plan(problem, request.tolerance, extra_statistics=request.extra_statistics, keep=request.keep)
     request = request._replace(jacobian=request.jacobian and plan.backward == "dense")
     with torch.cuda.device_of(problem.hidden), torch.autocast(device.type, enabled=False):
         if plan.path == "triton":

@@ -44,7 +44,7 @@ class Workload:
     vocabulary: int
     dtype: torch.dtype
     softcap: bool = False
-    extra_statistics: bool = False  # anything beyond log-probability and log-sum-exp
+    extra_statistics: int = 0  # beyond log-probability and log-sum-exp
     dense_gradient: bool = False  # upstream gradients of the entropy or the mean logit: not sparse
     tolerance: float | None = None  # None for DEFAULT_TOLERANCE, exact where no kernel runs
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
@@ -87,10 +87,10 @@ class HeadPlan:
 def plan_head(device: Device, work: Workload) -> HeadPlan:
     """The plan for one call."""
     path = head_path(device, work.dtype)
-    # Many statistics and a softcap, or the store of what is kept, need the registers of half a tile; so does
-    # the entropy's gradient.
+    # Many statistics, or any and a softcap or the store of what is kept, need the registers of half a tile; so
+    # does the entropy's gradient.
     keep = work.keep and path == "triton" and not work.softcap
-    forward_wide = not (work.extra_statistics and (work.softcap or keep))
+    forward_wide = work.extra_statistics < (1 if work.softcap or keep else 3)
     backward_wide = not (work.softcap or work.dense_gradient)
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward

@@ -100,9 +100,9 @@ class Request(NamedTuple):
     tolerance: float | None = None  # of the backward
 
     @property
-    def has_extras(self) -> bool:
-        """Whether any optional statistic is asked for."""
-        return any(self[:4])
+    def extra_statistics(self) -> int:
+        """How many optional ones are asked for."""
+        return sum(self[:4])
 
 
 class RowStatistics(NamedTuple):

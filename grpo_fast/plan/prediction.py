@@ -169,7 +169,7 @@ class Predictor:
             vocabulary=shape.vocabulary,
             dtype=self.dtype,
             softcap=shape.softcap,
-            extra_statistics=True,
+            extra_statistics=1,
             dense_gradient=self.run.loss.needs_entropy,
             hidden_size=shape.hidden,
             trainable=shape.head_trained,

@@ -1,10 +1,10 @@
 """The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per (row, mass
 tile).
 
-Persistent programs write the log-sum-exp of every mass tile, the target's logit, and what optional statistics
-need; a second, small kernel folds the tiles into per-row results. A program's tile is several mass tiles
-wide, so that the product runs at full speed while the tile masses stay fine. An optional statistic whose
-output is None is not in the machine code.
+Persistent programs write the log-sum-exp of every mass tile and what optional statistics need; two small
+kernels give the targets' logits and fold the tiles into per-row results. A program's tile is several mass
+tiles wide, so that the product runs at full speed while the tile masses stay fine. An optional statistic
+whose output is None is not in the machine code.
 
 Statistics per mass tile are relative to the tile, so that nothing cancels when the logits are large: with
 P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k).
@@ -20,7 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE, ProductTile
-from .product import LOG2E, product_arguments, program_count, tile_logits, tile_position
+from .product import (
+    LOG2E,
+    product_arguments,
+    program_count,
+    tile_logits,
+    tile_position,
+    transform_arguments,
+    transform_logits,
+)
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
@@ -50,7 +58,7 @@ def forward_kernel(
     targets,  # (N,) int64
     count,  # () int32: rows in use
     lse_out,  # (T, N) float32
-    target_out,  # (N,) float32
+    target_out,  # (N,) float32 or None: the logit that equals the maximum where the target is the likeliest
     entropy_out,  # (T, N) float32 or None, as the next three
     total_out,
     maximum_out,
@@ -96,10 +104,11 @@ def forward_kernel(
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
         offset = tl.arange(0, COLUMNS)
         inside = offset < vocabulary - first_column
-        target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
-        target_logit = tl.sum(tl.where(offset[None, :] == target[:, None], z, 0.0), axis=1)
-        here = (target >= 0) & (target < tl.minimum(COLUMNS, vocabulary - first_column))
-        tl.store(target_out + row, target_logit, mask=live & here)
+        if target_out is not None:
+            target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
+            target_logit = tl.sum(tl.where(offset[None, :] == target[:, None], z, 0.0), axis=1)
+            here = (target >= 0) & (target < tl.minimum(COLUMNS, vocabulary - first_column))
+            tl.store(target_out + row, target_logit, mask=live & here)
 
         mass_tile = column_block * HALVES + tl.arange(0, HALVES)
         at = mass_tile[None, :].to(tl.int64) * capacity + row[:, None]
@@ -129,6 +138,46 @@ def forward_kernel(
         if squares_out is not None:
             squares = tl.log(tl.sum(e * e, axis=2)) - 2.0 * log_mass
             tl.store(squares_out + at, tl.where(mass > 0, squares, 0.0), mask=kept)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def target_logit_kernel(
+    hidden,  # (N, H)
+    weight,  # (V, H)
+    bias,  # (V,) or None
+    inv_temperature,  # (N,) float32 or None
+    targets,  # (N,) int64
+    count,  # () int32: rows in use
+    target_out,  # (N,) float32, written where the target is in this weight
+    vocabulary,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    softcap,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """One product a row: picked out of the forward's tiles it would cost them half of their epilogue."""
+    rows = tl.load(count)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    target = tl.load(targets + row, mask=row < rows, other=-1)
+    here = (target >= 0) & (target < vocabulary)
+    x = hidden + row.to(tl.int64)[:, None] * hidden_stride
+    w = weight + target[:, None] * weight_stride
+    products = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    for start in range(0, hidden_size, DEPTH):
+        step = start + tl.arange(0, DEPTH)
+        read = here[:, None] & (step < hidden_size)[None, :]
+        x_part = tl.load(x + step[None, :], mask=read, other=0.0).to(tl.float32)
+        products += x_part * tl.load(w + step[None, :], mask=read, other=0.0).to(tl.float32)
+    product = tl.sum(products, axis=1)
+    if bias is not None:
+        product += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
+    z = transform_logits(
+        product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
+    )
+    tl.store(target_out + row[:, None], z, mask=here[:, None])
 
 
 @triton.jit(do_not_specialize=["capacity", "vocabulary", "tiles"])
@@ -224,12 +273,13 @@ def tile_statistics(
     squares: bool = False,
     keep: Tensor | None = None,
 ) -> TileStatistics:
-    """Launches the forward. No host synchronisation.
+    """Launches the forward and the targets' products. No host synchronisation.
 
     Args:
         problem: its operands have unit stride along H; its first `working` rows are in use.
         working: () int32 on the device.
-        keep: (N, V) that receives the exponentials, see `kept`; then `maximum` must be set.
+        maximum: the tiles' maxima, and the targets' logits out of the tiles, so that equal logits are equal.
+        keep: (N, V) that receives the exponentials, see `kept`; the result then has the maxima as well.
     """
     rows, vocabulary = problem.targets.numel(), problem.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)
@@ -242,18 +292,27 @@ def tile_statistics(
         target_logit=problem.hidden.new_zeros(rows, dtype=torch.float32),
         entropy=per_tile(entropy),
         total=per_tile(mean),
-        maximum=per_tile(maximum),
+        maximum=per_tile(maximum or keep is not None),
         squares=per_tile(squares),
     )
     programs = program_count(problem.hidden.device)
+    arguments = product_arguments(problem, tile)
     forward_kernel[(programs,)](
-        **product_arguments(problem, tile),
-        targets=problem.targets, count=working, lse_out=result.lse, target_out=result.target_logit,
+        **arguments, targets=problem.targets, count=working, lse_out=result.lse,
+        target_out=result.target_logit if maximum else None,
         entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
         squares_out=result.squares, kept_out=keep, capacity=rows,
         kept_stride=0 if keep is None else keep.stride(0), programs=programs,
-        EVEN_COLUMNS=vocabulary % tile.columns == 0, TILE=TILE,
+        EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
+        TILE=TILE,
     )  # fmt: skip
+    if not maximum:
+        shared = ("vocabulary", "hidden_size", "hidden_stride", "weight_stride")
+        target_logit_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
+            problem.hidden, problem.weight, targets=problem.targets, count=working,
+            target_out=result.target_logit, **{name: arguments[name] for name in shared},
+            **transform_arguments(problem), ROWS=_TARGET_ROWS, DEPTH=_TARGET_DEPTH, num_warps=4,
+        )  # fmt: skip
     return result
 
 
@@ -280,5 +339,7 @@ def row_results(
     return results
 
 
+_TARGET_ROWS = 16
+_TARGET_DEPTH = 128
 _FINALISE_ROWS = 32
 _FINALISE_TILES = 64

@@ -356,13 +356,14 @@ def _compact_tile(
     live_bits, offsets, block_offsets, overflow, pair_rows, block_tile, rows, BLOCK: tl.constexpr
 ):
     """Writes the tile's live rows in ascending order, and the tile's number beside each of its blocks."""
+    if tl.load(overflow) != 0:  # every list is empty
+        return
     tile = tl.program_id(0)
     place = tl.load(offsets + tile)
-    fits = tl.load(overflow) == 0
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         live = _live_column(live_bits, tile, row, rows)
-        tl.store(pair_rows + place + tl.cumsum(live) - live, row, mask=(live != 0) & fits)
+        tl.store(pair_rows + place + tl.cumsum(live) - live, row, mask=live != 0)
         place += tl.sum(live)
     first, last = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
     for start in range(first, last, BLOCK):

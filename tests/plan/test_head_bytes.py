@@ -23,7 +23,7 @@ def test_the_workspace_is_what_the_profiler_sees(
     sizes: tuple[int, int, int], trained: bool, adds: bool, dtype: torch.dtype, rng: torch.Generator
 ) -> None:
     rows, width, vocabulary = sizes
-    call = Workload(rows, vocabulary, dtype, extra_statistics=True, hidden_size=width, trainable=trained)
+    call = Workload(rows, vocabulary, dtype, extra_statistics=1, hidden_size=width, trainable=trained)
     compare(Device("cpu"), call, adds, rng)
 
 
@@ -35,7 +35,7 @@ def test_so_it_is_for_exact_gradients_of_the_kernels(
     if not torch.cuda.is_available():  # interpreted, and in float32: a CPU copies 16 bits for its products
         monkeypatch.setattr(operator, "device_facts", lambda kind, index: HOPPER)
         call = Workload(
-            70, 1200, torch.float32, extra_statistics=True, hidden_size=48, trainable=trained, tolerance=0.0
+            70, 1200, torch.float32, extra_statistics=1, hidden_size=48, trainable=trained, tolerance=0.0
         )
         compare(HOPPER, call, adds, rng)
 
@@ -72,7 +72,7 @@ def compare(device: Device, call: Workload, adds: bool, rng: torch.Generator) ->
     assert abs(whole - planned) <= 0.05 * whole + slack
 
 
-ON_HOPPER = Workload(4096, 151936, torch.bfloat16, extra_statistics=True, hidden_size=2048)
+ON_HOPPER = Workload(4096, 151936, torch.bfloat16, extra_statistics=1, hidden_size=2048)
 
 
 def test_nothing_of_the_kernels_is_as_wide_as_the_vocabulary() -> None:
