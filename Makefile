@@ -3,13 +3,20 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TEST := $(PY) -m pytest
 
-.PHONY: train test test-gpu lint clean
+.PHONY: train test test-latest test-gpu lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-test
 	$(TEST) -n 2 --dist worksteal
+
+test-latest: LATEST := $(VENV)-latest
+test-latest:  # with what pip takes today instead of the locked set; peers that are not installed are skipped
+	$(PYTHON) -m venv --clear $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --editable ".[test,triton,liger,trl,gguf,tasks]"
+	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
+	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST) -m gpu
@@ -33,4 +40,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(VENV)-latest build *.egg-info

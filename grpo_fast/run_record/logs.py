@@ -170,6 +170,7 @@ def provenance() -> dict[str, Any]:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # the build as well, as in 2.13.0+cpu
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
