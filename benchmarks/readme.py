@@ -1,4 +1,4 @@
-"""`python -m benchmarks readme`: writes the tables of README.md from the checked-in records.
+"""`python -m benchmarks readme`: writes the tables of README.md and docs/ from the checked-in records.
 
 Between `<!-- table: NAME -->` and `<!-- end -->` stands the table of `benchmarks/results/NAME.json`, as
 `readme.md.j2` writes it.
@@ -10,9 +10,11 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,10 @@ _STATES = {OOM: "OOM", FAILED: "failed"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
-    parser.add_argument("--file", type=Path, default=HERE.parent / "README.md", help="README.md unless given")
+    pages = [HERE.parent / "README.md", *sorted((HERE.parent / "docs").glob("*.md"))]
+    parser.add_argument(
+        "--files", type=Path, nargs="+", default=pages, help="README.md and docs/*.md unless given"
+    )
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of the records")
 
 
@@ -44,27 +49,33 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         ValueError: no such file, a marker without its end, or a record that is missing or has no table.
     """
-    if not options.file.is_file():
-        raise ValueError(f"there is no {options.file}: run this in a checkout, or give --file")
-    before = options.file.read_text(encoding="utf-8")
-    if len(_REGION.findall(before)) != len(_OPENED.findall(before)):
-        raise ValueError("a `<!-- table: NAME -->` has no `<!-- end -->`, or another table before it")
+    changed = False
+    for page in options.files:
+        if not page.is_file():
+            raise ValueError(f"there is no {page}: run this in a checkout, or give --files")
+        before = page.read_text(encoding="utf-8")
+        if len(_REGION.findall(before)) != len(_OPENED.findall(before)):
+            raise ValueError(
+                f"{page}: a `<!-- table: NAME -->` has no `<!-- end -->`, or another table before it"
+            )
+        after = _REGION.sub(partial(_filled, results=options.results, folder=page.parent), before)
+        changed |= before != after
+        if options.check:
+            found, expected = before.splitlines(), after.splitlines()
+            for line in difflib.unified_diff(found, expected, f"{page} is", "should be", n=0):
+                print(line.rstrip("\n"))
+        elif before != after:
+            page.write_text(after, encoding="utf-8")
+    return int(changed and options.check)
 
-    def filled(region: re.Match[str]) -> str:
-        return f"{region[1]}{render(options.results / (region['name'] + '.json'))}\n{region[4]}"
 
-    after = _REGION.sub(filled, before)
-    if options.check:
-        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), "is", "should be", n=0):
-            print(line.rstrip("\n"))
-        return int(before != after)
-    if before != after:
-        options.file.write_text(after, encoding="utf-8")
-    return 0
+def _filled(region: re.Match[str], *, results: Path, folder: Path) -> str:
+    path = results / f"{region['name']}.json"
+    return f"{region[1]}{render(path, link=os.path.relpath(path, folder))}\n{region[4]}"
 
 
-def render(path: Path) -> str:
-    """The table of one file of `benchmarks/results`, with the line that says where it comes from.
+def render(path: Path, link: str) -> str:
+    """The table of one file of `benchmarks/results`, with its origin and a `link` to the record.
 
     Raises:
         ValueError: the file is missing, or of no kind that has a table.
@@ -83,7 +94,7 @@ def render(path: Path) -> str:
         "join_command": shlex.join,
     }
     template = templates.from_string((HERE / "readme.md.j2").read_text(encoding="utf-8"))
-    if not (text := template.render(record=record, file=path.name).strip()):
+    if not (text := template.render(record=record, link=link).strip()):
         raise ValueError(f"{path} is of no kind that has a table: it holds {', '.join(record) or 'nothing'}")
     return text
 

@@ -1,27 +1,66 @@
-"""What the README shows must be what the repository holds."""
+"""What README.md and docs/ show must be what the repository holds and does."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from benchmarks.__main__ import main
+from benchmarks.__main__ import main as benchmarks
+from grpo_fast import cli
 from grpo_fast.config_io import load_config
+from grpo_fast.objective.catalog import CATALOG
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOT_SHOWN = {"__init__.py", "train_grpo.py", "train_from_python.py"}
-EXAMPLES = [path for path in sorted((ROOT / "grpo_fast/examples").glob("*.py")) if path.name not in NOT_SHOWN]
-assert EXAMPLES
+PATHS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
+NEEDS = ("(needs a GPU)", "(needs the hub")
+TRL = {"num_generations": 4, "learning_rate": 1e-6, "max_steps": 10, "reward_funcs": ["rewards.near_w7"]}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_of_the_readme_is_the_file_that_the_tests_run(example: Path):
-    source = example.read_text(encoding="utf-8").strip()
-    assert len(source.splitlines()) <= 30
-    assert source in README
+def commands(page: str) -> list[list[str]]:
+    """Of `grpo-fast`, but for those that say what they need, and the quickstart, which is `make train`."""
+    lines = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
+    found = [shlex.split(line, comments=True) for line in lines if not any(need in line for need in NEEDS)]
+    own = [tokens[1:] for tokens in found if tokens[:1] == ["grpo-fast"]]
+    return [tokens for tokens in own if tokens != ["train", "quickstart"]]
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(PAGES) if commands(PAGES[name])])
+def test_every_command_runs_as_it_stands(name: str, toy: dict[str, Any], tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = toy | {"max_steps": 2, "output_dir": "runs/default"}
+    settings["dataset"] = toy["dataset"] | {"max_prompt_length": 8}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(TRL), encoding="utf-8")
+
+    for tokens in commands(PAGES[name]):
+        assert cli.main(tokens) == 0, f"{shlex.join(tokens)}\n{capsys.readouterr().err}"
+
+
+def test_the_commands_of_the_benchmarks_are_there(capsys):
+    found = {m for page in PAGES.values() for m in re.findall(r"python -m benchmarks (\w+)", page)}
+
+    assert {"head", "step", "readme", "report"} <= found
+    for name in found:
+        with pytest.raises(SystemExit) as left:
+            benchmarks([name, "--help"])
+        assert left.value.code == 0, name
+
+
+def test_its_configuration_is_one_that_train_takes(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(README.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+
+    config = load_config(path)
+
+    assert config.dataset.max_prompt_length, "`grpo-fast plan` needs it"
 
 
 def test_the_heads_example_runs_as_it_stands(capsys):
@@ -33,21 +72,61 @@ def test_the_heads_example_runs_as_it_stands(capsys):
     assert "Certificate(density=" in capsys.readouterr().out
 
 
-def test_its_configuration_is_one_that_train_takes(tmp_path):
-    section = README.partition("## Train")[2]
-    path = tmp_path / "run.yaml"
-    path.write_text(section.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
-
-    config = load_config(path)
-
-    assert config.dataset.max_prompt_length, "`grpo-fast plan` needs it"
-
-
 def test_its_tables_are_those_of_the_checked_in_records(capsys):
     assert "<!-- table: quickstart_cpu -->" in README
-    code = main(["readme", "--check"])
+    code = benchmarks(["readme", "--check"])
 
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"
+
+
+def test_the_table_of_losses_is_the_catalogue():
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (\w+) \| (\w+) \| (.+?) \| (\w+) \|$", PAGES["methods"], re.M)
+    shown = {name: rest for name, *rest in rows[1:]}
+
+    assert list(shown) == list(CATALOG)
+    for name, facts in CATALOG.items():
+        low, high = facts.epsilon or (None, None)
+        clip = (
+            "\N{EN DASH}" if high is None else f"ceiling {high:g}" if low is None else f"{low:g} / {high:g}"
+        )
+        kl = "none" if facts.forbids_kl else facts.kl_estimator
+        assert shown[name] == [facts.paper, facts.aggregation, facts.level, clip, kl]
+
+
+def test_every_message_of_troubleshooting_is_one_of_ours():
+    said = "\n".join(texts(path) for path in sorted((ROOT / "grpo_fast").rglob("*.py")))
+    shown = re.findall(r"^\| `(.+?)` \|", PAGES["troubleshooting"], re.M)
+    gap = "\N{HORIZONTAL ELLIPSIS}"
+
+    assert len(shown) >= 20
+    missing = [part.strip() for message in shown for part in message.split(gap) if part.strip() not in said]
+    assert not missing
+
+
+def texts(path: Path) -> str:
+    """A file's strings, and a new line where a value goes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    whole = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
+    parts = [node.values if isinstance(node, ast.JoinedStr) else [node] for node in whole]
+    constants = [[part.value for part in found if isinstance(part, ast.Constant)] for found in parts]
+    return "\n".join("\n".join(map(str, found)) for found in constants)
+
+
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", *PATHS], ids=lambda path: path.stem)
+def test_every_link_and_file_that_a_page_names_is_there(path: Path):
+    text = path.read_text(encoding="utf-8")
+    links = {link.partition("#")[0] for link in re.findall(r"\]\((?!http)([^)]*)\)", text)} - {""}
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    anchors = {
+        (target or str(path), anchor)
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", text)
+    }
+    for target, anchor in anchors:
+        headings = re.findall(r"^#+ (.+)$", (path.parent / target).read_text(encoding="utf-8"), re.M)
+        assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, (
+            target,
+            anchor,
+        )
 
 
 def test_every_file_that_contributing_names_is_there():

@@ -87,8 +87,8 @@ class HeadPlan:
 def plan_head(device: Device, work: Workload) -> HeadPlan:
     """The plan for one call."""
     path = head_path(device, work.dtype)
-    # Many statistics, or any and a softcap or the store of what is kept, need the registers of half a tile; so
-    # does the entropy's gradient.
+    # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
+    # so does the entropy's gradient.
     keep = work.keep and path == "triton" and not work.softcap
     forward_wide = work.extra_statistics < (1 if work.softcap or keep else 3)
     backward_wide = not (work.softcap or work.dense_gradient)

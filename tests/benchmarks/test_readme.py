@@ -35,7 +35,7 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     path = tmp_path / "record.json"
     write_json(path, Record("step", [OURS, fast, large, greedy, absent], ENVIRONMENT))
 
-    assert render(path).splitlines() == [
+    assert render(path, "the link").splitlines() == [
         "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
         "|---|---:|---:|---:|---:|",
         f"| *one product X Wᵀ* | {DASH} | 1.50 | {DASH} | {DASH} |",
@@ -45,7 +45,7 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
         "Not measured: absent (not installed).",
         "",
         "float32 · a machine · torch 2.13.0 · 2026-11-20 · "
-        "repeat: `python -m benchmarks step --minutes 2` · [record](benchmarks/results/record.json)",
+        "repeat: `python -m benchmarks step --minutes 2` · [record](the link)",
     ]
 
 
@@ -61,7 +61,7 @@ def test_side_by_side_the_worst_over_all_steps_that_were_compared_is_shown(tmp_p
     ]
     path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
 
-    assert render(path).splitlines()[2:4] == [
+    assert render(path, "the link").splitlines()[2:4] == [
         "| patched | float32 | 2 | 30 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |",
         "| patched | bfloat16 | 1 | 20 of 20 | nan | 1.0e-06 | 1.0e-03 |",
     ]
@@ -77,7 +77,7 @@ def readme(tmp_path: Path) -> Path:
 
 
 def test_tables_are_written_between_their_markers_and_nothing_else_changes(readme, capsys):
-    arguments = ["readme", f"--file={readme}", f"--results={readme.parent}"]
+    arguments = ["readme", f"--files={readme}", f"--results={readme.parent}"]
 
     assert main([*arguments, "--check"]) == 1
     assert "-numbers by hand" in capsys.readouterr().out
@@ -100,9 +100,9 @@ def test_tables_are_written_between_their_markers_and_nothing_else_changes(readm
 def test_a_marker_that_cannot_be_filled_is_named(readme, capsys, text, named):
     readme.write_text(text)
 
-    assert main(["readme", f"--file={readme}", f"--results={readme.parent}"]) == 2
+    assert main(["readme", f"--files={readme}", f"--results={readme.parent}"]) == 2
     assert named in capsys.readouterr().err
-    assert main(["readme", f"--file={readme.parent / 'NONE.md'}"]) == 2
+    assert main(["readme", f"--files={readme.parent / 'NONE.md'}"]) == 2
     assert "NONE.md" in capsys.readouterr().err
 
 
@@ -112,4 +112,4 @@ def test_a_file_without_a_table_is_named(tmp_path, content):
     path.write_text(content)
 
     with pytest.raises(ValueError, match=r"other\.json"):
-        render(path)
+        render(path, "the link")
