@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.evaluate import EvaluationConfig
@@ -13,13 +17,14 @@ from grpo_fast.objective.catalog import GRPOLossConfig
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
-from grpo_fast.rollout.config import MemoryConfig, RolloutConfig
+from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
 from grpo_fast.run_record.alerts import AlertsConfig
 from grpo_fast.run_record.config import CheckpointConfig, HubConfig
 from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.section import PositiveInt, Section, Seed
-from grpo_fast.stages import StageConfig, resolve_stages
+from grpo_fast.stages import PART, StageConfig, resolve_stages
 
+_OF_ANY_TRAINING = ("window", "clear_margin", "divergence", "kl")
 # What only training on the policy's own completions reads.
 _SAMPLING = (
     *("rewards", "rollout", "memory", "advantage", "loss"),
@@ -27,6 +32,7 @@ _SAMPLING = (
     *("groups", "curriculum", "adaptive_weights", "stages"),
     *(f"evaluation.{key}" for key in ("num_samples", "temperature", "threshold", "reward")),
     *(f"logging.{key}" for key in ("samples_every", "samples", "show_samples")),
+    *(f"alerts.{key}" for key in AlertsConfig.model_fields if key not in _OF_ANY_TRAINING),
 )
 
 
@@ -81,25 +87,9 @@ class TrainConfig(Section):
     hub: HubConfig | None = Field(None, description="where the trained model is pushed to")
 
     @model_validator(mode="after")
-    def _of_one_algorithm(self) -> TrainConfig:
+    def _consistent(self) -> TrainConfig:
         if self.algorithm == "grpo" and not self.rewards:
             raise ValueError("rewards is empty: algorithm = 'grpo' maximises them; give at least one")
-        unread = {
-            "grpo": ("preference",),
-            "dpo": (*_SAMPLING, "preference.ranking"),
-            "rank": (*_SAMPLING, "preference.loss", "preference.beta"),
-        }
-        for name in unread[self.algorithm]:
-            section, _, key = name.partition(".")
-            value, default = getattr(self, section), type(self).model_fields[section].get_default()
-            if key:
-                value, default = getattr(value, key), getattr(default, key)
-            if value != default:
-                raise ValueError(f"{name} is not read by algorithm = {self.algorithm!r}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
                 f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a "
@@ -119,8 +109,164 @@ class TrainConfig(Section):
         if self.optimizer.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} leaves no step of max_steps = "
-                f"{self.max_steps} at the full rate; lower it"
+                f"{self.max_steps} at the full rate; lower it, or give warmup_ratio, a share of max_steps"
             )
-        if self.stages:
-            resolve_stages(self)
         return self
+
+    @model_validator(mode="after")
+    def _reads_all(self, info: ValidationInfo) -> TrainConfig:
+        if info.context == PART:
+            return self
+        errors = [
+            InitErrorDetails(
+                type=PydanticCustomError("unread", "is not read {why}; leave it out", {"why": why}),
+                loc=tuple(name.split(".")),
+                input=at(self, name),
+            )
+            for name, why in unread(self).items()
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(type(self).__name__, errors)
+        return self
+
+
+# Keys, when they are read, and when they are not.
+Condition = tuple[tuple[str, ...], Callable[[TrainConfig], object], str]
+_BY_ALGORITHM = "by algorithm = {0.algorithm!r}"
+
+
+def _of_source(place: str) -> list[Condition]:
+    """What a section `dataset` reads, by its source."""
+    by_source = [
+        (
+            (f"{place}.{key}",),
+            lambda config, key=key: key not in at(config, place).idle_keys,
+            f"with {place}.source = {{0.{place}.source!r}}",
+        )
+        for key in ("name", "split", "seed", "options")
+    ]
+    limit = f"{place}.max_prompt_length"
+    return [
+        *by_source,
+        ((f"{place}.overlong_prompts",), lambda config: at(config, limit), f"without {limit}"),
+    ]
+
+
+_READ: list[Condition] = [
+    (_SAMPLING, lambda c: c.algorithm == "grpo", _BY_ALGORITHM),
+    (("preference.loss", "preference.beta"), lambda c: c.algorithm == "dpo", _BY_ALGORITHM),
+    (("preference.ranking",), lambda c: c.algorithm == "rank", _BY_ALGORITHM),
+    (
+        ("preference.answers", "preference.max_completion_length", "preference.reference_cache"),
+        lambda c: c.algorithm != "grpo",
+        _BY_ALGORITHM,
+    ),
+    (
+        ("preference.reference_cache",),
+        lambda c: (c.preference.ranking if c.algorithm == "rank" else c.preference.loss).needs_reference,
+        "by a loss without a reference",
+    ),
+    (
+        ("preference.beta.gap_smoothing",),
+        lambda c: c.preference.beta.gap_gain,
+        "without preference.beta.gap_gain",
+    ),
+    *_of_source("dataset"),
+    *_of_source("evaluation.dataset"),
+    (
+        ("model.revision",),
+        lambda c: not (c.model.path.startswith("package:") or Path(c.model.path).expanduser().is_dir()),
+        "with model.path = {0.model.path!r}, which is no hub id",
+    ),
+    (
+        tuple(f"rollout.vllm.{key}" for key in VLLMConfig.model_fields),
+        lambda c: c.rollout.engine != "transformers",
+        "by rollout.engine = {0.rollout.engine!r}",
+    ),
+    (
+        ("rollout.max_batch_tokens",),
+        lambda c: c.rollout.engine != "vllm",
+        "by rollout.engine = {0.rollout.engine!r}; rollout.vllm.kv_cache_gib bounds its memory",
+    ),
+    (("rollout.vllm.lora_sync",), lambda c: c.model.lora, "without model.lora"),
+    (("advantage.max_draws",), lambda c: c.advantage.dynamic_sampling, "without advantage.dynamic_sampling"),
+    (
+        tuple(f"advantage.{key}" for key in ("scale_rewards", "baseline", "multi_objective_aggregation")),
+        lambda c: c.advantage.function is None,
+        "beside advantage.function, which gives the advantages",
+    ),
+    (
+        ("loss.kl_estimator", "loss.kl_in_reward", "loss.use_bias_correction_kl"),
+        lambda c: c.loss.beta,
+        "without loss.beta, the weight of the KL",
+    ),
+    (
+        ("loss.entropy_target", "loss.entropy_coef_min", "loss.entropy_coef_max", "loss.entropy_coef_delta"),
+        lambda c: c.loss.use_adaptive_entropy,
+        "without loss.use_adaptive_entropy",
+    ),
+    (
+        ("loss.sampler_clip_min", "loss.sampler_clip_max"),
+        lambda c: c.loss.needs_sampler,
+        "without loss.sampler_correction",
+    ),
+    (
+        ("loss.max_completion_length",),
+        lambda c: c.loss.is_custom or c.loss.facts.aggregation == "constant_length",
+        "by loss.loss_type = {0.loss.loss_type!r}",
+    ),
+    (
+        ("optimizer.min_learning_rate_ratio",),
+        lambda c: c.optimizer.schedule != "constant",
+        "by optimizer.schedule = 'constant'",
+    ),
+    (
+        (
+            *("evaluation.every", "evaluation.size", "evaluation.num_samples"),
+            *("alerts.reward_rise", "alerts.held_out_drop", "alerts.evaluation_truncated"),
+        ),
+        lambda c: c.evaluation.dataset,
+        "without evaluation.dataset",
+    ),
+    (
+        ("evaluation.size",),
+        lambda c: c.evaluation.every,
+        "without evaluation.every: before and after training all questions are used",
+    ),
+    (("logging.samples",), lambda c: c.logging.samples_every, "with logging.samples_every = 0"),
+    (
+        ("logging.project",),
+        lambda c: c.logging.wandb or c.logging.trackio,
+        "without logging.wandb or logging.trackio",
+    ),
+]
+
+
+def unread(config: TrainConfig) -> dict[str, str]:
+    """Keys that are set and that no stage of the run reads, each with the reason."""
+    found: dict[str, str] = {}
+    read: set[str] = set()
+    for stage in resolve_stages(config):
+        changed = {name for names, _, _ in _READ for name in names if _is_set(stage.config, name)}
+        idle = {
+            name: why.format(stage.config)
+            for names, reads, why in reversed(_READ)  # the first reason stays
+            for name in names
+            if name in changed and not reads(stage.config)
+        }
+        found |= idle
+        read |= changed - idle.keys()
+    return {name: why for name, why in found.items() if name not in read}
+
+
+def at(config: Any, name: str) -> Any:
+    """The value of a dotted key; None within a section that is not there."""
+    return reduce(lambda section, key: getattr(section, key, None), name.split("."), config)
+
+
+def _is_set(config: TrainConfig, name: str) -> bool:
+    """Whether a key asks for something else than its default; null asks for nothing."""
+    place, _, key = name.rpartition(".")
+    section = at(config, place) if place else config
+    fields: Any = getattr(type(section), "model_fields", None) or getattr(section, "__dataclass_fields__", {})
+    return key in fields and getattr(section, key) not in (fields[key].default, None)

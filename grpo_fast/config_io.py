@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config import TrainConfig, at, unread
 from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
@@ -25,6 +25,7 @@ from grpo_fast.convert.rules import translate
 from grpo_fast.lookup import choices
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.section import short
+from grpo_fast.stages import PART
 
 RECIPES = Path(__file__).parent / "recipes"
 Pairs = list[tuple[str, Any]]
@@ -61,20 +62,23 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. TRL's and Axolotl's flat
             names (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or names
-            with their values as Python has them.
+            with their values as Python has them. What the file sets and is not read beside them
+            is left out.
 
     Raises:
         ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
     """
     problems: list[Problem] = []
-    tree: Any = {}
-    if path is not None:
-        tree = _apply(list(_read_mapping(config_path(path)).items()), tree, problems)
+    file: Pairs = [] if path is None else list(_read_mapping(config_path(path)).items())
     if isinstance(overrides, Mapping):
         source, pairs = "settings", list(overrides.items())
     else:
         source, pairs = "overrides", _parse_overrides(overrides)
-    return _validated(_apply(pairs, tree, problems), str(path or source), problems)
+    # What a name means beside others, as a share of max_steps, depends on what is in force in the end.
+    siblings = {**dict(file), **dict(pairs)}
+    below = _apply(file, {}, siblings, problems)
+    tree = _without_idle(_apply(pairs, below, siblings, problems), below)
+    return _validated(tree, str(path or source), problems)
 
 
 def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conversion, str]:
@@ -205,7 +209,7 @@ def _without_positions(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
+def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[Problem]) -> Any:
     """The tree with one layer's keys at their places, over what an earlier layer put there.
 
     A key belongs where it says, or where the table of foreign names puts it.
@@ -216,7 +220,7 @@ def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
             problems.append(_unknown(name, value))
             continue
         try:
-            places = {name: value} if is_key(name) else translate(NAMES[name], value, dict(pairs))
+            places = {name: value} if is_key(name) else translate(NAMES[name], value, siblings)
             for leaf, item in flatten(places).items():
                 writer, earlier = written.setdefault(leaf, (name, item))
                 if earlier is not item and earlier != item:
@@ -227,6 +231,32 @@ def _apply(pairs: Pairs, tree: Any, problems: list[Problem]) -> Any:
         except (ValueError, TypeError) as error:
             problems.append(Problem(name, str(error), value))
     return tree
+
+
+def _without_idle(tree: Any, before: Any) -> Any:
+    """The tree without the keys that an earlier layer set, and read, and that this one reads no more.
+
+    So another dataset leaves the `split` of the one before behind, and none at all leaves `evaluation.every`.
+    """
+    try:
+        parts = [TrainConfig.model_validate(layer, context=PART) for layer in (before, tree)]
+        idle_before, idle = map(unread, parts)
+    except ValueError:  # which is told of the whole
+        return tree
+    for name in idle.keys() - idle_before.keys():
+        if at(parts[0], name) == at(parts[1], name):
+            tree = _without(tree, name)
+    return tree
+
+
+def _without(node: Any, place: str) -> Any:
+    """A tree without a dotted place."""
+    part, _, rest = place.partition(".")
+    if not isinstance(node, dict) or part not in node:
+        return node
+    if rest:
+        return node | {part: _without(node[part], rest)}
+    return {key: value for key, value in node.items() if key != part}
 
 
 def _with(node: Any, place: str, value: Any, here: str = "") -> Any:

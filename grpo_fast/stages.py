@@ -27,6 +27,8 @@ OVERRIDABLE = (
 )
 # The engine is made once; a stage changes only how it samples.
 ENGINE_KEYS = ("engine", "max_batch_tokens")
+# The context to validate a part of a run in: what it does not read may be for another part.
+PART = "part"
 # Another value of this key replaces its whole section.
 SECTION_DISCRIMINATOR = {
     "dataset": "source",
@@ -148,7 +150,7 @@ def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, A
     try:
         _check_overrides(stage)
         merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
-        return kind.model_validate(merged)
+        return kind.model_validate(merged, context=PART)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors(include_url=False))
     except ValueError as error:

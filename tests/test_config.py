@@ -84,7 +84,15 @@ ACCEPTED: list[tuple[str, list[str], Places]] = [
         {"optimizer.betas": (0.9, 0.95), "dataset.options": {"tolerance": 1e-6, "name": "1e-6"}},
     ),
     (MINIMAL + "learning_rate: 3e-6\n" + RATE, [], {"optimizer.learning_rate": 3e-6}),  # twice, but agreed
-    (MINIMAL + "max_steps: 50\nwarmup_ratio: 0.1", [], {"optimizer.warmup_steps": 5}),
+    *(
+        (MINIMAL + text, tokens, {"optimizer.warmup_steps": 5})
+        for text, tokens in (
+            ("max_steps: 50\nwarmup_ratio: 0.1", []),
+            ("max_steps: 100\nwarmup_ratio: 0.1", ["max_steps=50"]),
+            ("max_steps: 50", ["warmup_ratio=0.1"]),
+            ("warmup_ratio: 0.9", ["max_steps=6"]),  # a step at the full rate is left
+        )
+    ),
     (MINIMAL + "adapter: lora\nlora_r: 4", [], {"model.lora.r": 4}),
     (MINIMAL, ["push_to_hub=true", "hub_model_id=ada/m"], {"hub.push": "ada/m", "hub.private": True}),
     (MINIMAL, ["push_to_hub=false", "hub_model_id=ada/m", "hub_private_repo=false"], {"hub": None}),
@@ -127,7 +135,7 @@ PLACES = {
 
 def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
     flat = "\n".join(f"{key}: {json.dumps(value)}" for key, value in yaml.safe_load(FLAT).items())
-    config = load_config(write(MINIMAL + flat))
+    config = load_config(write(MINIMAL + "evaluation: {dataset: {source: held_out.jsonl}}\n" + flat))
 
     for section, values in PLACES.items():
         assert {key: getattr(getattr(config, section), key) for key in values} == values
@@ -141,7 +149,7 @@ def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
         ("push_to_hub=true", "push_to_hub"),
         ("report_to=[mlflow]", "report_to"),
         ("adapter=qlora", "adapter"),
-        ("save_steps=0.1", "save_steps"),
+        ("save_steps=0.1", "save_steps"),  # a share of what?
         ("reward_weights=[1]", "reward_weights"),
         ("generation_kwargs={seed: 1}", "generation_kwargs"),
         ("lr_scheduler_kwargs={min_lr: 1e-7}", "lr_scheduler_kwargs"),
@@ -338,6 +346,56 @@ def test_the_dump_holds_every_key_of_each_section_in_use(write):
         prefix = f"{section}." if section else ""
         wanted = {name.removeprefix(prefix) for name in keys() if name.startswith(prefix)}
         assert set(node) == {name for name in wanted if "." not in name}
+
+
+UNREAD = {
+    "evaluation.every=5": "without evaluation.dataset",
+    "dataset.split=test": "with dataset.source = 'rows.jsonl'",
+    "dataset.seed=3": "with dataset.source",
+    "dataset.overlong_prompts=error": "without dataset.max_prompt_length",
+    "evaluation={size: 5, dataset: {source: rows.jsonl}}": "without evaluation.every",
+    "model={path: 'package:llm', revision: main}": "no hub id",
+    "rollout={engine: transformers, vllm: {max_sequences: 4}}": "by rollout.engine = 'transformers'",
+    "rollout={engine: vllm, max_batch_tokens: 400}": "by rollout.engine = 'vllm'",
+    "advantage.max_draws=4": "without advantage.dynamic_sampling",
+    "advantage={function: 'a:b', baseline: leave_one_out}": "beside advantage.function",
+    "loss.kl_in_reward=true": "without loss.beta",
+    "loss.entropy_target=1": "without loss.use_adaptive_entropy",
+    "loss.sampler_clip_max=2": "without loss.sampler_correction",
+    "loss.max_completion_length=64": "by loss.loss_type = 'dapo'",
+    "optimizer.min_learning_rate_ratio=0.1": "by optimizer.schedule = 'constant'",
+    "logging.project=mine": "without logging.wandb",
+    "preference.loss.beta=0.3": "by algorithm = 'grpo'",
+    "stages=[{name: a, steps: 50, overrides: {advantage: {max_draws: 4}}}, {name: b}]": "dynamic_sampling",
+}
+
+
+@pytest.mark.parametrize(("override", "why"), UNREAD.items())
+def test_what_is_set_and_not_read_is_refused_with_the_reason(write, override, why):
+    (problem,) = problems_of(write(MINIMAL), [override]).values()
+    assert "is not read " in problem and why in problem
+
+
+def test_a_key_that_one_stage_alone_reads_is_read(write):
+    stages = "stages=[{name: a, steps: 50}, {name: b, overrides: {loss: {beta: 0.1}}}]"
+    assert load_config(write(MINIMAL), [stages, "loss.kl_in_reward=true"]).loss.kl_in_reward
+
+
+def test_overrides_leave_behind_what_the_file_set_and_they_leave_unread(write):
+    local = load_config("gsm8k", ["dataset.source=train.jsonl", "evaluation.dataset.source=test.jsonl"])
+    assert (local.dataset.name, local.dataset.split, local.evaluation.dataset.split) == (
+        None,
+        "train",
+        "train",
+    )
+    assert load_config("gsm8k", ["evaluation.dataset=null"]).evaluation.every == 0
+    assert list(problems_of(write(MINIMAL + "evaluation: {every: 3}"), ["seed=1"])) == ["evaluation.every"]
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "gsm8k", "dpo", "rank"])
+def test_a_recipe_takes_any_number_of_steps(recipe):
+    for steps in (1, 3, 1000):
+        assert load_config(recipe, [f"max_steps={steps}"]).optimizer.warmup_steps < steps
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=12)

@@ -107,7 +107,11 @@ def betas(prefix: str = "") -> Translate:
 
 def warmup(value: Any, siblings: Mapping[str, Any]) -> Places:
     place = "optimizer.warmup_steps"
-    return {place: in_steps(value, siblings, place)} if value else {}
+    if not value:
+        return {}
+    steps = in_steps(value, siblings, place)
+    # A share of few steps leaves one at the full rate.
+    return {place: steps if steps == value else min(steps, int(siblings["max_steps"]) - 1)}
 
 
 def schedule_options(value: Any, siblings: Mapping[str, Any]) -> Places:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_fast.section import PositiveInt, Section, Seed
 
@@ -45,12 +45,10 @@ class DatasetConfig(Section):
     )
     options: dict[str, Any] = Field({}, description="passed to the generator of `reasoning_gym:TASK`")
 
-    @model_validator(mode="after")
-    def _read_by_its_source(self) -> DatasetConfig:
-        task, file = self.source.startswith(PREFIX), Path(self.source).suffix in SUFFIXES
-        unread = {"name": task or file, "split": task or file, "seed": not task, "options": not task}
-        for key in (key for key, ignored in unread.items() if ignored):
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].get_default():
-                raise ValueError(f"{key} = {value!r} is not read for source = {self.source!r}; leave it out")
-        return self
+    @property
+    def idle_keys(self) -> tuple[str, ...]:
+        """Keys that only other sources read."""
+        if self.source.startswith(PREFIX):
+            return ("name", "split")
+        one_file = Path(self.source).suffix in SUFFIXES
+        return ("name", "split", "seed", "options") if one_file else ("seed", "options")

@@ -222,12 +222,12 @@ REWARDS = [{"reward": "exact_match"}]
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"rewards": REWARDS}, "rewards is not read by algorithm = 'dpo'"),
-        ({"rollout": {"num_generations": 4}}, "rollout is not read by algorithm = 'dpo'"),
-        ({"evaluation": {"num_samples": 4}}, "evaluation.num_samples is not read by algorithm = 'dpo'"),
-        ({"logging": {"show_samples": 1}}, "logging.show_samples is not read by algorithm = 'dpo'"),
-        ({"preference": {"ranking": {"objective": "pairwise"}}}, "preference.ranking is not read"),
-        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, "preference.loss is not read"),
+        ({"rewards": REWARDS}, r"rewards\s+is not read by algorithm = 'dpo'"),
+        ({"rollout": {"num_generations": 4}}, r"rollout\s+is not read by algorithm = 'dpo'"),
+        ({"evaluation": {"num_samples": 4}}, r"evaluation.num_samples\s+is not read by algorithm = 'dpo'"),
+        ({"preference": {"ranking": {"objective": "pairwise"}}}, r"preference.ranking\s+is not read"),
+        ({"algorithm": "rank", "preference": {"loss": {"beta": 0.3}}}, r"preference.loss\s+is not read"),
+        ({"logging": {"show_samples": 1}}, r"logging.show_samples\s+is not read by algorithm = 'dpo'"),
         ({"algorithm": "grpo", "rewards": REWARDS, "preference": {"loss": {"beta": 0.3}}}, "preference"),
         ({"algorithm": "grpo"}, "rewards is empty"),
         ({"preference": {"loss": {"beta": 0}}}, "beta = 0.* is out of range"),
