@@ -195,7 +195,7 @@ _head_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _plan(
-    problem: HeadProblem, tolerance: float | None, *, aligned: bool | None = None, **facts: bool
+    problem: HeadProblem, tolerance: float | None, *, aligned: bool | None = None, **facts: Any
 ) -> HeadPlan:
     """The plan, with facts of the call named as `Workload` names them; `aligned` is read off the weight."""
     (rows, depth), device = problem.hidden.shape, problem.hidden.device
