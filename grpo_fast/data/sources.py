@@ -51,8 +51,9 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
 
 
 def _hub_rows(config: DatasetConfig) -> Iterable[Row]:
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     try:
         return map(dict, load_dataset(config.source, config.name, split=config.split))
     except Exception as error:

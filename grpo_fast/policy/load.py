@@ -35,16 +35,11 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
         ValueError: a wrong path, device or combination, or a model that cannot be packed.
         ImportError: an optional package is missing; the message names it.
     """
-    from transformers import AutoConfig
-
     source = resolve_source(config.path)
     device = resolve_device(config.device)
     attention = resolve_attention(config.attention, device, config.dtype)
     if config.liger_kernels:
         _require_liger(device)
-    with loading(config.path, source):
-        architecture = AutoConfig.from_pretrained(source, **_origin(config))
-    check_architecture(architecture)
     tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device, attention)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
@@ -170,12 +165,12 @@ def _load_model(source: str, config: ModelConfig, device: torch.device, attentio
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer alone, for a look at the data.
+    """The tokenizer alone, of a model that can be trained: for the data, before any weight is read.
 
     Raises:
-        ValueError: a wrong path or template.
+        ValueError: a wrong path or template, or as `check_architecture`.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     source, template = resolve_source(config.path), None
     if config.chat_template is not None:
@@ -184,6 +179,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
+    with loading(config.path, source):
+        architecture = AutoConfig.from_pretrained(source, **_origin(config))
+    check_architecture(architecture)
     with loading(config.path, source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, **_origin(config))
     if template is not None:
