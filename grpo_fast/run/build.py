@@ -22,7 +22,7 @@ from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.scoring import reference_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
-from grpo_fast.rewards import load_rewards
+from grpo_fast.rewards import RewardError, load_rewards
 from grpo_fast.rollout import make_engine, require_engine
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.hub import PushToHub
@@ -74,6 +74,10 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
     held_out = None
     if config.evaluation.dataset is not None:
         held_out = load_held_out(config.evaluation.dataset, tokenizer)
+        try:
+            judges.check_columns(list(held_out[0].columns))
+        except RewardError as error:
+            raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out)
     policy = load_policy(config.model, needs_reference=needs_reference)
     prompts = chain(held_out or (), *(part.dataset for part in parts))

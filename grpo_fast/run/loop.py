@@ -20,7 +20,7 @@ from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, read_jsonl, write_whole
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, read_jsonl, write_whole
 from grpo_fast.run_record.lock import locked
 from grpo_fast.run_record.logs import METRICS_FILE
 from grpo_fast.run_record.mirrors import require_mirrors
@@ -163,13 +163,23 @@ def find_checkpoint(
     if "optimizer" not in checkpoint.tensors:
         raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
     before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
-    changes = {key: f"{key} was {short(old)}, is {short(new)}" for key, old, new in differences(before, now)}
+    changes = {
+        key: f"{key} was {short(old)}, is {short(new)}"
+        for key, old, new in differences(before, now)
+        if not same_input(old, new)
+    }
     if refused := [text for key, text in changes.items() if not key.startswith(CHANGEABLE)]:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
     return checkpoint, [text for key, text in changes.items() if key != "output_dir"]
+
+
+def same_input(old: Any, new: Any) -> bool:
+    """Whether two paths lead to the same rows in a run's folder that has moved: names there hold a digest."""
+    ends = [Path(one).parts[-2:] if isinstance(one, str) else () for one in (old, new)]
+    return ends[0] == ends[1] and ends[0][:1] == (INPUTS_DIR,)
 
 
 def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:

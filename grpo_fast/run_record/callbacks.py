@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.lookup import choices, load_object
+from grpo_fast.lookup import choices, load_object, raised_at
 from grpo_fast.section import short
 
 if TYPE_CHECKING:
@@ -131,10 +130,7 @@ class Callbacks:
             return call()
         except Exception as error:
             self._failed = True
-            module, frames = type(self._named[name]).__module__, traceback.walk_tb(error.__traceback__)
-            own = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__") == module]
-            place = f" ({own[-1][0].f_code.co_filename}, line {own[-1][1]})" if own else ""
-            problem = f"raised {type(error).__name__}: {error}{place}"
+            problem = f"raised {type(error).__name__}: {error}{raised_at(error)}"
             raise CallbackError(f"callback {name}.{method} {problem}") from error
 
 

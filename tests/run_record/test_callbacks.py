@@ -123,7 +123,7 @@ def test_moments_come_in_order_and_a_stopped_run_goes_on_with_the_callbacks_stat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Fails", rf"Fails.on_step_end raised JSONDecodeError: .*mine\.py, line {FAILING_LINE}\)"),
+        ("Fails", rf"Fails.on_step_end raised JSONDecodeError: .*mine\.py:{FAILING_LINE}: "),
         ("OldSignature", r"OldSignature.on_step_end raised TypeError.*argument"),
         ("Answers", r"Answers.on_step_end returned 'stop'; return True"),
     ],
