@@ -19,15 +19,18 @@ from pydantic import ValidationError
 
 from grpo_fast.config import TrainConfig, at, unread
 from grpo_fast.convert import Conversion, convert
+from grpo_fast.convert.command import read_command
 from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
-from grpo_fast.convert.rules import translate
+from grpo_fast.convert.rules import Rule, translate
+from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.section import short
 from grpo_fast.stages import PART
 
 RECIPES = Path(__file__).parent / "recipes"
+FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names that serve here as well
 Pairs = list[tuple[str, Any]]
 
 
@@ -60,10 +63,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     Args:
         path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
-            items. Values are YAML. `rewards.0.weight=2` reaches into a list. TRL's and Axolotl's flat
-            names (`learning_rate=1e-6`) serve as well, here and at the top level of the file. Or names
-            with their values as Python has them. What the file sets and is not read beside them
-            is left out.
+            items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
+            TRL and Axolotl (`learning_rate=1e-6`) and verl's dotted ones serve as well, here and at the top
+            level of the file. Or names with their values as Python has them. What the file sets and is
+            not read beside them is left out.
 
     Raises:
         ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
@@ -91,7 +94,7 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
         ConfigError: the file cannot be read, or holds no foreign configuration.
     """
     path = Path(path)
-    document = with_defaults(_read_mapping(path), path.parent, _read_mapping)
+    document = with_defaults(_read_foreign(path), path.parent, _read_mapping)
     try:
         conversion = convert(document, source=source)
     except ValueError as error:
@@ -110,6 +113,25 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
             conversion = conversion.without(refused)
         else:
             return conversion, conversion.heading() + _dump_yaml(tree)
+
+
+def _read_foreign(path: Path) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _read_mapping(path)
+    if path.suffix not in (".sh", ".txt"):
+        message = "is none of .yaml, .yml, .json, or .sh and .txt with the command that starts the run"
+        raise ConfigError(str(path), [Problem("the file", message)])
+
+    def value(text: str) -> Any:
+        try:
+            return _parse_yaml(text, text)
+        except ConfigError:
+            return text
+
+    try:
+        return read_command(path.read_text(encoding="utf-8"), value)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
 
 
 def _blamed(problem: Problem, places: Mapping[str, Any]) -> str | None:
@@ -216,11 +238,11 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
     """
     written: dict[str, tuple[str, Any]] = {}  # the leaf's place -> who wrote it in this layer, and what
     for name, value in pairs:
-        if not is_key(name) and name not in NAMES:
+        if not is_key(name) and name not in FOREIGN:
             problems.append(_unknown(name, value))
             continue
         try:
-            places = {name: value} if is_key(name) else translate(NAMES[name], value, siblings)
+            places = {name: value} if is_key(name) else translate(FOREIGN[name], value, siblings)
             for leaf, item in flatten(places).items():
                 writer, earlier = written.setdefault(leaf, (name, item))
                 if earlier is not item and earlier != item:

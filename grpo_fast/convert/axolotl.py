@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
+from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.rules import NOTHING, Absent, Places, Rule, by_table, find_rule, load_yaml, rules_of
-from grpo_fast.convert.trl import default_entries, trl_rules
+from grpo_fast.convert.trl import trl_rules, with_usual
 
 # Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
 DEFAULTS: dict[str, Any] = {"max_completion_length": 512, "lr_scheduler": "cosine", "adam_beta2": 0.999}
@@ -44,7 +44,7 @@ def read_axolotl(document: Mapping[str, Any]) -> Conversion:
         *(Entry(key, value, find_rule(name, rules), notes.get(name, "")) for key, name, value in named),
         *_datasets(document, "datasets", ""),
         *_datasets(document, "test_datasets", "evaluation."),
-        *default_entries("Axolotl", DEFAULTS, siblings, rules),
+        *default_entries("Axolotl", with_usual(DEFAULTS, siblings), siblings, rules),
     ]
     return convert_entries("Axolotl", entries, siblings, preference=preference)
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-from grpo_fast.convert.rules import NOTHING, NotApplicable, Places, Rule, translate
+from grpo_fast.convert.rules import NOTHING, Absent, NotApplicable, Places, Rule, translate
 from grpo_fast.objective.catalog import CATALOG
 from grpo_fast.section import short
 
@@ -105,6 +105,14 @@ class Entry:
     missing: bool = False  # the value is what the source means by a missing key
 
 
+def default_entries(
+    source: str, defaults: Mapping[str, Any], given: Mapping[str, Any], rules: Mapping[str, Rule]
+) -> list[Entry]:
+    """What the source means by the keys that are not there."""
+    missing = [key for key in defaults if given.get(key) is None]
+    return [Entry(key, defaults[key], rules[key], f"{source}'s default", missing=True) for key in missing]
+
+
 def convert_entries(
     source: str, entries: Sequence[Entry], siblings: Mapping[str, Any], *, preference: bool
 ) -> Conversion:
@@ -124,16 +132,17 @@ def convert_entries(
         beside = {**siblings, entry.key: entry.value} if entry.missing else siblings
         try:
             found = _found(entry, beside)
+            if entry.missing and (not found or found.keys() & places.keys()):
+                continue
             for place, value in found.items():
                 if place in places and places[place] != value:
                     raise ValueError(f"{place} is {short(places[place])} by {set_by[place]}")
                 _check_read(place, value, places.get("loss.loss_type", "dapo"), preference)
         except (ValueError, TypeError) as error:
             outcome = LEFT[not isinstance(error, NotApplicable)]
-            if not entry.missing:
-                rows.append(Row(entry.key, entry.value, outcome, reason=str(error)))
-            continue
-        if entry.missing and (not found or found.keys() & places.keys()):
+            if outcome == LEFT[1] or not entry.missing:
+                reason = ": ".join(filter(None, [entry.note if entry.missing else "", str(error)]))
+                rows.append(Row(entry.key, entry.value, outcome, reason=reason))
             continue
         renamed: Outcome = "renamed" if any(place != entry.key for place in found) else "taken"
         reason = entry.note or ("" if found else "it is so here anyway")
@@ -153,7 +162,8 @@ def _found(entry: Entry, siblings: Mapping[str, Any]) -> Places:
     if entry.rule is None:
         unknown = NotApplicable if entry.value in NOTHING else ValueError
         raise unknown("is not a key that this converter knows")
-    if isinstance(entry.value, str) and "${" in entry.value:
+    counts = not isinstance(entry.rule, Absent) or entry.rule.decide
+    if counts and isinstance(entry.value, str) and "${" in entry.value:
         raise ValueError("refers to something outside this file; set it by hand")
     return translate(entry.rule, entry.value, siblings)
 

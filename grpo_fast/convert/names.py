@@ -58,18 +58,13 @@ def in_steps(value: Any, siblings: Mapping[str, Any], place: str) -> Any:
     return math.ceil(float(value) * int(siblings["max_steps"]))
 
 
-def epochs(value: Any, siblings: Mapping[str, Any]) -> Places:
-    if value and int(siblings.get("max_steps") or -1) < 1:
-        raise ValueError("a run is counted in steps: set max_steps (epochs x questions / prompts_per_step)")
-    return {}
-
-
 def lora(key: str) -> Translate:
     """A setting of the adapter, which counts only when one is asked for."""
 
     def rule(value: Any, siblings: Mapping[str, Any]) -> Places:
-        wanted = siblings.get("adapter", siblings.get("use_peft", True))
-        return translate(f"model.lora.{key}", value, {}) if wanted else {}
+        if not siblings.get("adapter", siblings.get("use_peft", True)):
+            raise NotApplicable("counts only with an adapter, which is not asked for")
+        return translate(f"model.lora.{key}", value, {})
 
     return rule
 
@@ -93,6 +88,22 @@ def bf16(value: Any, siblings: Mapping[str, Any]) -> Places:
     if value in (True, "auto", "full"):
         return {"model.dtype": "bfloat16"}
     return {} if value is None or siblings.get("fp16") else {"model.dtype": "float32"}
+
+
+def clip(end: str, key: str, cispo: Any) -> Translate:
+    """A bound of the ratio, which NeMo-RL and verl write as a distance from 1 for CISPO too.
+
+    CISPO's weight lies within [1 - low, 1 + high] there; here it has a ceiling alone, as an absolute number.
+    """
+
+    def rule(value: Any, siblings: Mapping[str, Any]) -> Places:
+        if value is None or siblings.get(key) != cispo:
+            return translate(f"loss.epsilon_{end}", value, {})
+        if end == "low" and value < 1:
+            raise ValueError("the weight of CISPO has no floor here; 1 or more asks for none")
+        return {"loss.epsilon_high": 1 + value} if end == "high" else {}
+
+    return rule
 
 
 def stop(value: Any, _: Mapping[str, Any]) -> Places:
@@ -129,7 +140,8 @@ def schedule_options(value: Any, siblings: Mapping[str, Any]) -> Places:
 
 
 def report_to(value: Any, _: Mapping[str, Any]) -> Places:
-    asked = [name for name in ([value] if isinstance(value, str) else value or ()) if name != "none"]
+    asked = [value] if isinstance(value, str) else list(value or ())
+    asked = [name for name in asked if name not in ("none", "console", "file")]
     asked = list(TRACKERS) if asked == ["all"] else asked
     if unknown := [name for name in asked if name not in TRACKERS]:
         raise ValueError(f"{', '.join(unknown)} is not among the trackers here: {', '.join(TRACKERS)}")
@@ -196,8 +208,6 @@ MOVED: dict[str, Rule] = {
     "reward_funcs": reward_funcs,
     "reward_weights": reward_weights,
     "stop": stop,
-    "num_train_epochs": epochs,
-    "num_epochs": epochs,
     "vllm_importance_sampling_correction": correction,
     "vllm_importance_sampling_mode": correction_mode,
     "adam_beta1": betas(),

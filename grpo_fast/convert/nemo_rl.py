@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
-from grpo_fast.convert.names import NAMES, betas
+from grpo_fast.convert.names import NAMES, betas, clip
 from grpo_fast.convert.references import flatten, resolve
 from grpo_fast.convert.rules import (
     Absent,
-    NotApplicable,
     Places,
     Rule,
-    Translate,
     by_table,
     find_rule,
     load_yaml,
@@ -53,21 +51,6 @@ def loss_type(value: Any, leaves: Leaves) -> Places:
     if leaves.get("loss_fn.disable_ppo_ratio"):
         raise ValueError("REINFORCE's normalisation differs; choose loss.loss_type gpg, rloo or reinforce")
     return {"loss.loss_type": "dapo" if value else "grpo"}
-
-
-def clip(end: str) -> Translate:
-    """CISPO's weight is clipped to [1 - min, 1 + max]; ours has the ceiling alone, as an absolute number."""
-
-    def rule(value: Any, leaves: Leaves) -> Places:
-        if leaves.get("loss_fn.disable_ppo_ratio"):
-            raise NotApplicable("without a ratio nothing is clipped")
-        if not leaves.get("loss_fn.use_cispo"):
-            return {f"loss.epsilon_{end}": value}
-        if end == "low" and value < 1:
-            raise ValueError("CISPO here has no floor; 1 asks for none")
-        return {"loss.epsilon_high": 1 + value} if end == "high" else {}
-
-    return rule
 
 
 def sampler_correction(value: Any, leaves: Leaves) -> Places:
@@ -128,8 +111,8 @@ RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     "data.output_key": answer_column,
     "data.train.output_key": answer_column,
-    "loss_fn.ratio_clip_max": clip("high"),
-    "loss_fn.ratio_clip_min": clip("low"),
+    "loss_fn.ratio_clip_max": clip("high", "loss_fn.use_cispo", True),
+    "loss_fn.ratio_clip_min": clip("low", "loss_fn.use_cispo", True),
     "loss_fn.token_level_loss": loss_type,
     "loss_fn.use_importance_sampling_correction": sampler_correction,
     f"{_LORA}.target_modules": lora_targets,

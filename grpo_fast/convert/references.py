@@ -31,8 +31,8 @@ def with_defaults(
     """The document over the files that its `defaults:` names, where they lie beside it."""
     names = document.get("defaults")
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return dict(document)
+    if not isinstance(names, list) or not all(str(name).endswith((".yaml", ".yml")) for name in names):
+        return dict(document)  # hydra's are names of the tool's own
     merged: dict[str, Any] = {}
     for name in names:
         merged = _over(merged, with_defaults(read(folder / name), (folder / name).parent, read))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
+from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import NAMES, REWARDS
 from grpo_fast.convert.rules import (
     Absent,
@@ -42,23 +42,16 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
     preference = "num_generations" not in document and any(key in document for key in DPO_ONLY)
     rules, notes = trl_rules(document, preference)
     entries = [Entry(key, value, rules.get(key), notes.get(key, "")) for key, value in document.items()]
-    defaults = dict(DEFAULTS)
-    if document.get("use_vllm"):
-        defaults["vllm_importance_sampling_correction"] = True
-    if document.get("beta") and not preference:
-        defaults["use_bias_correction_kl"] = True
-    entries += default_entries("TRL", defaults, document, rules)
-    return convert_entries("TRL", entries, document, preference=preference)
+    entries += default_entries("TRL", with_usual(DEFAULTS, document), document, rules)
+    return convert_entries("TRL", entries, {"use_peft": False, **document}, preference=preference)
 
 
-def default_entries(
-    source: str, defaults: Mapping[str, Any], document: Mapping[str, Any], rules: Mapping[str, Rule]
-) -> list[Entry]:
-    """What the source means by the keys that are not there."""
-    if not any(document.get(key) for key in BATCH):
-        defaults = {**defaults, "per_device_train_batch_size": 8}
-    missing = [key for key in defaults if document.get(key) is None]
-    return [Entry(key, defaults[key], rules[key], f"{source}'s default", missing=True) for key in missing]
+def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's defaults, and those that depend on what is set."""
+    batch = {} if any(document.get(key) for key in BATCH) else {"per_device_train_batch_size": 8}
+    correction = {"vllm_importance_sampling_correction": True} if document.get("use_vllm") else {}
+    kl = {"use_bias_correction_kl": True} if document.get("beta") else {}
+    return {**defaults, **batch, **correction, **kl}
 
 
 def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, Rule], dict[str, str]]:
@@ -71,8 +64,6 @@ def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, 
     packages = {REWARDS[name]["reward"].partition(".")[0] for name in asked if name in REWARDS}
     if theirs := sorted(packages - BUILTINS.keys()):
         notes["reward_funcs"] = f"{' and '.join(theirs)} must be installed, and prompts be conversations"
-    for key in ("num_train_epochs", "num_epochs"):
-        notes[key] = "max_steps decides"
     if per_rollout > 1:
         rules |= {key: _in_rollouts(rules[key], per_rollout) for key in STEPS}
         notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimiser steps there")

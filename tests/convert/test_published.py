@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from grpo_fast import cli
-from grpo_fast.config_io import convert_file, load_config
+from grpo_fast.config_io import ConfigError, convert_file, load_config
 from grpo_fast.convert import Conversion
+from grpo_fast.convert.command import read_command
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rewards.loading import load_function
 
@@ -92,7 +93,6 @@ def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_p
         ("reward_funcs", "[code, format]", ["code", "module:function"]),
         ("reward_funcs", "org/reward-model", ["reward model", "module:function"]),
         ("reward_funcs", "[]", []),
-        ("vllm_tensor_parallel_size", "2", ["several ranks"]),
         ("per_device_train_batch_size", "9", ["prompts_per_step"]),
         ("num_generations", "1", ["rollout.num_generations", "2"]),
         ("load_in_4bit", "true", ["quantised"]),
@@ -175,7 +175,8 @@ def test_an_axolotl_run_keeps_its_vllm_settings_and_its_tracker_and_asks_for_its
         "prompts_per_step": 1,
     }
     assert {place: found.places.get(place) for place in expected} == expected
-    assert decisions(found).keys() == {"datasets.0.type", "vllm.tensor_parallel_size"}
+    assert decisions(found).keys() == {"datasets.0.type"}
+    assert "more than 1 is refused" in found.listing()
     assert "prompt_column" in decisions(found)["datasets.0.type"]
     assert "share the GPU" in found.listing()
 
@@ -231,7 +232,6 @@ def test_a_nemo_rl_run_on_megatron_takes_megatrons_settings_and_not_the_inherite
     }
     assert {place: found.places.get(place, ...) for place in expected} == expected
     assert {
-        "policy.generation.vllm_cfg.tensor_parallel_size",
         "policy.megatron_cfg.scheduler.lr_warmup_iters",
         "data.default.prompt_file",
     } == decisions(found).keys()
@@ -248,7 +248,7 @@ def test_a_nemo_rl_run_on_megatron_takes_megatrons_settings_and_not_the_inherite
         ("grpo: {max_rollout_turns: 50}", "grpo.max_rollout_turns"),
         ("grpo: {reward_shaping: {enabled: true, overlong_buffer_length: 8}}", "grpo.reward_shaping.enabled"),
         ("data: {shuffle: false}", "data.shuffle"),
-        ("env: {math: {num_workers: '${some.where}'}}", "env.math.num_workers"),
+        ("data: {train: {split: '${some.where}'}}", "data.train.split"),
     ],
 )
 def test_what_nemo_rl_would_do_otherwise_asks_for_a_decision(extra, key, tmp_path):
@@ -265,3 +265,236 @@ def test_a_converted_file_says_what_is_to_be_decided_and_the_command_ends_well(t
     heading = [line for line in out.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert any("num_train_epochs = 1" in line and "max_steps" in line for line in heading)
     assert heading[-1] == "# To fill in: max_steps."
+
+
+# ---------------------------------------------------------------------------------- verl, and commands at all
+
+VERL_RUN = """
+#!/bin/bash
+# comment with an unbalanced ' quote
+set -x
+MODEL=${MODEL:-"org/small-instruct"}   # from the environment, else this
+length=$((1024 * 2))
+total=$(( (256 + length) * 2 ))
+stamp=$(date +%Y)
+offload=False
+cat > prepare.py << EOF
+print('it is "not" a command: data.train_batch_size=3')
+EOF
+python3 prepare.py --local_dir ~/data
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="['$HOME/data/sums.parquet']" \\
+    data.val_files=data/held_out.parquet \\
+    data.train_batch_size=64 \\
+    data.max_response_length=${length} data.filter_overlong_prompts=True data.truncation='error' \\
+    actor_rollout_ref.model.path=$MODEL \\
+    # actor_rollout_ref.rollout.n=99 \\
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$total \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    +actor_rollout_ref.actor.fsdp_config.param_offload=$offload \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    trainer.logger='["console","wandb"]' trainer.project_name="sums-${stamp}" \\
+    trainer.total_training_steps=50 trainer.total_epochs=15 trainer.save_freq=-1 $@ 2>&1 | tee run.log
+"""
+
+
+def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
+    found = run(tmp_path, VERL_RUN, "run.sh")
+    expected = {
+        "model.path": "org/small-instruct",
+        "dataset.source": "~/data/sums.parquet",
+        "dataset.overlong_prompts": "filter",
+        "evaluation.dataset.source": "data/held_out.parquet",
+        "prompts_per_step": 64,
+        "minibatches": 4,  # verl's mini-batch counts prompts
+        "rollout.num_generations": 5,
+        "rollout.max_completion_length": 2048,
+        "dataset.max_prompt_length": 512,  # a default
+        "micro_batch_tokens": (256 + 2048) * 2,
+        "max_steps": 50,
+        "optimizer.warmup_steps": 5,
+        "optimizer.weight_decay": 0.01,
+        "loss.loss_type": "dapo",
+        "loss.beta": 0.001,
+        "loss.kl_estimator": "k3",
+        "loss.delta": 3.0,
+        "advantage.skip_flat_groups": False,
+        "checkpoint.every": 0,
+        "logging.wandb": True,
+        "rewards": [{"reward": "FILL_IN"}],
+    }
+    assert {place: found.places.get(place) for place in expected} == expected
+    assert decisions(found).keys() == {"trainer.project_name"}  # it holds what `date` prints
+    assert "more than 1 is refused" in found.listing() and found.fill_in == ("rewards",)
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (f"{ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10", {"loss.epsilon_high": 1.2}),
+        (f"{ACTOR}.clip_ratio_low=0.1 {ACTOR}.clip_ratio_high=0.28", {"loss.epsilon_high": 0.28}),
+        (f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=null", {"loss.epsilon_low": 0.1}),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", {"loss.loss_type": "grpo", "loss.delta": 3.0}),
+        (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77",
+            {"loss.loss_type": "dr_grpo", "loss.max_completion_length": 77},
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio_low=3e-4",
+            {"loss.loss_type": "gspo", "loss.epsilon_low": 3e-4, "loss.delta": ...},
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", {"loss.loss_type": "gmpo"}),
+        (f"{ACTOR}.policy_loss.loss_mode=dppo_tv", {"loss.dppo_ratio_max": 3.0}),
+        ("algorithm.use_kl_in_reward=True", {"loss.beta": 0.001, "loss.kl_estimator": "k1"}),
+        (
+            "algorithm.adv_estimator=rloo",
+            {"advantage.baseline": "leave_one_out", "advantage.scale_rewards": "none"},
+        ),
+        ("algorithm.norm_adv_by_std_in_grpo=False", {"advantage.scale_rewards": "none"}),
+        ("data.truncation=left", {"dataset.overlong_prompts": "truncate"}),
+        ("actor_rollout_ref.model.lora_rank=8", {"model.lora.r": 8, "model.lora.alpha": 16}),
+        ("trainer.test_freq=-1", {"evaluation.every": 0}),
+        ("actor_rollout_ref.rollout.top_k=-1", {"rollout.top_k": 0}),
+    ],
+)
+def test_verls_terms_find_their_places(overrides, expected, tmp_path):
+    usual = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 4,
+        "data.train_batch_size": 256,
+    }
+    usual["trainer.total_training_steps"] = 9
+    given = " ".join(f"{key}={value}" for key, value in usual.items() if key not in overrides)
+    found = run(tmp_path, f"python -m verl.trainer.main_ppo {given} {overrides}", "run.sh")
+    assert {place: found.places.get(place, ...) for place in expected} == expected
+    assert not decisions(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
+        (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio"),  # verl reads the other two
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low"),  # the floor of its default
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.loss_mode"),  # averaged by tokens there
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", f"{ACTOR}.loss_agg_mode"),
+        (f"{ACTOR}.ppo_mini_batch_size=7", f"{ACTOR}.ppo_mini_batch_size"),
+        ("data.train_files=[a.parquet,b.parquet]", "data.train_files"),
+        ("data.shuffle=False", "data.shuffle"),
+        ("custom_reward_function.path=score.py", "custom_reward_function.path"),
+        ("reward_model.enable=True", "reward_model.enable"),
+        ("reward_model.reward_manager=dapo", "reward_model.reward_manager"),
+        ("actor_rollout_ref.model.path=$UNKNOWN", "actor_rollout_ref.model.path"),
+        ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
+        ("made.up=3", "made.up"),
+    ],
+)
+def test_what_verl_would_do_otherwise_asks_for_a_decision(override, key, tmp_path):
+    usual = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.train_batch_size=256"
+    usual = " ".join(word for word in usual.split() if word.partition("=")[0] != key)
+    found = run(tmp_path, f"{usual} trainer.total_training_steps=9 {override}", "run.txt")
+    assert decisions(found).keys() - {f"{ACTOR}.policy_loss.loss_mode"} <= {key} and decisions(found)
+
+
+def test_every_key_of_the_real_verl_is_known(tmp_path):
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        generated = [file for file in files("verl") or () if file.name == "_generated_ppo_trainer.yaml"]
+    except PackageNotFoundError:
+        generated = []
+    if not generated:
+        pytest.skip("verl is not installed")
+    found = run(tmp_path, generated[0].read_text(encoding="utf-8"))
+    assert not [row.key for row in found.rows if "not a key" in row.reason]
+    assert decisions(found).keys() == {
+        "algorithm.adv_estimator",  # PPO's, by default
+        "actor_rollout_ref.rollout.n",
+        "trainer.total_epochs",
+    }
+
+
+def test_verls_names_serve_as_overrides(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "{model: {path: m}, dataset: {source: d}, rewards: [{reward: length, options: {target: 3}}]}",
+        encoding="utf-8",
+    )
+    overrides = [f"{ACTOR}.clip_ratio_high=0.28", "actor_rollout_ref.rollout.n=4", "trainer.save_freq=-1"]
+    config = load_config(tmp_path / "run.yaml", overrides)
+    assert config.loss.epsilon_high == 0.28 and config.rollout.num_generations == 4
+    with pytest.raises(ConfigError, match="adv_estimator"):
+        load_config(tmp_path / "run.yaml", ["algorithm.adv_estimator=gae"])
+
+
+TRL_COMMAND = """
+accelerate launch --config_file zero3.yaml train.py \\
+    --model_name_or_path org/small --dataset_name org/sums \\
+    --reward_funcs think_format_reward accuracy_reward --num_generations 8 --max-steps=20 \\
+    --use_peft --lora_target_modules "q_proj", "v_proj" --log_completions
+"""
+
+
+def test_a_trl_command_converts_like_the_file_of_its_flags(tmp_path):
+    found = run(tmp_path, TRL_COMMAND, "run.sh")
+    assert found.source == "TRL" and found.places["max_steps"] == 20
+    assert found.places["model.lora.target_modules"] == ["q_proj", "v_proj"]
+    assert [entry["reward"] for entry in found.places["rewards"]] == [
+        "regex_format",
+        "trl.rewards:accuracy_reward",
+    ]
+    without = run(tmp_path, TRL_COMMAND.replace("--use_peft", ""), "run.sh")
+    assert not any(place.startswith("model.lora") for place in without.places)  # as in TRL
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("run.sh", "echo hello", "no command"),
+        ("run.sh", "python train.py --seed 'open", "No closing quotation"),
+        ("run.sh", "a --seed 1\nb --seed 2", "--seed is 1, then 2"),
+        ("run.toml", "seed = 1", ".yaml"),
+        ("run.yaml", "base_model: m\ntrl: 3", "trl = 3"),
+        ("run.yaml", "base_model: m\ndatasets: [a]", "datasets = ['a']"),
+        ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
+    ],
+)
+def test_a_file_that_holds_no_foreign_run_is_an_error_that_says_why(name, text, words, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        convert_file(tmp_path / name)
+    assert words in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "value"),
+    [
+        ("x=3\npython t.py a.b=$x", 3),
+        ("x=3; y=${x}4\npython t.py a.b=$y", 34),
+        ("python t.py a.b=${1:-vllm}", "vllm"),
+        ("x=$((7 / 2 - 1))\npython t.py a.b=$x", 2),
+        ("if true; then x=1; else x=2; fi\npython t.py a.b=$x", "${x}"),  # which way the script takes is open
+        ("python t.py a.b=$UNSET", "${UNSET}"),
+        ("x=$x:more\npython t.py a.b=$x", "${x}"),
+        ("x=$((2 ** 9999999))\npython t.py a.b=ok", "ok"),
+        ("python t.py a.b=1 a.b=2", 2),  # one command: the last one counts
+        ("ARGS=(\n a.b='[1, 2]'\n)\npython t.py ${ARGS[@]} --seed 1", [1, 2]),
+        ("python t.py a.b='{not: [yaml'", "{not: [yaml"),
+    ],
+)
+def test_a_scripts_variables_are_filled_in_where_they_are_known(script, value):
+    def parse(text: str) -> object:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+
+    assert read_command(script, parse) == {"a.b": value}

@@ -1,0 +1,108 @@
+"""verl: the overrides of a run's command, or its configuration in YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
+from grpo_fast.convert.names import clip, in_steps, report_to
+from grpo_fast.convert.references import flatten, resolve
+from grpo_fast.convert.rules import NotApplicable, Places, Rule, Translate, find_rule, load_yaml, rules_of
+from grpo_fast.objective.catalog import CATALOG
+
+Leaves = Mapping[str, Any]
+ACTOR = "actor_rollout_ref.actor"
+MODE, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
+# How a loss is averaged -> verl's name for it, and the loss that is so averaged in its `vanilla` mode.
+AGGREGATIONS = {
+    "token_mean": ("token-mean", "dapo"),
+    "sequence_mean": ("seq-mean-token-mean", "grpo"),
+    "constant_length": ("seq-mean-token-sum-norm", "dr_grpo"),
+}
+VANILLA = dict(AGGREGATIONS.values())
+
+
+def read_verl(document: Mapping[str, Any]) -> Conversion:
+    """Every leaf is an entry, references resolved."""
+    leaves = resolve(flatten(document))
+    entries = [Entry(key, value, find_rule(key, RULES)) for key, value in leaves.items()]
+    entries += default_entries("verl", DEFAULTS, leaves, RULES)
+    entries.sort(key=lambda entry: entry.key not in (MODE, AGGREGATION))
+    return convert_entries("verl", entries, DEFAULTS | leaves, preference=False)
+
+
+def loss_type(_: Any, leaves: Leaves) -> Places:
+    """The loss that verl's mode and aggregation make together."""
+    mode, averaged = leaves.get(MODE, "vanilla"), leaves.get(AGGREGATION, "token-mean")
+    name = VANILLA.get(averaged) if mode == "vanilla" else {"geo_mean": "gmpo"}.get(mode, mode)
+    name = (name or "").removeprefix("grpo_fast_")
+    if name not in CATALOG:
+        raise ValueError(f"{mode} averaged by {averaged} is no loss here; see loss.loss_type")
+    own = AGGREGATIONS.get(CATALOG[name].aggregation, ("",))[0]
+    if averaged != own and name not in ("gspo", "gmpo"):  # these two average in their own way there too
+        raise ValueError(f"loss_type = {name} is averaged by {own} here; choose it, or another loss")
+    if name != "dr_grpo":
+        return {"loss.loss_type": name}
+    length = leaves.get(f"{ACTOR}.loss_scale_factor") or leaves.get("data.max_response_length")
+    return {"loss.loss_type": name, "loss.max_completion_length": length}
+
+
+def clip_ratio(value: Any, leaves: Leaves) -> Places:
+    given = {end: leaves.get(f"{ACTOR}.clip_ratio_{end}") for end in ("low", "high")}
+    missing = [end for end in given if given[end] is None]
+    if not missing and value != 0.2 and given == {"low": 0.2, "high": 0.2}:
+        raise ValueError("verl reads clip_ratio_low and _high, 0.2 where missing; see loss.epsilon_low")
+    if not missing:
+        raise NotApplicable("clip_ratio_low and clip_ratio_high decide")
+    return {f"loss.epsilon_{end}": value for end in missing}
+
+
+def ratio_ceiling(value: Any, leaves: Leaves) -> Places:
+    mode = leaves.get(MODE, "vanilla")
+    if mode != "vanilla" and not mode.startswith("dppo_"):
+        raise NotApplicable(f"{mode} does not read it")
+    return {"loss.delta" if mode == "vanilla" else "loss.dppo_ratio_max": value}
+
+
+def minibatches(value: Any, leaves: Leaves) -> Places:
+    prompts = leaves.get("data.train_batch_size")
+    if not isinstance(prompts, int) or prompts % value:
+        raise ValueError(f"does not divide data.train_batch_size = {prompts}; set minibatches")
+    return {"minibatches": prompts // value}
+
+
+def one_file(prefix: str) -> Translate:
+    def rule(value: Any, leaves: Leaves) -> Places:
+        files = [value] if isinstance(value, str) else list(value or [])
+        if len(files) != 1:
+            raise ValueError("a run has one dataset; join the files, or pick one")
+        column = {f"{prefix}prompt_column": leaves["data.prompt_key"]} if "data.prompt_key" in leaves else {}
+        return {f"{prefix}source": files[0], **column}
+
+    return rule
+
+
+def warmup(value: Any, leaves: Leaves) -> Places:
+    if not value or (leaves.get(f"{ACTOR}.optim.lr_warmup_steps") or -1) >= 0:
+        return {}
+    place = "optimizer.warmup_steps"
+    return {place: in_steps(value, {"max_steps": leaves.get("trainer.total_training_steps")}, place)}
+
+
+_TABLE = load_yaml("verl.yaml")
+DEFAULTS: dict[str, Any] = _TABLE.pop("_defaults")
+RULES: dict[str, Rule] = {
+    **dict(rules_of(_TABLE)),
+    MODE: loss_type,
+    AGGREGATION: loss_type,
+    f"{ACTOR}.clip_ratio": clip_ratio,
+    f"{ACTOR}.clip_ratio_c": ratio_ceiling,
+    f"{ACTOR}.clip_ratio_high": clip("high", MODE, "cispo"),
+    f"{ACTOR}.clip_ratio_low": clip("low", MODE, "cispo"),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": warmup,
+    f"{ACTOR}.ppo_mini_batch_size": minibatches,
+    "data.train_files": one_file("dataset."),
+    "data.val_files": one_file("evaluation.dataset."),
+    "trainer.logger": report_to,
+}
