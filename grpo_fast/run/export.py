@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import config_path, load_config
@@ -17,13 +20,21 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     Raises:
         FileNotFoundError: `source` is neither a run nor a checkpoint of one.
         FileExistsError: `out` holds files already.
+        OSError: it cannot be written; nothing is left of it.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; give another name")
     run_dir, checkpoint = locate(Path(source))
     policy, _ = trained_policy(load_config(run_dir / CONFIG_FILE), run_dir, checkpoint)
-    policy.save_pretrained(out)
+    unfinished = out.absolute().with_name(f"{out.absolute().name}.tmp")
+    try:
+        policy.save_pretrained(unfinished)
+        unfinished.rename(out)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return out
 
 

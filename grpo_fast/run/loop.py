@@ -101,10 +101,10 @@ def train(
         for line in opening_lines(config, trainer):
             recorder.say(line)
         if resume is not None:
-            at = "its beginning, without a checkpoint" if checkpoint is None else checkpoint.path
-            recorder.say(
-                "; ".join([f"step {trainer.step} of {config.max_steps}: goes on from {at}", *changes])
-            )
+            origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
+            if trainer.step == config.max_steps:
+                changes += ["all steps are done, raise max_steps to go on"]
+            recorder.say("; ".join([f"resumed from {origin}", *changes]))
         recorder.begin()
         while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
             recorder.record(trainer.train_step())
@@ -162,6 +162,11 @@ def find_checkpoint(
         raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
     if "optimizer" not in checkpoint.tensors:
         raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
+    if checkpoint.step > config.max_steps:
+        raise CheckpointError(
+            f"max_steps = {config.max_steps}, and {checkpoint.path} has more: raise max_steps, or resume "
+            "from an earlier checkpoint"
+        )
     before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
     changes = {
         key: f"{key} was {short(old)}, is {short(new)}"

@@ -206,10 +206,9 @@ class CheckpointStore:
                 self._write(path, step, tensors, state)
             self._delete([*self.paths()[: -self.keep], *(p for p in self._named(WEIGHTS) if p != path)])
         except (OSError, SafetensorError) as error:
-            free = bytes_text(_free_bytes(self.root))
-            raise CheckpointSaveError(
-                f"cannot save {path}: {error} ({free} free); earlier checkpoints are intact"
-            ) from error
+            free, saved = bytes_text(_free_bytes(self.root)), self.paths()
+            newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
+            raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
         return path
 
     def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from grpo_fast.run.export import export_run, locate
 
@@ -31,3 +32,24 @@ def test_an_occupied_folder_and_a_run_without_a_checkpoint_are_refused(run, tmp_
     (run / "checkpoints" / "step-7").rmdir()
     with pytest.raises(FileNotFoundError, match="no checkpoint yet"):
         export_run(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(run, tmp_path, monkeypatch, made_before):
+    class Written:
+        def save_pretrained(self, folder: Path) -> None:
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+            if failing:
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("grpo_fast.run.export.trained_policy", lambda *_: (Written(), 7))
+    out, failing = tmp_path / "out", True
+    if made_before:
+        out.mkdir()
+    with pytest.raises(OSError, match=f"cannot write {out}: .*No space left"):
+        export_run(run, out)
+    failing = False
+    assert export_run(run, out) == out
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
