@@ -205,7 +205,7 @@ def free_form(name: str) -> bool:
 
 def is_key(name: str) -> bool:
     """Whether a dotted name is a key; free-form mappings take any."""
-    name = _without_positions(name)
+    name = without_positions(name)
     return name in keys() or any(name.startswith(f"{key}.") for key in filter(free_form, keys()))
 
 
@@ -227,7 +227,8 @@ def nearest_keys(name: str, limit: int = 3) -> list[str]:
     return [key for key in sorted(scores, key=scores.__getitem__, reverse=True)[:limit] if scores[key]]
 
 
-def _without_positions(name: str) -> str:
+def without_positions(name: str) -> str:
+    """`rewards.0.weight` as `rewards.weight`."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
@@ -239,7 +240,7 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
     written: dict[str, tuple[str, Any]] = {}  # the leaf's place -> who wrote it in this layer, and what
     for name, value in pairs:
         if not is_key(name) and name not in FOREIGN:
-            problems.append(_unknown(name, value))
+            problems.append(unknown_key(name, value))
             continue
         try:
             places = {name: value} if is_key(name) else translate(FOREIGN[name], value, siblings)
@@ -394,17 +395,17 @@ def _dump_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _unknown(name: str, value: Any) -> Problem:
+def unknown_key(name: str, value: Any = ...) -> Problem:
     """A key that does not exist, with the reason if people know it from elsewhere, or the nearest names."""
     parent, _, leaf = name.rpartition(".")
     if leaf in ABSENT:
         return Problem(name, f"has no place here: {ABSENT[leaf].reason}", value)
-    bare = _without_positions(parent)
+    bare = without_positions(parent)
     found = [
         f"{parent}{key.removeprefix(bare)}" if parent and key.startswith(f"{bare}.") else key
-        for key in nearest_keys(_without_positions(name))
+        for key in nearest_keys(without_positions(name))
     ]
-    hint = f"did you mean {' or '.join(found)}?" if found else "`train CONFIG --print-config` lists all"
+    hint = f"did you mean {' or '.join(found)}?" if found else "`grpo-fast config` lists all"
     return Problem(name, f"no such key; {hint}", value)
 
 
@@ -431,12 +432,12 @@ def _name(location: Sequence[str | int], data: Any) -> str:
 
 
 def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
-    first, key = items[0], keys().get(_without_positions(name), {})
+    first, key = items[0], keys().get(without_positions(name), {})
     described = f" ({key['description']})" if "description" in key else ""
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return Problem(name, f"is required{described}")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown(name, first["input"])
+        return unknown_key(name, first["input"])
     message = " or ".join(dict.fromkeys(_message(item) for item in items))
     if {"type": "null"} in key.get("anyOf", ()):
         message += " or null"

@@ -220,6 +220,12 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     sources = ("axolotl", "trl", "nemo_rl", "verl")
     convert.add_argument("--source", choices=sources, help="default: recognised by its keys")
 
+    every = "what can be configured: every key, or one, with its meaning and what other tools call it"
+    reference = add("config", "reference:config", every)
+    key = "a key, a section, or a name of TRL, Axolotl or NeMo-RL; default: all"
+    reference.add_argument("key", nargs="?", metavar="KEY", help=key)
+    reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
+
     doctor = add("doctor", "doctor:doctor", "what is installed, which device, which kernels and engines")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     add("bench", "", "speed, memory and accuracy, ours and the peers'", add_help=False)

@@ -50,7 +50,19 @@ def test_help_names_every_command_and_neither_it_nor_a_wrong_configuration_waits
     assert "\n[]\n" in done.stdout
 
 
-COMMANDS = ["train", "eval", "generate", "preview", "groups", "plan", "export", "report", "convert", "doctor"]
+COMMANDS = [
+    "train",
+    "eval",
+    "generate",
+    "preview",
+    "groups",
+    "plan",
+    "export",
+    "report",
+    "convert",
+    "config",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
