@@ -13,18 +13,18 @@ from typing import Any
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, keys, unknown_key, without_positions
 from grpo_fast.convert.names import NAMES
-from grpo_fast.convert.peers import names_of_peers
+from grpo_fast.convert.peers import TABLES, names_of_peers
 from grpo_fast.convert.rules import translate
 from grpo_fast.section import LARGEST
 
-TOOLS = ("TRL, Axolotl", "NeMo-RL")
+TOOLS = tuple(dict.fromkeys(tool for tool, _ in TABLES))
 REPEATED = "evaluation.dataset."  # holds what `dataset` holds
 KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 HEADING = """# The configuration
 
 A run is a YAML file of these keys, and any of them may follow a command as `key=value`. TRL's and Axolotl's
-names are understood in their place; `grpo-fast convert` reads whole files of theirs and of NeMo-RL.
+names are understood in their place; `grpo-fast convert` reads whole files of theirs, NeMo-RL's and verl's.
 `grpo-fast config KEY` shows one key, a section, or what another tool's name is called here.
 
 `evaluation.dataset` holds the keys of `dataset`. This page is written by
@@ -89,7 +89,10 @@ def markdown() -> str:
     leaves = [name for name in shown if kind(keys()[name]) not in ("section", "list of sections")]
     sections = {"": HEADING}
     for section, names in groupby(sorted(leaves, key=_section), key=_section):
-        rows = ["\n| key | type | default | meaning | TRL, Axolotl | NeMo-RL |", "|---|---|---|---|---|---|"]
+        rows = [
+            f"\n| key | type | default | meaning | {' | '.join(TOOLS)} |",
+            "|---|---|---|---|" + "---|" * len(TOOLS),
+        ]
         rows += [_row(name) for name in names]
         title = f"\n## `{section}`\n\n{meaning(section)}\n" if section else ""
         sections[section] = sections.get(section, title) + "\n".join(rows) + "\n"

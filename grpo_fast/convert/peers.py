@@ -7,9 +7,13 @@ from functools import cache
 from typing import Any
 
 from grpo_fast.convert.names import MOVED
-from grpo_fast.convert.nemo_rl import RULES
+from grpo_fast.convert.nemo_rl import RULES as NEMO_RL
 from grpo_fast.convert.rules import Absent, Rule
 from grpo_fast.convert.trl import PREFERENCE
+from grpo_fast.convert.verl import RULES as VERL
+
+FLAT = "TRL, Axolotl"
+TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", NEMO_RL), ("verl", VERL))
 
 # Between them these values make every rule that is a function say where it puts one.
 _PROBES: tuple[Any, ...] = (1, 0.5, True, "wandb", "owner/name", ["a"])
@@ -19,7 +23,7 @@ _PROBES: tuple[Any, ...] = (1, 0.5, True, "wandb", "owner/name", ["a"])
 def names_of_peers() -> dict[str, dict[str, tuple[str, ...]]]:
     """Our dotted key -> the tools that have it -> their names."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for tools, rules in (("TRL, Axolotl", MOVED), ("TRL, Axolotl", PREFERENCE), ("NeMo-RL", RULES)):
+    for tools, rules in TABLES:
         for name, rule in rules.items():
             for place in sorted(set(_places(rule))):
                 names = found.setdefault(place, {})
