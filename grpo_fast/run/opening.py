@@ -41,8 +41,7 @@ def _model(config: TrainConfig, trainer: Algorithm) -> str:
     trained = sum(p.numel() for p in policy.trainable().values())
     share = "all trained" if trained == parameters else f"{trained:,} trained"
     kind = "" if lora is None else f" (LoRA, r = {lora.r})"
-    threads = torch.get_num_threads()
-    where = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    where = f"CPU, {(threads := torch.get_num_threads())} thread{'s' * (threads > 1)}"
     if policy.device.type == "cuda":
         where = torch.cuda.get_device_name(policy.device)
     precision = str(policy.base_model.dtype).removeprefix("torch.")
@@ -62,7 +61,8 @@ def _data(config: TrainConfig, trainer: Algorithm) -> str:
 def _run(config: TrainConfig) -> str:
     stages, every = ", ".join(stage.name for stage in config.stages), config.checkpoint.every
     saves = f"a checkpoint {_every(every)} and at the end" if every else "one checkpoint, at the end"
-    steps = f"{config.max_steps:,} steps{f' in the stages {stages}' if stages else ''}"
+    steps = f"{config.max_steps:,} step{'s' * (config.max_steps > 1)}"
+    steps += f" in the stages {stages}" if stages else ""
     return f"{Path(config.output_dir)}: {steps}; {saves}"
 
 
