@@ -45,7 +45,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     known = model is not None or hasattr(config, "auto_map")  # by code of the model's own
     if config.is_encoder_decoder or not known:
-        raise ValueError(f"{kind} is not a decoder-only language model; give one, such as Qwen3 or Llama")
+        raise ValueError(f"{kind} is not a decoder-only language model of text; give one, such as Qwen3")
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if getattr(text, "attention_chunk_size", None):
         unknown.append("chunked_attention")
