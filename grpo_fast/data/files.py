@@ -90,7 +90,7 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
     try:
         return json.loads(text.rstrip(), object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        near = text.split("\n")[error.lineno - 1][max(0, error.colno - 40) : error.colno + 20]
+        near = text.split("\n")[error.lineno - 1][max(0, error.colno - 40) : error.colno + 40]
         place = f"{path}, line {first_line + error.lineno - 1}, column {error.colno}"
         raise ValueError(
             f"{place}: {error.msg}, near {near!r}; rows are JSON, one object a line or one array of objects"
@@ -153,5 +153,5 @@ def _lines(path: Path) -> Iterator[str]:
                 at = error.start
                 raise ValueError(
                     f"{path}, line {number}, column {at + 1}: the byte {line[at]:#04x} is no UTF-8, near "
-                    f"{line[max(0, at - 40) : at + 20]!r}; save the file as UTF-8"
+                    f"{line[max(0, at - 40) : at + 40]!r}; save the file as UTF-8"
                 ) from None

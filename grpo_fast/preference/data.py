@@ -135,9 +135,7 @@ def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Co
     if made is not None:
         right, wrong, *_ = made.group
         columns = {**columns, "chosen": right.response, "rejected": wrong.response}
-    chosen, rejected = (
-        complete(prompt, _column(prompt, columns, name), name) for name in ("chosen", "rejected")
-    )
+    chosen, rejected = (complete(prompt, _column(columns, name), name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same; remove the row")
     row = read_row(PairRow, columns)
@@ -145,8 +143,8 @@ def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Co
 
 
 def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
-    completion = complete(prompt, _column(prompt, prompt.columns, "completion"), "completion")
-    label = _column(prompt, prompt.columns, "label")
+    completion = complete(prompt, _column(prompt.columns, "completion"), "completion")
+    label = _column(prompt.columns, "label")
     if label not in (True, False):
         raise ValueError(f"label = {label!r} must be true (desirable) or false")
     row = read_row(PairRow, prompt.columns)
@@ -154,7 +152,7 @@ def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
 
 
 def _ranked(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
-    group = made or read_row(RankedGroup, prompt.columns)
+    group = made or read_row(RankedGroup, {**prompt.columns, "group": _column(prompt.columns, "group")})
     texts = [item.response for item in group.group]
     return Comparison(
         prompt,
@@ -195,7 +193,7 @@ def _reply(prompt: Prompt, messages: list[Message], field: str) -> str | None:
     return turns[-1]["content"]
 
 
-def _column(prompt: Prompt, columns: Mapping[str, Any], name: str) -> Any:
+def _column(columns: Mapping[str, Any], name: str) -> Any:
     if columns.get(name) is None:
         # In JSON lines a column may be there that this row lacks.
         held = [key for key, value in columns.items() if value is not None]

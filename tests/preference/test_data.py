@@ -185,6 +185,11 @@ def row(*items: Any, **more: object) -> dict:
         ([PAIR, PAIR | {"weight": 0.5}], AOT, "line 2: .* no place for a weight"),
         ([LABELLED, LABELLED | {"margin": 0.5}], KTO, "line 2: loss_type = 'kto' has no place for a margin"),
         ([row(GOOD)], RANK, "line 1: group = "),
+        (
+            [{"prompt": "one", "groups": [GOOD, BAD]}],
+            RANK,
+            "line 1: the row has no 'group': .* mean 'groups'",
+        ),
         ([row(GOOD, BAD), {"group": [GOOD, GOOD]}], RANK, "line 2: the row has no 'prompt'"),
         ([{"prompt": "p", "group": "4"}], RANK, "group = '4'"),
         ([row(GOOD, "5")], RANK, r"group\[1\] = '5'"),
