@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from grpo_fast.config import TrainConfig, at, unread
 from grpo_fast.convert import Conversion, convert
 from grpo_fast.convert.command import read_command
+from grpo_fast.convert.conversion import FILL_IN
 from grpo_fast.convert.names import ABSENT, MOVED, NAMES
 from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import Rule, translate
@@ -138,6 +139,14 @@ def _blamed(problem: Problem, places: Mapping[str, Any]) -> str | None:
     """The place of a converted value that is refused: a problem's own, or what its message begins with."""
     start = problem.message.partition(" ")[0]
     return next((name for name in (problem.name, start, f"{problem.name}.{start}") if name in places), None)
+
+
+def check_filled_in(config: TrainConfig) -> None:
+    """Raises ConfigError where a converted file has a mark that nobody has replaced."""
+    marked = {name for name, value in flatten(config.model_dump()).items() if FILL_IN in repr(value)}
+    if marked:
+        message = "is to be filled in: the file that it was converted from does not say"
+        raise ConfigError("the configuration", [Problem(name, message, FILL_IN) for name in sorted(marked)])
 
 
 def dump_config(config: TrainConfig) -> str:

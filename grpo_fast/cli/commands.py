@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, Problem, convert_file, dump_config, load_config
+from grpo_fast.config_io import (
+    ConfigError,
+    Problem,
+    check_filled_in,
+    convert_file,
+    dump_config,
+    load_config,
+)
 from grpo_fast.data import Prompt, load_prompts
 from grpo_fast.evaluate import evaluate as score_answers
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
@@ -32,6 +39,7 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
+    check_filled_in(config)
     from grpo_fast import run
 
     if args.plain:
@@ -90,6 +98,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast generate`"""
     config = load_config(args.config, overrides)
+    check_filled_in(config)
     from grpo_fast.cli.show import group_text
     from grpo_fast.experience import compare, score
     from grpo_fast.plan import resolve_auto
@@ -197,7 +206,10 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
+        try:
+            Path(args.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("convert", [Problem("--output", str(error))]) from None
     else:
         print(text, end="")
     return 0

@@ -33,12 +33,16 @@ def recognise(document: Mapping[str, Any]) -> str:
     """Whose configuration this is.
 
     Raises:
-        ValueError: it is ours already.
+        ValueError: it is ours already, empty, or of a tool that is not converted.
     """
+    if not document:
+        raise ValueError("is empty")
     sections = {key for key, value in document.items() if isinstance(value, Mapping)}
     if {"model", "dataset"} <= sections:
         raise ValueError("has our sections model and dataset already; `grpo-fast train` takes it as it is")
     sections |= {key.partition(".")[0] for key in document if "." in key}  # of a command's overrides
+    if {"algo", "ckpt"} & sections:
+        raise ValueError("is OpenRLHF's, which is not converted; write the keys that matter by hand")
     if "actor_rollout_ref" in sections or "algorithm.adv_estimator" in document:
         return "verl"
     if sections & {"algorithm", "policy", "grpo", "dpo"}:

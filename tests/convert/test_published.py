@@ -461,7 +461,9 @@ def test_a_trl_command_converts_like_the_file_of_its_flags(tmp_path):
         ("run.sh", "echo hello", "no command"),
         ("run.sh", "python train.py --seed 'open", "No closing quotation"),
         ("run.sh", "a --seed 1\nb --seed 2", "--seed is 1, then 2"),
+        ("run.sh", "python -m x --algo.advantage.estimator group_norm", "OpenRLHF"),
         ("run.toml", "seed = 1", ".yaml"),
+        ("run.yaml", "", "is empty"),
         ("run.yaml", "base_model: m\ntrl: 3", "trl = 3"),
         ("run.yaml", "base_model: m\ndatasets: [a]", "datasets = ['a']"),
         ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
@@ -498,3 +500,15 @@ def test_a_scripts_variables_are_filled_in_where_they_are_known(script, value):
             return text
 
     assert read_command(script, parse) == {"a.b": value}
+
+
+def test_a_converted_file_prints_its_configuration_but_does_not_run_before_it_is_filled_in(tmp_path, capsys):
+    (tmp_path / "foreign.yaml").write_text("num_generations: 8", encoding="utf-8")
+    converted = str(tmp_path / "run.yaml")
+    assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", converted]) == 0
+    assert cli.main(["train", converted, "--print-config"]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", converted]) == cli.main(["preview", converted]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("model.path", "dataset.source", "rewards"))
+    assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", str(tmp_path / "no" / "run.yaml")]) == 2
