@@ -222,7 +222,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
 
     every = "what can be configured: every key, or one, with its meaning and what other tools call it"
     reference = add("config", "reference:config", every)
-    key = "a key, a section, or a name of TRL, Axolotl or NeMo-RL; default: all"
+    key = "a key, a section, or another tool's name; default: all"
     reference.add_argument("key", nargs="?", metavar="KEY", help=key)
     reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
 

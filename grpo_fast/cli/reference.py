@@ -89,10 +89,8 @@ def markdown() -> str:
     leaves = [name for name in shown if kind(keys()[name]) not in ("section", "list of sections")]
     sections = {"": HEADING}
     for section, names in groupby(sorted(leaves, key=_section), key=_section):
-        rows = [
-            f"\n| key | type | default | meaning | {' | '.join(TOOLS)} |",
-            "|---|---|---|---|" + "---|" * len(TOOLS),
-        ]
+        columns = ("key", "type", "default", "meaning", *TOOLS)
+        rows = [f"\n| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
         rows += [_row(name) for name in names]
         title = f"\n## `{section}`\n\n{meaning(section)}\n" if section else ""
         sections[section] = sections.get(section, title) + "\n".join(rows) + "\n"
