@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it at run time
     from grpo_fast.head.api import linear_cross_entropy as linear_cross_entropy
@@ -28,31 +27,20 @@ if (_checkout_kernels / "kernels" / "__init__.py").is_file():
     __path__.append(str(_checkout_kernels))
 
 _PUBLIC = {
-    "linear_logprob": "grpo_fast.head.api",
-    "linear_cross_entropy": "grpo_fast.head.api",
-    "linear_grpo_loss": "grpo_fast.head.api",
-    "GRPOLossConfig": "grpo_fast.objective",
-    "LossInputs": "grpo_fast.objective",
-    "LossOutputs": "grpo_fast.objective",
-    "StepTotals": "grpo_fast.objective",
-    "GRPOLossOutput": "grpo_fast.head.outputs",
-    "HeadOutput": "grpo_fast.head.outputs",
-    "train": "grpo_fast.run.python",
-    "Run": "grpo_fast.run.python",
-    "Callback": "grpo_fast.run_record.callbacks",
+    "head.api": ["linear_logprob", "linear_cross_entropy", "linear_grpo_loss"],
+    "head.outputs": ["GRPOLossOutput", "HeadOutput"],
+    "objective": ["GRPOLossConfig", "LossInputs", "LossOutputs", "StepTotals"],
+    "run.python": ["Run", "train"],
+    "run_record.callbacks": ["Callback"],
 }
 
-__all__ = list(_PUBLIC)
+__all__ = [name for names in _PUBLIC.values() for name in names]
 
+if not TYPE_CHECKING:
+    from grpo_fast.lookup import lazy_names
 
-def __getattr__(name: str) -> Any:
-    """Public names load torch when they are first used, not when the package is imported."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+    __getattr__ = lazy_names(__name__, _PUBLIC)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -121,9 +122,9 @@ class TrainConfig(Section):
             InitErrorDetails(
                 type=PydanticCustomError("unread", "is not read {why}; leave it out", {"why": why}),
                 loc=tuple(name.split(".")),
-                input=at(self, name),
+                input=value,
             )
-            for name, why in unread(self).items()
+            for name, (value, why) in unread(self).items()
         ]
         if errors:
             raise ValidationError.from_exception_data(type(self).__name__, errors)
@@ -242,21 +243,22 @@ _READ: list[Condition] = [
 ]
 
 
-def unread(config: TrainConfig) -> dict[str, str]:
-    """Keys that are set and that no stage of the run reads, each with the reason."""
-    found: dict[str, str] = {}
+def unread(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+    """Keys that are set and that no stage of the run reads: what they ask for, and why it is not read."""
+    found: dict[str, tuple[Any, str]] = {}
     read: set[str] = set()
     for stage in resolve_stages(config):
         changed = {name for names, _, _ in _READ for name in names if _is_set(stage.config, name)}
+        chosen = stage.config.model_dump(exclude_defaults=True)
         idle = {
-            name: why.format(stage.config)
+            name: (reduce(getitem, name.split("."), chosen), why.format(stage.config))
             for names, reads, why in reversed(_READ)  # the first reason stays
             for name in names
             if name in changed and not reads(stage.config)
         }
         found |= idle
         read |= changed - idle.keys()
-    return {name: why for name, why in found.items() if name not in read}
+    return {name: reason for name, reason in found.items() if name not in read}
 
 
 def at(config: Any, name: str) -> Any:

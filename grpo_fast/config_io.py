@@ -448,7 +448,7 @@ def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return unknown_key(name, first["input"])
     message = " or ".join(dict.fromkeys(_message(item) for item in items))
-    if {"type": "null"} in key.get("anyOf", ()):
+    if {"type": "null"} in key.get("anyOf", ()) and first["type"] not in ("value_error", "unread"):
         message += " or null"
     if not name or (first["type"] == "value_error" and isinstance(first["input"], dict)):
         return Problem(name or "the configuration", message)

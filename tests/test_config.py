@@ -365,7 +365,7 @@ UNREAD = {
     "loss.max_completion_length=64": "by loss.loss_type = 'dapo'",
     "optimizer.min_learning_rate_ratio=0.1": "by optimizer.schedule = 'constant'",
     "logging.project=mine": "without logging.wandb",
-    "preference.loss.beta=0.3": "by algorithm = 'grpo'",
+    "preference.loss.beta=0.3": "preference.loss = {'beta': 0.3}: is not read by algorithm = 'grpo'",
     "stages=[{name: a, steps: 50, overrides: {advantage: {max_draws: 4}}}, {name: b}]": "dynamic_sampling",
 }
 
