@@ -72,6 +72,20 @@ def test_the_heads_example_runs_as_it_stands(capsys):
     assert "Certificate(density=" in capsys.readouterr().out
 
 
+def test_the_example_from_python_runs_on_the_toy(toy: dict[str, Any], tmp_path, monkeypatch, capsys):
+    code = README.partition("From Python")[2].partition("```python\n")[2].partition("```")[0]
+    changes = {"Qwen/Qwen2.5-0.5B-Instruct": toy["model"]["path"], "max_steps=20": "max_steps=1, **quick"}
+    for old, new in changes.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    quick = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "display": False}
+
+    exec(compile(code, "README.md", "exec"), {"quick": quick})
+
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
 def test_its_tables_are_those_of_the_checked_in_records(capsys):
     assert "<!-- table: quickstart_cpu -->" in README
     code = benchmarks(["readme", "--check"])
