@@ -266,7 +266,7 @@ def _figure(size: tuple[float, float], x_label: str = "") -> tuple[Figure, Axes]
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the benchmarks' page needs `pip install matplotlib`") from error
+        raise ModuleNotFoundError("the page's plots need `pip install matplotlib`") from error
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     axes.patch.set_visible(False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -20,26 +21,25 @@ SMOOTHING = 20  # the bold line averages a twentieth of the run
 
 SCORE = "score/"  # before the name of a set of held-out questions
 REWARD = re.compile(r"reward/([^/]+)/mean")
-# (title, factor, metric -> label)
-CURVES: tuple[tuple[str, float, Mapping[str, str]], ...] = (
-    ("Preferred completions, %", 100, {"rewards/accuracies": "preferred"}),
-    ("Reward gap", 1, {"rewards/margins": "gap"}),
-    ("Pairs ranked right, %", 100, {"ranking/pairwise_accuracy": "right"}),
-    ("KL to the reference", 1, {"kl": "KL"}),
-    ("Clipped tokens, %", 100, {"clip_ratio/region_mean": "clipped"}),
-    ("Entropy, nats", 1, {"entropy": "entropy"}),
-    ("Completion length, tokens", 1, {"completion/length_mean": "length"}),
-    ("Truncated completions, %", 100, {"completion/truncated": "truncated"}),
-    ("Groups without spread, %", 100, {"groups/flat": "flat"}),
-    ("Different completions in a group, %", 100, {"groups/unique_completions": "different"}),
-    ("Loss", 1, {"loss": "loss"}),
-    ("Gradient norm", 1, {"grad_norm": "norm"}),
-    ("Learning rate", 1, {"learning_rate": "rate"}),
-    ("Sampler against trainer, |Δ log p|", 1, {"sampling/logp_difference_mean": "mean"}),
-    ("Tokens per second", 1, {"tokens_per_second": "tokens/s"}),
-    ("Seconds", 1, {f"time/{phase}": phase for phase in ("step", *PHASES)}),
-    ("Peak memory, GiB", 2**-30, {"memory/peak_bytes": "memory"}),
-)
+CURVES: Mapping[str, tuple[str, float]] = {  # metric -> (title, factor); one title, one chart
+    "rewards/accuracies": ("Preferred completions, %", 100),
+    "rewards/margins": ("Reward gap", 1),
+    "ranking/pairwise_accuracy": ("Pairs ranked right, %", 100),
+    "kl": ("KL to the reference", 1),
+    "clip_ratio/region_mean": ("Clipped tokens, %", 100),
+    "entropy": ("Entropy, nats", 1),
+    "completion/length_mean": ("Completion length, tokens", 1),
+    "completion/truncated": ("Truncated completions, %", 100),
+    "groups/flat": ("Groups without spread, %", 100),
+    "groups/unique_completions": ("Different completions in a group, %", 100),
+    "loss": ("Loss", 1),
+    "grad_norm": ("Gradient norm", 1),
+    "learning_rate": ("Learning rate", 1),
+    "sampling/logp_difference_mean": ("Sampler against trainer, |Δ log p|", 1),
+    "tokens_per_second": ("Tokens per second", 1),
+    **{f"time/{phase}": ("Seconds", 1) for phase in ("step", *PHASES)},
+    "memory/peak_bytes": ("Peak memory, GiB", 2**-30),
+}
 
 
 @dataclass(frozen=True)
@@ -74,54 +74,44 @@ class Chart:
     alerts: Sequence[tuple[float, float, str]]  # (x, width, text)
 
 
-@dataclass(frozen=True)
-class Curves:
-    charts: Sequence[Chart]
-    more: Sequence[Chart]  # of metrics that have no place among the first
-    still: Sequence[tuple[str, str]]  # (title, value) of what never moved
-    last: int  # step
-
-
-def draw_curves(runs: Sequence[Columns]) -> Curves:
-    """A chart of everything that moved: of one run with its metrics together, of several a metric each."""
+def draw_curves(runs: Sequence[Columns], last: int) -> tuple[list[Chart], list[Chart], list[tuple[str, str]]]:
+    """Charts up to the step `last` of all that moved, those of `CURVES` and the rest, and (title, value) of
+    what never did. One run's metrics of one title share a chart; of several runs each metric has its own."""
     names = sorted({name for run in runs for name in run.values})
-    last = max((step for run in runs for series in run.values.values() for step in series), default=0)
-    scores = {name: name.removeprefix(SCORE) for name in names if name.startswith(SCORE)}
-    parts = {name: found[1] for name in names if (found := REWARD.fullmatch(name))}
-    first = (
-        ("Held-out score, %", 100, scores),
-        ("Reward, mean ± standard deviation", 1, {"reward/mean": "reward"}),
-        ("Reward by function", 1, parts if len(parts) > 1 else {}),
-        *CURVES,
-    )
-    placed = {name for _, _, labels in first for name in labels} | {*parts, "eval/score"}
+    parts = {name: ("Reward by function", 1.0) for name in names if REWARD.fullmatch(name)}
+    first = {name: ("Held-out score, %", 100.0) for name in names if name.startswith(SCORE)}
+    first |= {"reward/mean": ("Reward, mean ± standard deviation", 1)}
+    first |= {**(parts if len(parts) > 1 else {}), **CURVES}
+    placed = {*first, *parts, "eval/score"}
     still: list[tuple[str, str]] = []
 
-    def draw(wanted: Iterable[tuple[str, float, Mapping[str, str]]]) -> Iterator[Chart]:
-        for title, factor, labels in wanted:
-            moved = {}
-            for name, label in labels.items():
-                full = f"{title}: {label}" if len(labels) > 1 else title
-                values = {value for run in runs for value in run.values.get(name, {}).values()}
-                if len(values) == 1:
-                    still.append((full, _text(factor * values.pop())))
-                elif values:
-                    moved[name] = full
-            if len(runs) == 1 and moved:
-                yield _chart(title, factor, [(labels[name], runs[0], name) for name in moved], last)
-            elif moved:
-                for name, full in moved.items():
-                    yield _chart(full, factor, [(run.run, run, name) for run in runs], last)
+    def draw(wanted: Mapping[str, tuple[str, float]]) -> list[Chart]:
+        metrics: dict[str, list[str]] = {}
+        shared = Counter(title for title, _ in wanted.values())
+        for name, (title, factor) in wanted.items():
+            full = f"{title}: {_label(name)}" if shared[title] > 1 else title
+            values = [value for run in runs for value in run.values.get(name, {}).values()]
+            if len({float(f"{value:.9g}") for value in values}) > 1:  # what differs by less is rounding
+                metrics.setdefault(title if len(runs) == 1 else full, []).append(name)
+            elif values:
+                still.append((full, _text(factor * values[0])))
+        return [_chart(title, wanted[one[0]][1], runs, one, last) for title, one in metrics.items()]
 
-    rest = ((name, 1, {name: name}) for name in names if name not in placed)
-    return Curves([*draw(first)], [*draw(rest)], still, last)
+    return draw(first), draw({name: (name, 1) for name in names if name not in placed}), still
 
 
-def _chart(title: str, factor: float, tracks: Sequence[tuple[str, Columns, str]], last: int) -> Chart:
-    """Of (label, run, metric); a run that lacks the metric only keeps its colour."""
-    found = [(place, *track) for place, track in enumerate(tracks) if track[2] in track[1].values]
-    numbers = [value for _, _, run, name in found for value in run.values[name].values()]
-    numbers += [end for _, _, run, name in found for ends in run.bands.get(name, {}).values() for end in ends]
+def _label(name: str) -> str:
+    """Of a metric among those of one title."""
+    part = REWARD.fullmatch(name)
+    return part[1] if part else name.partition("/")[2] or name
+
+
+def _chart(title: str, factor: float, runs: Sequence[Columns], names: Sequence[str], last: int) -> Chart:
+    """Some metrics of one run, or one of several runs; a run that lacks it keeps its colour all the same."""
+    tracks = enumerate((run, name) for run in runs for name in names)
+    found = [(place, run, name) for place, (run, name) in tracks if name in run.values]
+    numbers = [value for _, run, name in found for value in run.values[name].values()]
+    numbers += [end for _, run, name in found for ends in run.bands.get(name, {}).values() for end in ends]
     low, high = factor * min(numbers), factor * max(numbers)
 
     def x_of(step: float) -> float:
@@ -134,19 +124,19 @@ def _chart(title: str, factor: float, tracks: Sequence[tuple[str, Columns, str]]
         return " ".join(f"{x_of(step):g},{y_of(factor * value):g}" for step, value in points)
 
     lines, alerts = [], []
-    for place, label, run, name in found:
+    for place, run, name in found:
+        label = run.run if len(runs) > 1 else _label(name)
         points = [*run.values[name].items()]
         kept, band = _thin(points), run.bands.get(name, {})
         ends = [(step, band[step]) for step, _ in kept if step in band]
         around = [(step, down) for step, (down, _) in ends] + [(step, up) for step, (_, up) in ends[::-1]]
         texts = [_text(factor * value) for _, value in kept]
         values = " ".join(f"{step}:{text}" for (step, _), text in zip(kept, texts, strict=True))
-        lines.append(
-            Line(label, place, path(kept), values, path(_moving_average(points)), path(around), texts[-1])
-        )
+        mean = path(_moving_average(points))
+        lines.append(Line(label, place, path(kept), values, mean, path(around), texts[-1]))
         for begin, end, text in run.alerts.get(name, ()):
             width = max(2.0, x_of(last if end is None else end) - x_of(begin))
-            alerts.append((x_of(begin), width, text if len(found) == 1 else f"{label}: {text}"))
+            alerts.append((x_of(begin), width, text if len(runs) == 1 else f"{label}: {text}"))
     steps = [(x_of(step), text) for step, text in _ticks(0, max(1, last), 6, least=1)]
     return Chart(title, lines, [(y_of(value), text) for value, text in _ticks(low, high, 5)], steps, alerts)
 
@@ -173,7 +163,7 @@ def _moving_average(points: Points) -> Points:
 
 def _ticks(low: float, high: float, most: int, least: float = 0) -> list[tuple[float, str]]:
     """(value, text) of the round numbers from `low` to `high`, about `most` of them, `least` apart."""
-    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    size = 10.0 ** math.floor(math.log10(max(high - low, 1e-290) / most))
     step = max(least, next(size * one for one in (1, 2, 5, 10) if size * one * most >= high - low))
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     style = f",.{decimals}f" if decimals <= 4 and max(abs(low), abs(high)) < 1e6 else ".3g"

@@ -17,9 +17,9 @@ function show(x) { // null: the last values again
     let at = -9;
     step.textContent = "";
     for (const { xs, values, text, last } of lines) {
-      const i = nearest(xs, x), within = xs[0] <= x && x <= xs[xs.length - 1];
+      const i = nearest(xs, x), within = x !== null && xs[0] <= x && x <= xs[xs.length - 1];
       text.textContent = x === null ? last : within ? values[i][1] : "–";
-      if (x !== null && within) [at, step.textContent] = [xs[i], `step ${values[i][0]}`];
+      if (within) [at, step.textContent] = [xs[i], `step ${values[i][0]}`];
     }
     cursor.setAttribute("transform", `translate(${at})`);
   }
@@ -29,15 +29,13 @@ for (const { svg, lines } of charts) {
   const xs = [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
   let place = xs.length - 1;
   const go = (to) => show(xs[(place = Math.min(xs.length - 1, Math.max(0, to)))]);
-  const follow = (event) => {
+  svg.onpointermove = svg.onpointerdown = (event) => {
     const box = svg.getBoundingClientRect();
     go(nearest(xs, ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width));
   };
-  svg.addEventListener("pointermove", follow);
-  svg.addEventListener("pointerdown", follow);
-  svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && show(null));
-  svg.addEventListener("keydown", (event) => {
+  svg.onpointerleave = (event) => event.pointerType === "mouse" && show(null);
+  svg.onkeydown = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -xs.length, End: xs.length }[event.key];
     if (by) event.preventDefault(), go(place + by);
-  });
+  };
 }

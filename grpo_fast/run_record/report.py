@@ -15,33 +15,24 @@ from typing import Any
 
 import yaml
 
+from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
 from grpo_fast.run_record.charts import SCORE, AlertSpan, Columns, draw_curves
 from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
-from grpo_fast.run_record.logs import (
-    ALERTS_FILE,
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    PROVENANCE_FILE,
-    SAMPLES_FILE,
-    TIMINGS_FILE,
-)
 from grpo_fast.run_record.summary import CONFIDENCE, duration_text, score_text
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
 SAMPLED_STEPS = 12  # of a run, that the page shows; a long run's page stays light
 PAGE_CHARACTERS = 2_000_000  # of completions and prompts, on the whole page
 LARGEST = 1e300  # that is drawn: the difference of two such numbers is one
+STEP, TEXT = {"step": int}, {"prompt": str, "completion": str, "question": str | list}
 FIELDS: Mapping[str, Mapping[str, Any]] = {  # what every line of a file must have, and its type
-    METRICS_FILE: {"step": int},
-    TIMINGS_FILE: {"step": int},
-    SAMPLES_FILE: {
-        **{"step": int, "prompt": str, "completion": str, "rewards": dict},
-        **{"num_tokens": int, "truncated": bool},
-    },
-    EVALUATIONS_FILE: {"step": int, "name": str, "interval": list, "n": int},
-    ALERTS_FILE: {"step": int, "alert": str, "state": str, "text": str},
-    PROVENANCE_FILE: {"started": str, "command": list, "device": str, "versions": dict},
+    logs.METRICS_FILE: STEP,
+    logs.TIMINGS_FILE: STEP,
+    logs.SAMPLES_FILE: {**STEP, **TEXT, "group": int, "rewards": dict, "num_tokens": int, "truncated": bool},
+    logs.EVALUATIONS_FILE: {**STEP, "name": str, "interval": list, "n": int},
+    logs.ALERTS_FILE: {**STEP, "alert": str, "state": str, "text": str},
+    logs.PROVENANCE_FILE: {"started": str, "command": list, "device": str, "versions": dict},
 }
 
 Record = dict[str, Any]
@@ -52,25 +43,29 @@ class RunRecord:
     """What a run's folder holds."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any]  # by dotted key
     config_text: str
-    files: Mapping[str, Sequence[Record]]  # by name, those of FIELDS
+    files: Mapping[str, Sequence[Record]]  # those of FIELDS, each in the order of the steps
     columns: Columns
 
     @property
+    def last(self) -> int:
+        """The newest step of any file."""
+        return max((records[-1].get("step", 0) for records in self.files.values() if records), default=0)
+
+    @property
     def status(self) -> str:
-        total = self.config.get("max_steps")
-        last = max((record["step"] for record in self.files[METRICS_FILE]), default=0)
+        total, metrics = self.config.get("max_steps"), self.files[logs.METRICS_FILE]
+        step = metrics[-1]["step"] if metrics else 0
         if not isinstance(total, int):
-            return f"{last} steps"
-        return f"finished, {total} steps" if last >= total else f"not finished: step {last} of {total}"
+            return f"{step} steps"
+        return f"not finished: step {step} of {total}" if step < total else f"finished, {step} steps"
 
     @property
     def facts(self) -> dict[str, str]:
         """A few words on top of the page; those that the run has."""
-        settings = dict(_flat(self.config))
-        facts = {"Model": settings.get("model.path"), "Data": settings.get("dataset.source")}
-        if starts := self.files[PROVENANCE_FILE]:
+        facts = {"Model": self.config.get("model.path"), "Data": self.config.get("dataset.source")}
+        if starts := self.files[logs.PROVENANCE_FILE]:
             started = starts[0]["started"].replace("T", " ").replace("+00:00", " UTC")
             facts |= {"Device": starts[-1]["device"], "Started": started}
         if seconds := [*self.columns.values.get("time/step", {}).values()]:
@@ -82,26 +77,21 @@ class RunRecord:
 
     @cached_property
     def groups(self) -> dict[int, list[list[Record]]]:
-        """By step the completions of each prompt, the best first: of all sampled steps of a short run, of a
-        long one's some, evenly from the first to the last."""
-        steps = self.sampled
-        if len(steps) > SAMPLED_STEPS:
-            steps = [steps[round(i * (len(steps) - 1) / (SAMPLED_STEPS - 1))] for i in range(SAMPLED_STEPS)]
-        found: dict[int, dict[Any, list[Record]]] = {step: {} for step in steps}
-        for record in self.files[SAMPLES_FILE]:
-            if record["step"] in found:
-                group = record.get("group", record["prompt"])  # records of old have no number of theirs
-                found[record["step"]].setdefault(group, []).append(record)
-        return {step: [sorted(one, key=_worst_last) for one in found[step].values()] for step in steps}
+        """By sampled step the completions of each prompt, the best first."""
+
+        def worst_last(record: Record) -> float:
+            return math.inf if record.get("reward") is None else -record["reward"]
+
+        found: dict[int, dict[int, list[Record]]] = {}
+        for record in sorted(self.files[logs.SAMPLES_FILE], key=worst_last):
+            found.setdefault(record["step"], {}).setdefault(record["group"], []).append(record)
+        return {step: [found[step][group] for group in sorted(found[step])] for step in sorted(found)}
 
     @property
-    def sampled(self) -> list[int]:
-        """The steps that have samples."""
-        return sorted({record["step"] for record in self.files[SAMPLES_FILE]})
-
-
-def _worst_last(record: Record) -> float:
-    return math.inf if record.get("reward") is None else -record["reward"]
+    def shown(self) -> list[int]:
+        """The sampled steps of a short run; of a long one some, evenly from the first to the last."""
+        steps, most = [*self.groups], SAMPLED_STEPS - 1
+        return steps if len(steps) <= most else [steps[i * (len(steps) - 1) // most] for i in range(most + 1)]
 
 
 def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
@@ -124,17 +114,17 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     if len(set(names)) < len(names):
         names = [str(run_dir) for run_dir in run_dirs]
     runs = [read_run(run_dir, name) for run_dir, name in zip(run_dirs, names, strict=True)]
-    texts = sum(len(group) for run in runs for groups in run.groups.values() for group in groups)
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    last = max(run.last for run in runs)
+    texts = sum(len(group) for run in runs for step in run.shown for group in run.groups[step])
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     script = packaged("report.js")
-    page = environment.from_string(packaged("report.html.j2")).render(
+    page = jinja.from_string(packaged("report.html.j2")).render(
         runs=runs,
-        curves=draw_curves([run.columns for run in runs]),
-        differences=differences(runs),
+        last=last,
+        curves=draw_curves([run.columns for run in runs], last),
+        differences=differences([run.config for run in runs]),
         excerpt=lambda text: excerpt(text, PAGE_CHARACTERS // max(texts, 100)),
-        score=score_text,
+        score_text=score_text,
         confidence=f"{100 * CONFIDENCE:.0f} %",
         style=packaged("report.css"),
         script=script,
@@ -144,9 +134,8 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     try:
         write_whole(path.resolve(), page.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        raise OSError(
-            f"cannot write {path} ({error.strerror}); `grpo-fast report --output` writes it elsewhere"
-        ) from error
+        elsewhere = "`grpo-fast report --output` writes it elsewhere"
+        raise OSError(f"cannot write {path} ({error.strerror}); {elsewhere}") from error
     return path
 
 
@@ -164,12 +153,11 @@ def read_run(run_dir: Path, name: str) -> RunRecord:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         config = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} is no YAML ({' '.join(str(error).split())}); repair or delete it"
-        ) from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not keys and values; repair or delete it")
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, not keys and values")
+    except (yaml.YAMLError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path} is no configuration ({problem}); repair or delete it") from error
     records = {}
     for file, fields in FIELDS.items():
         lines = read_jsonl(run_dir / file)
@@ -178,43 +166,38 @@ def read_run(run_dir: Path, name: str) -> RunRecord:
                 where = f"{run_dir / file}, line {number}"
                 raise ValueError(f"{where}: no {wrong[0]!r} as a run writes it; repair or delete the line")
         records[file] = sorted(lines, key=lambda record: record.get("step", 0))
-    return RunRecord(name, config, text, records, _columns(name, records))
+    return RunRecord(name, dict(_flat(config)), text, records, _columns(name, records))
 
 
 def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
     """What is drawn: metrics, timings and held-out scores, with intervals where they are known."""
     values: dict[str, dict[int, float]] = {}
-    bands: dict[str, dict[int, tuple[float, float]]] = {}
-    for record in (*records[METRICS_FILE], *records[TIMINGS_FILE]):
+    for record in (*records[logs.METRICS_FILE], *records[logs.TIMINGS_FILE]):
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float) and abs(value) < LARGEST:
                 values.setdefault(name, {})[record["step"]] = value
     means, spread = values.get("reward/mean", {}), values.get("reward/std", {})
-    bands["reward/mean"] = {s: (means[s] - spread[s], means[s] + spread[s]) for s in means if s in spread}
-    for record in records[EVALUATIONS_FILE]:
-        name, step, interval = f"{SCORE}{record['name']}", record["step"], record["interval"]
+    bands = {"reward/mean": {s: (means[s] - spread[s], means[s] + spread[s]) for s in means if s in spread}}
+    for record in records[logs.EVALUATIONS_FILE]:
+        name, interval = f"{SCORE}{record['name']}", record["interval"]
         if record.get("score") is not None:
-            values.setdefault(name, {})[step] = record["score"]
+            values.setdefault(name, {})[record["step"]] = record["score"]
             if len(interval) == 2 and None not in interval:
-                bands.setdefault(name, {})[step] = (interval[0], interval[1])
+                bands.setdefault(name, {})[record["step"]] = (interval[0], interval[1])
     alerts: dict[str, list[AlertSpan]] = {}
-    for place, record in enumerate(records[ALERTS_FILE]):
+    for place, record in enumerate(records[logs.ALERTS_FILE], start=1):
         if record["state"] == "raised" and record["alert"] in RULES:
-            later = (one for one in records[ALERTS_FILE][place + 1 :] if one["alert"] == record["alert"])
+            later = (one for one in records[logs.ALERTS_FILE][place:] if one["alert"] == record["alert"])
             span = (record["step"], next((one["step"] for one in later), None), record["text"])
             alerts.setdefault(RULES[record["alert"]].metric, []).append(span)
     return Columns(run, values, bands, alerts)
 
 
-def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """The keys of the configuration whose values are not the same in all runs, and each run's value."""
-    settings = [dict(_flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for one in settings for key in one if key != "output_dir")
-
-    def text(one: Mapping[str, Any], key: str) -> str:
-        return json.dumps(one[key], ensure_ascii=False, default=str) if key in one else "\N{EN DASH}"
-
-    rows = [(key, [text(one, key) for one in settings]) for key in keys]
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The keys whose values are not the same in all runs, but for the folder, and each run's value."""
+    shown = [{key: json.dumps(one[key], ensure_ascii=False, default=str) for key in one} for one in configs]
+    keys = dict.fromkeys(key for one in shown for key in one if key != "output_dir")
+    rows = [(key, [one.get(key, "\N{EN DASH}") for one in shown]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -231,6 +214,5 @@ def excerpt(text: str, most: int) -> str:
     """A text of at most `most` characters: three quarters of them from its beginning, a quarter its end."""
     if len(text) <= most:
         return text
-    end = most // 4
     left_out = f"\n\n[… {len(text) - most:,} characters left out; samples.jsonl has them …]\n\n"
-    return text[: most - end] + left_out + text[-end:]
+    return text[: most - most // 4] + left_out + text[-(most // 4) :]

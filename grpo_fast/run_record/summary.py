@@ -42,10 +42,8 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return mean - half, mean + half
 
 
-def score_text(score: float | None, interval: Sequence[float | None] | None = None) -> str:
+def score_text(score: float, interval: Sequence[float | None] | None = None) -> str:
     """A share in per cent with its interval: `49.0 % [43.4, 54.6]`."""
-    if score is None:
-        return "no score"
     text = f"{100 * score:.1f} %"
     bounds = [100 * bound for bound in interval or () if bound is not None and math.isfinite(bound)]
     return f"{text} [{bounds[0]:.1f}, {bounds[1]:.1f}]" if len(bounds) == 2 else text
