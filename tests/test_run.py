@@ -283,6 +283,7 @@ def test_eval_of_a_checkpoint_takes_its_weights_and_writes_down_what_was_measure
     assert (record["engine"], record["num_samples"]) == ("transformers", 2)
     assert (record["sampling"]["temperature"], record["sampling"]["max_completion_length"]) == (1.0, 8)
     assert {"grpo-fast", "torch", "transformers"} <= set(record["versions"])
+    assert all(1 <= n <= 8 for question in record["questions"] for n in question["tokens"])
 
 
 def test_eval_of_a_run_without_a_checkpoint_does_not_take_the_untrained_model(run_dir: Path, capsys):

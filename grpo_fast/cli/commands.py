@@ -55,8 +55,10 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
         raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
-    if args.output and not Path(args.output).parent.is_dir():
-        raise ConfigError("eval", [Problem("--output", "lies in no folder that is there", args.output)])
+    if args.output and (not Path(args.output).parent.is_dir() or Path(args.output).is_dir()):
+        raise ConfigError(
+            "eval", [Problem("--output", "must be a file in a folder that is there", args.output)]
+        )
     from grpo_fast.cli.show import evaluation_record, evaluation_table
     from grpo_fast.data import load_held_out
     from grpo_fast.rewards import load_rewards

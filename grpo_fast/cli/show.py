@@ -70,6 +70,7 @@ def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
                 "prompt": prompt.prompt,
                 "scores": [None if score != score else score for score in scores],
                 "completions": [completion.text for completion in group],
+                "tokens": [len(completion.token_ids) for completion in group],
             }
             for prompt, scores, group in zip(result.prompts, result.scores, result.completions, strict=True)
         ],

@@ -122,6 +122,7 @@ def test_debug_shows_the_traceback(config, capsys):
         (["improve"], "doctor, eval"),
         (["eval", "quickstart", "--k", "0"], "--k"),
         (["eval", "quickstart", "--output", "nowhere/at/all.json"], "--output = 'nowhere/at/all.json'"),
+        (["eval", "quickstart", "--output", "."], "--output = '.'"),
         (["preview", "quickstart", "--num-prompts", "0"], "--num-prompts: 0 must be at least 1"),
         (["preview", "quickstart", "--num-prompts", "-1"], "--num-prompts"),
         (["groups", "describe", "quickstart", "--examples", "-1"], "--examples"),
