@@ -163,11 +163,6 @@ _READ: list[Condition] = [
         _BY_ALGORITHM,
     ),
     (
-        ("preference.reference_cache",),
-        lambda c: (c.preference.ranking if c.algorithm == "rank" else c.preference.loss).needs_reference,
-        "by a loss without a reference",
-    ),
-    (
         ("preference.beta.gap_smoothing",),
         lambda c: c.preference.beta.gap_gain,
         "without preference.beta.gap_gain",
