@@ -187,7 +187,7 @@ def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, 
     train(in_process(toy, run_dir, max_steps=3, optimizer={"learning_rate": 1e-3}), resume="latest")
 
     said = " ".join(capsys.readouterr().out.split())
-    assert f"resumed from {run_dir / 'checkpoints' / 'step-00000002'}" in said
+    assert f"resumed after step 2 from {run_dir / 'checkpoints' / 'step-00000002'}" in said
     assert "max_steps was 2, is 3; optimizer.learning_rate was 0.003, is 0.001" in said
     assert steps_of(run_dir) == [0, 1, 2, 3]
     train(in_process(toy, run_dir, max_steps=3, optimizer={"learning_rate": 1e-3}), resume="latest")

@@ -128,7 +128,8 @@ def report_error(error: Exception) -> int:
 
     text = str(error).strip()
     ours = type(error).__module__.startswith("grpo_fast.")
-    if not (text and (ours or isinstance(error, ValueError | RuntimeError | OSError | ImportError))):
+    told = ValueError | FloatingPointError | RuntimeError | OSError | ImportError
+    if not (text and (ours or isinstance(error, told))):
         text = f"unexpected {type(error).__name__}: {text or 'no message'}; --debug shows the traceback"
     print(f"grpo-fast: {text}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILURE

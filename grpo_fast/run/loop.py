@@ -104,7 +104,7 @@ def train(
             origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
             if trainer.step == config.max_steps:
                 changes += ["all steps are done, raise max_steps to go on"]
-            recorder.say("; ".join([f"resumed from {origin}", *changes]))
+            recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
         recorder.begin()
         while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
             recorder.record(trainer.train_step())

@@ -193,11 +193,13 @@ class Recorder:
             self.save_and_tell(must=True)
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
-            self.say(f"{stopped_by}: saved at step {self.trainer.step}; continue with --resume")
+            safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
+            self.say(f"{stopped_by}: {safe}; continue with --resume")
         done = f"step {self.trainer.step} of {self.config.max_steps}"
         self.say(held_out_outcome(self.run_dir) or done)
         self.say(f"report: {write_report(self.run_dir)}")
-        self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
+        if self.saved:
+            self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
     def rescue(self, error: BaseException) -> None:
@@ -234,12 +236,14 @@ class Recorder:
         if self.config.model.dtype == "float16":
             lower += ", or anew with model.dtype = bfloat16"
         good = [path for path in self.store.paths() if step_of(path) < step + optimizer.mid_step]
-        if good:
+        if not (step or optimizer.mid_step):
+            left = "nothing is trained yet, so it is the model or its precision: try model.dtype = float32"
+        elif good:
             left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
         else:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
             if step and not optimizer.mid_step and isinstance(error, Diverged):  # by one bad gradient
-                with suppress(CheckpointSaveError):
+                with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
                     weights = self.store.save_weights(step, self.trainer.policy.trainable())
                     left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")

@@ -190,6 +190,13 @@ def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
     assert kept == ["step-00000002", "step-00000003"]
 
 
+def test_a_model_whose_first_gradient_is_not_finite_is_to_blame_itself(toy, tmp_path: Path, monkeypatch):
+    break_at_step(monkeypatch, STEP, 0, Diverged("the gradient norm is nan"))
+    with pytest.raises(Diverged, match=r"after step 0: the gradient norm is nan; .*model\.dtype = float32"):
+        train(in_process(toy, tmp_path / "run", **NO_CHECKPOINTS), display=False)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_run_that_diverges_without_a_checkpoint_leaves_finite_weights_to_export_and_not_to_resume(
     toy, tmp_path: Path, monkeypatch
 ):
