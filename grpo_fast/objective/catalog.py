@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
+from grpo_fast.lookup import OBJECT_MARK
 from grpo_fast.section import EXACT, LARGEST
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant_length", "sequence_sum"]
@@ -294,7 +295,8 @@ class GRPOLossConfig:
 
     def _check_custom(self) -> None:
         module, _, function = self.loss_type.partition(":")
-        if not all(part.isidentifier() for part in (*module.split("."), function)):
+        parts = (*module.split("."), function)
+        if OBJECT_MARK not in function and not all(part.isidentifier() for part in parts):
             raise ValueError(
                 f"loss_type = {self.loss_type!r} is not an import path; write it as 'package.module:function'"
             )

@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from grpo_fast.lookup import load_callable
+from grpo_fast.lookup import OBJECT_MARK, load_callable
 from grpo_fast.objective.catalog import GRPOLossConfig, KLEstimator
 from grpo_fast.objective.correction import off_policy_keep, sampler_weights
 from grpo_fast.objective.entropy import entropy_threshold
@@ -80,10 +80,13 @@ def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
     return _load_custom(config.loss_type) if config.is_custom else partial(policy_loss, config=config)
 
 
-@cache
+_import_once = cache(load_callable)
+
+
 def _load_custom(path: str) -> LossFunction:
     """A user's own loss by import path; TypeError when it returns something other than `LossOutputs`."""
-    function = load_callable(path, "loss_type")
+    find = load_callable if OBJECT_MARK in path else _import_once  # two calls may give two objects one name
+    function = find(path, "loss_type")
 
     def checked(inputs: LossInputs) -> LossOutputs:
         outputs = function(inputs)

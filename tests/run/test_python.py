@@ -211,6 +211,16 @@ def test_each_object_has_a_name_of_its_own_that_others_do_not_change():
     assert Inputs().name(len).endswith("@no source")
 
 
+def test_a_loss_of_the_users_is_an_object_too(call, tmp_path: Path):
+    def mine(inputs: grpo_fast.LossInputs) -> grpo_fast.LossOutputs:
+        own = inputs.logprobs[inputs.loss_mask]
+        return grpo_fast.LossOutputs(-own.mean(), {"mine": own.detach().mean()})
+
+    trained = grpo_fast.train(**call | {"output_dir": tmp_path / "run", "max_steps": 1, "loss_type": mine})
+
+    assert trained.metrics["mine"].notna().sum() == 1
+
+
 def test_held_out_rows_are_read_as_the_datasets_are(tmp_path: Path):
     inputs = Inputs()
     settings = {"model": {"path": "m"}, "rewards": [{"reward": "length"}], "output_dir": str(tmp_path)}
