@@ -197,7 +197,10 @@ class Recorder:
             self.say(f"{stopped_by}: {safe}; continue with --resume")
         done = f"step {self.trainer.step} of {self.config.max_steps}"
         self.say(held_out_outcome(self.run_dir) or done)
-        self.say(f"report: {write_report(self.run_dir)}")
+        try:
+            self.say(f"report: {write_report(self.run_dir)}")
+        except (OSError, ValueError) as error:  # of the page alone: the run is done and saved
+            self.say(f"no report: {error}; `grpo-fast report {self.run_dir}` writes it")
         if self.saved:
             self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
@@ -223,8 +226,8 @@ class Recorder:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
             step = trainer.step
-            go_on = f"step {step} is safe; continue" if step else "nothing is trained yet; begin anew"
-            self.say(f"{problem}: {go_on} with --resume")
+            go_on = f"step {step} is safe; continue with --resume" if step else "nothing is trained yet"
+            self.say(f"{problem}: {go_on}")
 
     def diverged(self, error: FloatingPointError) -> Diverged:
         """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.
