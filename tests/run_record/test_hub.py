@@ -6,9 +6,8 @@ import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
@@ -21,8 +20,8 @@ from grpo_fast.run_record.hub import PushToHub
 
 
 def refusal(status: int) -> HfHubHTTPError:
-    request = httpx.Request("GET", "https://huggingface.co/api/whoami-v2")
-    return HfHubHTTPError(f"status {status}", response=httpx.Response(status, request=request))
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"status {status}", response=cast("Any", response))
 
 
 ADA = {"name": "ada", "orgs": [{"name": "lovelace"}], "auth": {"accessToken": {"role": "write"}}}
@@ -130,7 +129,7 @@ def test_without_a_token_or_offline_the_start_says_what_to_set(monkeypatch: pyte
         PushToHub(HubConfig(push="lovelace/model"))
 
 
-@pytest.mark.parametrize("answer", [refusal(503), httpx.ConnectError("no network")])
+@pytest.mark.parametrize("answer", [refusal(503), ConnectionError("no network")])
 def test_a_hub_that_does_not_answer_is_told_of_and_tried_at_the_end(hub, caplog, answer: Exception):
     hub.user = answer
     PushToHub(HubConfig(push="ada/near-w7"))
