@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.policy.config import OptimizerConfig
-from grpo_fast.policy.finite import Diverged, first_not_finite
+from grpo_fast.policy.finite import Diverged
 
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
@@ -86,8 +86,7 @@ class PolicyOptimizer:
 
         Raises:
             RuntimeError: no parameter has a gradient.
-            Diverged: the gradient is not finite, and the weights are as before; or the stepped weights are
-                not, and `mid_step` is true.
+            Diverged: the gradient is not finite; the weights are as before.
             torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -107,8 +106,6 @@ class PolicyOptimizer:
         self._adam.step()
         self._write_back()
         self.zero_grad()
-        if name := first_not_finite(self._parameters):
-            raise Diverged(f"the weights {name} hold NaN or infinity")
         return grad_norm
 
     def _make_moments(self) -> None:

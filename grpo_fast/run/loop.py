@@ -55,14 +55,14 @@ def train(
 
     Args:
         config: the whole run.
-        resume: "latest" continues from the newest checkpoint in `config.output_dir`, a path from that one.
+        resume: "latest" continues from the newest intact checkpoint in `config.output_dir`, a path from it.
         display: show progress; the files of the run are written either way.
         files: what the configuration names in the run's own directory, by name there.
 
     Raises:
         RunInUse: another process trains in the directory.
-        CheckpointError: the directory cannot be written, holds another run, or its newest checkpoint is
-            damaged; the message names the remedy.
+        CheckpointError: the directory cannot be written, holds another run, or has no intact checkpoint; the
+            message names the remedy.
         ValueError: the configuration contradicts the model or the data. Raised before any training.
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
@@ -79,8 +79,9 @@ def train(
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)
         trainer = build_trainer(config)
-        # A checkpoint has the weights, their two moments and float32 masters.
-        size = sum(p.numel() * (p.element_size() + 12) for p in trainer.policy.trainable().values())
+        # A checkpoint has the weights, two float32 moments of each, and the masters of 16-bit ones.
+        weights, masters = trainer.policy.trainable().values(), trainer.optimizer.masters().values()
+        size = sum(w.numel() * (w.element_size() + 8) for w in weights) + sum(m.nbytes for m in masters)
         every = config.checkpoint.every or config.max_steps
         store.check_room(size, saves=math.ceil(config.max_steps / every))
         if isinstance(trainer, Trainer):

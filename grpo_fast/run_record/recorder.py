@@ -232,7 +232,7 @@ class Recorder:
     def diverged(self, error: FloatingPointError) -> Diverged:
         """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.
 
-        Weights that lead to NaN at once are none to go back to, unless the coming step itself broke them.
+        Weights that lead to NaN at once are none to go back to, unless the coming step updated them.
         """
         step, optimizer = self.trainer.step, self.trainer.optimizer
         lower = f"a lower optimizer.learning_rate ({optimizer.learning_rate:.3g} now)"
