@@ -59,8 +59,10 @@ class TrainConfig(Section):
         "log-probabilities (a forward only for minibatches after the first), or the sampler's (no forward, "
         "but its rounding is in the ratio, and in policy/ratio_* instead of sampling/*)",
     )
-    micro_batch_tokens: PositiveInt = Field(
-        16384, description="tokens of one forward and backward; halved when the memory does not hold them"
+    micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="tokens of one forward and backward; halved when the memory does not hold them; auto: on "
+        "a GPU by the plan, elsewhere and without rollouts 16,384",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None, description="threads of the CPU; null: torch's choice"

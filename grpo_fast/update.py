@@ -82,7 +82,7 @@ class PolicyUpdate:
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens of a micro-batch now."""
-        return self.budget.tokens(self.config.micro_batch_tokens)
+        return self.budget.tokens(int(self.config.micro_batch_tokens))  # `auto` has become a number
 
     def run(self, samples: Sequence[Sample], totals: StepTotals, clock: Clock) -> dict[str, float]:
         """`num_iterations` epochs of optimiser steps over one rollout; their mean metrics.

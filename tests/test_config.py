@@ -58,7 +58,7 @@ LIST = ["base_model=m", "dataset_name=d", "reward_weights=[2,1]", "reward_funcs=
 Places = dict[str, Any]
 ACCEPTED: list[tuple[str, list[str], Places]] = [
     (MINIMAL + RATE, [], {"model.path": "some/model", "optimizer.learning_rate": 3e-6}),
-    (MINIMAL, [], {"rollout.num_generations": 8}),
+    (MINIMAL, [], {"rollout.num_generations": "auto", "micro_batch_tokens": "auto"}),
     *(
         (MINIMAL + RATE, tokens, {"optimizer.learning_rate": 1e-5, "optimizer.weight_decay": 0.1})
         for tokens in (

@@ -163,7 +163,8 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
 
     train = add("train", "commands:train", "train a model", overrides=True)
     train.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    train.add_argument("--print-config", action="store_true", help="print the whole configuration and leave")
+    whole = "print the whole configuration, with what the plan chooses, and leave"
+    train.add_argument("--print-config", action="store_true", help=whole)
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
     train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")

@@ -37,7 +37,9 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast train`"""
     config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
-        print(dump_config(config), end="")
+        from grpo_fast.plan import resolve_auto
+
+        print(dump_config(resolve_auto(config)), end="")
         return 0
     check_filled_in(config)
     from grpo_fast import run

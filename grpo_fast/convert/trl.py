@@ -49,6 +49,7 @@ def read_trl(document: Mapping[str, Any]) -> Conversion:
 def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """TRL's defaults, and those that depend on what is set."""
     batch = {} if any(document.get(key) for key in BATCH) else {"per_device_train_batch_size": 8}
+    defaults = {"num_generations": 8, **defaults}
     correction = {"vllm_importance_sampling_correction": True} if document.get("use_vllm") else {}
     kl = {"use_bias_correction_kl": True} if document.get("beta") else {}
     return {**defaults, **batch, **correction, **kl}

@@ -12,7 +12,7 @@ from grpo_fast.config_io import load_config
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.prediction import Predictor
-from grpo_fast.plan.search import largest_generations, plan
+from grpo_fast.plan.search import largest_generations, plan, with_constants
 from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_device
@@ -26,6 +26,8 @@ AUTO_MOST = 64
 """Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
 cost time in proportion, and are given as a number."""
 
+ELSEWHERE = 8
+
 
 def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfig:
     """The configuration with numbers for every `num_generations: auto`; unchanged where there is none.
@@ -38,10 +40,16 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
     Raises:
         ValueError: the longest prompt is not known, or not even two completions of a prompt fit.
     """
+    config = with_constants(config)
     tree = config.model_dump()
     rollouts = _rollouts(tree)
     if config.algorithm != "grpo" or "auto" not in [rollout.get("num_generations") for rollout in rollouts]:
         return config
+    if _device_at_hand(config).kind == "cpu":
+        for rollout in rollouts:
+            if rollout.get("num_generations") == "auto":
+                rollout["num_generations"] = ELSEWHERE
+        return TrainConfig.model_validate(tree)
     saved = None if run_dir is None else run_dir / CONFIG_FILE
     sizes: Sequence[int | None]
     if saved is not None and saved.exists():

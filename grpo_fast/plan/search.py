@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, step_sizes, undivided_group
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
 MOST_TOKENS = 1 << 20  # and that for a micro-batch's
+CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False}
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def plan(
     Raises:
         ValueError: the prompts' length is not known, or the model cannot be packed.
     """
+    config = with_constants(config)
     sizes = step_sizes(config, prompt_length=prompt_length)
     traces = model if isinstance(model, Traces) else Traces(model)
     predictor = Predictor(config, traces, device, calibration)
@@ -97,12 +101,7 @@ def plan(
 def _turned_knobs(predictor: Predictor, sizes: StepSizes, before: Prediction) -> Iterator[Knob]:
     """Those that would save anything."""
     for key, value, cost in _possible_knobs(predictor):
-        tree = section = predictor.run.model_dump()
-        *path, last = key.split(".")
-        for name in path:
-            section = section[name]
-        section[last] = value
-        changed = TrainConfig.model_validate(tree)
+        changed = with_values(predictor.run, {key: value})
         other = Predictor(changed, predictor.traces, predictor.device, predictor.calibration)
         resized = replace(
             step_sizes(changed, prompt_length=sizes.prompt_length), generations=sizes.generations
@@ -112,6 +111,19 @@ def _turned_knobs(predictor: Predictor, sizes: StepSizes, before: Prediction) ->
         if max(saves.values()) > 0:
             text = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
             yield Knob(f"{key}={text}", saves, cost, largest_generations(other, resized))
+
+
+def with_constants(config: TrainConfig) -> TrainConfig:
+    return with_values(config, {key: value for key, value in CONSTANTS.items() if at(config, key) == "auto"})
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration with other values of some dotted keys."""
+    tree = config.model_dump()
+    for key, value in values.items():
+        *path, last = key.split(".")
+        reduce(getitem, path, tree)[last] = value
+    return TrainConfig.model_validate(tree)
 
 
 def _possible_knobs(predictor: Predictor) -> Iterator[tuple[str, Any, str]]:
@@ -136,8 +148,8 @@ def _possible_knobs(predictor: Predictor) -> Iterator[tuple[str, Any, str]]:
             yield "rollout.vllm.lora_sync", "adapter", "LoRA kernels while decoding"
         if vllm.share_weights is False:
             yield "rollout.vllm.share_weights", "auto", "nothing"
-    if run.micro_batch_tokens > 1:
-        yield "micro_batch_tokens", run.micro_batch_tokens // 2, "more and smaller forwards"
+    if int(run.micro_batch_tokens) > 1:
+        yield "micro_batch_tokens", int(run.micro_batch_tokens) // 2, "more and smaller forwards"
     if run.prompts_per_step > max(1, run.minibatches):
         half = max(run.minibatches, run.prompts_per_step // 2)
         yield "prompts_per_step", half, "fewer prompts in a step"

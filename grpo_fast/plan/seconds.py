@@ -21,7 +21,7 @@ def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, wo
     """Of all epochs and minibatches of a step, whose documents are `work`."""
     layers, head = _layer_flops(shape, work.inputs, work.squares), _head_flops(shape, work.targets)
     backward = 1 if run.model.lora is not None else 2  # a frozen weight has no gradient of its own
-    passes = 1 + backward + run.model.gradient_checkpointing
+    passes = 1 + backward + (run.model.gradient_checkpointing is True)
     products = 3 + shape.head_trained  # the backward forms the logits once more
     forwards = float(run.loss.needs_reference)
     if run.old_logprobs == "recompute":  # by minibatches after the first

@@ -64,7 +64,7 @@ def step_sizes(config: TrainConfig, *, prompt_length: int | None = None) -> Step
         generations=2 if generations == "auto" else generations,
         prompt_length=prompt_length,
         completion_length=config.rollout.length_limit,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=int(config.micro_batch_tokens),  # `auto` has become a number
         minibatches=config.minibatches,
     )
 

@@ -47,8 +47,10 @@ class ModelConfig(Section):
     train_lm_head: bool = Field(
         True, description="false freezes the head, tied or not: no gradient of width V"
     )
-    gradient_checkpointing: bool = Field(
-        False, description="recompute activations layer by layer in the backward: less memory, more time"
+    gradient_checkpointing: bool | Literal["mlp", "auto"] = Field(
+        "auto",
+        description="recompute activations in the backward, of whole layers or of their MLPs alone: less "
+        "memory, more time; auto: on a GPU by the plan, elsewhere and without rollouts false",
     )
     liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
     chat_template: str | None = Field(None, description="a Jinja file, in place of the tokenizer's own")

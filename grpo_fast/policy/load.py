@@ -69,7 +69,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         trained = _add_lora(model, config.lora)
     elif not config.train_lm_head:
         model.get_output_embeddings().requires_grad_(False)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return trained.train()
 

@@ -32,17 +32,19 @@ class VLLMConfig(Section):
     """What can be set about vLLM; the defaults set themselves up."""
 
     kv_cache_gib: Positive | None = Field(
-        None, description="GiB for keys and values; null: by gpu_memory_utilization, on a CPU 1"
+        None,
+        description="GiB for keys and values; null: by gpu_memory_utilization where that is set, else by the "
+        "plan what those in flight need, on a CPU 1",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="share of the GPU that vLLM may fill; null: half of what is free when it starts"
+        None, description="share of the GPU that vLLM may fill, in place of kv_cache_gib"
     )
     max_model_length: PositiveInt | None = Field(
         None,
         description="tokens of a prompt with its completion; null: the model's, or what the cache holds",
     )
     max_sequences: PositiveInt | None = Field(
-        None, description="completions in flight at once; null: vLLM's choice for the device"
+        None, description="completions in flight at once; null: by the plan, at most 1,024"
     )
     enforce_eager: bool | None = Field(
         None, description="neither compile nor capture CUDA graphs: a quick start; null: on a CPU only"
@@ -50,7 +52,8 @@ class VLLMConfig(Section):
     sleep_level: Literal["auto", 0, 1, 2] = Field(
         "auto",
         description="while the trainer works: 0 keeps everything, 1 moves the weights to the host, 2 drops "
-        "them; 1 and 2 drop keys and values; auto: 2 where the weights are sent again anyway, else 1",
+        "them; 1 and 2 drop keys and values; auto: 0 where the plan has all beside each other, else 2 where "
+        "the weights are sent again anyway, else 1",
     )
     share_weights: Literal["auto"] | bool = Field(
         "auto",
@@ -72,7 +75,9 @@ class RolloutConfig(Section):
         "auto", description="auto: vLLM where it is installed and the model on a GPU, else transformers"
     )
     num_generations: Annotated[int, Field(ge=2, le=LARGEST)] | Literal["auto"] = Field(
-        8, description="completions of a prompt; auto: as many as the memory holds, up to 64"
+        "auto",
+        description="completions of a prompt; auto: on a GPU as many as the update's memory holds, up to 64 "
+        "and to 1,024 in a step, elsewhere 8",
     )
     max_completion_length: PositiveInt = Field(256, description="tokens")
     adaptive_length: AdaptiveLengthConfig | None = Field(
@@ -112,11 +117,12 @@ class RolloutConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What is offloaded while completions are drawn."""
+    """What of the trainer is offloaded."""
 
     offload: Literal["auto", "none"] | list[Part] = Field(
         "auto",
-        description="what of the trainer is offloaded to the host while the engine generates: gradient "
-        "buffers, Adam's moments, float32 masters, the reference model. auto: in this order, until the "
-        "engine has room",
+        description="what of the trainer is offloaded to the host: gradient buffers and the reference model "
+        "while the engine generates, Adam's moments and float32 masters whenever no optimiser step reads "
+        "them. auto: on a GPU by the plan in the order gradients, optimizer, master, reference, elsewhere "
+        "none",
     )

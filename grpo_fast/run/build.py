@@ -126,13 +126,13 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     if (section.ranking if ranks else section.loss).needs_reference:
         folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
         reference = reference_logprobs(
-            policy, comparisons, max_tokens=config.micro_batch_tokens, folder=folder
+            policy, comparisons, max_tokens=int(config.micro_batch_tokens), folder=folder
         )
     return PreferenceTrainer(
         section,
         ranks=ranks,
         total_steps=config.max_steps,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=int(config.micro_batch_tokens),
         policy=policy,
         optimizer=PolicyOptimizer(policy.trainable(), config.optimizer, total_steps=config.max_steps),
         prompts=PromptSampler(prompts, config.prompts_per_step, seed=config.seed),

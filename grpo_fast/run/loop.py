@@ -28,10 +28,11 @@ from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
 
-# What a resumed run may do differently and still be the same run; the rate, for one that has diverged.
+# What a resumed run may do differently and still be the same run: what follows from today's device, and the
+# rate, for one that has diverged.
 CHANGEABLE = (
     *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory", "callbacks", "hub"),
-    "optimizer.learning_rate",
+    *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 

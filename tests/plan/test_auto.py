@@ -11,13 +11,13 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.plan import auto
 from grpo_fast.plan.auto import AUTO_MOST, planned_kv_cache_bytes, resolve_auto
-from grpo_fast.plan.devices import DeviceBudget, device_budget
+from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import plan
 from grpo_fast.plan.trace import Traces
 from grpo_fast.run import train
 
-CPU = DeviceBudget("cpu", "cpu", 1 << 30)
+GPU = replace(device_budget("H200"), name="gpu")
 
 
 def auto_run(toy: dict[str, Any], **changes: Any) -> TrainConfig:
@@ -40,9 +40,9 @@ def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces)
     def give(total: int = 0, generations: int | None = None) -> None:
         if generations is not None:
             rollout = {"num_generations": generations, "max_completion_length": 8}
-            found = plan(auto_run(toy, rollout=rollout), traces, CPU, knobs=False)
-            total = CPU.total - found.prediction.free
-        monkeypatch.setattr(auto, "device_budget", lambda _: replace(CPU, total=total))
+            found = plan(auto_run(toy, rollout=rollout), traces, GPU, knobs=False)
+            total = GPU.total - found.prediction.free
+        monkeypatch.setattr(auto, "device_budget", lambda _: replace(GPU, total=total))
 
     return give
 
@@ -62,7 +62,7 @@ def test_auto_takes_what_fits_up_to_what_is_usual(
 
 @pytest.mark.parametrize(
     ("total", "length", "message"),
-    [(1 << 16, 8, r"need .* cpu has 64\.0 KiB"), (1 << 30, None, "max_prompt_length")],
+    [(1 << 16, 8, r"need .* gpu has 64\.0 KiB"), (1 << 30, None, "max_prompt_length")],
     ids=["not even two fit", "prompts of unknown length"],
 )
 def test_auto_says_why_it_finds_no_number(
@@ -74,15 +74,24 @@ def test_auto_says_why_it_finds_no_number(
         resolve_auto(auto_run(toy, dataset=toy["dataset"] | {"max_prompt_length": length}))
 
 
-def test_a_number_stays_as_it_is(toy: dict[str, Any]) -> None:
-    config = TrainConfig.model_validate(toy)
+def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy: dict[str, Any]) -> None:
+    own = {key: toy[key] for key in ("dataset", "rewards")} | {"model": {"path": "-", "device": "cpu"}}
 
-    assert resolve_auto(config) is config
+    found = resolve_auto(TrainConfig.model_validate(own))
+    preference = resolve_auto(TrainConfig.model_validate(own | {"algorithm": "dpo", "rewards": []}))
+
+    assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
+    assert found.model.gradient_checkpointing is preference.model.gradient_checkpointing is False
+    assert preference.micro_batch_tokens == 16_384
+    set_by_hand = TrainConfig.model_validate(
+        toy | {"model": own["model"] | {"gradient_checkpointing": "mlp"}}
+    )
+    assert resolve_auto(set_by_hand) == set_by_hand
 
 
 def test_a_stage_can_leave_its_own_group_to_auto(toy: dict[str, Any], memory: Any) -> None:
     memory(generations=30)
-    longer = {"rollout": {"max_completion_length": 16}}
+    longer = {"rollout": {"max_completion_length": 64}}
     first = {"name": "short", "steps": 2}
 
     def resolved(*stages: dict[str, Any]) -> list[int]:
