@@ -203,7 +203,7 @@ class Predictor:
         most = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU]
         prefill_tokens = min(most, sizes.prompts * sizes.prompt_length)
         prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
-        base = shape.bytes - 4 * shape.parameters.get("adapters", 0)
+        base = shape.bytes - shape.itemsize * shape.parameters.get("adapters", 0)
         # Every completion at its longest, none preempted. A group shares the full pages of its prompt.
         shared = sizes.prompt_length // BLOCK_TOKENS
         own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared

@@ -211,7 +211,10 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Adapters in float32 on every layer named; `all-linear` leaves the output head out."""
+    """Adapters in the model's dtype on every layer named; `all-linear` leaves the output head out.
+
+    In float32 each would keep a float32 copy of its input for the backward; the optimiser has the masters.
+    """
     import peft
 
     alpha: Any = config.alpha  # annotated as an int, and used as a number
@@ -223,7 +226,7 @@ def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted = peft.get_peft_model(model, lora)
+        adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
     wrapped = isinstance(model.get_output_embeddings(), peft.tuners.lora.LoraLayer)

@@ -184,5 +184,17 @@ def _merged(module: Any) -> Tensor:
     weight = module.get_base_layer().weight
     merged = weight.detach().float()
     for adapter in module.active_adapters:
-        merged = merged + module.get_delta_weight(adapter).detach().float()
+        merged = merged + _delta(module, adapter)
     return merged.to(weight.dtype)
+
+
+def _delta(module: Any, adapter: str) -> Tensor:
+    """What an adapter adds to its weight, in float32: peft rounds it to the adapter's dtype."""
+    embeds = adapter in module.lora_embedding_A
+    a, b = (
+        (module.lora_embedding_A[adapter], module.lora_embedding_B[adapter])
+        if embeds
+        else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
+    )
+    product = b.detach().float() @ a.detach().float() * module.scaling[adapter]
+    return product.T if embeds or module.fan_in_fan_out else product

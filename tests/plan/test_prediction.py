@@ -125,7 +125,7 @@ def on_gpu(traces: Traces, predictor: Any) -> Any:
     return predict
 
 
-def test_what_an_engine_and_a_reference_cost(on_gpu: Any) -> None:
+def test_what_an_engine_and_a_reference_cost(on_gpu: Any, traces: Traces, predictor: Any) -> None:
     plain = on_gpu()
     weights, kv_cache = plain.parts["update"]["weights"], plain.parts["rollout"]["KV cache"]
     assert "KV cache" not in plain.parts["update"]
@@ -134,6 +134,8 @@ def test_what_an_engine_and_a_reference_cost(on_gpu: Any) -> None:
     assert awake.total("update") - plain.total("update") == kv_cache
     own = on_gpu(rollout={"vllm": {"share_weights": False}})
     assert own.total("rollout") - plain.total("rollout") == weights
+    merged = predictor(traces, device_budget("H200"), dtype="bfloat16", **LORA).predict(UPDATE)
+    assert merged.parts["rollout"]["engine weights"] == weights < merged.parts["update"]["weights"]
     with_reference = on_gpu(loss={"beta": 0.1})
     assert with_reference.total("update") - plain.total("update") == weights
 

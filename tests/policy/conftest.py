@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     # One sliding layer, one full; both softcaps.
     "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gpt2": {"n_inner": 48},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
+from grpo_fast.policy.config import OptimizerConfig
 
 LORA = {"r": 4, "alpha": 8.0}
 Load = Callable[..., Policy]
@@ -50,8 +52,14 @@ def test_a_reference_that_was_not_asked_for_is_an_error(load: Load) -> None:
         pass
 
 
-@lora_and_full
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *itertools.product(("llama", "qwen2", "gemma2"), ({"lora": LORA}, {})),
+        ("qwen2", {"lora": {"r": 3, "target_modules": ["embed_tokens", "v_proj"]}}),
+        ("gpt2", {"lora": LORA}),  # whose matrices stand the other way round
+    ],
+)
 def test_an_exported_model_computes_what_the_policy_does_and_leaves_it_as_it_was(
     load: Load, tmp_path: Path, family: str, settings: dict
 ) -> None:
@@ -78,14 +86,38 @@ def test_an_exported_model_computes_what_the_policy_does_and_leaves_it_as_it_was
 
 def test_merged_weights_are_rounded_once(load: Load) -> None:
     policy = load("llama", lora=LORA, dtype="bfloat16")
-    shake(policy)
     layer = policy.base_model.model.layers[0].self_attn.q_proj
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a, b = (parts["default"].weight.detach() for parts in (layer.lora_A, layer.lora_B))
+    b.normal_()  # what the adapters add is larger than the weight, and so is its rounding
 
     merged = dict(policy.named_weights())["model.layers.0.self_attn.q_proj.weight"]
 
-    exact = layer.get_base_layer().weight.float() + LORA["alpha"] / LORA["r"] * (b @ a).float()
+    exact = layer.get_base_layer().weight.float() + LORA["alpha"] / LORA["r"] * (b.float() @ a.float())
     torch.testing.assert_close(merged.float(), exact, rtol=2**-8, atol=0)
+
+
+def test_adapters_of_16_bits_train_as_float32_ones_do(load: Load, batch: PackedBatch) -> None:
+    """By their masters: a step is small beside a bf16 number's spacing."""
+    first = load("llama", lora=LORA, dtype="bfloat16")
+
+    def movement(dtype: torch.dtype) -> torch.Tensor:
+        policy = load("llama", lora=LORA, dtype="bfloat16")
+        policy.load_trainable(first.trainable())
+        for parameter in policy.trainable().values():
+            parameter.data = parameter.data.to(dtype)
+        config = OptimizerConfig(learning_rate=0.1, eps=1.0, max_grad_norm=None)  # nearly plain descent
+        optimizer = PolicyOptimizer(policy.trainable(), config, total_steps=8)
+        for _ in range(8):
+            logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+            (logprobs.gather(1, batch.targets[:, None])[:, 0] * -batch.advantages).mean().backward()
+            optimizer.step()
+        tensors, before = optimizer.state_tensors(), first.trainable()
+        moved = [tensors[f"master.{name}"] - before[name].detach().float() for name in before]
+        return torch.cat([tensor.flatten() for tensor in moved])
+
+    ours, expected = movement(torch.bfloat16), movement(torch.float32)
+
+    assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
 def test_weights_have_the_checkpoints_names_and_training_says_which_it_changes(load: Load) -> None:
