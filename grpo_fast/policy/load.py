@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.policy.architecture import check_architecture, embedding_rows, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
@@ -21,6 +23,8 @@ from grpo_fast.policy.policy import Policy
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as transformers' layers call them
 
 
 def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy:
@@ -60,7 +64,7 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
     """The model without dropout, adapted or frozen as configured, its layers recomputed if asked for.
 
     Raises:
-        ValueError: LoRA modules that the model does not have.
+        ValueError: LoRA modules that the model does not have, or no MLPs to recompute.
         ImportError: LoRA without peft.
     """
     _disable_dropout(model)
@@ -71,6 +75,8 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         model.get_output_embeddings().requires_grad_(False)
     if config.gradient_checkpointing is True:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif config.gradient_checkpointing == "mlp":
+        _recompute_mlps(model)
     return trained.train()
 
 
@@ -208,6 +214,28 @@ def _disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):  # a module of its own in BLOOM
             module.attention_dropout = 0.0
+
+
+def _recompute_mlps(model: PreTrainedModel) -> None:
+    """Of each layer's MLP, the widest part of it, the backward keeps the input alone."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    found = [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
+    if not found:
+        raise ValueError(
+            f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
+            f"of their own ({', '.join(_MLPS)}); set it to true or false"
+        )
+    for mlp in found:
+        mlp.forward = partial(_recomputed, mlp.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:

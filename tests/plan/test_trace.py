@@ -91,14 +91,16 @@ def kept_per_token(traces: Traces, model: Any, attention: str) -> float:
     return timeline.live({"tokens": 1000})[timeline.forward_end - 1] / 1000
 
 
-def test_checkpointing_keeps_the_inputs_of_layers_alone(config: Any, predictor: Any) -> None:
+def test_checkpointing_keeps_the_inputs_of_layers_or_of_their_mlps_alone(config: Any, predictor: Any) -> None:
     traces = Traces(config("llama"))
 
-    all_kept, kept = (
+    all_kept, without_mlps, kept = (
         kept_per_token(traces, predictor(traces, gradient_checkpointing=on).run.model, "flash_attention_2")
-        for on in (False, True)
+        for on in (False, "mlp", True)
     )
 
+    mlps = 4 * 256 * 4 * 3  # of three layers gate, up, the gate's activation and its product with up
+    assert without_mlps == pytest.approx(all_kept - mlps)
     inputs = 4 * 128 * (3 + 1)  # of three layers and of the final norm
     assert inputs <= kept <= 2 * inputs < all_kept / 4
 

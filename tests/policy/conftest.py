@@ -34,6 +34,8 @@ FAMILIES = {
     # One sliding layer, one full; both softcaps.
     "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gpt2": {"n_inner": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
 }
