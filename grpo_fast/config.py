@@ -89,6 +89,11 @@ class TrainConfig(Section):
     )
     hub: HubConfig | None = Field(None, description="where the trained model is pushed to")
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether what a step does, and not only what it measures, is by the sampler's log-probabilities."""
+        return self.old_logprobs == "sampler" or self.loss.reads_sampler
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.algorithm == "grpo" and not self.rewards:
@@ -103,6 +108,13 @@ class TrainConfig(Section):
                 "old_logprobs = 'sampler' makes the loss's ratio that to the sampler: nothing is left for "
                 f"loss.sampler_correction = {self.loss.sampler_correction!r} to correct; set it to 'none' "
                 "(loss.delta bounds the ratio on both sides), or old_logprobs to 'recompute'"
+            )
+        reader = "old_logprobs" if self.old_logprobs == "sampler" else "loss.sampler_correction"
+        if at(self, reader) not in ("recompute", "none") and self.rollout.truncations:
+            cut = " and ".join(f"rollout.{key} = {value}" for key, value in self.rollout.truncations.items())
+            raise ValueError(
+                f"{reader} = {at(self, reader)!r} takes ratios to the sampler, and {cut} would bias each of "
+                "them: what is drawn is then of a truncated distribution; leave out one or the other"
             )
         if self.curriculum is not None and self.groups.shares_baselines:
             raise ValueError(

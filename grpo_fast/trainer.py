@@ -42,6 +42,7 @@ from grpo_fast.update import PolicyUpdate
 
 # Spaced so that no two draws of any two steps, nor of runs with neighbouring seeds, share a seed.
 SEEDS_PER_RUN, SEEDS_PER_STEP = 10**9, 10**3
+COMPARE_EVERY = 10  # steps between those that ask for log-probabilities of the sampler only to compare them
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ class Trainer:
         """Completions of each prompt, and what they earned."""
         seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
         self.handover.to_engine()
-        sampling = replace(self.sampling, max_completion_length=self.length.limit, seed=seed)
+        reported = self.config.reads_sampler or self.step % COMPARE_EVERY == 0
+        limit = self.length.limit
+        sampling = replace(self.sampling, max_completion_length=limit, seed=seed, logprobs=reported)
         n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         with clock("generate"):

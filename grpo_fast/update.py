@@ -181,13 +181,15 @@ class PolicyUpdate:
         if config.top_entropy_quantile < 1 and len(minibatch.batches) > 1:
             threshold, kept = self.entropy_threshold(minibatch.batches)
             totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
+        # As old log-probabilities they leave nothing to compare; of a truncated distribution they are biased.
+        hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
         shares, logprobs = [], []
         for batch in minibatch.batches:
             head = self.policy.head
             out = packed_loss(
                 head,
                 self.policy.hidden_states(batch),  # no name: nothing keeps it during the next forward
-                replace(batch, sampler_logprobs=None) if self.config.old_logprobs == "sampler" else batch,
+                replace(batch, sampler_logprobs=None) if hides_sampler else batch,
                 config,
                 totals=totals,
                 temperature=self.config.rollout.temperature,

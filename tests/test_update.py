@@ -207,6 +207,43 @@ def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_fo
         make_trainer(old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.01}], ids=str)
+def test_no_ratio_is_taken_to_a_truncated_distribution(make_trainer, cut):
+    trainer = make_trainer(rollout=cut)
+    assert not [name for name in trainer.train_step().metrics if name.startswith("sampling/")]
+
+    (key,) = cut
+    for reader in ({"old_logprobs": "sampler"}, {"loss": {"sampler_correction": "token_mask"}}):
+        with pytest.raises(ValueError, match=rf"({'|'.join(reader)}).*rollout\.{key} = .*leave out"):
+            make_trainer(rollout=cut, **reader)
+
+
+@pytest.mark.parametrize(
+    ("sections", "asking"),
+    [
+        ({}, [0, 10, 20]),
+        ({"old_logprobs": "sampler"}, [*range(21)]),
+        ({"loss": {"sampler_correction": "token_mask"}}, [*range(21)]),
+        ({"loss": {"off_policy_mask_threshold": 0.5}}, [*range(21)]),
+    ],
+    ids=str,
+)
+def test_the_sampler_is_asked_for_logprobs_where_a_loss_reads_them_and_else_now_and_then(
+    make_trainer, monkeypatch, sections, asking
+):
+    trainer, asked = make_trainer(**sections), []
+
+    def generate(prompts: Any, n: int, sampling: Any, observer: Any) -> Any:
+        asked.extend([trainer.step] if sampling.logprobs else [])
+        raise InterruptedError
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
+    for trainer.step in range(21):
+        with pytest.raises(InterruptedError):
+            trainer.rollout(trainer.prompts.next(), 0, Clock())
+    assert asked == asking and not trainer.evaluation_sampling.logprobs
+
+
 def test_lora_trains_the_adapters_only_and_needs_no_second_model_for_the_kl(make_trainer):
     trainer = make_trainer(model={"lora": {"r": 4}}, loss={"beta": 0.1}, optimizer={"learning_rate": 1e-2})
     names = set(trainer.policy.trainable())

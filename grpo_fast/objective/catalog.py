@@ -267,6 +267,11 @@ class GRPOLossConfig:
         """Whether `LossInputs.sampler_logprobs` must be there."""
         return self.sampler_correction != "none"
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether `LossInputs.sampler_logprobs` change the loss where they are there."""
+        return self.needs_sampler or self.off_policy_mask_threshold is not None or self.is_custom
+
     def _resolve(self) -> None:
         facts = self.facts
         unread = _LOSS_SPECIFIC.difference(facts.fields)

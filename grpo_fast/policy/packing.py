@@ -24,7 +24,7 @@ class Sample:
     completion_ids: tuple[int, ...]  # C
     advantage: float | tuple[float, ...]  # of the whole completion, or C: of each of its tokens
     group_id: int
-    sampler_logprobs: tuple[float, ...]  # C
+    sampler_logprobs: tuple[float, ...] | None = None  # C
 
     @property
     def token_advantages(self) -> tuple[float, ...]:
@@ -100,8 +100,8 @@ def pack(
         device: where the tensors go.
 
     Raises:
-        ValueError: no samples, a budget below one, an empty prompt or completion, or per-token fields whose
-            length is not the completion's.
+        ValueError: no samples, a budget below one, an empty prompt or completion, per-token fields whose
+            length is not the completion's, or log-probabilities of the sampler for some samples only.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens} leaves no room for a token; give at least 1")
@@ -109,6 +109,8 @@ def pack(
         raise ValueError("samples is empty; skip the update when no group is left")
     for index, sample in enumerate(samples):
         _check(sample, index)
+    if len({sample.sampler_logprobs is None for sample in samples}) > 1:
+        raise ValueError("sampler_logprobs is None for some samples only; give them for all, or for none")
     documents = _documents(samples, max_tokens, share_prompts)
     batches = balance([document.length for document in documents], max_tokens)
     return [_lay_out([documents[i] for i in batch], share_prompts).to(device) for batch in batches]
@@ -124,7 +126,7 @@ def _check(sample: Sample, index: int) -> None:
         ("advantage", sample.token_advantages),
         ("sampler_logprobs", sample.sampler_logprobs),
     ):
-        if len(values) != length:
+        if values is not None and len(values) != length:
             raise ValueError(
                 f"samples[{index}].{name} has {len(values)} entries for {length} completion tokens; give one "
                 "for each"
@@ -233,7 +235,9 @@ def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch
         sequence_ids=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         group_ids=torch.repeat_interleave(groups, lengths),
         advantages=flat("token_advantages", torch.float32),
-        sampler_logprobs=flat("sampler_logprobs", torch.float32),
+        sampler_logprobs=None
+        if samples[0].sampler_logprobs is None
+        else flat("sampler_logprobs", torch.float32),
         num_sequences=len(samples),
         sample_ids=torch.tensor([i for document in documents for i in document.sample_ids]),
         segment_ids=torch.tensor(segment_ids) if share_prompts else None,

@@ -23,9 +23,9 @@ __all__ = [
 
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
-    """How a run's rollouts are drawn."""
+    """How a run's completions are drawn; who reads log-probabilities asks for them."""
     keys = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "stop")
-    return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed)
+    return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed, logprobs=False)
 
 
 def require_engine(config: RolloutConfig) -> None:

@@ -65,7 +65,9 @@ class VLLMConfig(Section):
         description="merged sends base and adapter as one weight, adapter the adapter alone; auto: merged",
     )
     fp32_head: bool = Field(False, description="logits by a float32 product of hidden states and head")
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs under one model; start with torchrun")
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="GPUs under one model; above 1 only for a trainer of several ranks, and a run has one"
+    )
 
 
 class RolloutConfig(Section):
@@ -88,7 +90,10 @@ class RolloutConfig(Section):
         1.0, description="divides the logits, when sampling and in the loss"
     )
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="the likeliest tokens that hold this share of the probability are drawn from"
+        1.0,
+        description="the likeliest tokens that hold this share of the probability are drawn from; below 1, "
+        "as with top_k or min_p, ratios to the sampler are biased: no loss may take them, and sampling/* is "
+        "left out",
     )
     top_k: Count = Field(0, description="how many of the likeliest tokens are drawn from; 0: all")
     min_p: Fraction = Field(0.0, description="share of the likeliest token's probability that a token needs")
@@ -101,9 +106,23 @@ class RolloutConfig(Section):
     vllm: VLLMConfig = Field(VLLMConfig(), description="settings of the vLLM engine")
 
     @property
+    def truncations(self) -> dict[str, float]:
+        """What is set so that some tokens are never drawn."""
+        return self.model_dump(include={"top_p", "top_k", "min_p"}, exclude_defaults=True)
+
+    @property
     def length_limit(self) -> int:
         """Tokens that no completion of the run exceeds."""
         return self.max_completion_length if self.adaptive_length is None else self.adaptive_length.max
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> RolloutConfig:
+        if self.vllm.tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel_size = {self.vllm.tensor_parallel_size} would start as many "
+                "trainers, each by itself and all in one output_dir; set it to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _length_within_bounds(self) -> RolloutConfig:

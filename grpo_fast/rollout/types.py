@@ -33,6 +33,7 @@ class Sampling:
     min_p: Fraction = 0.0
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     seed: int | None = None
+    logprobs: bool = True  # reported with completions; an engine to which they cost nothing always does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Completion:
     """One sampled completion."""
 
     token_ids: tuple[int, ...]  # the end token included when one was drawn
-    logprobs: tuple[float, ...]  # of each token under the distribution it was drawn from
+    logprobs: tuple[float, ...] | None  # of each token, under what it was drawn from; None: unasked
     text: str  # decoded, special tokens removed
     truncated: bool  # stopped by max_completion_length
 
@@ -82,7 +83,7 @@ class Engine(Protocol):
         Raises:
             RuntimeError: the engine sleeps.
             ValueError: an empty prompt, `n` below 1, or a completion for which there is no room.
-            FloatingPointError: the model's logits hold NaN.
+            FloatingPointError: the weights hold NaN, or the logits where log-probabilities are reported.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Warnings while a run goes on: reward hacking, collapse, divergence, drift. Each says what to try.
 
 An alert is raised once, when its figure crosses its threshold, and not again until the figure has come back.
-What is measured is a mean over the last `window` steps, so one odd step raises nothing. An evaluation is a
-mean already, and a loss that is not finite counts at once.
+What is measured is a mean over the last `window` steps, so one odd step raises nothing. An evaluation, or a
+step's difference from the sampler, is a mean already, and a loss that is not finite counts at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class AlertsConfig(Section):
         10.0, description="factor of the gradient norm from the window's older half to its newer, at most"
     )
     sampler_drift: Positive | None = Field(
-        0.1, description="nats a token between the sampler's log-probabilities and the trainer's, at most"
+        0.1,
+        description="nats a token between the sampler's log-probabilities and the trainer's, at most; vLLM "
+        "is asked for its own at every tenth step where no loss reads them",
     )
 
 
@@ -159,7 +161,7 @@ class AlertMonitor:
         """What the alert is judged by; None where it is not measured yet."""
         state, metric = self._state, RULES[name].metric
         recent, mean = state.recent.get(metric, []), self._mean(metric)
-        if name == "evaluation_truncated":  # of the latest evaluation
+        if name in ("evaluation_truncated", "sampler_drift"):  # not of every step: a mean by itself
             return recent[-1] if recent else None
         if name == "divergence" and not state.loss_is_finite:
             return math.inf

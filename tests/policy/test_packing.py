@@ -108,6 +108,11 @@ def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself(
         ([sample(1, 0)], 8, r"samples\[0\]\.completion_ids is empty"),
         ([replace(sample(1, 2), advantage=(1.0,))], 8, r"advantage has 1 entries for 2 completion tokens"),
         ([replace(sample(1, 2), sampler_logprobs=())], 8, r"sampler_logprobs has 0 entries for 2"),
+        (
+            [sample(1, 2), replace(sample(1, 2), sampler_logprobs=None)],
+            8,
+            "sampler_logprobs is None for some",
+        ),
     ],
 )
 def test_bad_input_is_named(samples: list[Sample], max_tokens: int, message: str) -> None:

@@ -97,6 +97,13 @@ def drawn_and_ranked(policy, prompt, completion, temperature=1.0) -> tuple[torch
     return drawn, probs.sort(-1, descending=True).values
 
 
+def test_logprobs_that_nobody_asks_for_change_no_token(engine, prompts):
+    told, untold = (engine.generate(prompts, 3, replace(SAMPLING, logprobs=asked)) for asked in (True, False))
+
+    unless_free = {} if engine.name == "transformers" else {"logprobs": None}
+    assert untold == [[replace(completion, **unless_free) for completion in group] for group in told]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_policys_at_the_sampling_temperature(
     engine, policy, prompts, temperature, largest_difference
@@ -228,14 +235,15 @@ def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, e
     assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
 
 
-def test_logits_that_are_not_numbers_are_reported(engine, policy, prompts):
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_weights_that_are_not_numbers_are_reported(engine, policy, prompts, logprobs):
     norm = policy.base_model.model.norm.weight
     kept = norm.detach().clone()
     with torch.no_grad():
         norm.fill_(torch.nan)
     try:
         with pytest.raises(FloatingPointError, match="diverged"):
-            engine.generate(prompts, 1, SAMPLING)
+            engine.generate(prompts, 1, replace(SAMPLING, logprobs=logprobs))
     finally:
         with torch.no_grad():
             norm.copy_(kept)
@@ -282,6 +290,30 @@ def test_bad_input_is_named_and_no_input_gives_no_completions(engine, prompts, n
         engine.sync(SimpleNamespace(model=None))
 
     assert engine.generate([], 4, SAMPLING) == []
+
+
+@vllm_only
+def test_logprobs_tell_of_logits_that_are_not_numbers(engine, policy, prompts):
+    with torch.no_grad():
+        engine._worker.get_model().model.norm.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="diverged"):
+        engine.generate(prompts, 1, SAMPLING)
+    engine.sync(policy)
+
+    assert len(engine.generate(prompts, 1, SAMPLING)) == len(prompts)
+
+
+@vllm_only
+def test_more_prompts_than_vllm_prefills_at_once_are_drawn_with_seeds(
+    engine, policy, rng, largest_difference
+):
+    prompts = torch.randint(3, 30, (70, 100), generator=rng).tolist()
+    budget = engine._vllm.vllm_config.scheduler_config.max_num_batched_tokens
+    assert budget < 70 * 100
+
+    groups = engine.generate(prompts, 1, replace(SAMPLING, max_completion_length=2))
+
+    assert largest_difference(policy, prompts, groups) < ROUNDING
 
 
 @vllm_only

@@ -53,7 +53,6 @@ def monitor() -> AlertMonitor:
         ("length_drift", {"completion/length_mean": 10.0}, "empty answers"),
         ("truncated", {"completion/truncated": 0.9}, "max_completion_length"),
         ("stale_rewards", {"reward/std": 0.0, "reward/mean": 1.0}, "preview"),
-        ("sampler_drift", {"sampling/logp_difference_mean": 0.4}, "sampler_correction"),
         ("length_reward_correlation", {"completion/length_reward_correlation": 0.95}, "length reward"),
         ("length_reward_correlation", {"completion/length_reward_correlation": -0.95}, "length reward"),
     ],
@@ -92,6 +91,13 @@ def test_each_alert_is_raised_once_with_what_to_try_and_cleared_once(monitor, na
 )
 def test_what_is_no_alarm_raises_nothing(monitor, stretches):
     assert run(monitor, *stretches) == []
+
+
+def test_a_difference_from_the_sampler_is_told_of_by_the_one_step_that_measures_it(monitor):
+    for value, state in ((0.4, "raised"), (0.02, "cleared")):
+        (alert,) = monitor.update(1, {"sampling/logp_difference_mean": value})
+        assert (alert.alert, alert.state, alert.value) == ("sampler_drift", state, value)
+        assert not any(monitor.update(step, {"loss": 0.0}) for step in range(2, 12))
 
 
 def test_gradients_that_explode_are_told_of_while_they_do(monitor):

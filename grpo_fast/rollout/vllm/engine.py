@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm.checks import (
@@ -158,11 +159,14 @@ class VLLMEngine:
         """As the protocol says.
 
         Raises:
+            FloatingPointError: the weights hold NaN or infinity.
             RuntimeError: no memory for the weights, or cached keys and values that cannot be dropped.
         """
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
+        if name := first_not_finite(policy.trainable()):  # from NaN vLLM draws token 0, and does not tell
+            raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
         if on_gpu:
             torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
         self._cycle.wake_weights()
@@ -279,7 +283,7 @@ class VLLMEngine:
             include_stop_str_in_output=True,
             stop_token_ids=list(self._policy.eos_token_ids),
             ignore_eos=True,  # `stop_token_ids` names them all
-            logprobs=0,  # of the drawn token alone
+            logprobs=0 if sampling.logprobs else None,  # 0: of the drawn token alone
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -331,8 +335,9 @@ def request_seed(seed: int, prompt: int, number: int) -> int:
 
 def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:
     """Raises FloatingPointError where a log-probability is not a number."""
-    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
-    if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs):
+    token_ids = tuple(output.token_ids)
+    logprobs = None if output.logprobs is None else tuple(output.logprobs.logprobs)
+    if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs or ()):
         raise FloatingPointError(
             "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import sys
@@ -239,7 +240,11 @@ def engine_arguments(
         "disable_log_stats": True,
     }
     if config.max_sequences is not None:
-        arguments["max_num_seqs"] = config.max_sequences
+        sizes = graph_sizes(config.max_sequences)
+        arguments |= {"max_num_seqs": config.max_sequences, "cudagraph_capture_sizes": sizes}
+    if on_cpu:
+        # After a part of a prompt vLLM turns its request's generator back, which a CPU's cannot be.
+        arguments["enable_chunked_prefill"] = False
     if config.fp32_head:
         if problem := version_problem(installed_version(), FP32_HEAD_SINCE):
             raise ValueError(f"rollout.vllm.fp32_head = true: {problem}; or leave it out")
@@ -268,6 +273,12 @@ def engine_arguments(
         configured = config.gpu_memory_utilization if size is None else None
         arguments["gpu_memory_utilization"] = configured or FREE_SHARE * free / total
     return arguments
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """Of the batches that CUDA graphs are captured for: up to `largest`, which vLLM's own would miss."""
+    step = 8 * math.ceil(largest / 256)
+    return [*(size for size in (1, 2, 4, *range(step, largest, step)) if size < largest), largest]
 
 
 @contextmanager

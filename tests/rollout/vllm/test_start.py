@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,12 +72,15 @@ def test_auto_stays_with_transformers_on_a_cpu(model, installed):
     assert make_engine(RolloutConfig(), on_cpu).name == "transformers"
 
 
-def test_an_engine_in_a_process_of_its_own_or_with_a_setting_of_the_other_engine_is_refused(
+def test_an_engine_in_other_processes_or_with_a_setting_of_the_other_engine_is_refused(
     monkeypatch, installed
 ):
     installed("0.32.0")
     with pytest.raises(ValueError, match=r"max_batch_tokens = 9.*rollout\.vllm\.kv_cache_gib"):
         make_engine(RolloutConfig(engine="vllm", max_batch_tokens=9), policy("cpu"))
+
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.tensor_parallel_size = 2.*set it to 1"):
+        RolloutConfig(vllm=VLLMConfig(tensor_parallel_size=2))
 
     monkeypatch.setenv(IN_PROCESS, "1")
     with pytest.raises(ValueError, match=IN_PROCESS):
@@ -163,7 +167,8 @@ LAUNCHED = {"distributed_executor_backend": "external_launcher"}
         ("cuda", {"enforce_eager": True}, None, None, {"enforce_eager": True}),
         ("cpu", {"enforce_eager": False}, None, None, {"enforce_eager": False}),
         ("cpu", {"max_model_length": 99}, None, 50, {"max_model_len": 99}),
-        ("cuda", {"max_sequences": 3}, None, None, {"max_num_seqs": 3}),
+        ("cuda", {"max_sequences": 3}, None, None, {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 2, 3]}),
+        ("cpu", {}, None, None, {"enable_chunked_prefill": False}),
         ("cuda", {"tensor_parallel_size": 2}, None, None, {"tensor_parallel_size": 2} | LAUNCHED),
     ],
 )
@@ -178,6 +183,15 @@ def test_vllm_is_started_by_configuration_then_plan_then_device(
     assert ("kv_cache_memory_bytes" in arguments) == (device == "cpu" or "kv_cache_memory_bytes" in expected)
     assert ("gpu_memory_utilization" in arguments) == (device == "cuda")
     assert not {"enable_lora", "hf_overrides"} & arguments.keys()
+
+
+def test_graphs_are_captured_of_every_batch_up_to_the_largest_and_no_larger_one():
+    assert start.graph_sizes(1) == [1]
+    assert start.graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    for largest in range(2, 1025):
+        sizes = start.graph_sizes(largest)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == largest and len(sizes) <= 36
+        assert all(b - a <= max(8, largest / 16) for a, b in pairwise(sizes))
 
 
 def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_takes(installed):
