@@ -216,7 +216,8 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    # FlexAttention is compiled by itself, whatever is compiled around it.
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 
 

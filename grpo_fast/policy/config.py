@@ -52,7 +52,14 @@ class ModelConfig(Section):
         description="recompute activations in the backward, of whole layers or of their MLPs alone: less "
         "memory, more time; auto: on a GPU by the plan, elsewhere and without rollouts false",
     )
-    liger_kernels: bool = Field(False, description="liger-kernel's layer kernels; GPU only")
+    liger_kernels: Literal["auto"] | bool = Field(
+        "auto",
+        description="liger-kernel's layer kernels; auto: on a GPU where it is installed, for the types of "
+        "models that it computes as transformers does",
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto", description="torch.compile of each layer; auto: on a GPU where Liger has not fused them"
+    )
     chat_template: str | None = Field(None, description="a Jinja file, in place of the tokenizer's own")
     trust_remote_code: bool = Field(
         False, description="true runs the Python code that the model's repository ships, whatever it does"

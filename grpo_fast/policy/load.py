@@ -18,11 +18,12 @@ from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
+from grpo_fast.policy.layers import apply_liger, compile_layers, resolve_liger
 from grpo_fast.policy.policy import Policy
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as transformers' layers call them
 
@@ -42,19 +43,19 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     source = resolve_source(config.path)
     device = resolve_device(config.device)
     attention = resolve_attention(config.attention, device, config.dtype)
-    if config.liger_kernels:
-        _require_liger(device)
+    architecture = load_architecture(config)
+    liger = resolve_liger(config, device, architecture.model_type)
     tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device, attention)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
-    if config.liger_kernels:
-        # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    if liger:
+        apply_liger(model)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
+    if config.compile is True or (config.compile == "auto" and device.type == "cuda" and not liger):
+        for computed in filter(None, (model, reference)):
+            compile_layers(computed)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
     verify_policy(policy)
     return policy
@@ -170,13 +171,28 @@ def _load_model(source: str, config: ModelConfig, device: torch.device, attentio
     return model.to(device)
 
 
+def load_architecture(config: ModelConfig) -> PreTrainedConfig:
+    """transformers' configuration, of a model that can be trained.
+
+    Raises:
+        ValueError: a wrong path, or as `check_architecture`.
+    """
+    from transformers import AutoConfig
+
+    source = resolve_source(config.path)
+    with loading(config.path, source):
+        architecture = AutoConfig.from_pretrained(source, **_origin(config))
+    check_architecture(architecture)
+    return architecture
+
+
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer alone, of a model that can be trained: for the data, before any weight is read.
 
     Raises:
         ValueError: a wrong path or template, or as `check_architecture`.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source, template = resolve_source(config.path), None
     if config.chat_template is not None:
@@ -185,9 +201,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error
-    with loading(config.path, source):
-        architecture = AutoConfig.from_pretrained(source, **_origin(config))
-    check_architecture(architecture)
+    load_architecture(config)
     with loading(config.path, source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, **_origin(config))
     if template is not None:
@@ -195,15 +209,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _require_liger(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(
-            f"model.liger_kernels = true needs a CUDA device, not {device.type}; set it to false"
-        )
-    if find_spec("liger_kernel") is None:
-        raise ImportError("model.liger_kernels = true needs liger-kernel: pip install liger-kernel")
 
 
 def _disable_dropout(model: nn.Module) -> None:

@@ -1,0 +1,182 @@
+"""Liger's layers against transformers', by Triton's interpreter, and compiled layers against plain ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_fast.policy import Policy, Sample, pack
+from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.layers import LIGER_TYPES, apply_liger, resolve_liger
+
+Load = Callable[..., Policy]
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, **HEADS}
+
+
+@pytest.fixture
+def liger_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter lacks: the device's mathematical functions, and numbers as tensors of float32."""
+    pytest.importorskip("liger_kernel", reason="install liger-kernel")
+    if torch.cuda.is_available():
+        return
+    import numpy as np
+    import triton.language as tl
+    from liger_kernel.ops import geglu, rms_norm
+    from triton.runtime import interpreter
+
+    plain = interpreter._implicit_cvt
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, float):
+            return plain(value)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: tl.rsqrt(x))
+    monkeypatch.setattr(geglu, "tanh", lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
+
+
+@pytest.fixture
+def make_layers(seed: int, device: torch.device) -> Iterator[Callable[[str], nn.Module]]:
+    """`make_layers("llama")`: a random model of one layer. What Liger puts into its module is taken back."""
+    before: dict[Any, dict[str, Any]] = {}
+
+    def make(kind: str) -> nn.Module:
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(kind, **SIZES, pad_token_id=2)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+        module = sys.modules[type(model).__module__]
+        before[module] = dict(vars(module))
+        return model.to(device)
+
+    yield make
+    for module, names in before.items():
+        vars(module).update(names)
+
+
+def outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states, and the gradient of every weight."""
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state.float()
+    (hidden * torch.linspace(-1, 1, hidden.numel(), device=ids.device).view_as(hidden)).sum().backward()
+    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    return hidden.detach(), torch.cat(gradients)
+
+
+def distances(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
+
+
+@pytest.mark.parametrize("kind", sorted(LIGER_TYPES))
+def test_liger_computes_a_layer_as_transformers_does(
+    kind: str, make_layers: Callable[[str], Any], liger_interpreted: None, device: torch.device
+) -> None:
+    """In float32 to rounding; in bfloat16 no further from float32 than transformers: it rounds as often."""
+    ids = torch.randint(61, (1, 4), device=device)
+    model = make_layers(kind)
+    half = copy.deepcopy(model).bfloat16()
+    (plain, right), own = (outcome(m, ids) for m in (model, copy.deepcopy(half).float())), outcome(half, ids)
+    for changed in (model, half):
+        changed.zero_grad()
+        apply_liger(changed)
+
+    assert max(distances(outcome(model, ids), plain)) < 1e-5
+    assert any("Liger" in module._get_name() for module in model.modules())
+    of_liger, of_own = distances(outcome(half, ids), right), distances(own, right)
+    assert of_liger[0] < 1.01 * of_own[0] and of_liger[1] < 1.5 * of_own[1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "kind", "chosen"),
+    [
+        ("auto", "cuda", "qwen2", True),
+        ("auto", "cuda", "olmo2", False),
+        ("auto", "cpu", "qwen2", False),
+        (False, "cuda", "qwen2", False),
+        (True, "cuda", "olmo2", True),
+        (True, "cuda", "cohere", "Liger has none for 'cohere'"),
+        (True, "cpu", "qwen2", "needs a CUDA device, not cpu"),
+    ],
+)
+def test_liger_is_chosen_where_it_is_known_to_be_exact_or_asked_for(
+    wanted: object, device: str, kind: str, chosen: object
+) -> None:
+    pytest.importorskip("liger_kernel", reason="install liger-kernel")
+    config = ModelConfig(path="-", liger_kernels=wanted)
+
+    if isinstance(chosen, bool):
+        assert resolve_liger(config, torch.device(device), kind) is chosen
+    else:
+        with pytest.raises(ValueError, match=rf"model\.liger_kernels = true.*{chosen}"):
+            resolve_liger(config, torch.device(device), kind)
+
+
+def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_fast.policy.layers.find_spec", lambda name: None)
+
+    assert not resolve_liger(ModelConfig(path="-"), torch.device("cuda"), "qwen2")
+    with pytest.raises(ImportError, match=r"liger_kernels = true needs liger-kernel: pip install"):
+        resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device("cuda"), "qwen2")
+
+
+def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
+    load: Load, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters and without, with gradients and without, and generation compiles nothing."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any, **_: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    settings = {"lora": {"r": 2}, "gradient_checkpointing": True}
+    plain, compiled = load("gemma2", **settings), load("gemma2", compile=True, **settings)
+    compiled.load_trainable(plain.trainable())
+    assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
+
+    counts = []
+    for some in (samples[:2], samples * 9, samples[:1], samples):
+        (batch,) = pack(some, max_tokens=10**6, share_prompts=True, device="cpu")
+        for policy in (plain, compiled):
+            policy.model.zero_grad()
+            policy.hidden_states(batch).square().sum().backward()
+        for name, parameter in plain.trainable().items():
+            torch.testing.assert_close(compiled.trainable()[name].grad, parameter.grad, msg=name)
+        with compiled.reference() as of_compiled, plain.reference() as of_plain:
+            torch.testing.assert_close(of_compiled.hidden_states(batch), of_plain.hidden_states(batch))
+        compiled.model.generate(batch.input_ids[None, : 4 + len(counts)], max_new_tokens=3)
+        counts.append(len(graphs))
+
+    assert counts[0] > 0 and counts == counts[:1] * 4
+
+
+def test_a_compiled_reference_has_layers_of_its_own(
+    load: Load, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, **_: lambda *a, **k: [called.append(0), forward(*a, **k)][1]
+    )
+    policy = load("llama", compile=True, needs_reference=True)
+    (batch,) = pack(samples, max_tokens=10**6, share_prompts=True, device="cpu")
+    before = policy.hidden_states(batch)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.mul_(1.1)
+
+    called.clear()
+    with policy.reference() as reference:
+        assert torch.equal(reference.hidden_states(batch), before)
+    assert len(called) == 2  # layers
