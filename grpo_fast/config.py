@@ -89,11 +89,6 @@ class TrainConfig(Section):
     )
     hub: HubConfig | None = Field(None, description="where the trained model is pushed to")
 
-    @property
-    def reads_sampler(self) -> bool:
-        """Whether what a step does, and not only what it measures, is by the sampler's log-probabilities."""
-        return self.old_logprobs == "sampler" or self.loss.reads_sampler
-
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.algorithm == "grpo" and not self.rewards:

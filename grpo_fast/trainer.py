@@ -164,9 +164,9 @@ class Trainer:
         """Completions of each prompt, and what they earned."""
         seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
         self.handover.to_engine()
-        reported = self.config.reads_sampler or self.step % COMPARE_EVERY == 0
-        limit = self.length.limit
-        sampling = replace(self.sampling, max_completion_length=limit, seed=seed, logprobs=reported)
+        read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
+        asked, limit = read or self.step % COMPARE_EVERY == 0, self.length.limit
+        sampling = replace(self.sampling, max_completion_length=limit, seed=seed, logprobs=asked)
         n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         with clock("generate"):

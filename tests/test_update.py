@@ -225,6 +225,7 @@ def test_no_ratio_is_taken_to_a_truncated_distribution(make_trainer, cut):
         ({"old_logprobs": "sampler"}, [*range(21)]),
         ({"loss": {"sampler_correction": "token_mask"}}, [*range(21)]),
         ({"loss": {"off_policy_mask_threshold": 0.5}}, [*range(21)]),
+        ({"loss": {"loss_type": "grpo_fast.objective.loss:policy_loss"}}, [*range(21)]),
     ],
     ids=str,
 )
