@@ -19,8 +19,6 @@ from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rollout.types import Completion, Engine, Sampling
 
-PREFETCH_FROM = 0.9  # share of completions that have ended when reloading the trainer's tensors may start
-
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 Advantage = float | tuple[float, ...]  # of a completion, or of each of its tokens
 
@@ -39,11 +37,10 @@ class Group:
 
 @dataclass
 class RolloutWatch:
-    """Beside a rollout: rewards of complete groups, the display, prefetch of the trainer's tensors."""
+    """Beside a rollout: rewards of complete groups, and the display."""
 
     on_progress: Progress | None = None
     scores: EarlyScores | None = None
-    prefetch: Callable[[], None] | None = None  # called once, while the last completions decode
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
         if self.scores is not None:
@@ -52,9 +49,6 @@ class RolloutWatch:
     def progress(self, tokens: int, finished: int, total: int) -> None:
         if self.on_progress is not None:
             self.on_progress(tokens, finished, total)
-        if self.prefetch is not None and finished >= PREFETCH_FROM * total:
-            self.prefetch()
-            self.prefetch = None
 
 
 def generate(
@@ -65,11 +59,10 @@ def generate(
     rewards: RewardSet,
     *,
     progress: Progress | None = None,
-    prefetch: Callable[[], None] | None = None,
 ) -> tuple[list[list[Completion]], EarlyScores]:
     """`n` completions of each prompt, and the rewards that were begun meanwhile."""
     scores = EarlyScores(rewards, prompts)
-    watch = RolloutWatch(progress, scores, prefetch)
+    watch = RolloutWatch(progress, scores)
     watch.progress(0, 0, n * len(prompts))  # the prefill counts
     try:
         ids = [prompt.token_ids for prompt in prompts]

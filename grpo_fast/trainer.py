@@ -34,7 +34,7 @@ from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, sampling_of
-from grpo_fast.rollout.handover import DeviceHandover, trainer_offloader
+from grpo_fast.rollout.handover import DeviceHandover
 from grpo_fast.rollout.sampling import CompletionLength
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.stages import Stage, schedule_steps, stage_at
@@ -84,9 +84,8 @@ class Trainer:
         self.held_out = held_out
         self.step = 0
         self.on_progress: Progress | None = None  # told how every generation goes
-        self.offloader = trainer_offloader(policy, optimizer, config.memory)
-        self.handover = DeviceHandover(engine, policy, self.offloader)
-        self.update = PolicyUpdate(policy, optimizer, stages[0].stage.config, self.offloader.await_reload)
+        self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
+        self.update = PolicyUpdate(policy, optimizer, stages[0].stage.config, self.handover.await_reference)
         self.evaluation = config.evaluation
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
@@ -128,11 +127,10 @@ class Trainer:
             samples, totals = make_samples(groups, self.config.advantage)
             self.handover.to_trainer()
             metrics |= self.update.run(samples, totals, clock)
-            self.handover.start_offload()
         self.step += 1
         self.optimizer.advance()
         tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-        timings = clock.seconds | self.handover.seconds()
+        timings = clock.seconds | self.handover.timings()
         timings |= {
             "tokens_per_second": tokens / timings["time/step"],
             "memory/micro_batch_tokens": self.update.micro_batch_tokens,
@@ -177,7 +175,6 @@ class Trainer:
                 sampling,
                 self.rewards,
                 progress=self.on_progress,
-                prefetch=self.offloader.reload_if_room,
             )
         with clock("reward"):
             return score(prompts, completions, self.rewards, weights=weights, precomputed=early.values())

@@ -58,7 +58,7 @@ class PolicyUpdate:
 
     Args:
         config: the run's, or its stage's; `configure` changes it.
-        ready: waits for what is reloaded to the device: master weights, moments, the reference.
+        ready: waits for the reference's weights, where they were away.
     """
 
     def __init__(
@@ -205,7 +205,6 @@ class PolicyUpdate:
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
         learning_rate = self.optimizer.learning_rate
-        self._ready()
         grad_norm = optimizer_step(self.optimizer)
         metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:

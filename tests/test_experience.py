@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.experience import RolloutWatch, compare, describe, generate, score
+from grpo_fast.experience import compare, describe, generate, score
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.rewards import Reward, RewardSet
@@ -75,16 +75,6 @@ def test_metrics_tell_how_length_and_reward_go_together(scored):
     rewards = torch.cat([group.rewards - group.rewards.mean() for group in groups])
     expected = torch.corrcoef(torch.stack([ranks, rewards]))[0, 1].item()
     assert metrics["completion/length_reward_correlation"] == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_trainer_is_called_back_once_when_few_completions_are_left() -> None:
-    calls: list[int] = []
-    finished = 0
-    watch = RolloutWatch(prefetch=lambda: calls.append(finished))
-    watch.group_done(0, [])
-    for finished in range(21):
-        watch.progress(finished, finished, 20)
-    assert calls == [18]
 
 
 def test_the_prefill_counts_as_generation_and_an_engine_that_fails_is_heard() -> None:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from grpo_fast.section import Count, Fraction, NotNegative, Positive, PositiveInt, Section
 
+State = Literal["optimizer", "master"]
+"""What an optimiser keeps of each parameter: Adam's moments, and the float32 master of a 16-bit one."""
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

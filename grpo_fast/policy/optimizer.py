@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.host_memory import host_like, to_host, visits
 
+SMALLEST = 2**20  # bytes; smaller tensors stay on the device: many copies for nothing
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
 
@@ -20,36 +22,49 @@ class PolicyOptimizer:
 
     The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
     finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
-    leaves vectors (norms, biases) alone.
+    leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
+    them, one parameter after the other.
 
     Args:
         parameters: by name, as `Policy.trainable` gives them; they stay the model's.
         config: the run's `optimizer` section.
         total_steps: training steps of the whole run, for the schedule.
+        on_host: what lives in the host's memory from the start; see `keep_on_host`.
 
     Raises:
         ValueError: nothing to train.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, *, total_steps: int
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        total_steps: int,
+        on_host: Collection[State] = (),
     ) -> None:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
         self._steps = 0
         self.mid_step = False  # whether the weights have changed since the last training step was over
         self._parameters = dict(parameters)
-        self._masters = {name: _master(p) for name, p in self._parameters.items()}
-        self._gradients: dict[str, Tensor] = {}  # of masters that are not the parameters themselves
-        for name, master in self._masters.items():
-            if master is not self._parameters[name]:
-                self._gradients[name] = buffer = torch.empty_like(master, requires_grad=False)
-                self._parameters[name].register_post_accumulate_grad_hook(_absorb_into(master, buffer))
+        self._device = next(iter(self._parameters.values())).device
+        self._on_host: set[State] = set(on_host)
+        self._masters: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
+        self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
+        for name, parameter in self._parameters.items():
+            self._masters[name] = master = _master(parameter)
+            if master is not parameter:
+                self._buffers[name] = buffer = torch.empty_like(master, requires_grad=False)
+                parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
+                if self._lives_on_host("master", master):
+                    to_host(master)
         groups = [
             {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
             for decays in (True, False)
         ]
-        self._adam = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
+        self._adam: Any = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
         self.configure(config, total_steps=total_steps)
 
     def configure(self, config: OptimizerConfig, *, total_steps: int) -> None:
@@ -89,34 +104,83 @@ class PolicyOptimizer:
             Diverged: the gradient is not finite; the weights are as before.
             torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        gradients = {
+            name: gradient
+            for name, parameter in self._parameters.items()
+            if (gradient := self._gathered.get(name, parameter.grad)) is not None
+        }
         if not gradients:
             raise RuntimeError("no parameter has a gradient; run a backward first, or skip the step")
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients.values())
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             self.zero_grad()
             raise Diverged(f"the gradient norm is {grad_norm}")
-        self._make_moments()
-        if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.max_grad_norm, norm)
+        self._make_moments(gradients)
+        # AdamW's fused kernel divides the gradient by this as it reads it, as for a GradScaler.
+        limit = self._config.max_grad_norm
+        scale = None if limit is None or grad_norm <= limit else (norm + 1e-6) / limit
+        self._adam.grad_scale = scale
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
-        self.mid_step = True
-        self._adam.step()
-        self._write_back()
         self.zero_grad()
+        self.mid_step = True
+        for names in self._visiting([*gradients]):
+            for name in names:
+                self._masters[name].grad = gradients[name]
+            self._adam.step()
+            for name in names:
+                self._masters[name].grad = None
+            self._write_back(names)
         return grad_norm
 
-    def _make_moments(self) -> None:
+    def _make_moments(self, names: Iterable[str]) -> None:
         """Adam's state where it is missing: all of it, so that no weight has moved if the memory runs out."""
         made = {}
-        for master in self._masters.values():
-            if master.grad is not None and not self._adam.state.get(master):
-                step = torch.zeros((), dtype=torch.float32, device=master.device)
-                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        for name in names:
+            master = self._masters[name]
+            if not self._adam.state.get(master):
+                step = torch.zeros((), dtype=torch.float32, device=self._device)
+                moments = {kind: self._new_moment(master) for kind in ("exp_avg", "exp_avg_sq")}
                 made[master] = {"step": step, **moments}
         self._adam.state.update(made)
+
+    def _new_moment(self, like: Tensor) -> Tensor:
+        """Zeros, where moments live."""
+        if self._lives_on_host("optimizer", like):
+            return host_like(like, pinned=self._device.type == "cuda").zero_()
+        return torch.zeros_like(like, device=self._device, requires_grad=False)
+
+    def _visiting(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
+        """Names whose masters and moments are on the device: all that live there, then each of the others."""
+        away = {name: found for name in names if (found := self._state_on_host(name))}
+        if stay := [name for name in names if name not in away]:
+            yield stay
+        visitors = [*away]
+        for index in visits([*away.values()], self._device):
+            yield visitors[index : index + 1]
+
+    def _state_on_host(self, name: str) -> list[Tensor]:
+        master = self._masters[name]
+        found = [*self._adam.state[master].values()] if self._lives_on_host("optimizer", master) else []
+        if name in self._buffers and self._lives_on_host("master", master):
+            found.append(master)
+        return [tensor for tensor in found if tensor.ndim]  # the count of steps stays on the device
+
+    def _lives_on_host(self, state: State, like: Tensor) -> bool:
+        return state in self._on_host and like.nbytes >= SMALLEST
+
+    def keep_on_host(self, state: State) -> None:
+        """Move the moments or the masters to the host's memory for good, where they stay readable.
+
+        In `step` they visit the device, one parameter's after the other.
+        """
+        if state in self._on_host:
+            return
+        self._on_host.add(state)
+        for tensor in (self.moments() if state == "optimizer" else self.masters()).values():
+            if tensor.nbytes >= SMALLEST:
+                to_host(tensor)
 
     def advance(self) -> None:
         """A training step is over, however many optimiser steps it took: the schedule moves on."""
@@ -134,19 +198,21 @@ class PolicyOptimizer:
         if name is None:
             return None
         hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
-        if hooks > (name in self._gradients):
+        if hooks > (name in self._buffers):
             return None
-        master = self._masters[name]
-        if master.grad is None:
-            buffer = self._gradients.get(name)
-            master.grad = torch.zeros_like(master) if buffer is None else buffer.zero_()
-        return master.grad
+        if name in self._buffers:
+            if name not in self._gathered:
+                self._gathered[name] = self._buffers[name].zero_()
+            return self._gathered[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
-        for name, master in self._masters.items():
-            master.grad = None
-            self._parameters[name].grad = None
+        self._gathered.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def state(self) -> dict[str, Any]:
         """What of the state fits into JSON."""
@@ -172,11 +238,11 @@ class PolicyOptimizer:
 
     def masters(self) -> dict[str, Tensor]:
         """The float32 masters of 16-bit parameters, live, by the parameter's name."""
-        return {name: self._masters[name] for name in self._gradients}
+        return {name: self._masters[name] for name in self._buffers}
 
     def gradient_buffers(self) -> dict[str, Tensor]:
         """What the masters' gradients are gathered in: worth nothing between steps."""
-        return dict(self._gradients)
+        return dict(self._buffers)
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -196,16 +262,15 @@ class PolicyOptimizer:
             self._adam.state.pop(master, None)
             if states[name]:  # empty while no step has reached the parameter
                 self._adam.state[master] = {
-                    kind: tensor.to(master.device, copy=True) for kind, tensor in states[name].items()
+                    kind: self._new_moment(tensor).copy_(tensor) for kind, tensor in states[name].items()
                 }
-        self._write_back()
+        self._write_back(self._buffers)
 
     @torch.no_grad()
-    def _write_back(self) -> None:
-        if self._gradients:
-            torch._foreach_copy_(
-                [self._parameters[n] for n in self._gradients], list(self.masters().values())
-            )
+    def _write_back(self, names: Iterable[str]) -> None:
+        narrow = [name for name in names if name in self._buffers]
+        if narrow:
+            torch._foreach_copy_([self._parameters[n] for n in narrow], [self._masters[n] for n in narrow])
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> None:
@@ -225,17 +290,20 @@ def _master(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().to(torch.float32).requires_grad_()
 
 
-def _absorb_into(master: Tensor, buffer: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a finished gradient into the master's buffer, which outlives the steps."""
+def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a finished gradient into its float32 buffer, which outlives the steps.
+
+    The hook must not know the optimizer: no garbage collector sees through a parameter's hooks.
+    """
 
     def absorb(parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if master.grad is None:
-            master.grad = buffer.copy_(gradient)
+        if name in gathered:
+            _add(gathered[name], gradient)
         else:
-            _add(master.grad, gradient)
+            gathered[name] = buffer.copy_(gradient)
 
     return absorb
 

@@ -22,6 +22,7 @@ from grpo_fast.objective.pairs import kto_reference_point, preference_loss
 from grpo_fast.objective.ranking import ranking_loss
 from grpo_fast.objective.types import LossOutputs, present
 from grpo_fast.policy import Policy, PolicyOptimizer
+from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.preference.comparison import (
     Comparison,
@@ -92,6 +93,7 @@ class PreferenceTrainer:
         timings = {
             "tokens_per_second": tokens / clock.seconds["time/step"],
             "memory/micro_batch_tokens": self.batches.max_tokens,
+            "memory/peak_bytes": bytes_in_use(self.policy.device),
         }
         return StepResult(metrics, clock.seconds | timings)
 

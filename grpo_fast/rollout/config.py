@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from grpo_fast.policy.config import State
 from grpo_fast.section import LARGEST, Count, Fraction, Positive, PositiveInt, Section
 
-Part = Literal["gradients", "optimizer", "master", "reference"]
+Part = State | Literal["gradients", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
 
 
@@ -142,6 +143,12 @@ class MemoryConfig(Section):
         "auto",
         description="what of the trainer is offloaded to the host: gradient buffers and the reference model "
         "while the engine generates, Adam's moments and float32 masters whenever no optimiser step reads "
-        "them. auto: on a GPU by the plan in the order gradients, optimizer, master, reference, elsewhere "
-        "none",
+        "them. auto: on a GPU by the plan, and more where that leaves the engine too little room; "
+        "elsewhere none",
     )
+
+    @property
+    def state_on_host(self) -> list[State]:
+        """Of the parts named, those that a run keeps on the host from its start."""
+        named = () if isinstance(self.offload, str) else self.offload
+        return [part for part in named if part == "optimizer" or part == "master"]

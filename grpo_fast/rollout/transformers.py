@@ -143,6 +143,9 @@ class TransformersEngine:
     def memory(self) -> dict[str, int]:
         return {"kv_cache": 0 if self._decoder is None else self._decoder.memory()}
 
+    def freed(self) -> int:
+        return 0  # keys and values come from the same allocator as the trainer's tensors
+
     def __enter__(self) -> TransformersEngine:
         return self
 

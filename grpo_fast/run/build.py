@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -82,22 +83,33 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
     policy = load_policy(config.model, needs_reference=needs_reference)
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
-    return Trainer(
-        config,
-        policy=policy,
-        engine=make_engine(
-            config.rollout,
-            policy,
-            max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
-            kv_cache_bytes=planned_kv_cache_bytes(config),
-        ),
-        optimizer=PolicyOptimizer(
-            policy.trainable(), config.optimizer, total_steps=schedule_steps(stages, 0)
-        ),
-        stages=parts,
-        judges=judges,
-        held_out=held_out or (),
-    )
+    with ExitStack() as unless_built:
+        engine = unless_built.enter_context(
+            make_engine(
+                config.rollout,
+                policy,
+                max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
+                kv_cache_bytes=planned_kv_cache_bytes(config),
+            )
+        )
+        engine.sleep()  # its memory is that of masters, gradients and a resumed state until the first rollout
+        optimizer = PolicyOptimizer(
+            policy.trainable(),
+            config.optimizer,
+            total_steps=schedule_steps(stages, 0),
+            on_host=config.memory.state_on_host,
+        )
+        trainer = Trainer(
+            config,
+            policy=policy,
+            engine=engine,
+            optimizer=optimizer,
+            stages=parts,
+            judges=judges,
+            held_out=held_out or (),
+        )
+        unless_built.pop_all()
+    return trainer
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:

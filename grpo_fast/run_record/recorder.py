@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ class Recorder:
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
         step, config = self.trainer.step, self.config
-        metrics, timings = result.metrics, result.timings | {"memory/peak_bytes": peak_memory(self.trainer)}
+        metrics, timings = result.metrics, result.timings
         last = step == config.max_steps
         evaluated: dict[str, float] = {}
         try:
@@ -308,10 +307,3 @@ class Recorder:
     def say(self, text: str) -> None:
         if self.display:
             self.display.message(text)
-
-
-def peak_memory(trainer: Algorithm) -> int:
-    """Bytes at the highest: of the GPU's allocator, else of the process."""
-    if trainer.policy.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(trainer.policy.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

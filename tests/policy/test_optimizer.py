@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.policy import PolicyOptimizer
-from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy import PolicyOptimizer, host_memory
+from grpo_fast.policy import optimizer as optimizers
+from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
 
 CONFIG = OptimizerConfig(
@@ -19,11 +22,11 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def build(
-    dtype: torch.dtype, config: OptimizerConfig = CONFIG, steps: int = 10
+    dtype: torch.dtype, config: OptimizerConfig = CONFIG, steps: int = 10, **options: object
 ) -> tuple[nn.Module, PolicyOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
-    return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps)
+    return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps, **options)
 
 
 def one_weight(values: Tensor, **config: object) -> tuple[nn.Parameter, PolicyOptimizer]:
@@ -75,6 +78,64 @@ def test_a_resumed_optimiser_continues_to_the_bit(rng: torch.Generator, dtype: t
     assert same(model, resumed_model)
     for name, tensor in optimizer.state_tensors().items():
         assert torch.equal(tensor, resumed.state_tensors()[name]), name
+
+
+@both_dtypes
+@pytest.mark.parametrize("states", [("optimizer",), ("optimizer", "master")])
+def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, states: tuple[State, ...]
+) -> None:
+    host_like, hosts = optimizers.host_like, set()
+
+    def noted(tensor: Tensor, **options: bool) -> Tensor:
+        made = host_like(tensor, **options)
+        hosts.add(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(optimizers, "SMALLEST", 40)  # the biases stay
+    monkeypatch.setattr(optimizers, "host_like", noted)
+    monkeypatch.setattr(host_memory, "host_like", noted)
+    (plain, stays), (later, moves) = build(dtype), build(dtype)
+    model, goes = build(dtype, on_host=states)
+    masters_there = {"master" in states} if dtype == torch.bfloat16 else set()
+
+    def going(steps: int) -> list[float]:
+        norms = train(model, goes, rng, steps)
+        matrices = (tensor for tensor in goes.moments().values() if tensor.ndim == 2)
+        assert {tensor.data_ptr() in hosts for tensor in matrices} == {True}
+        assert {t.data_ptr() in hosts for t in goes.masters().values() if t.ndim == 2} == masters_there
+        return norms
+
+    def moving(steps: int) -> list[float]:
+        norms = train(later, moves, rng, steps)
+        for state in states:
+            moves.keep_on_host(state)
+        return norms
+
+    for steps in (1, 2, 2):
+        runs = [
+            lambda n=steps: train(plain, stays, rng, n),
+            lambda n=steps: going(n),
+            lambda n=steps: moving(n),
+        ]
+        expected, *found = repeated(rng, *runs)
+        assert found == [expected] * 2
+        assert same(plain, model) and same(plain, later)
+    for name, tensor in stays.state_tensors().items():
+        assert torch.equal(tensor, goes.state_tensors()[name]) and torch.equal(
+            tensor, moves.state_tensors()[name]
+        )
+    goes.load_state_tensors({name: tensor.clone() for name, tensor in stays.state_tensors().items()})
+    assert repeated(rng, lambda: going(2), lambda: train(plain, stays, rng, 2)) and same(plain, model)
+
+
+def test_an_optimiser_that_nobody_needs_any_more_is_forgotten(rng: torch.Generator) -> None:
+    model, optimizer = build(torch.bfloat16)
+    train(model, optimizer, rng, 1)
+    parameter, optimizer = weakref.ref(next(model.parameters())), weakref.ref(optimizer)
+    del model
+    gc.collect()
+    assert parameter() is None and optimizer() is None
 
 
 @both_dtypes

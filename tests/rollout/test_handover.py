@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from grpo_fast import update
+from grpo_fast.config import TrainConfig
+from grpo_fast.policy import host_memory, optimizer
+from grpo_fast.rollout import handover
 from grpo_fast.rollout.handover import PARTS
+from grpo_fast.run import build
+from grpo_fast.run.loop import train
+from grpo_fast.run_record import checkpoint
 from grpo_fast.trainer import Trainer
 
 
@@ -20,17 +32,21 @@ class StrictEngine:
     Attributes:
         failing: a phase that raises once, and its error.
         room: whether there is memory to wake in.
+        kv_cache: what it takes while awake.
     """
 
     name = "strict"
 
-    def __init__(self, engine: Any, policy: Any) -> None:
+    def __init__(self, engine: Any, policy: Any, kv_cache: int = 2**21) -> None:
         self.engine, self.policy = engine, policy
+        engine.wake()
         self.calls: list[str] = []
         self.failing: tuple[str, BaseException] | None = None
         self.room: Callable[[], bool] = lambda: True
         self.asleep = False
         self.weights: dict[str, torch.Tensor] = {}
+        self.bytes = kv_cache
+        self.kv_cache: torch.Tensor | None = torch.empty(kv_cache, dtype=torch.uint8)
 
     def note(self, phase: str) -> None:
         self.calls.append(phase)
@@ -46,7 +62,7 @@ class StrictEngine:
 
     def sleep(self) -> None:
         self.note("sleep")
-        self.asleep, self.weights = True, {}
+        self.asleep, self.weights, self.kv_cache = True, {}, None
 
     def sync(self, policy: Any) -> None:
         self.note("sync")
@@ -57,22 +73,64 @@ class StrictEngine:
         if not self.room():
             raise RuntimeError("could not take back its memory (kv_cache): CUDA Error: out of memory")
         self.note("wake")
+        self.kv_cache = torch.empty(self.bytes, dtype=torch.uint8)
         self.asleep = False
 
-    def memory(self) -> dict[str, int]:
-        return {} if self.asleep else {"weights": 2**20, "kv_cache": 2**20}
+    def freed(self) -> int:
+        weights = sum(p.nbytes for p in self.policy.trainable().values())
+        return self.bytes + weights if self.asleep else 0
+
+    def __enter__(self) -> StrictEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 @pytest.fixture
-def strict(make_trainer: Callable[..., Trainer]) -> Callable[..., tuple[Trainer, StrictEngine]]:
+def strict(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Trainer, StrictEngine]]:
+    monkeypatch.setattr(optimizer, "SMALLEST", 1)  # the toy's tensors move too
+
     def strict(**sections: Any) -> tuple[Trainer, StrictEngine]:
         trainer = make_trainer(**sections)
         engine = StrictEngine(trainer.engine, trainer.policy)
         trainer.engine = trainer.handover.engine = engine
-        trainer.offloader.smallest = 1
+        engine.sleep()
+        engine.calls.clear()
         return trainer, engine
 
     return strict
+
+
+class Device(TorchDispatchMode):
+    """Runs out of memory where the tensors that operators make take more than its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.highest = sys.maxsize, 0
+        self.elsewhere: dict[int, torch.Tensor] = {}  # by storage, on the host
+        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.hold(tensor.untyped_storage())
+        return result
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.alive or key in self.elsewhere:
+            return
+        if self.used() + storage.nbytes() > self.bytes:
+            raise torch.OutOfMemoryError("the device is full")
+        self.alive[key] = weakref.ref(storage, lambda _: self.alive.pop(key))
+        self.highest = max(self.highest, self.used())
+
+    def used(self) -> int:
+        storages = (held() for held in [*self.alive.values()])
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -99,7 +157,7 @@ def test_offloading_changes_no_step(strict, seed: int, dtype: str) -> None:
         metrics = [trainer.train_step().metrics for _ in range(2)]
         results.append((metrics, weights(trainer)))
         trainer.handover.to_engine()
-        assert (trainer.offloader.offloaded_bytes() > 0) == (offload != "none")
+        assert trainer.handover.away == (set() if offload == "none" else set(PARTS))
     (stayed, expected), (left, found) = results
     assert left == stayed
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -205,18 +263,66 @@ def test_a_failure_to_bring_parts_back_leaves_them_readable_and_the_next_step_tr
     assert trainer.train_step().metrics["update/skipped"] == 0
 
 
-def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded_or_says_why(strict) -> None:
+def test_an_engine_without_room_to_wake_gets_all_that_can_be_offloaded_or_says_why(strict, caplog) -> None:
     trainer, engine = strict(model={"dtype": "bfloat16"})
     trainer.train_step()
-    assert trainer.offloader.offloaded_bytes() == 0
-    engine.room = lambda: trainer.offloader.offloaded_bytes() > 0
+    assert not trainer.handover.away
+    engine.room = lambda: trainer.handover.away == set(PARTS)
 
     trainer.train_step()
 
-    trainer.handover.to_engine()
-    moments = sum(tensor.nbytes for tensor in trainer.optimizer.moments().values())
-    assert trainer.offloader.offloaded_bytes() >= moments
+    assert "keeps nothing beside it" in caplog.text
     assert trainer.train_step().metrics["update/skipped"] == 0
     engine.room = lambda: False
     with pytest.raises(RuntimeError, match="kv_cache"):
         trainer.train_step()
+
+
+def test_a_start_and_a_resumed_run_need_no_more_than_the_larger_of_rollout_and_update(
+    toy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    shape = AutoConfig.from_pretrained(toy["model"]["path"], hidden_size=256, intermediate_size=1024)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(toy["model"]["path"]).save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "dtype": "bfloat16", "device": "cpu"}
+    make_engine, device = build.make_engine, Device()
+
+    def on_host(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                found = make(*args, **kwargs)
+            device.elsewhere |= {t.untyped_storage()._cdata: t for t in tree_leaves(found)}
+            return found
+
+        return made
+
+    for module in (host_memory, optimizer, handover):
+        monkeypatch.setattr(module, "host_like", on_host(host_memory.host_like))
+    monkeypatch.setattr(checkpoint, "load_file", on_host(checkpoint.load_file))
+    monkeypatch.setattr(optimizer, "SMALLEST", 2**14)
+    monkeypatch.setattr(handover, "free_bytes_on", lambda _: handover.MARGIN + device.bytes - device.used())
+
+    def run(name: str, steps: int, kv_cache: int, resume: str | None = None, **memory: Any) -> None:
+        def engine(section: Any, policy: Any, **options: Any) -> StrictEngine:
+            return StrictEngine(make_engine(section, policy, **options), policy, kv_cache)
+
+        monkeypatch.setattr(build, "make_engine", engine)
+        sections = {"model": model, "max_steps": steps, "output_dir": str(tmp_path / name), "memory": memory}
+        sections |= {"prompts_per_step": 2, "rollout": {"num_generations": 2, "max_completion_length": 4}}
+        gc.collect()  # of the run before
+        with device:
+            train(TrainConfig(**{**toy, **sections, "evaluation": {}}), resume=resume, display=False)
+
+    run("alone", 3, 0)
+    everything = device.highest
+    device.bytes = everything + 2**20
+    for name, offload in (("auto", "auto"), ("planned", ["gradients", "optimizer", "master"])):
+        device.highest = 0
+        with device:
+            run(name, 2, 2 * everything // 3, offload=offload)
+            run(name, 3, 2 * everything // 3, "latest", offload=offload)
+        assert (tmp_path / name / "metrics.jsonl").read_bytes() == (
+            tmp_path / "alone" / "metrics.jsonl"
+        ).read_bytes()

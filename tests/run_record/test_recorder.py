@@ -113,11 +113,11 @@ def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: P
     train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}), display=False)
     make_moments, steps = PolicyOptimizer._make_moments, []
 
-    def full(self: PolicyOptimizer) -> None:
+    def full(self: PolicyOptimizer, names: Any) -> None:
         steps.append(1)
         if len(steps) == 4:  # the moments are made anew
             raise torch.OutOfMemoryError("no room")
-        make_moments(self)
+        make_moments(self, names)
 
     with monkeypatch.context() as patch:
         patch.setattr(PolicyOptimizer, "_make_moments", full)

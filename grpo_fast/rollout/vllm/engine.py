@@ -184,12 +184,20 @@ class VLLMEngine:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights besides the policy's own, and the KV cache."""
+        return {part: 0 if asleep else size for part, size, asleep in self._parts()}
+
+    def freed(self) -> int:
+        return sum(size for _, size, asleep in self._parts() if asleep)
+
+    def _parts(self) -> list[tuple[str, int, bool]]:
+        """Name, bytes, and whether they are given back."""
         self._require_open()
-        weights_freed = self._weights_sleep and "weights" in self._cycle.asleep
-        return {
-            "weights": 0 if weights_freed else self._weight_bytes,
-            "kv_cache": 0 if "kv_cache" in self._cycle.asleep else size_in_bytes(self._kv_tensors()),
-        }
+        asleep, weights = self._cycle.asleep, self._weight_bytes
+        kv_cache = size_in_bytes(self._kv_tensors())
+        return [
+            ("weights", weights, self._weights_sleep and "weights" in asleep),
+            ("kv_cache", kv_cache, "kv_cache" in asleep),
+        ]
 
     def close(self) -> None:
         """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
