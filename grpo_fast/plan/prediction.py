@@ -32,7 +32,7 @@ FRAGMENTATION = 0.05
 """What the allocator may waste, as a share of the transient bytes."""
 
 SOFTCAP_BYTES_PER_SCORE = 18
-"""Transient bytes of each attention score of one document on a CPU with a softcap (measured; Gemma 2 within
+"""Transient bytes of each attention score of one sequence on a CPU with a softcap (measured; Gemma 2 within
 7 %)."""
 
 ENGINE_RESIDUE = int(0.4 * GIB)
@@ -177,10 +177,12 @@ class Predictor:
         head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
         in_16_bits = shape.itemsize if shape.itemsize < 4 else 0
         sizes = {"tokens": batch.inputs, "targets": batch.targets}
+        square = batch.sequence**2  # of the scores of one call
         masks = {
-            "mask": shape.itemsize * batch.squares,
-            "scores": shape.heads * batch.squares * (2 * 4 + in_16_bits),
-            "scores_transient": shape.heads * batch.longest**2 * SOFTCAP_BYTES_PER_SCORE,
+            "joined": batch.joined * batch.sequence,
+            "mask": shape.itemsize * batch.masked,
+            "scores": shape.heads * (batch.documents * square + batch.masked) * (2 * 4 + in_16_bits),
+            "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,
         }
         heads = {f"head_{when}": size for when, size in asdict(head).items()}
         plain, with_masks, with_head, whole = (

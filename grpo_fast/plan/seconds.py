@@ -19,7 +19,7 @@ HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 
 def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: MicroBatch) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work`."""
-    layers, head = _layer_flops(shape, work.inputs, work.squares), _head_flops(shape, work.targets)
+    layers, head = _layer_flops(shape, work.inputs, work.pairs), _head_flops(shape, work.targets)
     backward = 1 if run.model.lora is not None else 2  # a frozen weight has no gradient of its own
     passes = 1 + backward + (run.model.gradient_checkpointing is True)
     products = 3 + shape.head_trained  # the backward forms the logits once more
@@ -38,7 +38,7 @@ def rollout_seconds(
     It takes as long as reading weights, keys and values, these half-way, or as its products.
     """
     prompt, length = sizes.prompt_length, sizes.completion_length
-    prefill = _layer_flops(shape, sizes.prompts * prompt, sizes.prompts * prompt**2)
+    prefill = _layer_flops(shape, sizes.prompts * prompt, sizes.prompts * prompt**2 // 2)
     weights = shape.active + shape.vocabulary * shape.hidden
     read = shape.itemsize * weights + in_flight * shape.kv_bytes(prompt + length // 2)
     computing = REACHED_FLOPS * device.flops
@@ -47,9 +47,9 @@ def rollout_seconds(
     return prefill / computing + -(-sizes.completions // in_flight) * length * token
 
 
-def _layer_flops(shape: ModelShape, tokens: int, squares: int) -> float:
-    """Of one forward; a token attends to half of its document on average."""
-    return 2 * shape.active * tokens + 2 * shape.hidden * len(shape.layers) * squares
+def _layer_flops(shape: ModelShape, tokens: int, pairs: int) -> float:
+    """Of one forward; attention is two products of as many numbers as a token has, for each pair it sees."""
+    return 2 * shape.active * tokens + 4 * shape.hidden * len(shape.layers) * pairs
 
 
 def _head_flops(shape: ModelShape, targets: int) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.policy.packing import _sharing_pays
 
 # Bytes of a packed batch: token, position and segment of every input; of every target its index, id, sequence
 # and group, its advantage, sampler's, old and reference log-probability.
@@ -75,10 +74,23 @@ class MicroBatch:
 
     inputs: int
     targets: int
-    squares: int  # Σ of the documents' squared lengths
-    longest: int  # tokens of its longest document
+    documents: int
+    joined: int  # completions that come after another with their prompt
+    prompt: int  # tokens of each prompt
+    sequence: int  # and with a completion's inputs
     groups: float  # that it holds
     count: int  # micro-batches of an optimiser step
+
+    @property
+    def pairs(self) -> int:
+        """Of tokens that see each other: of all sequences, but once within a prompt that is shared."""
+        sequences = (self.documents + self.joined) * self.sequence * (self.sequence + 1)
+        return (sequences - self.joined * self.prompt * (self.prompt + 1)) // 2
+
+    @property
+    def masked(self) -> int:
+        """Elements of SDPA's masks: each joined completion's inputs against its prompt and themselves."""
+        return self.joined * (self.sequence - self.prompt) * self.sequence
 
 
 def largest_micro_batch(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
@@ -107,12 +119,7 @@ def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int
     """(inputs, targets) of the documents that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only
     length, held = sizes.prompt_length + completion, 1
-    while (
-        share_prompts
-        and held < sizes.generations
-        and length + completion <= budget
-        and _sharing_pays(length, sizes.prompt_length, completion)
-    ):
+    while share_prompts and held < sizes.generations and length + completion <= budget:
         held, length = held + 1, length + completion
     full, rest = divmod(sizes.generations, held)
     counts = [held] * full + ([rest] if rest else [])
@@ -120,12 +127,14 @@ def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int
 
 
 def _micro_batch(documents: Sequence[tuple[int, int]], sizes: StepSizes, count: int) -> MicroBatch:
-    lengths, targets = [inputs for inputs, _ in documents], sum(found for _, found in documents)
+    targets = sum(found for _, found in documents)
     return MicroBatch(
-        inputs=sum(lengths),
+        inputs=sum(inputs for inputs, _ in documents),
         targets=targets,
-        squares=sum(length**2 for length in lengths),
-        longest=max(lengths),
+        documents=len(documents),
+        joined=targets // sizes.completion_length - len(documents),
+        prompt=sizes.prompt_length,
+        sequence=sizes.sequence_length - 1,
         groups=targets / (sizes.generations * sizes.completion_length),
         count=count,
     )

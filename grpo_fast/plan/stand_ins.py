@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 PLANNED_ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
-# What bytes are in proportion to, if they are not constant: a batch's input tokens, its targets, and sizes
-# that follow from neither. In a trace each is a prime so large that a storage's bytes tell which.
+# What bytes are in proportion to, if they are not constant: a batch's input tokens, its targets, the tokens
+# that SDPA copies for completions that share a prompt, and sizes that follow from none of them. In a trace
+# each is a prime so large that a storage's bytes tell which.
 UNITS = {
     "tokens": 2**40 - 87,
     "targets": 2**40 - 167,
+    "joined": 2**40 - 389,
     "mask": 2**40 - 195,
     "scores": 2**40 - 203,
     "scores_transient": 2**40 - 213,
@@ -101,7 +103,7 @@ def planned_attention(
 
     Args:
         attention: as `resolve_attention` gives it; anything else stands for a plain fused one.
-        masked: in documents some tokens do not see all that comes before them.
+        masked: completions share their prompts.
     """
     batch, heads, tokens = query.shape[:3]
     capped = attention == "sdpa" and softcap is not None
@@ -110,20 +112,21 @@ def planned_attention(
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     result = ((batch, tokens, heads, value.shape[-1]), query.dtype)
     row_numbers = ((batch, heads, tokens), torch.float32)
+    # A completion that shares its prompt looks at a copy of it, with its own keys and values behind.
+    copies = [((UNITS["joined"], *tensor.shape[1::2]), tensor.dtype) for tensor in (key, value)]
+    joined = tuple(copies) if attention == "sdpa" and masked else ()
     if capped:  # a softmax that no fused kernel of a CPU knows: the scores are kept
         transient = (bytes_of("scores_transient"),)
-        footprint = Footprint(result, (bytes_of("scores"),), transient, transient)
+        footprint = Footprint(result, (bytes_of("scores"), *joined), transient, transient)
     else:  # every flash attention keeps its operands, its result and a number a row
-        # SDPA's boolean mask is converted to the query's dtype, for each layer anew.
-        kept: tuple[Allocation, ...] = (
-            (row_numbers, bytes_of("mask")) if attention == "sdpa" and masked else (row_numbers,)
-        )
+        # SDPA's boolean masks are converted to the query's dtype, for each layer anew.
+        kept = (row_numbers, *joined, *([bytes_of("mask")] if joined else []))
         backward: tuple[Allocation, ...] = (row_numbers,)
         if attention == "flash_attention_2":
             backward = (row_numbers, (tuple(query.shape), torch.float32))  # sums over the keys' blocks
         footprint = Footprint(result, kept, backward=backward, keeps_result=True)
     out = _Operator.apply(footprint, query, key, value)
-    # With SDPA documents attend one by one, and are joined.
+    # With SDPA completions attend one by one, and are put together.
     return (out.clone() if attention == "sdpa" else out), None
 
 

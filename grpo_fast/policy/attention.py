@@ -1,14 +1,16 @@
 """Attention over packed documents, as one more attention implementation of transformers.
 
-A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here every document
-attends on its own: an SDPA call each, or one FlexAttention call whose block mask skips the rest. Both know
-the sliding window of a layer, which a ready-made 4-D mask cannot, being the same for all layers.
+A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
+compared with what it cannot see: an SDPA call for each completion, or one FlexAttention call whose block mask
+skips the rest, so that a shared prompt saves its tokens and costs nothing. Both know the sliding window of a
+layer, which a ready-made 4-D mask cannot, being the same for all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +47,29 @@ class PackedLayout:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Read where a call a document needs them; FlexAttention does not wait for the device."""
-        return self._cu_seqlens.diff().tolist()
+    def documents(self) -> list[tuple[int, list[int]]]:
+        """For each document tokens of its prompt, and of the pieces that attend in a call of SDPA each.
+
+        A first completion goes on from its prompt, the two are one piece. FlexAttention, which needs none of
+        it, does not wait for the device.
+        """
+        bounds = self._cu_seqlens.tolist()
+        segments = [0] * bounds[-1] if self._segment_ids is None else self._segment_ids.tolist()
+        runs = [[len([*run]) for _, run in groupby(segments[a:b])] for a, b in pairwise(bounds)]
+        return [(prompt, [prompt + sum(rest[:1]), *rest[1:]]) for prompt, *rest in runs]
+
+    def own(self, tokens: Tensor, dim: int = 2) -> list[Tensor]:
+        """The tokens of each piece."""
+        return [*tokens.split([length for _, pieces in self.documents for length in pieces], dim)]
+
+    def seen(self, tokens: Tensor, dim: int = 2) -> Iterator[Tensor]:
+        """The tokens that each piece looks at: its own, and before them the prompt of its document."""
+        own = iter(self.own(tokens, dim))
+        for prompt, pieces in self.documents:
+            yield (first := next(own))
+            shared = first.narrow(dim, 0, prompt)
+            for _ in pieces[1:]:
+                yield torch.cat([shared, next(own)], dim)
 
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
@@ -60,14 +82,14 @@ class PackedLayout:
         return seen
 
     def masks(self, window: int | None) -> list[Tensor | None]:
-        """For each document an (L, L) bool mask; None where it is plainly causal."""
+        """For each piece a bool mask of its tokens × those it looks at; None where it is plainly causal."""
         if window not in self._masks:
             index = torch.arange(len(self._document_ids), device=self._document_ids.device)
             self._masks[window] = [
                 None
-                if self._segment_ids is None and (window is None or len(own) <= window)
-                else self.visible(own[:, None], own[None, :], window)
-                for own in index.split(self.lengths)
+                if len(own) == len(seen) and (window is None or len(own) <= window)
+                else self.visible(own[:, None], seen, window)
+                for own, seen in zip(self.own(index, 0), self.seen(index, 0), strict=True)
             ]
         return self._masks[window]
 
@@ -176,11 +198,10 @@ def packed_attention(
                 module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
             )
         return output, None
-    lengths = packed_layout.lengths
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
-        _attend(*part, mask, scaling, softcap)
-        for part, mask in zip(parts, packed_layout.masks(sliding_window), strict=True)
+        _attend(*piece, scaling, softcap)
+        for piece in zip(*pieces, packed_layout.masks(sliding_window), strict=True)
     ]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
 
@@ -193,7 +214,7 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attention of one document; a mask of None is causal, or everything for a single query."""
+    """Attention of one piece; a mask of None is causal, or everything for a single query."""
     causal = mask is None and query.shape[2] > 1
     if softcap is None:
         grouped = query.shape[1] != key.shape[1]

@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A token through the linear layers of a block costs about 24 H² FLOPs forward, a query-key pair 4 H: the
-# ratio 6 H is near 4096 for the small models for which sharing is in doubt.
-PAIRS_PER_TOKEN = 4096
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -95,7 +91,7 @@ def pack(
     Args:
         samples: in any order; a sample may be alone in its group.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
-        share_prompts: keep one copy of a prompt for the completions of its group, where that is cheaper.
+        share_prompts: keep one copy of a prompt for the completions of its group that are in a micro-batch.
             Needs an attention that reads `segment_ids`; flash-attention does not.
         device: where the tensors go.
 
@@ -144,24 +140,13 @@ def _documents(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) 
         document = _Document(prompt_ids, (samples[first],), (first,))
         for i in others:
             sample = samples[i]
-            fits = document.length + _inputs(sample) <= max_tokens
-            if fits and _sharing_pays(document.length, len(prompt_ids), _inputs(sample)):
+            if document.length + _inputs(sample) <= max_tokens:
                 document = _Document(prompt_ids, (*document.samples, sample), (*document.sample_ids, i))
             else:
                 documents.append(document)
                 document = _Document(prompt_ids, (sample,), (i,))
         documents.append(document)
     return documents
-
-
-def _sharing_pays(length: int, prompt: int, completion: int) -> bool:
-    """Whether a completion costs less appended to a document than with a prompt of its own.
-
-    A document pays for the square of its length, and long completions don't see each other.
-    """
-    appended = (length + completion) ** 2 - length**2 + PAIRS_PER_TOKEN * completion
-    apart = (prompt + completion) ** 2 + PAIRS_PER_TOKEN * (prompt + completion)
-    return appended <= apart
 
 
 def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

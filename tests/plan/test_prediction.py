@@ -66,6 +66,15 @@ def test_so_it_does_in_several_micro_batches(config: Any, predictor: Any) -> Non
     compare(predictor(config("llama")), replace(UPDATE, prompts=4, micro_batch_tokens=400), 0.03)
 
 
+def test_a_shared_prompt_is_masked_and_copied_for_each_completion_after_the_first(
+    config: Any, predictor: Any
+) -> None:
+    masks = predictor(config("llama")).predict(UPDATE).parts["update"]["masks"]
+
+    # In three layers, of 9 completions: 31 inputs look at 40 + 31 tokens, of keys and values 2 heads of 32.
+    assert masks == 3 * 9 * 4 * (31 * 71 + 71 * 2 * 2 * 32)
+
+
 def test_so_it_does_for_the_widths_of_a_real_model(predictor: Any) -> None:
     model = with_layers(model_config("SmolLM2-135M"), 1)
     model.vocab_size = 8192

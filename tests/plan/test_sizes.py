@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch, undivided_group
 from grpo_fast.policy import PackedBatch, Sample, pack
+from grpo_fast.policy.attention import PackedLayout, visible_pairs
 
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
 
@@ -41,14 +42,18 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, sh
     found = largest_micro_batch(sizes, share_prompts=share_prompts)
 
     batches = packed(sizes, share_prompts=share_prompts)
-    lengths = batches[0].cu_seqlens.diff()
-    assert (found.inputs, found.targets, found.count, found.squares, found.longest) == (
+    layout = PackedLayout(batches[0], flex=False)
+    masks = [mask for mask in layout.masks(None) if mask is not None]
+    pairs = [int(visible_pairs([bounds]).sum()) for bounds in layout.ranges(None)]
+    assert (found.inputs, found.targets, found.count, found.documents, found.masked, found.pairs) == (
         len(batches[0].input_ids),
         len(batches[0].targets),
         len(batches),
-        int(lengths.square().sum()),
-        batches[0].max_seqlen,
+        len(layout.documents),
+        sum(mask.numel() for mask in masks),
+        sum(pairs),
     )
+    assert not masks or found.joined * found.sequence == sum(mask.shape[1] for mask in masks)
 
 
 def test_an_undivided_group_is_not_cut_by_the_budget() -> None:

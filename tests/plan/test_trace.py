@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_fast.plan.measure import random_batches, random_policy
-from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.plan.sizes import StepSizes, largest_micro_batch
 from grpo_fast.plan.stand_ins import UNITS
 from grpo_fast.plan.trace import Event, Timeline, Traces, recording
 
@@ -77,9 +77,9 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(
     exact = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
     timeline = planned.traces.update(planned.run.model, "sdpa", masked=True, first=False)
-    squares = int(batch.cu_seqlens.diff().square().sum())
-    tokens = len(batch.input_ids)
-    sizes = {"tokens": tokens, "targets": len(batch.targets), "mask": 4 * squares}
+    tokens, largest = len(batch.input_ids), largest_micro_batch(SIZES, share_prompts=True)
+    joined = {"joined": largest.joined * largest.sequence, "mask": 4 * largest.masked}
+    sizes = {"tokens": tokens, "targets": len(batch.targets)} | joined
     kept = timeline.live(sizes)[timeline.forward_end - 1]
 
     # Besides what autograd saves: tables of angles, and numbers per token that the loss still holds.

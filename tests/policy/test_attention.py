@@ -141,9 +141,12 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
         layout, index = PackedLayout(batch, flex=True), torch.arange(total)
         visible = layout.visible(index[:, None], index, window)
 
-        causal = [torch.ones(n, n).tril().bool() for n in lengths]
-        dense = [own if own is not None else c for own, c in zip(layout.masks(window), causal, strict=True)]
-        assert torch.equal(visible, torch.block_diag(*dense).bool())
+        dense = torch.zeros(total, total, dtype=torch.bool)
+        own, seen = layout.own(index, 0), layout.seen(index, 0)
+        for rows, columns, mask in zip(own, seen, layout.masks(window), strict=True):
+            causal = torch.ones(len(rows), len(columns)).tril().bool()
+            dense[rows[:, None], columns] = causal if mask is None else mask
+        assert torch.equal(visible, dense)
 
         whole = -(-total // BLOCK) * BLOCK
         padded = torch.zeros(1, whole, whole)

@@ -31,9 +31,9 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_c
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
 
 
-def test_documents_are_shared_by_one_groups_prompt_where_that_pays() -> None:
-    def packed(*samples: Sample, share: bool) -> PackedBatch:
-        (batch,) = pack(samples, max_tokens=10**6, share_prompts=share, device="cpu")
+def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
+    def packed(*samples: Sample, share: bool, max_tokens: int = 10**6) -> PackedBatch:
+        (batch,) = pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
         return batch
 
     apart = packed(sample(3, 2), sample(3, 3), share=False)
@@ -43,8 +43,20 @@ def test_documents_are_shared_by_one_groups_prompt_where_that_pays() -> None:
     two_groups = packed(sample(3, 2, 0), sample(3, 2, 1), share=True)
     assert two_groups.cu_seqlens.tolist() == [0, 4, 8]
     assert two_groups.group_ids.tolist() == [0, 0, 1, 1]
-    long_completions = packed(*[sample(10, 2000)] * 4, share=True)
-    assert long_completions.max_seqlen == 2009
+    whole = packed(*[sample(10, 2000)] * 4, share=True, max_tokens=10 + 4 * 1999)
+    assert whole.cu_seqlens.tolist() == [0, 10 + 4 * 1999]
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_documents_that_fill_the_budget_leave_their_groups_rests_to_a_micro_batch_together(
+    spare: int,
+) -> None:
+    """Of five completions three fill the budget with their prompt; nobody's spare token is of use."""
+    groups = [sample(10, 21, group) for group in range(4) for _ in range(5)]
+
+    batches = pack(groups, max_tokens=10 + 3 * 20 + spare, share_prompts=True, device="cpu")
+
+    assert sizes(batches) == [70] * 4 + [50] * 4
 
 
 @settings(deadline=None, max_examples=60)
