@@ -95,6 +95,7 @@ class Engine(Protocol):
         """Take over the policy's current weights, asleep or awake; nothing cached from older ones is kept.
 
         Raises:
+            FloatingPointError: the weights hold NaN, where `generate` would not notice.
             ValueError: another policy than the engine was made with.
         """
         ...

@@ -276,7 +276,7 @@ def engine_arguments(
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Of the batches that CUDA graphs are captured for: up to `largest`, which vLLM's own would miss."""
+    """Batches that CUDA graphs are captured for. vLLM's own miss a `largest` that 8 does not divide."""
     step = 8 * math.ceil(largest / 256)
     return [*(size for size in (1, 2, 4, *range(step, largest, step)) if size < largest), largest]
 
