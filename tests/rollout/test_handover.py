@@ -83,7 +83,8 @@ class StrictEngine:
     def __enter__(self) -> StrictEngine:
         return self
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        self.calls.append("exit")
 
 
 @pytest.fixture
@@ -326,3 +327,23 @@ def test_a_start_and_a_resumed_run_need_no_more_than_the_larger_of_rollout_and_u
         assert (tmp_path / name / "metrics.jsonl").read_bytes() == (
             tmp_path / "alone" / "metrics.jsonl"
         ).read_bytes()
+
+
+def test_an_engine_is_closed_where_the_rest_of_the_trainer_cannot_be_built(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_engine, engines = build.make_engine, []
+
+    def engine(section: Any, policy: Any, **options: Any) -> StrictEngine:
+        engines.append(StrictEngine(make_engine(section, policy, **options), policy))
+        return engines[-1]
+
+    def full(*_: object, **__: object) -> None:
+        assert engines[0].asleep
+        raise torch.OutOfMemoryError("no room for the masters")
+
+    monkeypatch.setattr(build, "make_engine", engine)
+    monkeypatch.setattr(build, "PolicyOptimizer", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer()
+    assert engines[0].calls == ["sleep", "exit"]
