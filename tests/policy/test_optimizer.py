@@ -22,10 +22,14 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def build(
-    dtype: torch.dtype, config: OptimizerConfig = CONFIG, steps: int = 10, **options: object
+    dtype: torch.dtype,
+    config: OptimizerConfig = CONFIG,
+    steps: int = 10,
+    device: str = "cpu",
+    **options: object,
 ) -> tuple[nn.Module, PolicyOptimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device, dtype)
     return model, PolicyOptimizer(dict(model.named_parameters()), config, total_steps=steps, **options)
 
 
@@ -36,8 +40,8 @@ def one_weight(values: Tensor, **config: object) -> tuple[nn.Parameter, PolicyOp
 
 
 def backward(model: nn.Module, rng: torch.Generator) -> None:
-    dtype = next(model.parameters()).dtype
-    model(torch.randn(5, 6, generator=rng).to(dtype)).float().square().mean().backward()
+    weight = next(model.parameters())
+    model(torch.randn(5, 6, generator=rng).to(weight)).float().square().mean().backward()
 
 
 def train(model: nn.Module, optimizer: PolicyOptimizer, rng: torch.Generator, steps: int) -> list[float]:
@@ -82,8 +86,13 @@ def test_a_resumed_optimiser_continues_to_the_bit(rng: torch.Generator, dtype: t
 
 @both_dtypes
 @pytest.mark.parametrize("states", [("optimizer",), ("optimizer", "master")])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, states: tuple[State, ...]
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    states: tuple[State, ...],
+    device: str,
 ) -> None:
     host_like, hosts = optimizers.host_like, set()
 
@@ -95,8 +104,8 @@ def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
     monkeypatch.setattr(optimizers, "SMALLEST", 40)  # the biases stay
     monkeypatch.setattr(optimizers, "host_like", noted)
     monkeypatch.setattr(host_memory, "host_like", noted)
-    (plain, stays), (later, moves) = build(dtype), build(dtype)
-    model, goes = build(dtype, on_host=states)
+    (plain, stays), (later, moves) = build(dtype, device=device), build(dtype, device=device)
+    model, goes = build(dtype, device=device, on_host=states)
     masters_there = {"master" in states} if dtype == torch.bfloat16 else set()
 
     def going(steps: int) -> list[float]:
@@ -122,9 +131,8 @@ def test_state_that_lives_on_the_host_takes_the_same_steps_and_stays_there(
         assert found == [expected] * 2
         assert same(plain, model) and same(plain, later)
     for name, tensor in stays.state_tensors().items():
-        assert torch.equal(tensor, goes.state_tensors()[name]) and torch.equal(
-            tensor, moves.state_tensors()[name]
-        )
+        for other in (goes, moves):
+            assert torch.equal(tensor.cpu(), other.state_tensors()[name].cpu())
     goes.load_state_tensors({name: tensor.clone() for name, tensor in stays.state_tensors().items()})
     assert repeated(rng, lambda: going(2), lambda: train(plain, stays, rng, 2)) and same(plain, model)
 

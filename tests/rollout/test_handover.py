@@ -347,3 +347,30 @@ def test_an_engine_is_closed_where_the_rest_of_the_trainer_cannot_be_built(
     with pytest.raises(torch.OutOfMemoryError):
         make_trainer()
     assert engines[0].calls == ["sleep", "exit"]
+
+
+@pytest.mark.gpu
+def test_what_is_away_is_given_back_to_the_gpu_and_no_backward_finds_masters_and_moments_there(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "SMALLEST", 1)
+    held = {}
+    for offload in ("none", list(PARTS)):
+        model = {"device": "cuda", "dtype": "bfloat16"}
+        trainer = make_trainer(model=model, loss={"beta": 0.1}, memory={"offload": offload})
+        losses = [trainer.train_step().metrics["grad_norm"] for _ in range(3)]
+        before = torch.cuda.memory_allocated()
+        trainer.handover.to_engine()
+        generating = torch.cuda.memory_allocated()
+        trainer.handover.to_trainer()
+        held[str(offload)] = before, generating, torch.cuda.memory_allocated(), losses
+        state = [*trainer.optimizer.masters().values(), *trainer.optimizer.moments().values()]
+        buffers = sum(t.nbytes for t in trainer.optimizer.gradient_buffers().values())
+        reference = sum(t.nbytes for t in trainer.policy.reference_weights().values())
+        assert all(tensor.is_pinned() for tensor in state if tensor.ndim) == (offload != "none")
+        del trainer
+        gc.collect()
+    (stays, *_, plain), (goes, generating, updating, found) = held.values()
+    assert found == pytest.approx(plain, rel=1e-2)
+    assert stays - goes >= 0.9 * sum(tensor.nbytes for tensor in state)
+    assert generating <= goes - 0.9 * (buffers + reference) and updating >= goes
