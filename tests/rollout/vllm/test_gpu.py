@@ -5,6 +5,7 @@ vLLM's memory pool starts empty once in a process, so each case runs in one of i
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import LoraConfig, ModelConfig
@@ -43,10 +45,44 @@ CASES: dict[str, tuple[dict[str, Any], bool, str, int]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, saved_model):
     pytest.importorskip("vllm")
-    command = [sys.executable, __file__, name, str(saved_model())]
+    in_a_process_of_its_own(name, str(saved_model()))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_starts_and_resumes_where_engine_and_optimiser_do_not_fit_beside_each_other(
+    toy: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = AutoConfig.from_pretrained(toy["model"]["path"], **shape)  # 0.54 billion parameters
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(toy["model"]["path"]).save_pretrained(tmp_path / "model")
+    run = {**toy, "max_steps": 2, "output_dir": str(tmp_path / "run"), "evaluation": {}}
+    run["model"] = {"path": str(tmp_path / "model"), "dtype": "bfloat16", "device": "cuda"}
+    run["rollout"] = {**toy["rollout"], "engine": "vllm", "vllm": EAGER | {"kv_cache_gib": 8}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    for resume in ("", "latest"):
+        in_a_process_of_its_own("pressed", str(tmp_path / "run.json"), resume)
+
+
+def in_a_process_of_its_own(*arguments: str) -> None:
+    command = [sys.executable, __file__, *arguments]
     case = subprocess.run(command, capture_output=True, text=True, timeout=540)
 
     assert case.returncode == 0, case.stdout + case.stderr
+
+
+def pressed(config: str, resume: str) -> None:
+    """2 or 1 steps with 12 GiB: 8 of keys and values, 1 of weights, 8.6 of masters, gradients and moments."""
+    from grpo_fast.config import TrainConfig
+    from grpo_fast.run import train
+
+    held = torch.empty(torch.cuda.mem_get_info()[0] - 12 * 2**30, dtype=torch.uint8, device="cuda")
+    settings = json.loads(Path(config).read_text())
+    settings["max_steps"] += bool(resume)
+    train(TrainConfig(**settings), resume=resume or None, display=False)
+    del held
 
 
 def update(policy: Policy) -> None:
@@ -90,4 +126,5 @@ def cycles(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    cycles(sys.argv[1], Path(sys.argv[2]))
+    case, *rest = sys.argv[1:]
+    pressed(*rest) if case == "pressed" else cycles(case, Path(*rest))
