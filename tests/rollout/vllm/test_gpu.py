@@ -74,7 +74,7 @@ def in_a_process_of_its_own(*arguments: str) -> None:
 
 
 def pressed(config: str, resume: str) -> None:
-    """2 or 1 steps with 12 GiB: 8 of keys and values, 0.9 of weights, 7.5 of masters, gradients and moments."""
+    """Steps within 12 GiB: 8 of keys and values, 0.9 of weights, 7.5 of masters, gradients and moments."""
     from grpo_fast.config import TrainConfig
     from grpo_fast.run import train
 
