@@ -138,9 +138,10 @@ def make_policy(model: ModelConfig, layers: int | None = None, seed: int = 0) ->
         model: its path is one of `ARCHITECTURES`.
     """
     device = torch.device(model.device)
-    attention = resolve_attention("auto", device, model.dtype)
+    config = architecture(model.path, layers)
+    attention = resolve_attention("auto", device, model.dtype, config)
     torch.manual_seed(seed)
-    return random_policy(architecture(model.path, layers), model, attention=attention, device=device)
+    return random_policy(config, model, attention=attention, device=device)
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

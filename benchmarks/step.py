@@ -174,6 +174,7 @@ def full_logits_loss(
 
 def _trl(update: Update) -> Prepared:
     """The loss of a GRPOTrainer around the same model, which never trains itself."""
+    from transformers.utils import is_flash_attn_2_available
     from trl import GRPOTrainer
 
     policy = update.policy
@@ -203,8 +204,8 @@ def _trl(update: Update) -> Prepared:
         with watch.phase(HEAD), mock.patch.object(layers, "forward", in_phase(forward, watch, FORWARD)):
             return trainer.compute_loss(policy.model, batch)
 
-    ours = policy.base_model.config._attn_implementation
-    attention = ours if ours == "flash_attention_2" else "sdpa"
+    flash = is_flash_attn_2_available() and policy.head.weight.element_size() == 2
+    attention = "flash_attention_2" if flash else "sdpa"
     return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
 
 

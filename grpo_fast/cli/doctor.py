@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
-GPU_ONLY = ("vllm", "flash-attn", "liger-kernel")
+GPU_ONLY = ("vllm", "liger-kernel")
 # What a library is for, and how it is got where its extra of ours does not do.
 LIBRARIES = {
     "triton": ("the head's kernels", ""),
@@ -26,7 +26,6 @@ LIBRARIES = {
         "fast generation",
         "pip install vllm  (in an environment whose torch it pins: docs.vllm.ai)",
     ),
-    "flash-attn": ("packed attention on a GPU", "pip install flash-attn --no-build-isolation"),
     "liger-kernel": ("fused layers on a GPU", ""),
     "gguf": ("models shipped as GGUF, such as the quickstart's", ""),
     "reasoning-gym": (
@@ -36,7 +35,6 @@ LIBRARIES = {
     "wandb": ("Weights & Biases", ""),
     "trackio": ("trackio", ""),
 }
-UNDECLARED = ("flash-attn; extra == 'attention'",)
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
 
 
@@ -94,7 +92,7 @@ def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
         requirements: libraries to look for, as in a package's metadata; by default grpo-fast's own.
     """
     if requirements is None:
-        requirements = [*(importlib.metadata.requires("grpo-fast") or ()), *UNDECLARED]
+        requirements = importlib.metadata.requires("grpo-fast") or ()
     if problem := _problem(lambda: importlib.import_module("torch")):
         devices = [Finding("torch", "broken", f"no device can be looked at: {problem}", essential=True)]
     else:

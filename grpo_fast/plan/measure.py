@@ -132,8 +132,7 @@ def random_policy(
 ) -> Policy:
     """A policy as `load_policy` makes it, with random weights and no tokenizer."""
     register()
-    implementation = attention if attention == "flash_attention_2" else PACKED_ATTENTION
-    found = random_model(model_config, model, attention=implementation, device=device)
+    found = random_model(model_config, model, attention=PACKED_ATTENTION, device=device)
     return textless_policy(found, attention)
 
 

@@ -105,7 +105,8 @@ class Predictor:
         self.on_gpu = device.kind == "cuda"
         self.attention: str = run.model.attention
         if self.attention == "auto":
-            self.attention = resolve_attention("auto", torch.device(device.kind), run.model.dtype)
+            target = torch.device(device.kind)
+            self.attention = resolve_attention("auto", target, run.model.dtype, traces.config)
         self.shares_prompts = self.attention != "flash_attention_2"  # as `Policy.shares_prompts`
         self.engine = run.rollout.engine
         if self.engine == "auto":  # a plan for another machine does not ask what is installed on this one

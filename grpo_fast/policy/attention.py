@@ -1,16 +1,18 @@
 """Attention over packed documents, as one more attention implementation of transformers.
 
 A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
-compared with what it cannot see: an SDPA call for each completion, or one FlexAttention call whose block mask
-skips the rest, so that a shared prompt saves its tokens and costs nothing. Both know the sliding window of a
-layer, which a ready-made 4-D mask cannot, being the same for all layers.
+compared with what it cannot see: an SDPA call for each completion, one FlexAttention call whose block mask
+skips the rest, or one call of the FlashAttention-2 that torch ships, so that a shared prompt saves its tokens
+and costs nothing. All know the sliding window of a layer, which a ready-made 4-D mask cannot, being the same
+for all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedConfig
 
     from grpo_fast.policy.packing import PackedBatch
 
@@ -32,11 +35,22 @@ Range = tuple[Tensor, Tensor]
 """(T,) int64 each: every token sees the tokens from the first index up to the second, which it does not."""
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """The S pieces of a batch as flash-attention takes them: queries, and keys that end with their own."""
+
+    index: Tensor  # (K,) int64 into T: the keys, a prompt's once for each of its pieces
+    queries: Tensor  # (S + 1,) int32: where the queries of each begin, and T
+    keys: Tensor  # (S + 1,) int32: where the keys of each begin, and K
+    longest_queries: int
+    longest_keys: int
+
+
 class PackedLayout:
     """Who sees whom in one packed batch. Masks are made once for each window width, not each layer."""
 
-    def __init__(self, batch: PackedBatch, *, flex: bool) -> None:
-        self.flex = flex
+    def __init__(self, batch: PackedBatch, attention: str) -> None:
+        self.attention = attention
         self._cu_seqlens = batch.cu_seqlens
         self._position_ids = batch.position_ids
         self._segment_ids = batch.segment_ids
@@ -47,29 +61,39 @@ class PackedLayout:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
-    def documents(self) -> list[tuple[int, list[int]]]:
-        """For each document tokens of its prompt, and of the pieces that attend in a call of SDPA each.
+    def pieces(self) -> list[tuple[int, int]]:
+        """What attends in one go: its tokens, and those of the prompt that it sees before them.
 
-        A first completion goes on from its prompt, the two are one piece. FlexAttention, which needs none of
-        it, does not wait for the device.
+        A piece is a run of positions: a prompt with its first completion, or another completion.
+        FlexAttention, which needs none of it, does not wait for the device.
         """
-        bounds = self._cu_seqlens.tolist()
-        segments = [0] * bounds[-1] if self._segment_ids is None else self._segment_ids.tolist()
-        runs = [[len([*run]) for _, run in groupby(segments[a:b])] for a, b in pairwise(bounds)]
-        return [(prompt, [prompt + sum(rest[:1]), *rest[1:]]) for prompt, *rest in runs]
+        steps = self._position_ids.diff(prepend=self._position_ids.new_tensor([-2]))
+        starts = (steps != 1).nonzero()[:, 0]
+        bounds, before = [*starts.tolist(), len(steps)], self._position_ids[starts].tolist()
+        return [(end - start, prompt) for (start, end), prompt in zip(pairwise(bounds), before, strict=True)]
 
-    def own(self, tokens: Tensor, dim: int = 2) -> list[Tensor]:
+    def own(self, tokens: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
         """The tokens of each piece."""
-        return [*tokens.split([length for _, pieces in self.documents for length in pieces], dim)]
+        return tokens.split([length for length, _ in self.pieces], dim)
 
     def seen(self, tokens: Tensor, dim: int = 2) -> Iterator[Tensor]:
         """The tokens that each piece looks at: its own, and before them the prompt of its document."""
-        own = iter(self.own(tokens, dim))
-        for prompt, pieces in self.documents:
-            yield (first := next(own))
-            shared = first.narrow(dim, 0, prompt)
-            for _ in pieces[1:]:
-                yield torch.cat([shared, next(own)], dim)
+        first = tokens
+        for own, (_, prompt) in zip(self.own(tokens, dim), self.pieces, strict=True):
+            first = first if prompt else own
+            yield torch.cat([first.narrow(dim, 0, prompt), own], dim) if prompt else own
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
+        counts = [length for length, _ in self.pieces]
+        keys = [length + prompt for length, prompt in self.pieces]
+
+        def bounds(lengths: list[int]) -> Tensor:
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(tokens.device)
+
+        index = torch.cat([*self.seen(tokens, 0)])
+        return Sequences(index, bounds(counts), bounds(keys), max(counts), max(keys))
 
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
@@ -179,17 +203,16 @@ def packed_attention(
     Without a layout (generation) this is transformers' SDPA, with the score softcap of Gemma 2 honoured.
     """
     sinks = {"s_aux": kwargs["s_aux"]} if kwargs.get("s_aux") is not None else {}
-    if sinks and (packed_layout is None or not packed_layout.flex):
-        raise ValueError(
-            f"{type(module).__name__} has attention sinks, which SDPA cannot compute; use flex_attention"
-        )
+    chosen = None if packed_layout is None else packed_layout.attention
+    if sinks and chosen != "flex_attention":
+        raise ValueError(f"{type(module).__name__} has attention sinks; use model.attention = flex_attention")
     if packed_layout is None and softcap is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed_layout is None:
         return _attend(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
-    if packed_layout.flex:
+    if chosen == "flex_attention":
         from transformers.integrations.flex_attention import flex_attention_forward
 
         mask = packed_layout.block_mask(sliding_window)
@@ -198,12 +221,74 @@ def packed_attention(
                 module, query, key, value, mask, scaling=scaling, softcap=softcap, **sinks
             )
         return output, None
+    if chosen == "flash_attention_2" and softcap is None:
+        return _flash(query, key, value, packed_layout.sequences, scaling, sliding_window), None
     pieces = (packed_layout.own(query), packed_layout.seen(key), packed_layout.seen(value))
     outputs = [
         _attend(*piece, scaling, softcap)
         for piece in zip(*pieces, packed_layout.masks(sliding_window), strict=True)
     ]
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None
+) -> Tensor:
+    """(1, A, T, D) and twice (1, K, T, D) -> (1, T, A, D), in 16 bits on a GPU."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if len(sequences.index) > len(query):
+        key, value = (_Repeated.apply(tensor, sequences.index) for tensor in (key, value))
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        sequences.queries,
+        sequences.keys,
+        max(2, sequences.longest_queries),  # torch takes 1 for the decoding of one token a sequence
+        sequences.longest_keys,
+        0.0,
+        True,  # causal, the last query at the last key
+        False,
+        scale=scaling,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return output[None]
+
+
+class _Repeated(torch.autograd.Function):
+    """(T, ...) and (K,) int64 -> (K, ...): rows, some several times, their gradients summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = rows.shape
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,), wide = ctx.saved_tensors, torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
+        return total.index_add_(0, index, gradient.to(wide)).to(gradient.dtype), None
+
+
+def flash_obstacle(config: PreTrainedConfig) -> str | None:
+    """Why torch's flash-attention cannot compute this model's attention; None: it can."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for found in (size, getattr(text, "global_head_dim", None) or size):
+        if found > 256 or found % 8:
+            return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
+    if getattr(text, "v_head_dim", None) is not None:
+        return "the model's values are not as wide as its keys"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return "the model caps its scores"
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is not None and not model._supports_sdpa:
+        return "the model has attention sinks"
+    return None
 
 
 def _attend(
@@ -247,15 +332,7 @@ def forward_arguments(batch: PackedBatch, attention: str) -> dict[str, Any]:
 
     A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
     """
-    if attention == "flash_attention_2":
-        return {
-            "attention_mask": None,
-            "cu_seq_lens_q": batch.cu_seqlens,
-            "cu_seq_lens_k": batch.cu_seqlens,
-            "max_length_q": batch.max_seqlen,
-            "max_length_k": batch.max_seqlen,
-        }
     return {
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device),
-        "packed_layout": PackedLayout(batch, flex=attention == "flex_attention"),
+        "packed_layout": PackedLayout(batch, attention),
     }

@@ -42,7 +42,8 @@ class ModelConfig(Section):
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = Field(
         "auto",
-        description="auto: flash-attention where installed, else FlexAttention on a GPU, SDPA on a CPU",
+        description="auto: the FlashAttention-2 of torch on a GPU in 16 bits where it fits the model, "
+        "FlexAttention on other GPUs, SDPA on a CPU",
     )
     lora: LoraConfig | None = Field(
         None, description="train adapters instead of the weights; {}: the defaults"

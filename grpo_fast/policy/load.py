@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.policy.architecture import check_architecture, embedding_rows, verify_policy
-from grpo_fast.policy.attention import PACKED_ATTENTION, register
+from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
@@ -42,11 +41,11 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     """
     source = resolve_source(config.path)
     device = resolve_device(config.device)
-    attention = resolve_attention(config.attention, device, config.dtype)
     architecture = load_architecture(config)
+    attention = resolve_attention(config.attention, device, config.dtype, architecture)
     liger = resolve_liger(config, device, architecture.model_type)
     tokenizer = load_tokenizer(config)
-    model = _load_model(source, config, device, attention)
+    model = _load_model(source, config, device)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
     if liger:
         apply_liger(model)
@@ -127,44 +126,40 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_attention(name: str, device: torch.device, dtype: str) -> str:
-    """`auto` is flash-attention where installed, FlexAttention on other CUDA machines, SDPA elsewhere.
+def resolve_attention(name: str, device: torch.device, dtype: str, architecture: PreTrainedConfig) -> str:
+    """`auto` is flash-attention where it fits, FlexAttention elsewhere on a GPU, SDPA on a CPU.
 
     Raises:
-        ValueError: an attention that this device or dtype does not have.
-        ImportError: flash-attention is asked for and not installed.
+        ValueError: an attention that this device, dtype or model does not have.
     """
-    flash_fits = device.type == "cuda" and dtype != "float32"
-    if name == "auto":
-        if flash_fits and find_spec("flash_attn") is not None:
-            return "flash_attention_2"
-        return "flex_attention" if device.type == "cuda" else "sdpa"
-    if name == "flash_attention_2":
-        if not flash_fits:
-            raise ValueError(
-                f"model.attention = 'flash_attention_2' needs CUDA and a 16-bit dtype, not {device.type} and "
-                f"{dtype}; give auto"
-            )
-        if find_spec("flash_attn") is None:
-            raise ImportError(
-                "model.attention = 'flash_attention_2' needs flash-attention: pip install flash-attn"
-            )
-    if name == "flex_attention" and device.type != "cuda":
+    on_gpu = device.type == "cuda"
+    if name == "flex_attention" and not on_gpu:
         raise ValueError("model.attention = 'flex_attention' has no gradients on the CPU; give auto or sdpa")
-    return name
+    if name not in ("auto", "flash_attention_2"):
+        return name
+    obstacle = flash_obstacle(architecture)
+    if not on_gpu or dtype == "float32":
+        obstacle = f"it runs on a GPU in 16 bits, not on {device.type} in {dtype}"
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        obstacle = "the GPU is older than Ampere"
+    if obstacle is None:
+        return "flash_attention_2"
+    if name == "auto":
+        return "flex_attention" if on_gpu else "sdpa"
+    raise ValueError(f"model.attention = {name!r} does not fit: {obstacle}; give auto")
 
 
 def _origin(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
-def _load_model(source: str, config: ModelConfig, device: torch.device, attention: str) -> PreTrainedModel:
+def _load_model(source: str, config: ModelConfig, device: torch.device) -> PreTrainedModel:
     register()
     model: Any = load_whole(
         config.path,
         source,
         dtype=getattr(torch, config.dtype),
-        attn_implementation=attention if attention == "flash_attention_2" else PACKED_ATTENTION,
+        attn_implementation=PACKED_ATTENTION,
         use_safetensors=True,
         **_origin(config),
     )

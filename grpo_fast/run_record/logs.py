@@ -159,7 +159,7 @@ class Clock:
 
 
 PACKAGES = (
-    *("grpo-fast", "torch", "triton", "transformers", "peft", "datasets", "accelerate", "flash-attn"),
+    *("grpo-fast", "torch", "triton", "transformers", "peft", "datasets", "accelerate"),
     *("liger-kernel", "vllm"),
 )
 

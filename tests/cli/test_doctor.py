@@ -17,7 +17,7 @@ def test_a_working_installation_is_healthy_and_says_what_it_has(capsys):
 
     record = json.loads(capsys.readouterr().out)
     assert record["healthy"]
-    assert {"torch", "triton", "vllm", "flash-attn"} <= {finding["name"] for finding in record["libraries"]}
+    assert {"torch", "triton", "vllm", "liger-kernel"} <= {finding["name"] for finding in record["libraries"]}
     assert any(finding["name"] == "cpu" and "threads" in finding["detail"] for finding in record["devices"])
     assert any(finding["name"] == "head" and "path" in finding["detail"] for finding in record["abilities"])
 

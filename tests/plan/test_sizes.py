@@ -42,14 +42,14 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, sh
     found = largest_micro_batch(sizes, share_prompts=share_prompts)
 
     batches = packed(sizes, share_prompts=share_prompts)
-    layout = PackedLayout(batches[0], flex=False)
+    layout = PackedLayout(batches[0], "sdpa")
     masks = [mask for mask in layout.masks(None) if mask is not None]
     pairs = [int(visible_pairs([bounds]).sum()) for bounds in layout.ranges(None)]
     assert (found.inputs, found.targets, found.count, found.documents, found.masked, found.pairs) == (
         len(batches[0].input_ids),
         len(batches[0].targets),
         len(batches),
-        len(layout.documents),
+        sum(not prompt for _, prompt in layout.pieces),
         sum(mask.numel() for mask in masks),
         sum(pairs),
     )

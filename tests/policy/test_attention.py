@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import avg_pool2d
+from transformers import AutoConfig
 
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
-from grpo_fast.policy.attention import BLOCK, PackedLayout, visible_pairs
+from grpo_fast.policy.architecture import verify_policy
+from grpo_fast.policy.attention import BLOCK, PackedLayout, flash_obstacle, packed_attention, visible_pairs
 
 Load = Callable[..., Policy]
 
@@ -70,6 +73,127 @@ def test_neither_budget_nor_sharing_nor_checkpointing_changes_loss_or_gradient(
         torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.fixture
+def flash_on_a_cpu() -> Iterator[None]:
+    """torch's two operators, of which a CPU has none: each sequence alone, the backward as the kernel's."""
+
+    def parts(query, key, queries, keys, *rest: Any, scale: float, **window: int) -> Iterator[Any]:
+        assert rest[2:4] == (0.0, True) and window["window_size_right"] == 0 and rest[0] > 1
+        groups, left = query.shape[1] // key.shape[1], window["window_size_left"]
+        bounds = (of.unfold(0, 2, 1).tolist() for of in (queries, keys))
+        for (q0, q1), (k0, k1) in zip(*bounds, strict=True):
+            assert q1 - q0 <= rest[0] and k1 - k0 <= rest[1]
+            place = torch.arange(k1 - k0 - q1 + q0, k1 - k0)[:, None] - torch.arange(k1 - k0)
+            seen = (place >= 0) & ((place <= left) | (left < 0))
+            scores = torch.einsum("qad,kad->aqk", query[q0:q1], key[k0:k1].repeat_interleave(groups, 1))
+            yield slice(q0, q1), slice(k0, k1), (scores * scale).masked_fill(~seen, -torch.inf), groups
+
+    def forward(query, key, value, *rest: Any, **settings: Any) -> Any:
+        output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+        for q, k, scores, groups in parts(query, key, *rest, **settings):
+            lse[:, q] = scores.logsumexp(-1)
+            of_heads = value[k].repeat_interleave(groups, 1)
+            output[q] = torch.einsum("aqk,kad->qad", scores.softmax(-1), of_heads)
+        return output, lse, *(query.new_empty(0) for _ in range(3))
+
+    def backward(gradient, query, key, value, output, lse, *rest: Any, scale: Any, **window: Any) -> Any:
+        of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        for q, k, scores, groups in parts(query, key, *rest[:-2], scale=scale, **window):
+            weights = (scores - lse[:, q, None]).exp()
+            of_weights = torch.einsum("qad,kad->aqk", gradient[q], value[k].repeat_interleave(groups, 1))
+            inner = weights * (of_weights - (gradient[q] * output[q]).sum(-1).T[:, :, None]) * scale
+            of_query[q] = torch.einsum("aqk,kad->qad", inner, key[k].repeat_interleave(groups, 1))
+            of_key[k] = torch.einsum("aqk,qad->kad", inner, query[q]).unflatten(1, (-1, groups)).sum(2)
+            of_value[k] = torch.einsum("aqk,qad->kad", weights, gradient[q]).unflatten(1, (-1, groups)).sum(2)
+        return of_query, of_key, of_value
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_flash_attention_shares_prompts_exactly(
+    flash_on_a_cpu: None, rng: torch.Generator, seed: int, share: bool, window: int | None
+) -> None:
+    """Documents with prompts and completions from a token on, against each document's mask in float64."""
+    draw = random.Random(seed)
+    prompts = [draw.randint(1, 9) for _ in range(3)]
+    drawn = [sample(g, prompts[g], draw.choice((1, 2, draw.randint(3, 9)))) for g in (0, 0, 0, 1, 1, 2)]
+    (batch,) = packed(drawn, share=share)
+    results = []
+    shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
+    *operands, gradient = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
+    for attention in ("sdpa", "flash_attention_2"):
+        leaves = [operand.clone().requires_grad_() for operand in operands]
+        layout = PackedLayout(batch, attention)
+        output, _ = packed_attention(
+            torch.nn.Module(), *leaves, None, scaling=0.3, sliding_window=window, packed_layout=layout
+        )
+        output.backward(gradient.transpose(1, 2))
+        results.append([output, *(leaf.grad for leaf in leaves)])
+
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(
+    load: Load, flash_on_a_cpu: None
+) -> None:
+    policy = load("qwen2")
+    policy.attention = "flash_attention_2"
+    verify_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "obstacle"),
+    [
+        ("qwen2", {"hidden_size": 1536, "num_attention_heads": 12}, None),
+        ("qwen3", {"head_dim": 256}, None),
+        ("qwen3", {"head_dim": 260}, "heads have 260 numbers"),
+        ("qwen3", {"head_dim": 12}, "heads have 12 numbers"),
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "caps its scores"),
+        ("gpt_oss", {}, "attention sinks"),
+        ("deepseek_v3", {}, "values are not as wide"),
+    ],
+)
+def test_what_flash_attention_cannot_compute_is_known_from_the_configuration(
+    kind: str, sizes: dict[str, Any], obstacle: str | None
+) -> None:
+    found = flash_obstacle(AutoConfig.for_model(kind, **sizes))
+    assert found == obstacle if obstacle is None else obstacle in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 300])
+def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(
+    rng: torch.Generator, window: int | None
+) -> None:
+    """Longer than two blocks of either kernel; prompts and completions of one token among them."""
+    lengths = ((400, (700, 1, 2, 300)), (1, (1, 500)), (129, (128,)))
+    drawn = [sample(group, prompt, own) for group, (prompt, all_own) in enumerate(lengths) for own in all_own]
+    (batch,) = (batch.to("cuda") for batch in packed(drawn))
+    shapes = [(1, heads, len(batch.input_ids), 128) for heads in (4, 2, 2, 4)]
+    operands = [torch.randn(shape, generator=rng).cuda().bfloat16() for shape in shapes]
+
+    def outcome(attention: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        *leaves, gradient = (operand.to(dtype) for operand in operands)
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        layout = PackedLayout(batch, attention)
+        output, _ = packed_attention(
+            torch.nn.Module(), *leaves, None, scaling=0.1, sliding_window=window, packed_layout=layout
+        )
+        output.backward(gradient.transpose(1, 2))
+        return [output.detach().float(), *(leaf.grad.float() for leaf in leaves)]
+
+    exact = outcome("sdpa", torch.float32)
+    flash, flex = (outcome(name, torch.bfloat16) for name in ("flash_attention_2", "flex_attention"))
+    for right, one, other in zip(exact, flash, flex, strict=True):
+        assert (one - right).norm() < 1.2 * (other - right).norm() + 1e-3 * right.norm()
+
+
 @pytest.mark.gpu
 def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: list[Sample]) -> None:
     results = []
@@ -115,7 +239,7 @@ def test_the_flex_mask_is_made_without_asking_the_device(
     for name in ("tolist", "item", "__bool__", "__int__", "nonzero"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
 
-    masks = [PackedLayout(batch, flex=True).block_mask(window) for window in (None, 3)]
+    masks = [PackedLayout(batch, "flex_attention").block_mask(window) for window in (None, 3)]
 
     assert {mask.seq_lengths for mask in masks} == {(len(batch.input_ids),) * 2}
 
@@ -138,7 +262,7 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
         lengths, total = batch.cu_seqlens.diff().tolist(), len(batch.input_ids)
         at_a_document = max(1, draw.choice(lengths) + draw.choice((-1, 0, 1)))
         window = draw.choice((1, at_a_document, draw.randint(1, 3 * BLOCK))) if windowed else None
-        layout, index = PackedLayout(batch, flex=True), torch.arange(total)
+        layout, index = PackedLayout(batch, "flex_attention"), torch.arange(total)
         visible = layout.visible(index[:, None], index, window)
 
         dense = torch.zeros(total, total, dtype=torch.bool)
@@ -170,7 +294,9 @@ def test_no_pair_of_tokens_takes_memory() -> None:
     tokens = len(batch.input_ids)
 
     peak = peak_bytes(
-        lambda: PackedLayout(batch, flex=True), lambda layout: layout.block_mask(None), torch.device("cpu")
+        lambda: PackedLayout(batch, "flex_attention"),
+        lambda layout: layout.block_mask(None),
+        torch.device("cpu"),
     )
 
     assert peak < 200 * tokens < tokens**2 / 50

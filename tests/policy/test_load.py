@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from grpo_fast.policy import Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
@@ -110,37 +111,48 @@ def test_a_path_that_holds_no_safetensors_model_is_named(
     assert resolve_source("owner/name") == "owner/name"
 
 
-FLASH = "flash_attention_2"
+FLASH, FLEX = "flash_attention_2", "flex_attention"
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "dtype", "flash_installed", "chosen"),
+    ("name", "device", "dtype", "family", "capability", "chosen"),
     [
-        ("auto", "cpu", "bfloat16", True, "sdpa"),
-        ("auto", "cuda", "bfloat16", True, FLASH),
-        ("auto", "cuda", "float32", True, "flex_attention"),
-        ("auto", "cuda", "bfloat16", False, "flex_attention"),
-        (FLASH, "cuda", "bfloat16", True, FLASH),
-        ("sdpa", "cuda", "bfloat16", True, "sdpa"),
-        (FLASH, "cuda", "bfloat16", False, ImportError),
-        (FLASH, "cpu", "bfloat16", True, ValueError),
-        (FLASH, "cuda", "float32", True, ValueError),
-        ("flex_attention", "cpu", "float32", True, ValueError),
+        ("auto", "cpu", "bfloat16", "llama", (9, 0), "sdpa"),
+        ("auto", "cuda", "bfloat16", "llama", (8, 0), FLASH),
+        ("auto", "cuda", "bfloat16", "llama", (7, 5), FLEX),
+        ("auto", "cuda", "float32", "llama", (9, 0), FLEX),
+        ("auto", "cuda", "bfloat16", "gemma2", (9, 0), FLEX),
+        (FLASH, "cuda", "float16", "llama", (9, 0), FLASH),
+        ("sdpa", "cuda", "bfloat16", "llama", (9, 0), "sdpa"),
+        (FLEX, "cuda", "bfloat16", "llama", (9, 0), FLEX),
+        (FLASH, "cpu", "bfloat16", "llama", (9, 0), "not on cpu in bfloat16"),
+        (FLASH, "cuda", "float32", "llama", (9, 0), "not on cuda in float32"),
+        (FLASH, "cuda", "bfloat16", "gemma2", (9, 0), "caps its scores"),
+        (FLASH, "cuda", "bfloat16", "llama", (7, 5), "older than Ampere"),
+        (FLEX, "cpu", "float32", "llama", (9, 0), "no gradients on the CPU"),
     ],
 )
-def test_attention_is_chosen_for_the_device_or_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: str, dtype: str, flash_installed: bool, chosen: object
+def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    name: str,
+    device: str,
+    dtype: str,
+    family: str,
+    capability: tuple[int, int],
+    chosen: str,
 ) -> None:
-    found = object() if flash_installed else None
-    monkeypatch.setattr("grpo_fast.policy.load.find_spec", lambda name: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    architecture = AutoConfig.for_model(family)
 
     def resolved() -> str:
-        return resolve_attention(name, torch.device(device), dtype)
+        return resolve_attention(name, torch.device(device), dtype, architecture)
 
-    if isinstance(chosen, str):
+    if chosen in (FLASH, FLEX, "sdpa"):
         assert resolved() == chosen
     else:
-        with pytest.raises(chosen, match=f"model.attention = '{name}'"):
+        with pytest.raises(ValueError, match=f"model.attention = '{name}'.*{chosen}; give auto"):
             resolved()
 
 
