@@ -88,7 +88,12 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", type=positive, metavar="RANK", help="train adapters of this rank only")
     parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
     parser.add_argument(
-        "--gradient-checkpointing", action="store_true", help="recompute each layer's activations"
+        "--gradient-checkpointing",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=["mlp"],
+        help="recompute each layer's activations, or those of its MLP alone",
     )
 
 

@@ -20,8 +20,9 @@ UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length
 ROLLOUT = StepSizes(
     prompts=3, generations=4, prompt_length=18, completion_length=32, micro_batch_tokens=10**6
 )
-CHECKPOINTED, LORA, FROZEN_HEAD = (
+CHECKPOINTED, MLPS, LORA, FROZEN_HEAD = (
     {"gradient_checkpointing": True},
+    {"gradient_checkpointing": "mlp"},
     {"lora": LoraConfig(r=8)},
     {"train_lm_head": False},
 )
@@ -41,11 +42,12 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "float32", {}, 0.03),
         ("qwen2", "bfloat16", {}, 0.03),
         ("qwen2", "bfloat16", CHECKPOINTED, 0.03),
+        ("qwen2", "bfloat16", MLPS | LORA, 0.03),
         ("qwen2", "bfloat16", LORA, 0.03),
         ("qwen2", "float32", FROZEN_HEAD, 0.03),
         ("gemma3_text", "bfloat16", {}, 0.05),
         ("gpt_neox", "bfloat16", {}, 0.05),
-        ("qwen3_moe", "bfloat16", {}, 0.05),
+        ("qwen3_moe", "bfloat16", MLPS, 0.05),
     ],
     ids=str,
 )
@@ -83,7 +85,7 @@ def test_so_it_does_for_the_widths_of_a_real_model(predictor: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [{}, CHECKPOINTED, LORA, FROZEN_HEAD], ids=str)
+@pytest.mark.parametrize("way", [{}, CHECKPOINTED, MLPS, LORA, FROZEN_HEAD], ids=str)
 def test_an_update_on_the_gpu_takes_what_was_predicted(way: dict[str, Any], predictor: Any) -> None:
     sizes = StepSizes(8, 8, prompt_length=256, completion_length=512, micro_batch_tokens=16384)
     model = model_config("Qwen2.5-0.5B")
