@@ -46,10 +46,9 @@ def test_advantages(benchmark: BenchmarkFixture, scale_rewards: str) -> None:
 
 
 @pytest.mark.benchmark(group=f"packing, {SEQUENCES} completions of up to {LENGTH} tokens")
-@pytest.mark.parametrize("share_prompts", [False, True], ids=["prompts apart", "prompts shared"])
-def test_packing(benchmark: BenchmarkFixture, share_prompts: bool) -> None:
+def test_packing(benchmark: BenchmarkFixture) -> None:
     chance = random.Random(0)
     lengths = [(20 + 25 * (i // GROUP), chance.randint(2, LENGTH)) for i in range(SEQUENCES)]
     samples, _ = make_samples(lengths, GROUP, 1000, seed=0)
 
-    benchmark(pack, samples, max_tokens=2048, share_prompts=share_prompts, device="cpu")
+    benchmark(pack, samples, max_tokens=2048, device="cpu")

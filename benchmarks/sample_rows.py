@@ -61,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
     for prompt, (completion,) in zip(prompts, groups, strict=True):
         sample = Sample(prompt, completion.token_ids, 0.0, 0, completion.logprobs)
         size = len(prompt) + len(completion.token_ids)
-        (batch,) = pack([sample], max_tokens=size, share_prompts=False, device=policy.device)
+        (batch,) = pack([sample], max_tokens=size, device=policy.device)
         rows.append(policy.hidden_states(batch))
         targets.append(batch.targets)
     hidden, weight = torch.cat(rows), head.weight

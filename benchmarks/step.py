@@ -137,7 +137,6 @@ def _packed(name: str, update: Update) -> Prepared:
             return pack(
                 update.samples,
                 max_tokens=update.micro_batch_tokens,
-                share_prompts=policy.shares_prompts,
                 device=policy.device,
             )
 

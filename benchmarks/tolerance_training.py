@@ -104,7 +104,7 @@ def samples_of(
 def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
     """GRPO's, one update per sample: the ratio is one and its gradient the log-probability's."""
     tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
-    (batch,) = pack(samples, max_tokens=tokens, share_prompts=policy.shares_prompts, device=policy.device)
+    (batch,) = pack(samples, max_tokens=tokens, device=policy.device)
     hidden, head = policy.hidden_states(batch), policy.head
     if variant == FULL:
         return full_logits_loss(head, hidden, batch)

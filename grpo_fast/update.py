@@ -146,8 +146,7 @@ class PolicyUpdate:
         return minibatch
 
     def _pack(self, samples: Sequence[Sample], max_tokens: int) -> tuple[PackedBatch, ...]:
-        shares, device = self.policy.shares_prompts, self.policy.device
-        return tuple(pack(samples, max_tokens=max_tokens, share_prompts=shares, device=device))
+        return tuple(pack(samples, max_tokens=max_tokens, device=self.policy.device))
 
     @torch.no_grad()
     def with_fixed_logprobs(self, minibatch: Minibatch, stale: bool = False) -> Minibatch:

@@ -120,7 +120,6 @@ def train(
         batches = pack(
             samples,
             max_tokens=MICRO_BATCH_TOKENS,
-            share_prompts=policy.shares_prompts,
             device=policy.device,
         )
 

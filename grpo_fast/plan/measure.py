@@ -155,6 +155,5 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
     return pack(
         samples,
         max_tokens=sizes.micro_batch_tokens,
-        share_prompts=policy.shares_prompts,
         device=policy.device,
     )

@@ -107,7 +107,6 @@ class Predictor:
         if self.attention == "auto":
             target = torch.device(device.kind)
             self.attention = resolve_attention("auto", target, run.model.dtype, traces.config)
-        self.shares_prompts = self.attention != "flash_attention_2"  # as `Policy.shares_prompts`
         self.engine = run.rollout.engine
         if self.engine == "auto":  # a plan for another machine does not ask what is installed on this one
             self.engine = "vllm" if self.on_gpu else "transformers"
@@ -119,7 +118,7 @@ class Predictor:
 
     def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
         """Bytes at these sizes, or with a micro-batch other than their largest."""
-        batch = micro_batch or largest_micro_batch(sizes, share_prompts=self.shares_prompts)
+        batch = micro_batch or largest_micro_batch(sizes)
         resident = self._resident(batch)
         update = resident | self._micro_batch(batch) | {"packed batches": sizes.packed_bytes}
         if self.engine == "vllm":
@@ -140,7 +139,7 @@ class Predictor:
     def _seconds(self, sizes: StepSizes) -> dict[Phase, float] | None:
         if not self.device.flops or self.shape.itemsize > 2:  # the published speeds are those of 16 bits
             return None
-        work = whole_step(sizes, share_prompts=self.shares_prompts)
+        work = whole_step(sizes)
         rows = self._sequences(sizes) if self.engine == "vllm" else self.in_flight(sizes)[1]
         return {
             "update": update_seconds(self.run, self.shape, self.device, work),
@@ -162,9 +161,7 @@ class Predictor:
     def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
         shape = self.shape
-        timeline = self.traces.update(
-            self.run.model, self.attention, masked=self.shares_prompts, first=batch.count == 1
-        )
+        timeline = self.traces.update(self.run.model, self.attention, first=batch.count == 1)
         call = Workload(
             rows=batch.targets,
             vocabulary=shape.vocabulary,
@@ -180,7 +177,7 @@ class Predictor:
         sizes = {"tokens": batch.inputs, "targets": batch.targets}
         square = batch.sequence**2  # of the scores of one call
         masks = {
-            "joined": batch.joined * batch.sequence,
+            "joined": batch.joined * (batch.sequence if self.attention == "sdpa" else batch.prompt),
             "mask": shape.itemsize * batch.masked,
             "scores": shape.heads * (batch.documents * square + batch.masked) * (2 * 4 + in_16_bits),
             "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,

@@ -171,7 +171,7 @@ def _largest_updates(predictor: Predictor, sizes: StepSizes) -> tuple[int | None
 
     def group_fits(count: int) -> bool:
         group = replace(sizes, generations=count)
-        return fits(group, undivided_group(group, share_prompts=predictor.shares_prompts))
+        return fits(group, undivided_group(group))
 
     def fits(changed: StepSizes, batch: MicroBatch | None = None) -> bool:
         return predictor.predict(changed, batch).total("update") <= predictor.device.total

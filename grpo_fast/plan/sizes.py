@@ -93,10 +93,10 @@ class MicroBatch:
         return self.joined * (self.sequence - self.prompt) * self.sequence
 
 
-def largest_micro_batch(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
+def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
     """As even as `pack` makes them, all completions as long as they may be."""
     budget = sizes.micro_batch_tokens
-    documents = sorted(_group(sizes, budget, share_prompts) * sizes.groups, reverse=True)
+    documents = sorted(_group(sizes, budget) * sizes.groups, reverse=True)
     fewest = -(-sum(inputs for inputs, _ in documents) // budget)
     for count in range(fewest, len(documents)):
         if sum(inputs for inputs, _ in documents[::count]) <= budget:
@@ -104,22 +104,22 @@ def largest_micro_batch(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
     return _micro_batch(documents[:1], sizes, len(documents))
 
 
-def undivided_group(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
+def undivided_group(sizes: StepSizes) -> MicroBatch:
     """One group, whatever the budget for a micro-batch."""
     budget = sizes.generations * sizes.sequence_length
-    return _micro_batch(_group(sizes, budget, share_prompts), sizes, sizes.groups)
+    return _micro_batch(_group(sizes, budget), sizes, sizes.groups)
 
 
-def whole_step(sizes: StepSizes, *, share_prompts: bool) -> MicroBatch:
+def whole_step(sizes: StepSizes) -> MicroBatch:
     """Every document of a step, as if it were one micro-batch."""
-    return _micro_batch(_group(sizes, sizes.micro_batch_tokens, share_prompts) * sizes.prompts, sizes, 1)
+    return _micro_batch(_group(sizes, sizes.micro_batch_tokens) * sizes.prompts, sizes, 1)
 
 
-def _group(sizes: StepSizes, budget: int, share_prompts: bool) -> list[tuple[int, int]]:
+def _group(sizes: StepSizes, budget: int) -> list[tuple[int, int]]:
     """(inputs, targets) of the documents that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only
     length, held = sizes.prompt_length + completion, 1
-    while share_prompts and held < sizes.generations and length + completion <= budget:
+    while held < sizes.generations and length + completion <= budget:
         held, length = held + 1, length + completion
     full, rest = divmod(sizes.generations, held)
     counts = [held] * full + ([rest] if rest else [])

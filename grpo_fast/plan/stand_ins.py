@@ -17,8 +17,8 @@ from torch import Tensor, nn
 PLANNED_ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
 # What bytes are in proportion to, if they are not constant: a batch's input tokens, its targets, the tokens
-# that SDPA copies for completions that share a prompt, and sizes that follow from none of them. In a trace
-# each is a prime so large that a storage's bytes tell which.
+# whose keys are copied for completions that share a prompt (by SDPA the completion's as well), and sizes that
+# follow from none of them. In a trace each is a prime so large that a storage's bytes tell which.
 UNITS = {
     "tokens": 2**40 - 87,
     "targets": 2**40 - 167,
@@ -77,12 +77,12 @@ class _Operator(torch.autograd.Function):
         return None, *gradients
 
 
-def register(attention: str = "", *, masked: bool = False) -> None:
+def register(attention: str = "") -> None:
     """Let transformers find `planned_attention`, from now on with these settings."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    planned = partial(planned_attention, attention=attention, masked=masked)
+    planned = partial(planned_attention, attention=attention)
     AttentionInterface.register(PLANNED_ATTENTION, planned)
     AttentionMaskInterface.register(PLANNED_ATTENTION, sdpa_mask)
 
@@ -95,7 +95,6 @@ def planned_attention(
     attention_mask: Tensor | None,
     *,
     attention: str,
-    masked: bool,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -103,7 +102,6 @@ def planned_attention(
 
     Args:
         attention: as `resolve_attention` gives it; anything else stands for a plain fused one.
-        masked: completions share their prompts.
     """
     batch, heads, tokens = query.shape[:3]
     capped = attention == "sdpa" and softcap is not None
@@ -114,16 +112,18 @@ def planned_attention(
     row_numbers = ((batch, heads, tokens), torch.float32)
     # A completion that shares its prompt looks at a copy of it, with its own keys and values behind.
     copies = [((UNITS["joined"], *tensor.shape[1::2]), tensor.dtype) for tensor in (key, value)]
-    joined = tuple(copies) if attention == "sdpa" and masked else ()
+    joined = tuple(copies) if attention in ("sdpa", "flash_attention_2") else ()
     if capped:  # a softmax that no fused kernel of a CPU knows: the scores are kept
         transient = (bytes_of("scores_transient"),)
         footprint = Footprint(result, (bytes_of("scores"), *joined), transient, transient)
     else:  # every flash attention keeps its operands, its result and a number a row
         # SDPA's boolean masks are converted to the query's dtype, for each layer anew.
-        kept = (row_numbers, *joined, *([bytes_of("mask")] if joined else []))
+        kept = (row_numbers, *joined, *([bytes_of("mask")] if attention == "sdpa" else []))
         backward: tuple[Allocation, ...] = (row_numbers,)
         if attention == "flash_attention_2":
-            backward = (row_numbers, (tuple(query.shape), torch.float32))  # sums over the keys' blocks
+            # Queries' gradients are summed in float32; those of keys and values are formed for every head.
+            per_head = [((count, heads, query.shape[-1]), query.dtype) for count in (tokens, UNITS["joined"])]
+            backward = (row_numbers, (tuple(query.shape), torch.float32), *per_head, *per_head)
         footprint = Footprint(result, kept, backward=backward, keeps_result=True)
     out = _Operator.apply(footprint, query, key, value)
     # With SDPA completions attend one by one, and are put together.

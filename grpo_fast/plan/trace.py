@@ -131,20 +131,17 @@ class Timeline:
         return cls(changes.cumsum(axis=0), forward_end)
 
 
-def trace_update(
-    model: PreTrainedModel | PeftModel, attention: str, *, masked: bool, first: bool
-) -> Timeline:
+def trace_update(model: PreTrainedModel | PeftModel, attention: str, *, first: bool) -> Timeline:
     """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
 
     Args:
         model: of `skeleton`, and of no use afterwards.
         attention: as `resolve_attention` gives it.
-        masked: whether completions share their prompts, so that documents are masked.
         first: gradients of float32 parameters are allocated during this backward, and stay. In later
             micro-batches, and for 16-bit parameters always, they are added to existing buffers.
     """
     policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
-    register(attention, masked=masked)
+    register(attention)
     for parameter in policy.trainable().values():
         if not first or parameter.element_size() < 4:
             parameter.register_post_accumulate_grad_hook(_drop)  # as `PolicyOptimizer` does
@@ -192,8 +189,8 @@ def _batch() -> PackedBatch:
     return PackedBatch(
         input_ids=empty(TOKENS),
         position_ids=empty(TOKENS),
+        segment_ids=empty(TOKENS),
         cu_seqlens=empty(2, torch.int32),
-        max_seqlen=TOKENS,
         loss_index=empty(TARGETS),
         targets=empty(TARGETS),
         sequence_ids=empty(TARGETS),
@@ -224,12 +221,12 @@ class Traces:
         bare = ModelConfig(path=model.path, dtype=model.dtype)
         return self._once(("forward", model.dtype), lambda: trace_forward(skeleton(self.config, bare)))
 
-    def update(self, model: ModelConfig, attention: str, *, masked: bool, first: bool) -> Timeline:
+    def update(self, model: ModelConfig, attention: str, *, first: bool) -> Timeline:
         """See `trace_update`."""
         first = first and self.shape(model).wide > 0
         return self._once(
-            (_way(model), attention, masked, first),
-            lambda: trace_update(skeleton(self.config, model), attention, masked=masked, first=first),
+            (_way(model), attention, first),
+            lambda: trace_update(skeleton(self.config, model), attention, first=first),
         )
 
     def _once(self, key: object, make: Callable[[], T]) -> T:

@@ -156,7 +156,7 @@ def verify_policy(policy: Policy) -> None:
     policy.model.eval()
     try:
         samples = _samples(policy.base_model.config.get_text_config().vocab_size)
-        (batch,) = pack(samples, max_tokens=10_000, share_prompts=policy.shares_prompts, device=policy.device)
+        (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
         packed = policy.head.logits(policy.hidden_states(batch))
         alone = torch.cat([_own_logits(policy, sample) for sample in samples])
     finally:

@@ -98,9 +98,7 @@ class PackedLayout:
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
         seen = (key <= query) & (self._document_ids[query] == self._document_ids[key])
-        if self._segment_ids is not None:
-            of_prompt = self._segment_ids[key] == 0
-            seen = seen & (of_prompt | (self._segment_ids[query] == self._segment_ids[key]))
+        seen &= (self._segment_ids[key] == 0) | (self._segment_ids[query] == self._segment_ids[key])
         if window is not None:
             seen = seen & (self._position_ids[query] - self._position_ids[key] < window)
         return seen
@@ -143,8 +141,6 @@ class PackedLayout:
         tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
         of_documents = self._cu_seqlens[:-1].long()
         document = of_documents[self._document_ids]
-        if self._segment_ids is None:
-            return [(_within(window, document, tokens), tokens + 1)]
         in_prompt = self._segment_ids == 0
         lengths = torch.zeros_like(of_documents).index_add_(0, self._document_ids, in_prompt.long())
         prompt = lengths[self._document_ids]

@@ -34,7 +34,7 @@ class Sample:
 class PackedBatch:
     """A micro-batch. T input tokens, N completion tokens (targets), S sequences, D documents.
 
-    Completions of one prompt may share its tokens: a document is then [prompt, c1, c2, ...], the positions of
+    Completions of one prompt share its tokens: a document is then [prompt, c1, c2, ...], the positions of
     every completion go on from the prompt's, `loss_index` names the last prompt token once for each of them,
     and `segment_ids` tell attention who sees whom: a token sees what comes before it in its document and is
     of the prompt (segment 0) or of its own completion. A completion's last token predicts nothing, so it is a
@@ -43,8 +43,8 @@ class PackedBatch:
 
     input_ids: Tensor  # (T,) int64
     position_ids: Tensor  # (T,) int64, restart at every document
+    segment_ids: Tensor  # (T,) int64, 0 for a document's prompt
     cu_seqlens: Tensor  # (D + 1,) int32: where each document begins, and T
-    max_seqlen: int
     loss_index: Tensor  # (N,) int64 into T: the position whose hidden state predicts the target
     targets: Tensor  # (N,) int64
     sequence_ids: Tensor  # (N,) int64 in [0, S)
@@ -53,7 +53,6 @@ class PackedBatch:
     sampler_logprobs: Tensor | None  # (N,) float32
     num_sequences: int
     sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
-    segment_ids: Tensor | None = None  # (T,) int64, 0 for a document's prompt: None unless prompts are shared
     old_logprobs: Tensor | None = None  # (N,) float32
     ref_logprobs: Tensor | None = None  # (N,) float32
 
@@ -79,9 +78,7 @@ def _inputs(sample: Sample) -> int:
     return len(sample.completion_ids) - 1
 
 
-def pack(
-    samples: Sequence[Sample], *, max_tokens: int, share_prompts: bool, device: torch.device | str
-) -> list[PackedBatch]:
+def pack(samples: Sequence[Sample], *, max_tokens: int, device: torch.device | str) -> list[PackedBatch]:
     """Lay samples out flat, in as few and as even micro-batches as `max_tokens` input tokens each allow.
 
     The largest micro-batch comes first, so that a budget too large for the memory fails at once. The same
@@ -91,8 +88,6 @@ def pack(
     Args:
         samples: in any order; a sample may be alone in its group.
         max_tokens: input tokens of one micro-batch, shared prompts counted once.
-        share_prompts: keep one copy of a prompt for the completions of its group that are in a micro-batch.
-            Needs an attention that reads `segment_ids`; flash-attention does not.
         device: where the tensors go.
 
     Raises:
@@ -107,9 +102,9 @@ def pack(
         _check(sample, index)
     if len({sample.sampler_logprobs is None for sample in samples}) > 1:
         raise ValueError("sampler_logprobs is None for some samples only; give them for all, or for none")
-    documents = _documents(samples, max_tokens, share_prompts)
+    documents = _documents(samples, max_tokens)
     batches = balance([document.length for document in documents], max_tokens)
-    return [_lay_out([documents[i] for i in batch], share_prompts).to(device) for batch in batches]
+    return [_lay_out([documents[i] for i in batch]).to(device) for batch in batches]
 
 
 def _check(sample: Sample, index: int) -> None:
@@ -129,9 +124,7 @@ def _check(sample: Sample, index: int) -> None:
             )
 
 
-def _documents(samples: Sequence[Sample], max_tokens: int, share_prompts: bool) -> list[_Document]:
-    if not share_prompts:
-        return [_Document(sample.prompt_ids, (sample,), (i,)) for i, sample in enumerate(samples)]
+def _documents(samples: Sequence[Sample], max_tokens: int) -> list[_Document]:
     families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for i, sample in enumerate(samples):
         families.setdefault((sample.group_id, sample.prompt_ids), []).append(i)
@@ -182,7 +175,7 @@ def _longest_first(
     return [members for members in bins if members]
 
 
-def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch:
+def _lay_out(documents: Sequence[_Document]) -> PackedBatch:
     input_ids: list[int] = []
     position_ids: list[int] = []
     segment_ids: list[int] = []
@@ -213,8 +206,8 @@ def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch
     return PackedBatch(
         input_ids=torch.tensor(input_ids),
         position_ids=torch.tensor(position_ids),
+        segment_ids=torch.tensor(segment_ids),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_seqlen=max(document.length for document in documents),
         loss_index=torch.tensor(loss_index),
         targets=flat("completion_ids", torch.int64),
         sequence_ids=torch.repeat_interleave(torch.arange(len(samples)), lengths),
@@ -225,5 +218,4 @@ def _lay_out(documents: Sequence[_Document], share_prompts: bool) -> PackedBatch
         else flat("sampler_logprobs", torch.float32),
         num_sequences=len(samples),
         sample_ids=torch.tensor([i for document in documents for i in document.sample_ids]),
-        segment_ids=torch.tensor(segment_ids) if share_prompts else None,
     )

@@ -60,11 +60,6 @@ class Policy:
         return self.base_model.device
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether `pack(..., share_prompts=True)` is understood."""
-        return self.attention != "flash_attention_2"
-
-    @property
     def head(self) -> HeadParameters:
         return head_parameters(self.base_model)
 

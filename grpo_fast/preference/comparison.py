@@ -37,10 +37,10 @@ class Comparison:
         """(n,) tokens."""
         return tuple(map(len, self.completion_ids))
 
-    def num_tokens(self, *, shared: bool = True) -> int:
-        """Tokens of the completions and of the prompt, which they share or have one each."""
-        prompts = 1 if shared else len(self.completion_ids)
-        return prompts * len(self.prompt.token_ids) + sum(self.lengths)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completions and of the prompt, which they share."""
+        return len(self.prompt.token_ids) + sum(self.lengths)
 
 
 def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:

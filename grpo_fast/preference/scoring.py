@@ -56,7 +56,7 @@ class ComparisonBatches(MicroBatchBudget):
         Raises:
             torch.OutOfMemoryError: not even the longest comparison alone fits.
         """
-        sizes = [c.num_tokens(shared=self.policy.shares_prompts) for c in comparisons]
+        sizes = [c.num_tokens for c in comparisons]
         for attempt in self.attempts():
             with attempt:
                 parts = balance(sizes, self.max_tokens)
@@ -72,8 +72,8 @@ def pack_comparisons(comparisons: Sequence[Comparison], policy: Policy) -> Packe
         for group_id, comparison in enumerate(comparisons)
         for completion in comparison.completion_ids
     ]
-    everything = sum(comparison.num_tokens(shared=False) for comparison in comparisons)
-    (batch,) = pack(samples, max_tokens=everything, share_prompts=policy.shares_prompts, device=policy.device)
+    everything = sum(comparison.num_tokens for comparison in comparisons)
+    (batch,) = pack(samples, max_tokens=everything, device=policy.device)
     return batch
 
 

@@ -89,7 +89,7 @@ class PreferenceTrainer:
             metrics = self.update(comparisons, clock)
         self.step += 1
         self.optimizer.advance()
-        tokens = sum(comparison.num_tokens() for comparison in comparisons)
+        tokens = sum(comparison.num_tokens for comparison in comparisons)
         timings = {
             "tokens_per_second": tokens / clock.seconds["time/step"],
             "memory/micro_batch_tokens": self.batches.max_tokens,

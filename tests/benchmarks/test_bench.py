@@ -20,5 +20,4 @@ def test_each_of_them_runs():
         bench_cpu.test_loss(once, loss_type)
     for scale_rewards in ("group", "batch", "none"):
         bench_cpu.test_advantages(once, scale_rewards)
-    for share_prompts in (False, True):
-        bench_cpu.test_packing(once, share_prompts)
+    bench_cpu.test_packing(once)

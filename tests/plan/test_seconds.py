@@ -20,17 +20,18 @@ def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predic
     traces = Traces(model_config("Llama-3.1-8B"))
     planned = predictor(traces, device_budget("H100"), dtype="bfloat16")
     shape, device = planned.shape, planned.device
-    work = whole_step(STEP, share_prompts=False)
+    work = whole_step(STEP)
 
     update = update_seconds(planned.run, shape, device, work)
     rollout = rollout_seconds(shape, device, STEP, "vllm", 128)
 
     # 32 layers of 2·4096² + 2·4096·1024 + 3·4096·14336 weights; the head's are 128256·4096, 0.525e9.
     assert shape.active == pytest.approx(6.98e9, rel=1e-3)
-    # 128 completions of 512 + 511 inputs. Layers: 2 · 6.98e9 · 130,944 = 1.828e15 FLOPs, attention
-    # 2 · 4096 · 32 · 128 · 1023² = 0.035e15; the head's product: 2 · 0.525e9 · 65,536 = 0.069e15.
+    # 16 groups of 512 + 8 · 511 inputs. Layers: 2 · 6.98e9 · 73,600 = 1.0275e15 FLOPs; of 8 · 1023 · 1024 / 2
+    # pairs in a group 7 · 512 · 513 / 2 are shared, attention 4 · 4096 · 32 · 52.33e6 = 0.0274e15; the head's
+    # product: 2 · 0.525e9 · 65,536 = 0.069e15.
     # Forward and twice that backward, four products of the head, at 40 % of 989e12.
-    assert update == pytest.approx((3 * 1.863e15 + 4 * 0.0689e15) / (0.4 * 989e12), rel=1e-3)
+    assert update == pytest.approx((3 * 1.0549e15 + 4 * 0.0689e15) / (0.4 * 989e12), rel=1e-3)
     # 8,192 tokens of prompts: 0.115e15 FLOPs, 0.292 s. Then 512 times 15.0e9 bytes of weights and
     # 128 · 768 · 131,072 = 12.9e9 of keys and values, at 60 % of 3350e9: 13.9 ms.
     assert rollout == pytest.approx(0.292 + 512 * 27.9e9 / (0.6 * 3350e9), rel=1e-3)
@@ -41,7 +42,7 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
 
     def seconds(sections: dict[str, Any] | None = None, **keys: Any) -> float:
         made = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16", **keys)
-        return update_seconds(made.run, made.shape, made.device, whole_step(STEP, share_prompts=False))
+        return update_seconds(made.run, made.shape, made.device, whole_step(STEP))
 
     assert seconds(gradient_checkpointing=True) > seconds() > seconds(train_lm_head=False)
     assert seconds(lora={"r": 1}) < seconds()

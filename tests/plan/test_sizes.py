@@ -14,17 +14,16 @@ from grpo_fast.policy.attention import PackedLayout, visible_pairs
 SIZES = StepSizes(prompts=5, generations=6, prompt_length=30, completion_length=20, micro_batch_tokens=10**6)
 
 
-def packed(sizes: StepSizes, *, share_prompts: bool) -> list[PackedBatch]:
+def packed(sizes: StepSizes) -> list[PackedBatch]:
     zeros = (0.0,) * sizes.completion_length
     samples = [
         Sample((group,) * sizes.prompt_length, (0,) * sizes.completion_length, 0.0, group, zeros)
         for group in range(sizes.groups)
         for _ in range(sizes.generations)
     ]
-    return pack(samples, max_tokens=sizes.micro_batch_tokens, share_prompts=share_prompts, device="cpu")
+    return pack(samples, max_tokens=sizes.micro_batch_tokens, device="cpu")
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -38,10 +37,10 @@ def packed(sizes: StepSizes, *, share_prompts: bool) -> list[PackedBatch]:
     ],
     ids=str,
 )
-def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, share_prompts: bool) -> None:
-    found = largest_micro_batch(sizes, share_prompts=share_prompts)
+def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) -> None:
+    found = largest_micro_batch(sizes)
 
-    batches = packed(sizes, share_prompts=share_prompts)
+    batches = packed(sizes)
     layout = PackedLayout(batches[0], "sdpa")
     masks = [mask for mask in layout.masks(None) if mask is not None]
     pairs = [int(visible_pairs([bounds]).sum()) for bounds in layout.ranges(None)]
@@ -57,13 +56,13 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, sh
 
 
 def test_an_undivided_group_is_not_cut_by_the_budget() -> None:
-    found = undivided_group(replace(SIZES, micro_batch_tokens=10), share_prompts=False)
+    found = undivided_group(replace(SIZES, micro_batch_tokens=10))
 
-    assert (found.inputs, found.groups) == (6 * (30 + 20 - 1), 1.0)
+    assert (found.inputs, found.groups) == (30 + 6 * (20 - 1), 1.0)
 
 
 def test_a_step_holds_all_its_packed_batches() -> None:
-    batches = packed(SIZES, share_prompts=False)
+    batches = packed(SIZES)
     fields = [value for batch in batches for value in vars(batch).values() if isinstance(value, torch.Tensor)]
     exact = sum(tensor.nbytes for tensor in fields)
 

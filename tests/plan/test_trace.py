@@ -76,8 +76,8 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(
     saved[hidden.untyped_storage()._cdata] = hidden  # the head keeps it
     exact = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
-    timeline = planned.traces.update(planned.run.model, "sdpa", masked=True, first=False)
-    tokens, largest = len(batch.input_ids), largest_micro_batch(SIZES, share_prompts=True)
+    timeline = planned.traces.update(planned.run.model, "sdpa", first=False)
+    tokens, largest = len(batch.input_ids), largest_micro_batch(SIZES)
     joined = {"joined": largest.joined * largest.sequence, "mask": 4 * largest.masked}
     sizes = {"tokens": tokens, "targets": len(batch.targets)} | joined
     kept = timeline.live(sizes)[timeline.forward_end - 1]
@@ -87,7 +87,7 @@ def test_what_is_kept_for_the_backward_is_what_autograd_saves(
 
 
 def kept_per_token(traces: Traces, model: Any, attention: str) -> float:
-    timeline = traces.update(model, attention, masked=False, first=False)
+    timeline = traces.update(model, attention, first=False)
     return timeline.live({"tokens": 1000})[timeline.forward_end - 1] / 1000
 
 
@@ -115,3 +115,14 @@ def test_the_attentions_differ_in_what_they_hold(config: Any, predictor: Any) ->
     flash, sdpa, flex = (kept(plain, name) for name in ("flash_attention_2", "sdpa", "flex_attention"))
     assert flash == flex < sdpa  # which puts the documents' results together once more
     assert kept(odd, "flex_attention") > kept(odd, "flash_attention_2")  # and repeats keys for odd heads
+
+    def per_prompt_token(attention: str) -> list[float]:
+        """Bytes kept, and at the peak of the backward."""
+        timeline = plain.update(predictor(plain).run.model, attention, first=False)
+        alive = timeline.live({"joined": 1}) - timeline.live({})
+        return [alive[timeline.forward_end - 1], alive.max()]
+
+    copies = 3 * 2 * 2 * 32 * 4  # of three layers keys and values, two heads of 32 numbers in float32
+    of_heads = 2 * 4 * 32 * 4  # gradients of keys and values for each of four heads
+    assert per_prompt_token("flash_attention_2") == [copies, copies + of_heads]
+    assert per_prompt_token("flex_attention") == [0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ Load = Callable[..., Policy]
 
 
 def packed(samples: list[Sample], *, share: bool = True, max_tokens: int = 10**6) -> list[PackedBatch]:
-    return pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
+    apart = [replace(sample, group_id=index) for index, sample in enumerate(samples)]
+    return pack(samples if share else apart, max_tokens=max_tokens, device="cpu")
 
 
 def sample(group: int, prompt: int, completion: int) -> Sample:
@@ -199,7 +201,7 @@ def test_flex_attention_on_a_gpu_agrees_with_sdpa(load: Load, samples: list[Samp
     results = []
     for attention in ("sdpa", "flex_attention"):
         policy = load("gemma2", device="cuda", attention=attention)
-        (batch,) = pack(samples, max_tokens=10_000, share_prompts=True, device="cuda")
+        (batch,) = pack(samples, max_tokens=10_000, device="cuda")
         hidden = policy.hidden_states(batch)
         hidden.square().sum().backward()
         results.append((hidden, policy.trainable()["model.layers.0.self_attn.q_proj.weight"].grad))

@@ -148,7 +148,7 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
 
     counts = []
     for some in (samples[:2], samples * 9, samples[:1], samples):
-        (batch,) = pack(some, max_tokens=10**6, share_prompts=True, device="cpu")
+        (batch,) = pack(some, max_tokens=10**6, device="cpu")
         for policy in (plain, compiled):
             policy.model.zero_grad()
             policy.hidden_states(batch).square().sum().backward()
@@ -170,7 +170,7 @@ def test_a_compiled_reference_has_layers_of_its_own(
         torch, "compile", lambda forward, **_: lambda *a, **k: [called.append(0), forward(*a, **k)][1]
     )
     policy = load("llama", compile=True, needs_reference=True)
-    (batch,) = pack(samples, max_tokens=10**6, share_prompts=True, device="cpu")
+    (batch,) = pack(samples, max_tokens=10**6, device="cpu")
     before = policy.hidden_states(batch)
     with torch.no_grad():
         for parameter in policy.trainable().values():

@@ -55,7 +55,7 @@ def test_lora_on_the_head_or_on_unknown_modules_is_refused(load: Load, family: s
 def test_an_mlp_that_is_recomputed_has_the_same_gradients_and_runs_once_more(
     load: Load, samples: list[Sample], seed: int, family: str, settings: dict[str, object]
 ) -> None:
-    (batch,) = pack(samples, max_tokens=10_000, share_prompts=True, device="cpu")
+    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
     plain, ours = (load(family, gradient_checkpointing=on, **settings) for on in (False, "mlp"))
     ours.load_trainable(plain.trainable())
     runs: list[object] = []

@@ -20,7 +20,7 @@ def sizes(batches: list[PackedBatch]) -> list[int]:
 
 
 def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
-    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, share_prompts=True, device="cpu")
+    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, device="cpu")
 
     assert batch.input_ids.tolist() == [0, 1, 2, 10, 10, 11]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 3, 4]
@@ -32,18 +32,15 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_c
 
 
 def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
-    def packed(*samples: Sample, share: bool, max_tokens: int = 10**6) -> PackedBatch:
-        (batch,) = pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
+    def packed(*samples: Sample, max_tokens: int = 10**6) -> PackedBatch:
+        (batch,) = pack(samples, max_tokens=max_tokens, device="cpu")
         return batch
 
-    apart = packed(sample(3, 2), sample(3, 3), share=False)
-    assert apart.cu_seqlens.tolist() == [0, 4, 9]
-    assert apart.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-    assert apart.segment_ids is None
-    two_groups = packed(sample(3, 2, 0), sample(3, 2, 1), share=True)
-    assert two_groups.cu_seqlens.tolist() == [0, 4, 8]
-    assert two_groups.group_ids.tolist() == [0, 0, 1, 1]
-    whole = packed(*[sample(10, 2000)] * 4, share=True, max_tokens=10 + 4 * 1999)
+    two_groups = packed(sample(3, 2, 0), sample(3, 3, 1))
+    assert two_groups.cu_seqlens.tolist() == [0, 4, 9]
+    assert two_groups.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert two_groups.group_ids.tolist() == [0, 0, 1, 1, 1]
+    whole = packed(*[sample(10, 2000)] * 4, max_tokens=10 + 4 * 1999)
     assert whole.cu_seqlens.tolist() == [0, 10 + 4 * 1999]
 
 
@@ -54,7 +51,7 @@ def test_documents_that_fill_the_budget_leave_their_groups_rests_to_a_micro_batc
     """Of five completions three fill the budget with their prompt; nobody's spare token is of use."""
     groups = [sample(10, 21, group) for group in range(4) for _ in range(5)]
 
-    batches = pack(groups, max_tokens=10 + 3 * 20 + spare, share_prompts=True, device="cpu")
+    batches = pack(groups, max_tokens=10 + 3 * 20 + spare, device="cpu")
 
     assert sizes(batches) == [70] * 4 + [50] * 4
 
@@ -65,10 +62,9 @@ def test_documents_that_fill_the_budget_leave_their_groups_rests_to_a_micro_batc
         st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=25
     ),
     max_tokens=st.integers(1, 120),
-    share=st.booleans(),
 )
 def test_every_sample_is_packed_once_within_the_budget(
-    lengths: list[tuple[int, int, int]], max_tokens: int, share: bool
+    lengths: list[tuple[int, int, int]], max_tokens: int
 ) -> None:
     samples = [
         replace(
@@ -80,7 +76,7 @@ def test_every_sample_is_packed_once_within_the_budget(
         for number, (prompt, completion, group) in enumerate(lengths)
     ]
 
-    batches = pack(samples, max_tokens=max_tokens, share_prompts=share, device="cpu")
+    batches = pack(samples, max_tokens=max_tokens, device="cpu")
 
     packed = torch.cat([batch.advantages for batch in batches]).tolist()
     assert sorted(packed) == sorted(value for sample in samples for value in sample.token_advantages)
@@ -97,7 +93,7 @@ def test_every_sample_is_packed_once_within_the_budget(
 def test_micro_batches_are_as_few_and_as_even_as_they_can_be(lengths: list[int]) -> None:
     samples = [sample(length, 1, group) for group, length in enumerate(lengths)]
 
-    batches = pack(samples, max_tokens=50, share_prompts=True, device="cpu")
+    batches = pack(samples, max_tokens=50, device="cpu")
 
     assert sizes(batches) == [sum(lengths) // len(batches)] * -(-sum(lengths) // 50)
 
@@ -105,7 +101,7 @@ def test_micro_batches_are_as_few_and_as_even_as_they_can_be(lengths: list[int])
 def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself() -> None:
     samples = [sample(5, 2, 0), sample(40, 9, 1), sample(5, 2, 2)]
 
-    batches = pack(samples, max_tokens=16, share_prompts=True, device="cpu")
+    batches = pack(samples, max_tokens=16, device="cpu")
 
     assert sizes(batches) == [48, 12]
     assert batches[0].group_ids.unique().tolist() == [1]
@@ -129,4 +125,4 @@ def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself(
 )
 def test_bad_input_is_named(samples: list[Sample], max_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pack(samples, max_tokens=max_tokens, share_prompts=True, device="cpu")
+        pack(samples, max_tokens=max_tokens, device="cpu")

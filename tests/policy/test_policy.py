@@ -18,7 +18,7 @@ lora_and_full = pytest.mark.parametrize("settings", [{"lora": LORA}, {}], ids=["
 
 @pytest.fixture
 def batch(samples: list[Sample]) -> PackedBatch:
-    (batch,) = pack(samples, max_tokens=10_000, share_prompts=True, device="cpu")
+    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
     return batch
 
 

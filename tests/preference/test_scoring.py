@@ -27,8 +27,7 @@ def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run
     comparisons = list(trainer.comparisons.values())[:8]
     first = comparisons[0]
     prompt, lengths = len(first.prompt.token_ids), sum(map(len, first.completion_ids))
-    assert first.num_tokens() == prompt + lengths
-    assert first.num_tokens(shared=False) == len(first.completion_ids) * prompt + lengths
+    assert first.num_tokens == prompt + lengths
 
     scores = score(comparisons, ComparisonBatches(trainer.policy, 70))
 
