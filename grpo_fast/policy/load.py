@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -221,21 +221,24 @@ def _recompute_mlps(model: PreTrainedModel) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    found = [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
+    found: list[Any] = [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
     if not found:
         raise ValueError(
             f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
             f"of their own ({', '.join(_MLPS)}); set it to true or false"
         )
     for mlp in found:
-        mlp.forward = partial(_recomputed, mlp.forward)
+        mlp.plain_forward, mlp.forward = mlp.forward, MethodType(_recomputed, mlp)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there."""
+def _recomputed(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+    """One function for all, or each layer would be compiled anew.
+
+    Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there.
+    """
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return mlp.plain_forward(*args, **kwargs)
+    return checkpoint(mlp.plain_forward, *args, use_reentrant=False, **kwargs)
 
 
 def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
