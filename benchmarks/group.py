@@ -167,6 +167,7 @@ def predict_group(probe: Probe) -> int | None:
             "rewards": [{"reward": "none"}],
             "prompts_per_step": 1,
             "rollout": {"engine": "transformers", "max_completion_length": probe.completion},
+            "memory": {"offload": "none"},
         }
     )
     shape = architecture(probe.model.path, probe.layers)

@@ -164,25 +164,30 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import Traces, calibrate, device_budget, model_config, step_sizes
+    from grpo_fast.plan import calibrate, device_budget, longest_prompt, step_sizes, traces_of
     from grpo_fast.plan import plan as make_plan
     from grpo_fast.plan import report as plan_report
 
     device = device_budget(args.gpu)
-    traces = Traces(model_config(config.model.path, revision=config.model.revision))
+    traces = traces_of(config.model.path, config.model.revision)
+    prompt_length = args.prompt_length or config.dataset.max_prompt_length
+    if prompt_length is None:
+        if args.config is None:
+            raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
+        prompt_length = longest_prompt(config.dataset, config.model)
     calibration = None
     if args.calibrate:
         if args.gpu is not None:
             message = "measures the device at hand; leave --gpu out"
             raise ConfigError("plan", [Problem("--calibrate", message)])
-        sizes = step_sizes(config, prompt_length=args.prompt_length)
+        sizes = step_sizes(config, prompt_length=prompt_length)
         calibration = calibrate(config, traces.config, device, sizes)
-    found = make_plan(config, traces, device, prompt_length=args.prompt_length, calibration=calibration)
+    found = make_plan(config, traces, device, prompt_length=prompt_length, calibration=calibration)
     if args.json:
         print(json.dumps(plan_report.record(found), indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 120, markup=False).print(plan_report.render(found))
-    return 0 if found.prediction.free >= 0 else 1
+    return 0 if found.choice.prediction.free >= 0 else 1
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:

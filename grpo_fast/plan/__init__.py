@@ -1,8 +1,8 @@
-"""What fits: bytes predicted and measured, the largest group of a device, and the settings that buy room."""
+"""What fits and is fast: bytes predicted and measured, what `auto` becomes, and what buys room."""
 
 from __future__ import annotations
 
-from grpo_fast.plan.auto import planned_kv_cache_bytes, resolve_auto
+from grpo_fast.plan.auto import longest_prompt, resolve_auto, traces_of
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.measure import calibrate
 from grpo_fast.plan.model_shape import SHAPES, model_config
@@ -15,9 +15,10 @@ __all__ = [
     "Traces",
     "calibrate",
     "device_budget",
+    "longest_prompt",
     "model_config",
     "plan",
-    "planned_kv_cache_bytes",
     "resolve_auto",
     "step_sizes",
+    "traces_of",
 ]

@@ -1,66 +1,133 @@
-"""What a run leaves to the plan: `num_generations: auto`, and vLLM's bytes for keys and values."""
+"""What a run leaves to the plan: each `auto` becomes a value before anything is built."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config import TrainConfig, at
 from grpo_fast.config_io import load_config
+from grpo_fast.data import load_prompts
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.prediction import Predictor
-from grpo_fast.plan.search import largest_generations, plan, with_constants
+from grpo_fast.plan.search import (
+    CONSTANTS,
+    RECOMPUTED,
+    Choice,
+    Search,
+    flow,
+    turned_knobs,
+    with_constants,
+    with_values,
+)
 from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
+from grpo_fast.policy import load_tokenizer
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_device
+from grpo_fast.rollout.vllm import installed_version, version_problem
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.run_record.summary import bytes_text
 from grpo_fast.stages import resolve_stages
 
 logger = logging.getLogger(__name__)
+GROUP = "rollout.num_generations"
 
-AUTO_MOST = 64
-"""Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
-cost time in proportion, and are given as a number."""
-
-ELSEWHERE = 8
+OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "micro_batch_tokens": min,
+    "model.gradient_checkpointing": partial(max, key=RECOMPUTED.index),
+    "memory.offload": partial(max, key=len),
+    "rollout.vllm.sleep_level": max,
+    "rollout.vllm.max_sequences": min,
+    "rollout.vllm.kv_cache_gib": max,
+}
+"""What is chosen once for a run, and which of its stages' choices suits them all."""
 
 
 def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfig:
-    """The configuration with numbers for every `num_generations: auto`; unchanged where there is none.
+    """The configuration with values for what it leaves to the plan: on a CPU, constants.
 
     Args:
         config: a run's.
-        run_dir: its folder. Where it holds the run already, the numbers are those the run was started with,
-            whatever memory there is today: another group would make it another run.
+        run_dir: its folder. Where it holds the run already, a group keeps the size that the run was started
+            with, whatever memory there is today: another group would make it another run.
 
     Raises:
-        ValueError: the longest prompt is not known, or not even two completions of a prompt fit.
+        ValueError: not even two completions of a prompt fit.
+        Exception: as `load_prompts`, which is asked for the longest prompt where no limit is set.
     """
-    config = with_constants(config)
-    tree = config.model_dump()
-    rollouts = _rollouts(tree)
-    if config.algorithm != "grpo" or "auto" not in [rollout.get("num_generations") for rollout in rollouts]:
-        return config
-    if _device_at_hand(config).kind == "cpu":
-        for rollout in rollouts:
-            if rollout.get("num_generations") == "auto":
-                rollout["num_generations"] = ELSEWHERE
-        return TrainConfig.model_validate(tree)
+    if config.algorithm != "grpo":
+        return with_constants(config)
     saved = None if run_dir is None else run_dir / CONFIG_FILE
-    sizes: Sequence[int | None]
     if saved is not None and saved.exists():
         started = [rollout.get("num_generations") for rollout in _rollouts(load_config(saved).model_dump())]
-        sizes = started if len(started) == len(rollouts) else started[:1]
-    else:
-        sizes = _largest_sizes(config, rollouts)
-    for rollout, size in zip(rollouts, sizes, strict=False):
-        if rollout.get("num_generations") == "auto" and size is not None:
-            rollout["num_generations"] = size
-    return TrainConfig.model_validate(tree)
+        config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
+    constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
+    if resolve_device(config.model.device).type == "cpu":
+        return constants
+    device, lengths = device_budget(), _longest_prompts(config)
+    try:
+        found = [search.generations() or 2 for search in _searches(config, device, lengths)]
+        with_groups = _with_groups(config, [min(_inherited(config, found) or found), *found])
+        searches = _searches(with_groups, device, lengths)
+        choices = [search.fastest(search.generations() or 2) for search in searches]
+    except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
+        logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
+        return constants
+    chosen: list[Choice] = []
+    for search, choice in zip(searches, choices, strict=True):
+        if choice is None:
+            raise ValueError(_too_large(search))
+        chosen.append(choice)
+    values = {
+        key: of_all([choice.values[key] for choice in chosen])
+        for key, of_all in OF_ALL_STAGES.items()
+        if at(config, key) in ("auto", None) and key in chosen[0].values
+    }
+    told = values | ({GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {})
+    text = " ".join(f"{key}={flow(value)}" for key, value in told.items())
+    logger.warning("chosen for %s, %s: %s", device.name, bytes_text(device.total), text)
+    return with_values(with_groups, values)
+
+
+def longest_prompt(dataset: DatasetConfig, model: ModelConfig) -> int:
+    """Tokens: the limit that is set, or of the longest in the data, which is read for it."""
+    if dataset.max_prompt_length is not None:
+        return dataset.max_prompt_length
+    return max(len(prompt.token_ids) for prompt in load_prompts(dataset, load_tokenizer(model)))
+
+
+@lru_cache(maxsize=1)
+def traces_of(path: str, revision: str | None) -> Traces:
+    """Those of the model of this process' run."""
+    return Traces(model_config(path, revision=revision))
+
+
+def _searches(config: TrainConfig, device: DeviceBudget, lengths: dict[str, int]) -> list[Search]:
+    """One for each stage, with the engine that is installed."""
+    traces = traces_of(config.model.path, config.model.revision)
+    found = []
+    for stage in resolve_stages(config):
+        run, held_out = stage.config, stage.config.evaluation.dataset
+        if run.rollout.engine == "auto" and version_problem(installed_version()):
+            rollout = run.rollout.model_copy(update={"engine": "transformers"})
+            run = run.model_copy(update={"rollout": rollout})
+        longest = lengths[run.dataset.model_dump_json()]
+        of_held_out = None if held_out is None else lengths[held_out.model_dump_json()]
+        sizes = step_sizes(run, prompt_length=longest, held_out_length=of_held_out)
+        found.append(Search(run, traces, device, sizes))
+    return found
+
+
+def _longest_prompts(config: TrainConfig) -> dict[str, int]:
+    """Of each dataset of the run, by its section as JSON."""
+    sections = [*(stage.config.dataset for stage in resolve_stages(config)), config.evaluation.dataset]
+    by_text = {section.model_dump_json(): section for section in sections if section is not None}
+    return {text: longest_prompt(section, config.model) for text, section in by_text.items()}
 
 
 def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:
@@ -68,89 +135,30 @@ def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:
     return [tree["rollout"], *(stage["overrides"].get("rollout", {}) for stage in tree["stages"])]
 
 
-def _largest_sizes(config: TrainConfig, rollouts: list[dict[str, Any]]) -> list[int]:
-    """For each of the sections, what fits in all stages that take their group's size from it."""
-    device, traces = _device_at_hand(config), _traces_of(config)
-    found = []
-    for stage in resolve_stages(config):
-        size = stage.config.rollout.num_generations
-        found.append(_largest(stage.config, traces, device) if size == "auto" else size)
-    own = ["num_generations" in rollout for rollout in rollouts[1:]] or [False]
-    inherited = [size for size, is_own in zip(found, own, strict=True) if not is_own]
-    # Where every stage has a number of its own, the run's is never used, but must be one.
-    of_run = min(inherited or found)
-    used = {size if is_own else of_run: None for size, is_own in zip(found, own, strict=True)}
-    logger.warning(
-        "rollout.num_generations = auto: %s%s (%s, %s)",
-        ", then ".join(map(str, used)),
-        ", the most that auto takes" if set(used) == {AUTO_MOST} else "",
-        device.name,
-        bytes_text(device.total),
-    )
-    return [of_run, *found]
+def _with_groups(config: TrainConfig, sizes: Sequence[int | None]) -> TrainConfig:
+    """With these, of the run and of each stage, for every `num_generations: auto`."""
+    tree = config.model_dump()
+    for rollout, size in zip(_rollouts(tree), sizes, strict=False):
+        if rollout.get("num_generations") == "auto" and size is not None:
+            rollout["num_generations"] = size
+    return TrainConfig.model_validate(tree)
 
 
-def planned_kv_cache_bytes(config: TrainConfig) -> int | None:
-    """What vLLM on a GPU gets for keys and values, so that nothing of a step is preempted; for `make_engine`.
+def _inherited(config: TrainConfig, sizes: Sequence[int]) -> list[int]:
+    """Of the stages' sizes, those of stages that take the run's."""
+    own = _rollouts(config.model_dump())[1:] or [{}]
+    return [size for size, rollout in zip(sizes, own, strict=True) if "num_generations" not in rollout]
 
-    Less where the device has no room for all of them. None where it is not for us to say: another engine, a
-    size of the user's, or prompts of unknown length.
 
-    Args:
-        config: without `num_generations: auto`.
-
-    Raises:
-        ValueError: no room for even one completion.
-    """
-    rollout, vllm = config.rollout, config.rollout.vllm
-    given = vllm.kv_cache_gib is not None or vllm.gpu_memory_utilization is not None
-    if given or rollout.engine == "transformers" or config.dataset.max_prompt_length is None:
-        return None
-    device = _device_at_hand(config)
-    if device.kind != "cuda":
-        return None
-    traces = _traces_of(config)
-    plans = [
-        plan(stage.config, traces, device, knobs=False)
-        for stage in resolve_stages(config)
-        if stage.config.dataset.max_prompt_length is not None
+def _too_large(search: Search) -> str:
+    least = search.least()
+    knobs = turned_knobs(search, least)
+    changes = [knob.change for knob in knobs if knob.largest_num_generations] or [
+        "none of the settings alone; shorter prompts and completions, or a larger GPU"
     ]
-    needed, room = max(p.kv_cache_bytes for p in plans), min(p.kv_cache_room for p in plans)
-    longest = traces.shape(config.model).paged_kv_bytes(max(p.sizes.sequence_length for p in plans))
-    if room < longest:
-        raise ValueError(
-            f"the rollout leaves {bytes_text(max(0, room))} for keys and values, and one completion needs "
-            f"{bytes_text(longest)}. `grpo-fast plan` lists what makes room"
-        )
-    if room < needed:
-        logger.warning(
-            "keys and values of a step need %s and have %s: some completions will wait or be preempted",
-            bytes_text(needed),
-            bytes_text(room),
-        )
-    return min(needed, room)
-
-
-def _largest(config: TrainConfig, traces: Traces, device: DeviceBudget) -> int:
-    if config.dataset.max_prompt_length is None:
-        raise ValueError(
-            "rollout.num_generations = 'auto' needs dataset.max_prompt_length: set it, or give a number"
-        )
-    predictor, sizes = Predictor(config, traces, device), step_sizes(config)
-    generations = largest_generations(predictor, sizes)
-    if generations is None:
-        needed = device.total - predictor.predict(sizes).free
-        raise ValueError(
-            f"rollout.num_generations = 'auto': two completions for each of {sizes.prompts} prompts need "
-            f"{bytes_text(needed)}, and {device.name} has {bytes_text(device.total)}. `grpo-fast plan` "
-            "lists what makes room"
-        )
-    return min(generations, AUTO_MOST)
-
-
-def _device_at_hand(config: TrainConfig) -> DeviceBudget:
-    return device_budget("cpu" if resolve_device(config.model.device).type == "cpu" else None)
-
-
-def _traces_of(config: TrainConfig) -> Traces:
-    return Traces(model_config(config.model.path, revision=config.model.revision))
+    missing, device, sizes = -least.prediction.free, search.device, least.sizes
+    return (
+        f"{search.config.model.path} does not fit {device.name}: {sizes.prompts} prompts with "
+        f"{sizes.generations} completions need {bytes_text(missing)} more than its "
+        f"{bytes_text(device.total)}, however little is there at once. What makes room: {'; '.join(changes)}"
+    )

@@ -53,10 +53,12 @@ class ModelShape:
 
     parameters: dict[str, int]  # by name in PARTS; parts without any are left out
     active: int  # of them, that every token passes through: without embedding, head and experts not chosen
+    active_mlp: int  # of these, in MLPs and experts
     bytes: int  # of all of them, in the dtypes they are kept in
     narrow: int  # trained parameters of 16 bits, which have float32 masters
     wide: int  # trained parameters that are their own masters
     trainable_tensors: int
+    neighbours: int  # numbers of the three trained tensors in a row that are largest together
     head_trained: bool
     softcap: bool
     vocabulary: int
@@ -161,13 +163,17 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     if latent := getattr(config, "kv_lora_rank", None):  # vLLM keeps multi-head latent attention as it is
         paged = len(layers) * (latent + config.qk_rope_head_dim)
     visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
+    active = {part: int(count * visited.get(part, 1)) for part, count in parameters.items()}
+    sizes = [p.numel() for p in trained]
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
-        active=sum(int(count * visited.get(part, 1)) for part, count in parameters.items()),
+        active=sum(active.values()),
+        active_mlp=active.get("mlp", 0) + active.get("experts", 0),
         bytes=sum(p.nbytes for p in model.parameters()),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
         trainable_tensors=len(trained),
+        neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
         head_trained=head.weight.requires_grad,
         softcap=getattr(config, "final_logit_softcapping", None) is not None,
         vocabulary=head.weight.shape[0],

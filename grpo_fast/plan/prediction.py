@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.head.plan import Workload
-from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget
+from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget, device_budget
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
-from grpo_fast.plan.seconds import rollout_seconds, update_seconds
+from grpo_fast.plan.seconds import SLEEP_SECONDS, rollout_seconds, transfer_seconds, update_seconds
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.rollout.config import Part
-from grpo_fast.rollout.handover import PARTS
+from grpo_fast.rollout.handover import MARGIN, PARTS
 from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
 from grpo_fast.rollout.transformers import CPU_BATCH_TOKENS
 
@@ -40,12 +40,12 @@ ENGINE_RESIDUE = int(0.4 * GIB)
 
 _LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
 _BATCHED_TOKENS = (8192, 16384)  # tokens of one forward of vLLM
-_SEQUENCES = (256, 1024)
+_STATE_BYTES: dict[Part, int] = {"optimizer": 8, "master": 4}  # of a number, away from its step
 _SAMPLER_COPIES = 3  # of float32 logits in vLLM's sampler: logits, probabilities, sorted or masked ones
 _DRAW_COPIES = 4  # of a slice of float32 logits in ours
 
 _TRANSIENT = ("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace")
-_OUTSIDE_THE_ALLOCATOR = ("CUDA context", "engine residue", "fragmentation")
+_OUTSIDE_THE_ALLOCATOR = ("CUDA context", "engine residue", "fragmentation", "left free")
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Prediction:
 
     device: DeviceBudget
     parts: dict[Phase, dict[str, int]]
-    offloaded: tuple[Part, ...]  # of the trainer, during the rollout
+    offloaded: tuple[Part, ...]  # of the trainer
     micro_batch: MicroBatch
-    seconds: dict[Phase, float] | None  # of a step, estimated: see `plan.seconds`; None: speed not known
+    seconds: dict[Phase, float]  # of a step, estimated: see `plan.seconds`
+    timed: bool  # the seconds are of speeds published for the device; else only to compare by
 
     def total(self, phase: Phase) -> int:
         """Bytes of the device taken in this phase."""
@@ -114,46 +115,77 @@ class Predictor:
         self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
         merged_lora = run.model.lora is not None and vllm.lora_sync != "adapter"
         wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
-        self.shares_weights = wanted and vllm.tensor_parallel_size == 1 and not merged_lora
+        self.shares_weights = wanted and not merged_lora and "experts" not in self.shape.parameters
+        # Its weights or, with adapters that it keeps beside them, what it never gets again.
+        self.sends_weights = not self.shares_weights and vllm.lora_sync != "adapter"
+        named = () if isinstance(run.memory.offload, str) else run.memory.offload
+        self.offloaded = tuple(part for part in self.parts if part in named)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What of the trainer there is on a GPU to be offloaded, the cheapest first."""
+        resident = self._resident(accumulates=False)
+        return tuple(part for part in PARTS if resident[part] and self.on_gpu)
 
     def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
         """Bytes at these sizes, or with a micro-batch other than their largest."""
         batch = micro_batch or largest_micro_batch(sizes)
-        resident = self._resident(batch)
-        update = resident | self._micro_batch(batch) | {"packed batches": sizes.packed_bytes}
+        parts: dict[Phase, dict[str, int]] = {
+            "update": self.update(sizes, batch),
+            "rollout": self.rollout(sizes),
+        }
+        timed = bool(self.device.flops) and self.shape.itemsize <= 2  # published speeds are those of 16 bits
+        return Prediction(self.device, parts, self.offloaded, batch, self._seconds(sizes, batch), timed)
+
+    def update(self, sizes: StepSizes, batch: MicroBatch | None = None) -> dict[str, int]:
+        """Bytes by part of the backward or, where state visits from the host, of the optimiser's step."""
+        batch = batch or largest_micro_batch(sizes)
+        resident = self._resident(accumulates=batch.count > 1) | {"packed batches": sizes.packed_bytes}
         if self.engine == "vllm":
             engine = self._vllm(sizes)
             stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
-            update |= {part: engine[part] for part in stays}
-        else:
-            engine = self._transformers(sizes)
-        # Buffers of 16-bit parameters' gradients outlive the step.
-        rollout = resident | {"gradients": resident["master"]} | engine
-        offloaded = self._offloaded(rollout)
-        parts: dict[Phase, dict[str, int]] = {
-            "update": self._with_overheads(update),
-            "rollout": self._with_overheads(rollout | dict.fromkeys(offloaded, 0)),
-        }
-        return Prediction(self.device, parts, offloaded, batch, self._seconds(sizes))
+            resident |= {part: engine[part] for part in stays}
+        away = [part for part in _STATE_BYTES if part in self.offloaded]
+        backward = self._with_overheads(resident | dict.fromkeys(away, 0) | self._micro_batch(batch))
+        if not away:
+            return backward
+        # One tensor's state is there, the last one's leaves, the next one's comes.
+        visitors = {part: min(resident[part], _STATE_BYTES[part] * self.shape.neighbours) for part in away}
+        return max(backward, self._with_overheads(resident | visitors), key=lambda parts: sum(parts.values()))
 
-    def _seconds(self, sizes: StepSizes) -> dict[Phase, float] | None:
-        if not self.device.flops or self.shape.itemsize > 2:  # the published speeds are those of 16 bits
-            return None
+    def rollout(self, sizes: StepSizes) -> dict[str, int]:
+        """Bytes by part while the engine generates."""
+        engine = self._vllm(sizes) if self.engine == "vllm" else self._transformers(sizes)
+        parts = self._resident(accumulates=False) | engine | dict.fromkeys(self.offloaded, 0)
+        adapts = self.run.memory.offload != "none" and self.offloaded != self.parts
+        if self.sleeps and adapts:  # else the hand-over offloads more
+            parts["left free"] = max(0, MARGIN - parts["engine workspace"])
+        return self._with_overheads(parts)
+
+    def fits(self, sizes: StepSizes) -> bool:
+        """Whether both phases do."""
+        return all(sum(parts(sizes).values()) <= self.device.total for parts in (self.update, self.rollout))
+
+    def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
+        device = self.device if self.device.flops else device_budget("H100")
         work = whole_step(sizes)
-        rows = self._sequences(sizes) if self.engine == "vllm" else self.in_flight(sizes)[1]
+        work = replace(work, count=batch.count * sizes.minibatches)
+        rows = sizes.in_flight if self.engine == "vllm" else self.in_flight(sizes)[1]
         return {
-            "update": update_seconds(self.run, self.shape, self.device, work),
-            "rollout": rollout_seconds(self.shape, self.device, sizes, self.engine, rows),
+            "update": update_seconds(self.run, self.shape, device, work)
+            + transfer_seconds(self.run, self.shape, device, self.offloaded),
+            "rollout": rollout_seconds(self.shape, device, sizes, self.engine, rows)
+            + SLEEP_SECONDS * self.sleeps,
         }
 
-    def _resident(self, batch: MicroBatch) -> dict[str, int]:
-        """The trainer's tensors that outlive a micro-batch."""
+    def _resident(self, *, accumulates: bool) -> dict[str, int]:
+        """The trainer's tensors that outlive a micro-batch or, with nothing accumulated, the update."""
         shape, needs_reference = self.shape, self.run.loss.needs_reference and self.run.model.lora is None
         steps = shape.trainable_tensors * (512 if self.on_gpu else 4)
         return {
             "weights": shape.bytes,
             "master": 4 * shape.narrow,
-            "gradients": 4 * shape.narrow + (0 if batch.count == 1 else 4 * shape.wide),
+            "gradients": 4 * shape.narrow + 4 * shape.wide * accumulates,
             "optimizer": 8 * (shape.narrow + shape.wide) + steps,
             "reference": shape.bytes if needs_reference else 0,
         }
@@ -197,17 +229,17 @@ class Predictor:
         return {part: int(size * self.calibration.transient) for part, size in found.items()}
 
     def _vllm(self, sizes: StepSizes) -> dict[str, int]:
-        """Bytes of vLLM awake, with every completion of a step in flight."""
-        shape, vllm = self.shape, self.run.rollout.vllm
-        sequences = self._sequences(sizes)
+        """Bytes of vLLM awake, with as many completions in flight as it may have."""
+        shape, vllm, sequences = self.shape, self.run.rollout.vllm, sizes.in_flight
         most = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU]
         prefill_tokens = min(most, sizes.prompts * sizes.prompt_length)
         prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
         base = shape.bytes - shape.itemsize * shape.parameters.get("adapters", 0)
-        # Every completion at its longest, none preempted. A group shares the full pages of its prompt.
+        # Each of them at its longest, none preempted. A group shares the full pages of its prompt.
         shared = sizes.prompt_length // BLOCK_TOKENS
         own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
-        pages = sizes.prompts * (shared + sizes.generations * own) + 1  # vLLM's null page
+        pages = min(sizes.prompts, sequences) * shared + sequences * own
+        pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
         needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
         return {
             "engine weights": 0 if self.shares_weights else base,
@@ -215,11 +247,6 @@ class Predictor:
             "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
             "engine residue": ENGINE_RESIDUE,
         }
-
-    def _sequences(self, sizes: StepSizes) -> int:
-        """Completions that vLLM decodes at once."""
-        most = self.run.rollout.vllm.max_sequences or _SEQUENCES[self.device.total >= _LARGE_GPU]
-        return min(most, sizes.completions)
 
     def _transformers(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of our own engine at the end of its longest batch, when the cache is full."""
@@ -262,21 +289,6 @@ class Predictor:
         """As `SharedPrefixDecoder.supports`: plain full attention in every layer."""
         capped = getattr(self.traces.config.get_text_config(), "attn_logit_softcapping", None)
         return all(layer.window is None for layer in self.shape.layers) and not capped
-
-    def _offloaded(self, rollout: dict[str, int]) -> tuple[Part, ...]:
-        """Parts of the trainer offloaded while the engine generates; with `auto`, until it has room."""
-        offload = self.run.memory.offload
-        if offload != "auto":
-            return tuple(part for part in PARTS if part in offload and self.on_gpu and rollout[part])
-        if self.engine != "vllm" or not self.on_gpu:
-            return ()
-        missing = sum(self._with_overheads(rollout).values()) - self.device.total
-        leaving: list[Part] = []
-        for part in PARTS:
-            if missing > 0 and rollout[part]:
-                leaving.append(part)
-                missing -= rollout[part]
-        return tuple(leaving)
 
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""

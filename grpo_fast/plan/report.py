@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_fast.plan.prediction import PHASES
-from grpo_fast.plan.search import MOST_GENERATIONS, Plan
+from grpo_fast.plan.prediction import PHASES, Phase
+from grpo_fast.plan.search import MOST_GENERATIONS, Choice, Plan, flow
 from grpo_fast.run_record.summary import bytes_text, duration_text
 
 
 def render(plan: Plan) -> RenderableType:
     """Heading, parts by phase, what fits, and what would make room."""
-    predictor, sizes, prediction = plan.predictor, plan.sizes, plan.prediction
+    predictor, sizes, prediction = plan.choice.predictor, plan.choice.sizes, plan.choice.prediction
     model, shape, batch = predictor.run.model, predictor.shape, prediction.micro_batch
     heading = (
         f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
@@ -33,29 +33,29 @@ def render(plan: Plan) -> RenderableType:
         parts.add_row(part, update, "away" if part in prediction.offloaded else rollout)
     parts.add_section()
     parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
-    if seconds := prediction.seconds:
+    if seconds := _seconds(plan.choice):
         parts.add_row("seconds of a step, estimated", *(duration_text(seconds[phase]) for phase in PHASES))
     spare = bytes_text(abs(prediction.free))
     answers = (
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
-        f"largest num_generations          {_size(plan.num_generations)}\n"
-        f"  its update in one micro-batch  {_size(plan.group_in_one_micro_batch)}\n"
-        f"largest micro_batch_tokens       {_size(plan.micro_batch_tokens, 'not even one completion fits')}\n"
-        f"KV cache, nothing preempted      {bytes_text(plan.kv_cache_bytes)}, "
-        f"room for {bytes_text(max(0, plan.kv_cache_room))}"
+        f"largest num_generations          {_size(plan.largest_generations)}{_a_step(plan.largest)}\n"
+        f"  its update in one micro-batch  {_size(plan.group_in_one_micro_batch)}"
     )
+    settings = _table("setting", "value", "chosen by")
+    for key, value in plan.choice.values.items():
+        settings.add_row(key, flow(value), "hand" if key in plan.by_hand else "the plan")
     knobs = _table("what makes room", *(f"{phase} saves" for phase in PHASES), "largest group")
     knobs.add_column("price")
     for knob in plan.knobs:
         saves = (_cell(max(0, knob.saves[phase])) for phase in PHASES)
         knobs.add_row(knob.change, *saves, _size(knob.largest_num_generations, "-"), knob.cost)
     room: list[RenderableType] = [Text(""), knobs] if plan.knobs else []
-    return Group(Text(heading), parts, Text(""), Text(answers), *room)
+    return Group(Text(heading), parts, Text(""), Text(answers), Text(""), settings, *room)
 
 
 def record(plan: Plan) -> dict[str, Any]:
     """The same as JSON takes it; all sizes in bytes."""
-    predictor, prediction = plan.predictor, plan.prediction
+    choice, predictor, prediction = plan.choice, plan.choice.predictor, plan.choice.prediction
     shape, device = predictor.shape, prediction.device
     return {
         "model": predictor.run.model.path,
@@ -65,19 +65,19 @@ def record(plan: Plan) -> dict[str, Any]:
         "device": {"name": device.name, "bytes": device.total},
         "engine": predictor.engine,
         "attention": predictor.attention,
-        "step": asdict(plan.sizes),
+        "step": asdict(choice.sizes),
+        "values": choice.values,
+        "by_hand": plan.by_hand,
         "parts": prediction.parts,
         "total": {phase: prediction.total(phase) for phase in PHASES},
         "allocated": {phase: prediction.allocated(phase) for phase in PHASES},
-        "estimated_seconds": prediction.seconds,
+        "estimated_seconds": _seconds(choice),
         "offloaded": list(prediction.offloaded),
         "fits": prediction.free >= 0,
         "micro_batch": asdict(prediction.micro_batch),
-        "largest_num_generations": plan.num_generations,
+        "largest_num_generations": plan.largest_generations,
+        "estimated_seconds_of_largest": _seconds(plan.largest),
         "largest_group_in_one_micro_batch": plan.group_in_one_micro_batch,
-        "largest_micro_batch_tokens": plan.micro_batch_tokens,
-        "kv_cache_bytes": plan.kv_cache_bytes,
-        "kv_cache_room": plan.kv_cache_room,
         "knobs": [asdict(knob) for knob in plan.knobs],
     }
 
@@ -91,6 +91,15 @@ def _table(name: str, *numbers: str) -> Table:
 
 def _cell(size: int) -> str:
     return bytes_text(size) if size else "-"
+
+
+def _seconds(choice: Choice | None) -> dict[Phase, float] | None:
+    return choice.prediction.seconds if choice and choice.prediction.timed else None
+
+
+def _a_step(choice: Choice | None) -> str:
+    seconds = _seconds(choice)
+    return f", then {duration_text(sum(seconds.values()))} a step, estimated" if seconds else ""
 
 
 def _size(count: int | None, none: str = "not even 2 fit") -> str:

@@ -1,29 +1,80 @@
-"""What fits: the largest micro-batch, the largest group, the room for keys and values, and what buys more."""
+"""What to choose: the fastest of the settings that fit, the largest group, and what would make room."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from grpo_fast.config import TrainConfig, at
-from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
-from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, step_sizes, undivided_group
+from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes, undivided_group
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.rollout.handover import PARTS
+from grpo_fast.stages import PART
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
-MOST_TOKENS = 1 << 20  # and that for a micro-batch's
-CONSTANTS = {"micro_batch_tokens": 16_384, "model.gradient_checkpointing": False}
+MOST_TOKENS = 1 << 20  # and that for a micro-batch of one group
+
+AUTO_MOST = 64
+"""Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
+cost time in proportion, and are given as a number."""
+
+AUTO_TOKENS = 65_536
+"""Tokens that an automatic micro-batch goes up to: a larger one is hardly faster, and fails more dearly."""
+
+CONSTANTS = {
+    "micro_batch_tokens": 16_384,
+    "model.gradient_checkpointing": False,
+    "rollout.num_generations": 8,
+}
+"""What `auto` is on a CPU, without planning; for `memory.offload` the engines need no room there."""
+
+OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
+BUSY = 16_384  # tokens of a micro-batch that keep a GPU busy
+RECOMPUTED = (False, "mlp", True)  # by what it costs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run without `auto` at its sizes, and what it takes."""
+
+    predictor: Predictor
+    sizes: StepSizes
+    prediction: Prediction
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether micro-batches are as large as anything gains by, or as was asked for."""
+        tokens, asked = self.sizes.micro_batch_tokens, self.predictor.run.micro_batch_tokens
+        return tokens >= BUSY or tokens == asked or self.prediction.micro_batch.count == 1
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By dotted key what the plan decides where the configuration does not."""
+        run, sizes = self.predictor.run, self.sizes
+        values: dict[str, Any] = {
+            "rollout.num_generations": sizes.generations,
+            "micro_batch_tokens": sizes.micro_batch_tokens,
+            "model.gradient_checkpointing": run.model.gradient_checkpointing,
+            "memory.offload": list(self.predictor.offloaded),
+        }
+        if self.predictor.engine == "vllm" and self.predictor.on_gpu:
+            values["rollout.vllm.sleep_level"] = run.rollout.vllm.sleep_level
+            values["rollout.vllm.max_sequences"] = sizes.in_flight
+            if run.rollout.vllm.gpu_memory_utilization is None:
+                kv_cache = self.prediction.parts["rollout"]["KV cache"]
+                values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
+        return values
 
 
 @dataclass(frozen=True)
@@ -38,17 +89,138 @@ class Knob:
 
 @dataclass(frozen=True)
 class Plan:
-    """A prediction, and what else would fit."""
+    """The choice for a run, and what else would fit."""
 
-    predictor: Predictor
-    sizes: StepSizes
-    prediction: Prediction
-    num_generations: int | None  # the largest for which both phases fit; None: not even two
+    config: TrainConfig  # as it was asked for
+    choice: Choice  # where nothing fits, what is least too large
+    largest: Choice | None  # with the largest group that fits; None: not even two completions do
     group_in_one_micro_batch: int | None  # the largest group whose update fits undivided
-    micro_batch_tokens: int | None  # the largest micro-batch that fits; None: not even one completion
-    kv_cache_bytes: int  # that the completions of a step need at once
-    kv_cache_room: int  # that the device has for them beside everything else
     knobs: tuple[Knob, ...]  # what buys most comes first: the largest group, then the most bytes
+
+    @property
+    def largest_generations(self) -> int | None:
+        """Completions of a prompt; None: not even two fit."""
+        return None if self.largest is None else self.largest.sizes.generations
+
+    @property
+    def by_hand(self) -> list[str]:
+        """Keys of `choice.values` that the configuration sets itself."""
+        return [key for key in self.choice.values if at(self.config, key) not in ("auto", None)]
+
+
+class Search:
+    """What fits of one run on one device.
+
+    Args:
+        config: what it leaves to `auto` is tried, the rest is as it is.
+        sizes: of a step, with the numbers of `config`.
+
+    Raises:
+        ValueError: in every method, a model that cannot be packed or planned.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        traces: Traces,
+        device: DeviceBudget,
+        sizes: StepSizes,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.config, self.traces, self.device, self.calibration = config, traces, device, calibration
+        self.sizes = replace(sizes, micro_batch_tokens=sizes.sequence_length)
+
+    def fastest(self, generations: int) -> Choice | None:
+        """Of what fits, what is predicted to be the fastest; None: nothing fits.
+
+        Where a micro-batch fills the device without recomputation, nothing is gained by any.
+        """
+        found: list[Choice] = []
+        for ways in self._ways():
+            found += [choice for way in ways if (choice := self._fitted(way, generations))]
+            if any(choice.is_busy for choice in found):
+                break
+        return min(found, key=_seconds, default=None)
+
+    def largest_generations(self, most: int = MOST_GENERATIONS) -> int | None:
+        """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two."""
+        found: list[int] = []
+        for *_, frugal in self._ways():
+            sizes = replace(self.sizes, most_in_flight=1)
+            found += filter(None, [largest(2, most, partial(_fits_with, frugal, sizes, "generations"))])
+            if most in found:
+                break
+        return max(found, default=None)
+
+    def generations(self) -> int | None:
+        """The size of a group: as configured, or what fits within what is usual and one wave of a rollout."""
+        asked = self.config.rollout.num_generations
+        if asked != "auto":
+            return asked
+        return self.largest_generations(min(AUTO_MOST, max(8, MOST_IN_FLIGHT // self.sizes.prompts)))
+
+    def least(self) -> Choice:
+        """The smallest step in the way that takes the least."""
+        sizes = replace(self.sizes, most_in_flight=1)
+        choices = [Choice(frugal, sizes, frugal.predict(sizes)) for *_, frugal in self._ways()]
+        return max(choices, key=lambda choice: choice.prediction.free)
+
+    def _ways(self) -> Iterator[list[Predictor]]:
+        """What can be recomputed, the fastest first, and for each who is where when, the most frugal last.
+
+        Each recomputation is traced when it is asked for.
+        """
+        run = self.config
+        model, memory, rollout = run.model, run.memory, run.rollout
+
+        def way(recomputed: Any, level: Any, offload: Any) -> Predictor:
+            vllm = rollout.vllm.model_copy(update={"sleep_level": level})
+            changed = run.model_copy(
+                update={
+                    "model": model.model_copy(update={"gradient_checkpointing": recomputed}),
+                    "memory": memory.model_copy(update={"offload": offload}),
+                    "rollout": rollout.model_copy(update={"vllm": vllm}),
+                }
+            )
+            return Predictor(changed, self.traces, self.device, self.calibration)
+
+        asked = model.gradient_checkpointing
+        for recomputed in RECOMPUTED if asked == "auto" else [asked]:
+            plain = way(recomputed, rollout.vllm.sleep_level, memory.offload)
+            if asked == "auto" and recomputed == "mlp" and not plain.shape.active_mlp:
+                continue
+            levels: list[Any] = [rollout.vllm.sleep_level]
+            if levels == ["auto"] and plain.sleeps:
+                levels = [0, 2 if plain.sends_weights else 1]
+            lists: list[Any] = [memory.offload]
+            if lists == ["auto"]:
+                lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
+            yield [way(recomputed, level, offload) for level in levels for offload in lists]
+
+    def _fitted(self, predictor: Predictor, generations: int) -> Choice | None:
+        """With the most completions in flight, then the largest micro-batch, that fit."""
+        sizes, asked = replace(self.sizes, generations=generations), self.config.micro_batch_tokens
+        in_flight = largest(1, sizes.in_flight, partial(_fits_with, predictor, sizes, "most_in_flight"))
+        if in_flight is None:
+            return None
+        sizes = replace(sizes, most_in_flight=in_flight)
+        most = AUTO_TOKENS if asked == "auto" else asked
+        low = min(sizes.sequence_length, most)
+        tokens = largest(low, most, partial(_fits_with, predictor, sizes, "micro_batch_tokens"))
+        sizes = replace(sizes, micro_batch_tokens=tokens or low)
+        choice = Choice(predictor, sizes, predictor.predict(sizes))
+        level = self.config.rollout.vllm.sleep_level, predictor.run.rollout.vllm.sleep_level
+        squeezed = sizes.in_flight < self.sizes.in_flight or not choice.is_busy
+        return None if level == ("auto", 0) and squeezed else choice  # what stays awake leaves room to both
+
+
+def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int) -> bool:
+    """With one of the sizes changed."""
+    return predictor.fits(replace(sizes, **{name: value}))
+
+
+def _seconds(choice: Choice) -> float:
+    return sum(choice.prediction.seconds.values())
 
 
 def plan(
@@ -60,10 +232,7 @@ def plan(
     calibration: Calibration | None = None,
     knobs: bool = True,
 ) -> Plan:
-    """Sizes of a run that fit on a device and, with `knobs`, the changes that would make room.
-
-    With `num_generations: auto` the plan is for the largest group that fits, or for the smallest where none
-    does.
+    """What to choose for a run on a device and, with `knobs`, the changes that would make room.
 
     Args:
         model: configuration of the model that `config.model.path` names, or its traces, if there are any; no
@@ -71,50 +240,50 @@ def plan(
         prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
 
     Raises:
-        ValueError: the prompts' length is not known, or the model cannot be packed.
+        ValueError: the prompts' length is not known, or the model cannot be packed or planned.
     """
-    config = with_constants(config)
     sizes = step_sizes(config, prompt_length=prompt_length)
     traces = model if isinstance(model, Traces) else Traces(model)
-    predictor = Predictor(config, traces, device, calibration)
-    generations = largest_generations(predictor, sizes)
-    if config.rollout.num_generations == "auto" and generations is not None:
-        sizes = replace(sizes, generations=generations)
-    prediction = predictor.predict(sizes)
-    turned = list(_turned_knobs(predictor, sizes, prediction)) if knobs else []
-    turned.sort(key=lambda knob: (knob.largest_num_generations or 0, max(knob.saves.values())), reverse=True)
-    needed = prediction.parts["rollout"].get("KV cache", 0)
-    group, micro_batch_tokens = _largest_updates(predictor, sizes)
+    search = Search(
+        with_constants(config) if device.kind == "cpu" else config, traces, device, sizes, calibration
+    )
+    generations, most = search.generations(), search.largest_generations()
+    choice = (search.fastest(generations) if generations else None) or search.least()
     return Plan(
-        predictor,
-        sizes,
-        prediction,
-        num_generations=generations,
-        group_in_one_micro_batch=group,
-        micro_batch_tokens=micro_batch_tokens,
-        kv_cache_bytes=needed,
-        kv_cache_room=needed + device.total - prediction.total("rollout"),
-        knobs=tuple(turned),
+        config,
+        choice,
+        largest=search.fastest(most) if most else None,
+        group_in_one_micro_batch=_undivided(choice),
+        knobs=turned_knobs(search, choice) if knobs else (),
     )
 
 
-def _turned_knobs(predictor: Predictor, sizes: StepSizes, before: Prediction) -> Iterator[Knob]:
-    """Those that would save anything."""
-    for key, value, cost in _possible_knobs(predictor):
-        changed = with_values(predictor.run, {key: value})
-        other = Predictor(changed, predictor.traces, predictor.device, predictor.calibration)
-        resized = replace(
-            step_sizes(changed, prompt_length=sizes.prompt_length), generations=sizes.generations
-        )
-        then = other.predict(resized)
-        saves = {phase: before.total(phase) - then.total(phase) for phase in PHASES}
+def turned_knobs(search: Search, choice: Choice) -> tuple[Knob, ...]:
+    """Those that would save anything, were all else as it is chosen; what buys most comes first."""
+    found = []
+    for key, value, cost in _possible_knobs(search.config, choice):
+        asked, run = (with_values(one, {key: value}) for one in (search.config, choice.predictor.run))
+        sizes = {"prompts": asked.prompts_per_step} | ({key: value} if key == "micro_batch_tokens" else {})
+        predictor = Predictor(run, search.traces, search.device, search.calibration)
+        then = predictor.predict(replace(choice.sizes, **sizes))
+        saves = {phase: choice.prediction.total(phase) - then.total(phase) for phase in PHASES}
         if max(saves.values()) > 0:
-            text = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-            yield Knob(f"{key}={text}", saves, cost, largest_generations(other, resized))
+            other = Search(asked, search.traces, search.device, replace(search.sizes, **sizes))
+            found.append(Knob(f"{key}={flow(value)}", saves, cost, other.largest_generations()))
+    return tuple(
+        sorted(found, key=lambda knob: (-(knob.largest_num_generations or 0), -max(knob.saves.values())))
+    )
+
+
+def flow(value: Any) -> str:
+    """As YAML in one line, for a command's."""
+    return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
 
 
 def with_constants(config: TrainConfig) -> TrainConfig:
-    return with_values(config, {key: value for key, value in CONSTANTS.items() if at(config, key) == "auto"})
+    """As a CPU, or training without rollouts, runs what is left to `auto`."""
+    read = CONSTANTS if config.algorithm == "grpo" else {key: CONSTANTS[key] for key in OF_ANY_TRAINING}
+    return with_values(config, {key: value for key, value in read.items() if at(config, key) == "auto"})
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -123,13 +292,13 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     for key, value in values.items():
         *path, last = key.split(".")
         reduce(getitem, path, tree)[last] = value
-    return TrainConfig.model_validate(tree)
+    return TrainConfig.model_validate(tree, context=PART)
 
 
-def _possible_knobs(predictor: Predictor) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, cost) of what the configuration has not turned yet."""
-    run, model, vllm = predictor.run, predictor.run.model, predictor.run.rollout.vllm
-    if not model.gradient_checkpointing:
+def _possible_knobs(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, cost) of what the configuration has not turned yet, nor leaves to the plan."""
+    predictor, model, vllm = choice.predictor, config.model, config.rollout.vllm
+    if model.gradient_checkpointing in (False, "mlp"):
         yield "model.gradient_checkpointing", True, "a second forward of every layer"
     if model.lora is None and "experts" not in predictor.shape.parameters:
         yield "model.lora", {"r": LoraConfig().r}, "adapters train, not the weights"
@@ -137,49 +306,31 @@ def _possible_knobs(predictor: Predictor) -> Iterator[tuple[str, Any, str]]:
         yield "model.train_lm_head", False, "the head stays as it is"
     if model.dtype == "float32":
         yield "model.dtype", "bfloat16", "weights of 16 bits"
-    if run.loss.needs_reference and model.lora is None:
+    if config.loss.needs_reference and model.lora is None:
         yield "loss.beta", 0.0, "no KL to the first policy"
+    if config.memory.offload != "auto" and predictor.on_gpu and predictor.offloaded != predictor.parts:
+        yield "memory.offload", list(predictor.parts), "copies at every step"
     if predictor.engine == "vllm":
-        if run.memory.offload != list(PARTS):
-            yield "memory.offload", list(PARTS), "copies at every step"
         if vllm.sleep_level == 0:
             yield "rollout.vllm.sleep_level", "auto", "milliseconds at every step"
         if not predictor.shares_weights and model.lora is not None:
             yield "rollout.vllm.lora_sync", "adapter", "LoRA kernels while decoding"
         if vllm.share_weights is False:
             yield "rollout.vllm.share_weights", "auto", "nothing"
-    if int(run.micro_batch_tokens) > 1:
-        yield "micro_batch_tokens", int(run.micro_batch_tokens) // 2, "more and smaller forwards"
-    if run.prompts_per_step > max(1, run.minibatches):
-        half = max(run.minibatches, run.prompts_per_step // 2)
+    if config.micro_batch_tokens != "auto" and config.micro_batch_tokens > 1:
+        yield "micro_batch_tokens", config.micro_batch_tokens // 2, "more and smaller forwards"
+    if config.prompts_per_step > max(1, config.minibatches):
+        half = max(config.minibatches, config.prompts_per_step // 2)
         yield "prompts_per_step", half, "fewer prompts in a step"
 
 
-def largest_generations(predictor: Predictor, sizes: StepSizes) -> int | None:
-    """Completions of a prompt for which the rollout, all in flight, and the update both fit.
+def _undivided(choice: Choice) -> int | None:
+    """Completions of a prompt whose update fits in one micro-batch; None: not even two."""
+    predictor, sizes = choice.predictor, choice.sizes
 
-    `MOST_GENERATIONS` where so many fit; None where two do not.
-    """
-    return largest(
-        2, MOST_GENERATIONS, lambda count: predictor.predict(replace(sizes, generations=count)).free >= 0
-    )
-
-
-def _largest_updates(predictor: Predictor, sizes: StepSizes) -> tuple[int | None, int | None]:
-    """Completions of a prompt whose update fits undivided, and input tokens of the largest micro-batch that
-    fits, at most all of a step's; None where not even two completions, or one, fit."""
-
-    def group_fits(count: int) -> bool:
+    def fits(count: int) -> bool:
         group = replace(sizes, generations=count)
-        return fits(group, undivided_group(group))
+        batch = undivided_group(group)
+        return sum(predictor.update(group, batch).values()) <= predictor.device.total
 
-    def fits(changed: StepSizes, batch: MicroBatch | None = None) -> bool:
-        return predictor.predict(changed, batch).total("update") <= predictor.device.total
-
-    longest = sizes.sequence_length
-    everything = min(longest * sizes.groups * sizes.generations, MOST_TOKENS)
-    group = largest(2, max(2, min(MOST_GENERATIONS, MOST_TOKENS // longest)), group_fits)
-    tokens = largest(
-        longest, max(longest, everything), lambda tokens: fits(replace(sizes, micro_batch_tokens=tokens))
-    )
-    return group, tokens
+    return largest(2, max(2, min(MOST_GENERATIONS, MOST_TOKENS // sizes.sequence_length)), fits)

@@ -5,29 +5,53 @@ Each completion is taken at its longest, and each product of the head as dense.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape
 from grpo_fast.plan.sizes import MicroBatch, StepSizes
+from grpo_fast.rollout.config import Part
 
 # What is reached of the published rate of arithmetic, and while decoding of the memory's bandwidth.
 REACHED_FLOPS, REACHED_BANDWIDTH = 0.4, 0.6
+
+PCIE_4, PCIE_5 = 25e9, 50e9  # bytes a second as reached by 16 lanes, each way; 5: from capability 9.0 on
+
+SLEEP_SECONDS = 0.2  # of vLLM's falling asleep and waking, a step
 
 HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 """The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
 
 
 def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: MicroBatch) -> float:
-    """Of all epochs and minibatches of a step, whose documents are `work`."""
+    """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
     layers, head = _layer_flops(shape, work.inputs, work.pairs), _head_flops(shape, work.targets)
+    recomputed = {True: layers, "mlp": 2 * shape.active_mlp * work.inputs}
     backward = 1 if run.model.lora is not None else 2  # a frozen weight has no gradient of its own
-    passes = 1 + backward + (run.model.gradient_checkpointing is True)
+    passes = 1 + backward + recomputed.get(run.model.gradient_checkpointing, 0) / layers
     products = 3 + shape.head_trained  # the backward forms the logits once more
     forwards = float(run.loss.needs_reference)
     if run.old_logprobs == "recompute":  # by minibatches after the first
         forwards += 1 - 1 / run.minibatches
     flops = run.num_iterations * (passes * layers + products * head) + forwards * (layers + head)
-    return flops / (REACHED_FLOPS * device.flops)
+    launches = (run.num_iterations * passes + forwards) * work.count * len(shape.layers)
+    # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
+    moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
+    return max(flops / (REACHED_FLOPS * device.flops), launches * HOST_SECONDS["transformers"]) + moved / (
+        REACHED_BANDWIDTH * device.bandwidth
+    )
+
+
+def transfer_seconds(
+    run: TrainConfig, shape: ModelShape, device: DeviceBudget, offloaded: Collection[Part]
+) -> float:
+    """Of a step's copies: state to each optimiser step, the reference once; both directions overlap."""
+    moments = 8 * (shape.narrow + shape.wide) * ("optimizer" in offloaded)
+    masters = 4 * shape.narrow * ("master" in offloaded)
+    steps = run.num_iterations * run.minibatches
+    copied = steps * (moments + masters) + shape.bytes * ("reference" in offloaded)
+    return copied / (PCIE_5 if device.capability[0] >= 9 else PCIE_4)
 
 
 def rollout_seconds(

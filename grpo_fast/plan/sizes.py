@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from grpo_fast.config import TrainConfig
 
 # Bytes of a packed batch: token, position and segment of every input; of every target its index, id, sequence
 # and group, its advantage, sampler's, old and reference log-probability.
 BYTES_PER_INPUT, BYTES_PER_TARGET = 3 * 8, 4 * 8 + 4 * 4
+
+MOST_IN_FLIGHT = 1024  # what vLLM runs at once on a large GPU: its decoding gains little beyond
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,13 @@ class StepSizes:
     completion_length: int
     micro_batch_tokens: int
     minibatches: int = 1
+    most_in_flight: int = MOST_IN_FLIGHT  # completions that vLLM decodes at once, at most
+    longest: int = 0  # tokens of a sequence that vLLM must hold, where evaluation has a longer one
+
+    @property
+    def in_flight(self) -> int:
+        """Completions that vLLM decodes at once."""
+        return min(self.most_in_flight, self.completions)
 
     @property
     def completions(self) -> int:
@@ -43,8 +55,14 @@ class StepSizes:
         return self.completions * per_completion
 
 
-def step_sizes(config: TrainConfig, *, prompt_length: int | None = None) -> StepSizes:
-    """The sizes of a run's steps; a group of two where `num_generations` is not known yet.
+def step_sizes(
+    config: TrainConfig, *, prompt_length: int | None = None, held_out_length: int | None = None
+) -> StepSizes:
+    """The sizes of a run's steps; a group of two and one completion a micro-batch where they are `auto`.
+
+    Args:
+        prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
+        held_out_length: those of evaluation's; by default its dataset's limit.
 
     Raises:
         ValueError: nothing says how long prompts may be, or the algorithm has no rollouts.
@@ -57,14 +75,18 @@ def step_sizes(config: TrainConfig, *, prompt_length: int | None = None) -> Step
             "the longest prompt is not known: set dataset.max_prompt_length (or --prompt-length of "
             "`grpo-fast plan`)"
         )
-    generations = config.rollout.num_generations
+    generations, tokens, vllm = config.rollout.num_generations, config.micro_batch_tokens, config.rollout.vllm
+    completion_length = config.rollout.length_limit
+    questions = held_out_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
         prompts=config.prompts_per_step,
         generations=2 if generations == "auto" else generations,
         prompt_length=prompt_length,
-        completion_length=config.rollout.length_limit,
-        micro_batch_tokens=int(config.micro_batch_tokens),  # `auto` has become a number
+        completion_length=completion_length,
+        micro_batch_tokens=prompt_length + completion_length if tokens == "auto" else tokens,
         minibatches=config.minibatches,
+        most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
+        longest=vllm.max_model_length or questions + completion_length,
     )
 
 
@@ -96,12 +118,20 @@ class MicroBatch:
 def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
     """As even as `pack` makes them, all completions as long as they may be."""
     budget = sizes.micro_batch_tokens
-    documents = sorted(_group(sizes, budget) * sizes.groups, reverse=True)
-    fewest = -(-sum(inputs for inputs, _ in documents) // budget)
-    for count in range(fewest, len(documents)):
-        if sum(inputs for inputs, _ in documents[::count]) <= budget:
-            return _micro_batch(documents[::count], sizes, count)
-    return _micro_batch(documents[:1], sizes, len(documents))
+    documents = sorted(Counter(_group(sizes, budget)).items(), reverse=True)
+    ends = [0, *accumulate(number * sizes.groups for _, number in documents)]
+
+    def every(count: int) -> list[tuple[int, int]]:
+        """Of a step's documents, the longest first, each `count`-th."""
+        places = [-(-end // count) for end in ends]
+        taken = (after - before for before, after in pairwise(places))
+        return [document for (document, _), n in zip(documents, taken, strict=True) for _ in range(n)]
+
+    fewest = -(-sizes.groups * sum(inputs * number for (inputs, _), number in documents) // budget)
+    counts = range(fewest, ends[-1])  # in the order of which a micro-batch shrinks
+    fitting = bisect_left(counts, True, key=lambda n: sum(inputs for inputs, _ in every(n)) <= budget)
+    count = min(fewest + fitting, ends[-1])
+    return _micro_batch(every(count), sizes, count)
 
 
 def undivided_group(sizes: StepSizes) -> MicroBatch:

@@ -214,6 +214,7 @@ class Traces:
         Raises:
             ValueError: as `skeleton`.
         """
+        model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
         return self._once(_way(model), lambda: model_shape(skeleton(self.config, model)))
 
     def forward(self, model: ModelConfig) -> Timeline:

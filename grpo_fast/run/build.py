@@ -17,7 +17,6 @@ from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_h
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
-from grpo_fast.plan import planned_kv_cache_bytes
 from grpo_fast.policy import PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
@@ -89,7 +88,6 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
                 config.rollout,
                 policy,
                 max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
-                kv_cache_bytes=planned_kv_cache_bytes(config),
             )
         )
         engine.sleep()  # its memory is that of masters, gradients and a resumed state until the first rollout

@@ -8,7 +8,7 @@ import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
-from grpo_fast.plan import Traces, device_budget, model_config, step_sizes
+from grpo_fast.plan import device_budget, step_sizes, traces_of
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
 from grpo_fast.run_record.recorder import Algorithm
@@ -72,15 +72,15 @@ def _every(steps: int) -> str:
 
 def expected(trainer: Trainer, device: DeviceBudget) -> str:
     """Bytes at the highest, and seconds of a step, of the stage that comes."""
-    model, longest = trainer.config.model, max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
+    config, longest = trainer.config, max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
-        sizes = step_sizes(trainer.config, prompt_length=longest)
-        traces = Traces(model_config(model.path, revision=model.revision))
-        prediction = Predictor(trainer.config, traces, device).predict(sizes)
-    except ValueError as error:
+        sizes = step_sizes(config, prompt_length=longest)
+        traces = traces_of(config.model.path, config.model.revision)
+        prediction = Predictor(config, traces, device).predict(sizes)
+    except (ValueError, RuntimeError) as error:
         return f"no prediction: {error}"
     update, rollout = (bytes_text(prediction.total(phase)) for phase in ("update", "rollout"))
     text = f"{update} in the update and {rollout} in the rollout, of {bytes_text(device.total)}"
-    if prediction.seconds is None:
+    if not prediction.timed:
         return text
     return f"{text}; about {duration_text(sum(prediction.seconds.values()))} a step, estimated"

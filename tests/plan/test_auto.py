@@ -5,26 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_fast.cli import main
-from grpo_fast.config import TrainConfig
+from grpo_fast.config import TrainConfig, at
 from grpo_fast.config_io import dump_config, load_config
-from grpo_fast.plan import auto
-from grpo_fast.plan.auto import AUTO_MOST, planned_kv_cache_bytes, resolve_auto
-from grpo_fast.plan.devices import device_budget
+from grpo_fast.plan import auto, longest_prompt
+from grpo_fast.plan.auto import GROUP, OF_ALL_STAGES, resolve_auto
+from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.search import plan
+from grpo_fast.plan.search import Search
+from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.run import train
 
-GPU = replace(device_budget("H200"), name="gpu")
+GPU = replace(device_budget("H200"), name="a small GPU")
+LENGTHS = {"max_completion_length": 8}
 
 
 def auto_run(toy: dict[str, Any], **changes: Any) -> TrainConfig:
-    """The toy run with `num_generations: auto` and prompts of known length."""
+    """The toy run with all left to the plan and prompts of known length."""
     dataset = toy["dataset"] | {"max_prompt_length": 8}
-    rollout = {"num_generations": "auto", "max_completion_length": 8}
-    return TrainConfig.model_validate(toy | {"dataset": dataset, "rollout": rollout} | changes)
+    config = {key: value for key, value in toy.items() if key not in ("micro_batch_tokens", "rollout")}
+    return TrainConfig.model_validate(config | {"dataset": dataset, "rollout": LENGTHS} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -34,130 +37,172 @@ def traces(toy: dict[str, Any]) -> Traces:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces) -> Any:
-    """`memory(generations=5)`: the device has what so many completions need; `memory(bytes)`: so much."""
-    monkeypatch.setattr(auto, "_traces_of", lambda _: traces)
+    """`memory(10**6)`: there is a GPU with so much more than the smallest step of the toy takes."""
+    monkeypatch.setattr(auto, "traces_of", lambda *_: traces)
+    monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
 
-    def give(total: int = 0, generations: int | None = None) -> None:
-        if generations is not None:
-            rollout = {"num_generations": generations, "max_completion_length": 8}
-            found = plan(auto_run(toy, rollout=rollout), traces, GPU, knobs=False)
-            total = GPU.total - found.prediction.free
-        monkeypatch.setattr(auto, "device_budget", lambda _: replace(GPU, total=total))
+    def give(more: int) -> None:
+        search = Search(auto_run(toy), traces, GPU, step_sizes(auto_run(toy)))
+        total = GPU.total - search.least().prediction.free + more
+        monkeypatch.setattr(auto, "device_budget", lambda: replace(GPU, total=total))
 
     return give
 
 
-def test_auto_takes_what_fits_up_to_what_is_usual(
-    toy: dict[str, Any], memory: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    sizes = []
-    for given in ({"total": 1 << 30}, {"generations": 20}, {"generations": 2}):
-        memory(**given)
-        sizes.append(resolve_auto(auto_run(toy)).rollout.num_generations)
-
-    # The largest of those that take as much: how even the micro-batches are plays a part.
-    assert AUTO_MOST == sizes[0] > sizes[1] >= 20 > sizes[2] >= 2
-    assert "rollout.num_generations = auto: 64" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("total", "length", "message"),
-    [(1 << 16, 8, r"need .* gpu has 64\.0 KiB"), (1 << 30, None, "max_prompt_length")],
-    ids=["not even two fit", "prompts of unknown length"],
-)
-def test_auto_says_why_it_finds_no_number(
-    total: int, length: int | None, message: str, toy: dict[str, Any], memory: Any
-) -> None:
-    memory(total)
-
-    with pytest.raises(ValueError, match=rf"num_generations.*{message}"):
-        resolve_auto(auto_run(toy, dataset=toy["dataset"] | {"max_prompt_length": length}))
-
-
 def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy: dict[str, Any]) -> None:
     own = {key: toy[key] for key in ("dataset", "rewards")} | {"model": {"path": "-", "device": "cpu"}}
+    stages = [{"name": "a", "overrides": {"rollout": {"num_generations": "auto"}}}]
 
-    found = resolve_auto(TrainConfig.model_validate(own))
+    found = resolve_auto(TrainConfig.model_validate(own | {"stages": stages}))
     preference = resolve_auto(TrainConfig.model_validate(own | {"algorithm": "dpo", "rewards": []}))
 
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
+    assert found.stages[0].overrides == {"rollout": {"num_generations": 8}}
     assert found.model.gradient_checkpointing is preference.model.gradient_checkpointing is False
     assert preference.micro_batch_tokens == 16_384
-    set_by_hand = TrainConfig.model_validate(
-        toy | {"model": own["model"] | {"gradient_checkpointing": "mlp"}}
-    )
+    mlp = own["model"] | {"gradient_checkpointing": "mlp"}
+    set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
     assert resolve_auto(set_by_hand) == set_by_hand
 
 
-def test_a_stage_can_leave_its_own_group_to_auto(toy: dict[str, Any], memory: Any) -> None:
-    memory(generations=30)
-    longer = {"rollout": {"max_completion_length": 64}}
+def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(
+    toy: dict[str, Any], memory: Any, traces: Traces, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory(10**9)
+
+    found = resolve_auto(auto_run(toy))
+
+    assert [at(found, key) for key in (GROUP, *OF_ALL_STAGES)] == [64, 65_536, False, [], 0, 256, 0.01]
+    assert "chosen for a small GPU" in caplog.text and "micro_batch_tokens=65536" in caplog.text
+    assert resolve_auto(found) == found
+    share = {"vllm": {"gpu_memory_utilization": 0.4, "max_sequences": 7}, "num_generations": 5}
+    own = auto_run(toy, rollout=LENGTHS | share, micro_batch_tokens=100, memory={"offload": "none"})
+    resolved = resolve_auto(own)
+    kept = resolved.rollout.vllm
+    assert (resolved.rollout.num_generations, resolved.micro_batch_tokens) == (5, 100)
+    assert (resolved.memory.offload, kept.max_sequences, kept.kv_cache_gib) == ("none", 7, None)
+
+
+def test_the_engine_that_is_installed_is_the_one_planned_for(
+    toy: dict[str, Any], memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(10**9)
+    monkeypatch.setattr(auto, "installed_version", lambda: None)
+
+    found = resolve_auto(auto_run(toy)).rollout
+
+    assert (found.engine, found.num_generations, found.vllm.max_sequences) == ("auto", 64, None)
+
+
+def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:
+    memory(2 * GIB)
+    longest = toy["evaluation"]["dataset"] | {"max_prompt_length": 2**21}
+
+    kv_cache = [
+        resolve_auto(auto_run(toy, evaluation=evaluation)).rollout.vllm.kv_cache_gib
+        for evaluation in ({}, {"dataset": longest})
+    ]
+
+    per_token = 2 * 2 * 2 * 8 * 4  # layers, key and value, heads, width, bytes
+    assert kv_cache == [0.01, pytest.approx(2**21 * per_token / GIB, abs=0.011)]
+
+
+def test_prompts_without_a_limit_are_measured(toy: dict[str, Any], memory: Any) -> None:
+    memory(10**6)
+    unlimited = auto_run(toy, dataset=toy["dataset"])
+
+    found, limited = (
+        resolve_auto(unlimited),
+        resolve_auto(auto_run(toy, dataset=dict(toy["dataset"], max_prompt_length=3))),
+    )
+
+    assert longest_prompt(unlimited.dataset, unlimited.model) == 3
+    assert found == limited.model_copy(update={"dataset": unlimited.dataset})
+
+
+def test_what_does_not_fit_is_refused_with_the_bytes_that_are_missing_and_what_makes_room(
+    toy: dict[str, Any], memory: Any
+) -> None:
+    memory(-1000)
+
+    with pytest.raises(
+        ValueError, match=r"fit a small GPU: 4 prompts.* 1000 B more.*room: model\.train_lm_head=false"
+    ):
+        resolve_auto(auto_run(toy))
+
+
+def test_a_model_that_cannot_be_planned_trains_with_constants(
+    toy: dict[str, Any], memory: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory(10**9)
+
+    def unknown(*_: object) -> None:
+        raise RuntimeError("this model allocates what grows otherwise")
+
+    monkeypatch.setattr(auto, "traces_of", unknown)
+    found = resolve_auto(auto_run(toy))
+
+    assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
+    assert (found.memory.offload, found.rollout.vllm.sleep_level) == ("auto", "auto")
+    assert "nothing is planned" in caplog.text and "grows otherwise" in caplog.text
+
+
+def test_a_stage_can_leave_its_own_group_to_auto_and_what_is_chosen_once_fits_every_stage(
+    toy: dict[str, Any], memory: Any, traces: Traces
+) -> None:
+    memory(30 * 10**6)
+    longer = {"rollout": {"max_completion_length": 64}, "prompts_per_step": 40}
     first = {"name": "short", "steps": 2}
 
-    def resolved(*stages: dict[str, Any]) -> list[int]:
-        """Of the run, and of each stage that says something of its own."""
+    def resolved(*stages: dict[str, Any]) -> tuple[TrainConfig, list[int]]:
+        """And the group of the run, and of each stage that says something of its own."""
         found = resolve_auto(auto_run(toy, stages=list(stages)))
         own = [stage.overrides.get("rollout", {}).get("num_generations") for stage in found.stages]
-        return [found.rollout.num_generations, *(size for size in own if size is not None)]
+        return found, [int(found.rollout.num_generations), *(size for size in own if size is not None)]
 
-    (alone,) = resolved()
-    (inherited,) = resolved(first, {"name": "long", "overrides": longer})
-    own = {"rollout": longer["rollout"] | {"num_generations": "auto"}}
-    assert resolved(first, {"name": "long", "overrides": own}) == [alone, inherited]
-    assert inherited < alone
+    alone, (size,) = resolved()
+    both, (inherited,) = resolved(first, {"name": "long", "overrides": longer})
+    own = longer | {"rollout": longer["rollout"] | {"num_generations": "auto"}}
+    assert resolved(first, {"name": "long", "overrides": own})[1] == [size, inherited]
+    assert inherited == 1024 // 40 < size
+    assert both.rollout.vllm.max_sequences <= alone.rollout.vllm.max_sequences
     numbers = [{**first, "overrides": {"rollout": {"num_generations": 4}}}]
-    assert resolved(*numbers, {"name": "long", "overrides": {"rollout": {"num_generations": 6}}}) == [4, 4, 6]
+    assert resolved(*numbers, {"name": "long", "overrides": {"rollout": {"num_generations": 6}}})[1] == [
+        4,
+        4,
+        6,
+    ]
+    values = {"rollout.vllm.sleep_level": [0, 2], "memory.offload": [["gradients"], []]}
+    assert [OF_ALL_STAGES[key](each) for key, each in values.items()] == [2, ["gradients"]]
 
 
-def test_a_resumed_run_keeps_its_group_whatever_memory_there_is(
+def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
     toy: dict[str, Any], memory: Any, tmp_path: Path
 ) -> None:
-    memory(generations=5)
-    own = {"rollout": {"num_generations": "auto", "max_completion_length": 16}}
-    stages = [{"name": "a", "steps": 1}, {"name": "b", "overrides": own}]
-    config = auto_run(toy, stages=stages, max_steps=2, evaluation={}, output_dir=str(tmp_path / "run"))
+    own = [{"name": "a", "steps": 1}, {"name": "b", "overrides": {"rollout": {"num_generations": "auto"}}}]
+    places = {"output_dir": str(tmp_path / "run"), "evaluation": {}, "prompts_per_step": 32}
+    config = auto_run(toy, stages=own, max_steps=2, **places)
+    memory(10**5)
     train(config, display=False)
     started = load_config(tmp_path / "run")
 
-    memory(1 << 30)
+    memory(10**9)
     train(config.model_copy(update={"max_steps": 3}), resume="latest", display=False)
 
-    assert started.rollout.num_generations == 5
-    assert load_config(tmp_path / "run") == started.model_copy(update={"max_steps": 3})
+    ended = load_config(tmp_path / "run")
+    groups = [int(one.rollout.num_generations) for one in (started, ended)]
+    assert groups[0] == groups[1] < 32 and ended.stages == started.stages
+    assert started.micro_batch_tokens < ended.micro_batch_tokens == 65_536
+    assert resolve_auto(config).rollout.num_generations == 32
 
 
 @pytest.mark.parametrize("command", [["generate"], ["groups", "describe"]], ids=str)
 def test_a_look_before_training_resolves_auto_too(
-    command: list[str], toy: dict[str, Any], memory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    command: list[str], toy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    memory(generations=5)
     (tmp_path / "run.yaml").write_text(dump_config(auto_run(toy)))
 
     code = main([*command, str(tmp_path / "run.yaml")])
 
     assert code == 0
-    assert "num_generations = auto: 5" in caplog.text
-
-
-def test_vllm_on_a_gpu_gets_what_a_step_needs(
-    toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = auto_run(toy, rollout={"max_completion_length": 8, "num_generations": 4, "engine": "vllm"})
-    gpu = device_budget("H200")
-
-    def planned(total: int) -> int | None:
-        monkeypatch.setattr(auto, "_device_at_hand", lambda _: replace(gpu, total=total))
-        return planned_kv_cache_bytes(config)
-
-    enough = planned(gpu.total)
-    pages = 4 * 4 + 1  # a prompt of 8 tokens and 8 more fill a page of 16
-    assert enough == pages * 16 * (2 * 2 * 2 * 8 * 4)  # layers, key and value, heads, width, bytes
-    assert not caplog.text
-    with pytest.raises(ValueError, match="one completion needs"):
-        planned(1 << 20)
-
-
-def test_a_size_of_the_users_is_left_to_the_engine(toy: dict[str, Any]) -> None:
-    rollout = {"engine": "vllm", "vllm": {"kv_cache_gib": 2}}
-
-    assert planned_kv_cache_bytes(auto_run(toy, rollout=rollout)) is None
+    assert "8 completions" in capsys.readouterr().out or command == ["generate"]

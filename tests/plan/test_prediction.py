@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,9 +13,11 @@ from grpo_fast.plan.measure import calibrate, measure_update, peak_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS, model_config, with_layers
 from grpo_fast.plan.prediction import Calibration, Prediction, Predictor
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.trace import Traces
+from grpo_fast.plan.stand_ins import UNITS
+from grpo_fast.plan.trace import Timeline, Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
+from grpo_fast.rollout.handover import MARGIN
 
 UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 ROLLOUT = StepSizes(
@@ -151,18 +154,105 @@ def test_what_an_engine_and_a_reference_cost(on_gpu: Any, traces: Traces, predic
     assert with_reference.total("update") - plain.total("update") == weights
 
 
-def test_parts_leave_in_order_until_the_engine_has_room(on_gpu: Any) -> None:
-    auto = {"memory": {"offload": "auto"}}
-    roomy = on_gpu(**auto)
+def test_what_is_offloaded_is_away_in_the_rollout_and_state_in_the_backward_too(on_gpu: Any) -> None:
+    plain = on_gpu().parts
+    shape = {part: plain["update"][part] for part in ("weights", "master", "gradients", "optimizer")}
+    assert all(size for size in shape.values())
 
-    def with_bytes_missing(count: int) -> tuple[str, ...]:
-        return on_gpu(total=roomy.total("rollout") - count, **auto).offloaded
+    def update(*parts: str) -> dict[str, int]:
+        return on_gpu(memory={"offload": [*parts]}).parts["update"]
 
-    assert roomy.offloaded == ()
-    assert with_bytes_missing(1) == ("gradients",)
-    assert with_bytes_missing(roomy.parts["rollout"]["gradients"] + 1) == ("gradients", "optimizer")
-    assert with_bytes_missing(10**9) == ("gradients", "optimizer", "master")  # no reference: it is not there
-    assert on_gpu(memory={"offload": ["master"]}).offloaded == ("master",)
+    assert update("gradients") == plain["update"]  # they come back, and are written
+    state = update("optimizer", "master")
+    assert {"optimizer", "master"}.isdisjoint(state)
+    others = [part for part in plain["update"] if part not in ("optimizer", "master")]
+    assert {part: state[part] for part in others} == {part: plain["update"][part] for part in others}
+    away = on_gpu(memory={"offload": ["master", "gradients"]})
+    assert away.offloaded == ("gradients", "master")
+    assert {"gradients", "master"}.isdisjoint(away.parts["rollout"])
+    assert away.parts["rollout"]["optimizer"] == plain["rollout"]["optimizer"]
+
+
+def test_state_that_visits_the_device_takes_three_tensors_in_a_row(predictor: Any, config: Any) -> None:
+    """Beside little to compute: one token a completion, and a head much larger than the layers."""
+    traces = Traces(config("llama", vocab_size=2**15))
+    sizes = StepSizes(1, 2, prompt_length=1, completion_length=2, micro_batch_tokens=1)
+    offload = {"memory": {"offload": ["optimizer", "master"]}}
+    planned = predictor(traces, device_budget("H200"), None, offload, dtype="bfloat16", attention="sdpa")
+
+    parts = planned.update(sizes)
+
+    # The embedding, then the first layer's q and k; the head comes last, after a norm of 128 numbers.
+    numbers = max(2**15 * 128 + 128 * 128 + 64 * 128, 2**15 * 128 + 128 + 128)
+    assert planned.shape.neighbours == numbers
+    assert (parts["optimizer"], parts["master"]) == (8 * numbers, 4 * numbers)
+    assert "activations" not in parts
+
+
+def test_the_room_that_the_hand_over_keeps_free_is_planned_for_while_anything_can_leave(on_gpu: Any) -> None:
+    everything = ["gradients", "optimizer", "master"]
+    some, none, fixed, awake = (
+        on_gpu(memory={"offload": parts}, rollout={"vllm": {"sleep_level": level}}).parts["rollout"]
+        for parts, level in (([], 1), (everything, 1), ("none", 1), ([], 0))
+    )
+
+    assert some["left free"] == MARGIN - some["engine workspace"]
+    assert all("left free" not in parts for parts in (none, fixed, awake))
+
+
+QWEN_1B, QWEN_7B = 1_543_714_304, 7_615_616_512  # parameters of the published weights
+# Of one layer, in adapters of rank 16: q and o, k and v, then gate, up and down.
+ADAPTERS = 28 * 16 * (2 * (1536 + 1536) + 2 * (1536 + 256) + 3 * (1536 + 8960))
+# 16 prompts of 32 full pages, each completion's 64 pages, and vLLM's null page, of 16 tokens. A token has
+# keys and values of 28 layers with 2 (7B: 4) heads of 128 numbers in 16 bits.
+PAGES_OF_1024, PAGES_OF_558 = 16 * 32 + 1024 * 64 + 1, 16 * 32 + 558 * 64 + 1
+PAGE_1B = 16 * 2 * 28 * 2 * 128 * 2
+HAND: dict[str, tuple[str, str, dict[str, Any], int, dict[str, int], dict[str, int]]] = {
+    "1.5B on an A100-80": (
+        *("Qwen2.5-1.5B", "A100-80", {}, 1024),
+        {
+            "weights": 2 * QWEN_1B,
+            "master": 4 * QWEN_1B,
+            "gradients": 4 * QWEN_1B,
+            "optimizer": 8 * QWEN_1B + 338 * 512,  # and the count of steps of each of its tensors
+        },
+        {"KV cache": PAGES_OF_1024 * PAGE_1B},
+    ),
+    "1.5B with LoRA on an RTX 4090": (
+        *("Qwen2.5-1.5B", "RTX-4090", {"lora": {"r": 16}}, 558),
+        {
+            "weights": 2 * (QWEN_1B + ADAPTERS),
+            "master": 4 * ADAPTERS,
+            "gradients": 4 * ADAPTERS,
+            "optimizer": 8 * ADAPTERS + 28 * 7 * 2 * 512,
+        },
+        {"KV cache": PAGES_OF_558 * PAGE_1B, "engine weights": 2 * QWEN_1B},  # merged
+    ),
+    "7B on an A100-80 with its state on the host": (
+        *("Qwen2.5-7B", "A100-80", {"offload": ["gradients", "optimizer", "master"]}, 1024),
+        {"weights": 2 * QWEN_7B, "gradients": 4 * QWEN_7B, "master": 0, "optimizer": 0},
+        {"weights": 2 * QWEN_7B, "gradients": 0, "KV cache": PAGES_OF_1024 * 2 * PAGE_1B},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_weights_state_and_keys_and_values_are_what_arithmetic_by_hand_says(
+    name: str, predictor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, gpu, settings, in_flight, update, rollout = HAND[name]
+    activations = np.array([[8e9, *[0.0] * len(UNITS)]])  # which are compared elsewhere
+    large = Timeline(activations, 1)
+    monkeypatch.setattr(Traces, "update", lambda *_, **__: large)
+    monkeypatch.setattr(Traces, "forward", lambda *_, **__: large)
+    memory = {"memory": {"offload": settings.get("offload", [])}}
+    traces, lora = Traces(model_config(path)), settings.get("lora")
+    planned = predictor(traces, device_budget(gpu), None, memory, dtype="bfloat16", lora=lora)
+
+    found = planned.predict(StepSizes(16, 64, 512, 1024, micro_batch_tokens=1536, most_in_flight=in_flight))
+
+    assert {part: found.parts["update"].get(part, 0) for part in update} == update
+    assert {part: found.parts["rollout"].get(part, 0) for part in rollout} == rollout
 
 
 def test_a_calibration_scales_what_comes_and_goes_alone(on_gpu: Any) -> None:
@@ -230,9 +320,19 @@ def test_a_cpu_decodes_in_batches(traces: Traces, predictor: Any) -> None:
     assert "CUDA context" not in predictor(traces).predict(UPDATE).parts["update"]
 
 
-def test_a_group_shares_the_full_pages_of_its_prompt(traces: Traces, predictor: Any) -> None:
+def test_keys_and_values_are_those_in_flight_and_of_the_longest_sequence(
+    traces: Traces, predictor: Any
+) -> None:
     planned = predictor(traces, device_budget("H200"), attention="sdpa")
     page = BLOCK_TOKENS * planned.shape.paged_kv_bytes_per_token
 
+    def pages(**changes: int) -> float:
+        return planned.rollout(replace(ROLLOUT, **changes))["KV cache"] / page
+
     # A prompt of 18 tokens fills one page; 18 + 32 tokens take four, so each completion three of its own.
-    assert planned.predict(ROLLOUT).parts["rollout"]["KV cache"] == (3 * (1 + 4 * 3) + 1) * page
+    assert pages() == 3 * (1 + 4 * 3) + 1
+    assert pages(most_in_flight=5) == 3 + 5 * 3 + 1
+    assert pages(most_in_flight=2) == 2 + 2 * 3 + 1  # of two prompts at most
+    assert pages(most_in_flight=1, longest=161) == 11 + 1
+    sampler = [planned.rollout(replace(ROLLOUT, most_in_flight=n))["engine workspace"] for n in (12, 2)]
+    assert sampler[0] - sampler[1] == 10 * 3 * 4 * planned.shape.vocabulary

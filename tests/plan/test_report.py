@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--num-generations", "auto", "memory.offload=none"]
+    options = ["--micro-batch-tokens", "1024", "memory.offload=none"]
 
     code = main(["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, *options])
 
@@ -34,8 +35,11 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
         "seconds of a step, estimated",
         "what makes room",
         "fits, ",
+        "completions of each",
+        "4,096 or more, then ",
     ):
         assert text in printed
+    assert re.search(r"num_generations +64 +the plan\n.*micro_batch_tokens +1024 +hand", printed)
     assert "memory.offload=[gradients," in printed  # not taken for markup
 
 
@@ -47,7 +51,7 @@ def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(
     printed = capsys.readouterr().out
     assert code == 1
     assert "does not fit" in printed
-    assert "model.gradient_checkpointing=true" in printed
+    assert "model.train_lm_head=false" in printed and "gradient_checkpointing=" not in printed
 
 
 def test_the_plan_of_a_configuration_as_json(
@@ -65,6 +69,8 @@ def test_the_plan_of_a_configuration_as_json(
     assert code == 0
     assert found["fits"]
     assert found["estimated_seconds"] is None  # 24GiB may be of any GPU
+    assert found["by_hand"] == ["rollout.num_generations", "model.gradient_checkpointing"]
+    assert found["values"]["memory.offload"] == []
     assert found["step"]["generations"] == 4
     assert sum(found["parts"]["update"].values()) == found["total"]["update"]
     assert found["trainable_parameters"] == sum(found["parameters"].values())

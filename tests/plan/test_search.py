@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from operator import sub
 from typing import Any
 
 import pytest
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.search import MOST_GENERATIONS, Plan, plan
+from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
+from grpo_fast.plan.search import (
+    AUTO_MOST,
+    AUTO_TOKENS,
+    MOST_GENERATIONS,
+    Choice,
+    Search,
+    plan,
+    with_values,
+)
+from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 
 ANY = {
@@ -31,59 +42,133 @@ def traces(config: Any) -> Traces:
     return Traces(config("llama", num_hidden_layers=2))
 
 
-def test_auto_plans_for_the_largest_group_and_one_more_would_not_fit(traces: Traces) -> None:
-    def plan_for(num_generations: int | str) -> Plan:
-        return plan(run(num_generations), traces, gpu(2 << 30), knobs=False)
+def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(traces: Traces) -> None:
+    def group(total: int, **changes: Any) -> tuple[int, int | None]:
+        found = plan(run("auto", **changes), traces, gpu(total), knobs=False)
+        return found.choice.sizes.generations, found.largest_generations
 
-    found = plan_for("auto")
+    assert group(2 << 30) == (AUTO_MOST, MOST_GENERATIONS)
+    assert group(2 << 30, prompts_per_step=30)[0] == 1024 // 30
+    assert group(2 << 30, prompts_per_step=200)[0] == 8
+    packed = plan(run(), traces, gpu(2 << 30), knobs=False).choice.sizes.packed_bytes // 8
+    least = search(run(2), traces).least().prediction
+    scarce = least.total("update") + int(10.5 * 1.05 * packed)  # 1.05: with fragmentation
+    assert group(scarce) == (12, 12)
+    assert group(least.total("update") - 1) == (2, None)
 
-    assert 2 < found.num_generations < MOST_GENERATIONS
-    assert found.sizes.generations == found.num_generations == plan_for(8).num_generations
-    assert found.prediction.free >= 0
-    assert plan_for(found.num_generations + 1).prediction.free < 0
+
+def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
+    return Search(config, traces, gpu(total), step_sizes(config))
 
 
 def test_what_does_not_fit_says_so(traces: Traces) -> None:
     found = plan(run(), traces, gpu(1 << 20), knobs=False)
 
-    assert found.prediction.free < 0
-    assert (found.num_generations, found.micro_batch_tokens, found.group_in_one_micro_batch) == (None,) * 3
+    assert found.choice.prediction.free < 0
+    assert (found.largest_generations, found.group_in_one_micro_batch) == (None, None)
 
 
-def test_the_largest_micro_batch_and_the_room_for_keys_and_values_are_what_is_left(traces: Traces) -> None:
-    found = plan(run(), traces, gpu(3 << 29), knobs=False)
+def test_the_choice_is_the_fastest_of_all_that_fit(traces: Traces) -> None:
+    """Beside every other way with its own largest micro-batch, on budgets from plenty to next to nothing."""
+    keys = ("model.gradient_checkpointing", "memory.offload", "rollout.vllm.sleep_level")
+    parts = ["gradients", "optimizer", "master"]
+    ways = list(product((False, "mlp", True), (parts[:count] for count in range(4)), (0, 1)))
+    least = search(run(), traces).least().prediction.total("update") + (20 << 20)
+    for total in (least, 2 * least, 4 << 30):
+        chosen = search(run(), traces, total).fastest(8)
+        others = [
+            search(with_values(run(), dict(zip(keys, way, strict=True))), traces, total).fastest(8)
+            for way in ways
+        ]
 
-    others = found.prediction.total("rollout") - found.kv_cache_bytes
-    assert found.kv_cache_room == (3 << 29) - others
-    at, above = (
-        plan(run(micro_batch_tokens=tokens), traces, gpu(3 << 29), knobs=False).prediction
-        for tokens in (found.micro_batch_tokens, 2 * found.micro_batch_tokens)
-    )
-    assert at.total("update") <= 3 << 29
-    assert above.micro_batch.count == 1 or above.total("update") > 3 << 29
+        seconds = [sum(one.prediction.seconds.values()) for one in others if one and is_let(one)]
+        assert chosen.prediction.free >= 0
+        assert sum(chosen.prediction.seconds.values()) == pytest.approx(min(seconds), rel=0.01)
+
+
+def is_let(choice: Choice) -> bool:
+    """Level 0 only beside a micro-batch that fills the device, with all in flight."""
+    awake = choice.values["rollout.vllm.sleep_level"] == 0
+    return not awake or (choice.is_busy and choice.sizes.in_flight == choice.sizes.completions)
+
+
+def test_nothing_is_recomputed_moved_or_put_to_sleep_where_there_is_room(traces: Traces) -> None:
+    found = plan(run(64), traces, gpu(140 << 30), knobs=False).choice
+
+    kv_cache = found.prediction.parts["rollout"]["KV cache"] / GIB
+    assert found.values == {
+        "rollout.num_generations": 64,
+        "micro_batch_tokens": AUTO_TOKENS,
+        "model.gradient_checkpointing": False,
+        "memory.offload": [],
+        "rollout.vllm.sleep_level": 0,
+        "rollout.vllm.max_sequences": 1024,
+        "rollout.vllm.kv_cache_gib": pytest.approx(kv_cache, abs=0.01),
+    }
+
+
+def test_with_less_and_less_memory_more_gives_way_and_a_larger_micro_batch_would_not_fit(
+    traces: Traces,
+) -> None:
+    before, orders = None, {False: 0, "mlp": 1, True: 2}
+    least = search(run(64), traces).least().prediction.total("update")
+    for total in (4 << 30, 2 << 30, 1 << 30, least + (24 << 20)):
+        found = search(run(64), traces, total).fastest(64)
+        sizes, values = found.sizes, found.values
+        if sizes.micro_batch_tokens < AUTO_TOKENS:
+            above = replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 1)
+            assert found.predictor.fits(sizes) and not found.predictor.fits(above)
+        if sizes.in_flight < 1024:
+            assert not found.predictor.fits(replace(sizes, most_in_flight=sizes.in_flight + 1))
+        now = (
+            orders[values["model.gradient_checkpointing"]],
+            -sizes.micro_batch_tokens,
+            values["rollout.vllm.sleep_level"],
+        )
+        assert before is None or max(map(sub, now, before)) >= 0
+        before = now
+    assert values["rollout.vllm.sleep_level"] == 1
+
+
+def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(traces: Traces) -> None:
+    least = search(run(), traces).least().prediction.total("update")
+
+    found = search(run(micro_batch_tokens=50_000), traces, least + (50 << 20)).fastest(8)
+
+    assert 128 <= found.sizes.micro_batch_tokens < 50_000
+    assert search(run(micro_batch_tokens=300), traces).fastest(8).sizes.micro_batch_tokens == 300
 
 
 def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:
     found = plan(run(loss={"beta": 0.1}), traces, gpu(2 << 30))
 
     changes = {knob.change.partition("=")[0]: knob for knob in found.knobs}
-    assert {"model.gradient_checkpointing", "model.lora", "loss.beta", "prompts_per_step"} <= set(changes)
+    assert {"model.lora", "loss.beta", "prompts_per_step"} <= set(changes)
     assert all(max(knob.saves.values()) > 0 for knob in found.knobs)
     groups = [knob.largest_num_generations or 0 for knob in found.knobs]
     assert groups == sorted(groups, reverse=True)
-    weights = found.prediction.parts["update"]["weights"]
+    weights = found.choice.prediction.parts["update"]["weights"]
     assert changes["loss.beta"].saves["update"] == weights == changes["loss.beta"].saves["rollout"]
     assert changes["model.lora"].change == "model.lora={r: 16}"
 
 
-def test_knobs_that_are_turned_already_are_not_offered(traces: Traces) -> None:
-    model = ANY["model"] | {"lora": {"r": 16}, "gradient_checkpointing": True}
+BY_HAND = {
+    "model": ANY["model"] | {"gradient_checkpointing": False},
+    "memory": {"offload": "none"},
+    "micro_batch_tokens": 4096,
+}
 
-    found = plan(run(model=model), traces, gpu(2 << 30))
 
-    offered = {knob.change.partition("=")[0] for knob in found.knobs}
-    assert not offered & {"model.lora", "model.gradient_checkpointing", "model.train_lm_head", "loss.beta"}
-    assert "rollout.vllm.lora_sync" in offered  # merged weights are a second copy
+def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(traces: Traces) -> None:
+    def offered(config: TrainConfig) -> set[str]:
+        found = plan(config, traces, gpu(2 << 30))
+        return {knob.change.partition("=")[0] for knob in found.knobs}
+
+    adapters = ANY["model"] | {"lora": {"r": 16}}
+    assert not offered(run(model=adapters)) & {"model.lora", "model.train_lm_head", "loss.beta"}
+    assert "rollout.vllm.lora_sync" in offered(run(model=adapters))  # merged weights are a second copy
+    own = {"model.gradient_checkpointing", "memory.offload", "micro_batch_tokens"}
+    assert own <= offered(run(**BY_HAND)) and not own & offered(run())
 
 
 def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
@@ -94,4 +179,5 @@ def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
         plan(config, traces, gpu(1 << 30))
     with pytest.raises(ValueError, match="algorithm"):
         plan(TrainConfig.model_validate(without_rollouts), traces, gpu(1 << 30))
-    assert plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False).sizes.prompt_length == 64
+    found = plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False)
+    assert found.choice.sizes.prompt_length == 64

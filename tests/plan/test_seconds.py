@@ -7,8 +7,8 @@ import pytest
 
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.seconds import rollout_seconds, update_seconds
-from grpo_fast.plan.sizes import StepSizes, whole_step
+from grpo_fast.plan.seconds import rollout_seconds, transfer_seconds, update_seconds
+from grpo_fast.plan.sizes import MicroBatch, StepSizes, whole_step
 from grpo_fast.plan.trace import Traces
 
 STEP = StepSizes(
@@ -30,8 +30,10 @@ def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predic
     # 16 groups of 512 + 8 · 511 inputs. Layers: 2 · 6.98e9 · 73,600 = 1.0275e15 FLOPs; of 8 · 1023 · 1024 / 2
     # pairs in a group 7 · 512 · 513 / 2 are shared, attention 4 · 4096 · 32 · 52.33e6 = 0.0274e15; the head's
     # product: 2 · 0.525e9 · 65,536 = 0.069e15.
-    # Forward and twice that backward, four products of the head, at 40 % of 989e12.
-    assert update == pytest.approx((3 * 1.0549e15 + 4 * 0.0689e15) / (0.4 * 989e12), rel=1e-3)
+    # Forward and twice that backward, four products of the head, at 40 % of 989e12. The gradient of
+    # 8.03e9 parameters moves 2 + 2 bytes of 16 bits and 8 of its float32 sum.
+    computed = (3 * 1.0549e15 + 4 * 0.0689e15) / (0.4 * 989e12)
+    assert update == pytest.approx(computed + 12 * 8.03e9 / (0.6 * 3350e9), rel=1e-3)
     # 8,192 tokens of prompts: 0.115e15 FLOPs, 0.292 s. Then 512 times 15.0e9 bytes of weights and
     # 128 · 768 · 131,072 = 12.9e9 of keys and values, at 60 % of 3350e9: 13.9 ms.
     assert rollout == pytest.approx(0.292 + 512 * 27.9e9 / (0.6 * 3350e9), rel=1e-3)
@@ -44,7 +46,8 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
         made = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16", **keys)
         return update_seconds(made.run, made.shape, made.device, whole_step(STEP))
 
-    assert seconds(gradient_checkpointing=True) > seconds() > seconds(train_lm_head=False)
+    mlps = seconds(gradient_checkpointing="mlp")
+    assert seconds(gradient_checkpointing=True) > mlps > seconds() > seconds(train_lm_head=False)
     assert seconds(lora={"r": 1}) < seconds()
     assert seconds({"loss": {"beta": 0.1}}) > seconds()
     assert seconds({"num_iterations": 3}) == pytest.approx(3 * seconds())
@@ -63,9 +66,59 @@ def test_only_16_bits_on_a_gpu_with_published_speeds_have_an_estimate(config: An
     traces = Traces(config())
     small = replace(STEP, prompts=2, prompt_length=16, completion_length=16)
 
-    def seconds(gpu: str | None, dtype: str) -> Any:
+    def timed(gpu: str | None, dtype: str) -> bool:
         budget = {"device": device_budget(gpu)} if gpu else {}
-        return predictor(traces, **budget, dtype=dtype, attention="sdpa").predict(small).seconds
+        return predictor(traces, **budget, dtype=dtype, attention="sdpa").predict(small).timed
 
-    assert set(seconds("H100", "bfloat16")) == {"update", "rollout"}
-    assert seconds("H100", "float32") is seconds("80GiB", "bfloat16") is seconds(None, "bfloat16") is None
+    assert timed("H100", "bfloat16")
+    assert not (timed("H100", "float32") or timed("80GiB", "bfloat16") or timed(None, "bfloat16"))
+
+
+def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_says(
+    config: Any, predictor: Any
+) -> None:
+    traces, h100 = Traces(config("llama")), device_budget("H100")
+    step = whole_step(STEP)  # a thousand times, for the model is small
+    many = replace(
+        step,
+        **{name: 1000 * getattr(step, name) for name in ("inputs", "targets", "documents", "joined")},
+    )
+
+    def made(sections: dict[str, Any] | None = None, **keys: Any) -> Any:
+        return predictor(traces, h100, None, sections, dtype="bfloat16", **keys)
+
+    def update(found: Any, work: MicroBatch = many) -> float:
+        return update_seconds(found.run, found.shape, h100, work)
+
+    plain, mlps, layers = (made(gradient_checkpointing=how) for how in (False, "mlp", True))
+    rate = 0.4 * 989e12
+    # Gate, up and down of three layers; the whole layer has attention's products and pairs besides.
+    assert update(mlps) - update(plain) == pytest.approx(2 * many.inputs * 3 * 3 * 128 * 256 / rate)
+    attention = 2 * many.inputs * 3 * (2 * 128 * 128 + 2 * 128 * 64 + 2 * 128) + 4 * 128 * 3 * many.pairs
+    assert update(layers) - update(mlps) == pytest.approx(attention / rate, rel=1e-2)
+    # So many micro-batches that only launches count: three passes through three layers, 0.7 ms each.
+    moved = 12 * (plain.shape.narrow + plain.shape.wide) / (0.6 * 3350e9)
+    assert update(plain, replace(many, count=10**6)) == pytest.approx(10**6 * (9 * 7e-4 + moved))
+
+    trained, weights = plain.shape.narrow, plain.shape.bytes
+    steps = {"num_iterations": 2, "minibatches": 3, "prompts_per_step": 3}
+    assert transfer_seconds(plain.run, plain.shape, h100, ["gradients"]) == 0
+    assert transfer_seconds(plain.run, plain.shape, h100, ["optimizer"]) == 8 * trained / 50e9
+    several = made(steps).run
+    both = transfer_seconds(several, plain.shape, device_budget("L4"), ["optimizer", "master", "reference"])
+    assert both == pytest.approx((6 * 12 * trained + weights) / 25e9)
+
+
+def test_completions_beyond_those_in_flight_wait_for_another_wave_and_sleep_takes_its_time(
+    config: Any, predictor: Any
+) -> None:
+    traces, h100 = Traces(config("llama")), device_budget("H100")
+
+    def rollout(level: int, in_flight: int) -> float:
+        sections = {"rollout": {"vllm": {"sleep_level": level}}}
+        planned = predictor(traces, h100, None, sections, dtype="bfloat16", attention="flex_attention")
+        return planned.predict(replace(STEP, most_in_flight=in_flight)).seconds["rollout"]
+
+    assert rollout(1, 128) - rollout(0, 128) == pytest.approx(0.2)
+    # 2 ms a token: of 128 completions 50 at a time take three waves of 512 tokens.
+    assert rollout(0, 50) - rollout(0, 128) == pytest.approx(2 * 512 * 2e-3)
