@@ -53,13 +53,11 @@ def make_engine(
     policy: Policy,
     *,
     max_length: int | None = None,
-    kv_cache_bytes: int | None = None,
 ) -> Engine:
     """The engine that `config.engine` names; `auto` is vLLM on a GPU where it is installed.
 
     Args:
         max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
-        kv_cache_bytes: planned for keys and values; vLLM's share of the memory decides otherwise.
 
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
@@ -68,7 +66,7 @@ def make_engine(
     if config.engine == "vllm" or (config.engine == "auto" and policy.device.type == "cuda" and _has_vllm()):
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
-        return VLLMEngine(policy, config.vllm, max_length=max_length, kv_cache_bytes=kv_cache_bytes)
+        return VLLMEngine(policy, config.vllm, max_length=max_length)
     from grpo_fast.rollout.transformers import TransformersEngine
 
     return TransformersEngine(

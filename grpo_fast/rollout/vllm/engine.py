@@ -59,14 +59,12 @@ class VLLMEngine:
         config: VLLMConfig,
         *,
         max_length: int | None = None,
-        kv_cache_bytes: int | None = None,
     ) -> None:
         """
         Args:
             policy: whose weights generate; the engine keeps it.
             config: the run's `rollout.vllm`.
             max_length: tokens of the longest prompt and its completion; none: as the configuration says.
-            kv_cache_bytes: planned for keys and values, where the configuration does not say.
 
         Raises:
             ImportError: vLLM is missing or of an unknown version.
@@ -79,9 +77,7 @@ class VLLMEngine:
         choices = choose(policy, config)
         self._weights_sleep = choices.weights_sleep
         self._llm: LLM | None
-        self._llm, placements, self._weight_bytes = start(
-            policy, config, choices, max_length=max_length, kv_cache_bytes=kv_cache_bytes
-        )
+        self._llm, placements, self._weight_bytes = start(policy, config, choices, max_length=max_length)
         try:
             self._cycle = SleepCycle(self._vllm, 0)
             self._sync = WeightSync(

@@ -119,13 +119,11 @@ def start(
     choices: Choices,
     *,
     max_length: int | None = None,
-    kv_cache_bytes: int | None = None,
 ) -> tuple[LLM, list[Placement], int]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
     Args:
         max_length: tokens of the longest prompt and its completion, unless the configuration says.
-        kv_cache_bytes: planned for keys and values, unless the configuration says.
 
     Returns:
         vLLM, where its loader put each weight, and the bytes of weights in memory of vLLM's own.
@@ -152,7 +150,7 @@ def start(
         weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=shared)
 
     logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
-    arguments = engine_arguments(policy, config, choices.adapters, max_length, kv_cache_bytes)
+    arguments = engine_arguments(policy, config, choices.adapters, max_length)
     with (
         starting(alone=config.tensor_parallel_size == 1),
         _model_folder(policy, compiles=not arguments["enforce_eager"]) as folder,
@@ -220,7 +218,7 @@ def require_processes(config: VLLMConfig) -> None:
 
 
 def engine_arguments(
-    policy: Policy, config: VLLMConfig, adapters: bool, max_length: int | None, kv_cache_bytes: int | None
+    policy: Policy, config: VLLMConfig, adapters: bool, max_length: int | None
 ) -> dict[str, Any]:
     """What `LLM` is called with, besides model and sleep.
 
@@ -261,11 +259,9 @@ def engine_arguments(
             )
         allowed = next(allowed for allowed in LORA_RANKS if allowed >= rank)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": allowed}
-    size = kv_cache_bytes if config.kv_cache_gib is None else int(config.kv_cache_gib * GIB)
-    if size is None and on_cpu:
-        size = int(CPU_KV_GIB * GIB)
+    size = config.kv_cache_gib or (CPU_KV_GIB if on_cpu else None)
     if size is not None:
-        arguments["kv_cache_memory_bytes"] = size
+        arguments["kv_cache_memory_bytes"] = int(size * GIB)
     if not on_cpu:
         # vLLM refuses to start where its share, by default 92 % of the device, is not free, even when a size
         # is given instead: the share leaves out what the trainer holds already.

@@ -154,30 +154,27 @@ LAUNCHED = {"distributed_executor_backend": "external_launcher"}
 
 
 @pytest.mark.parametrize(
-    ("device", "settings", "planned", "longest", "expected"),
+    ("device", "settings", "longest", "expected"),
     [
-        # Memory for keys and values: by the configuration, then the plan, then a share.
-        ("cpu", {}, None, None, {"kv_cache_memory_bytes": GIB, "enforce_eager": True, "max_model_len": -1}),
-        ("cpu", {"kv_cache_gib": 2.0}, None, 50, {"kv_cache_memory_bytes": 2 * GIB, "max_model_len": 50}),
+        # Memory for keys and values: by the configuration, then a share.
+        ("cpu", {}, None, {"kv_cache_memory_bytes": GIB, "enforce_eager": True, "max_model_len": -1}),
+        ("cpu", {"kv_cache_gib": 2.0}, 50, {"kv_cache_memory_bytes": 2 * GIB, "max_model_len": 50}),
         # A share goes with every size: vLLM refuses to start where its default of 92 % is not free.
-        ("cuda", {"kv_cache_gib": 2.0}, 7, None, SHARE | {"kv_cache_memory_bytes": 2 * GIB}),
-        ("cuda", {"gpu_memory_utilization": 0.3}, 7, None, SHARE | {"kv_cache_memory_bytes": 7}),
-        ("cuda", {"gpu_memory_utilization": 0.3}, None, None, {"gpu_memory_utilization": 0.3}),
-        ("cuda", {}, None, None, SHARE | {"enforce_eager": False}),
-        ("cuda", {"enforce_eager": True}, None, None, {"enforce_eager": True}),
-        ("cpu", {"enforce_eager": False}, None, None, {"enforce_eager": False}),
-        ("cpu", {"max_model_length": 99}, None, 50, {"max_model_len": 99}),
-        ("cuda", {"max_sequences": 3}, None, None, {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 2, 3]}),
-        ("cpu", {}, None, None, {"enable_chunked_prefill": False}),
-        ("cuda", {"tensor_parallel_size": 2}, None, None, {"tensor_parallel_size": 2} | LAUNCHED),
+        ("cuda", {"kv_cache_gib": 2.0}, None, SHARE | {"kv_cache_memory_bytes": 2 * GIB}),
+        ("cuda", {"gpu_memory_utilization": 0.3}, None, {"gpu_memory_utilization": 0.3}),
+        ("cuda", {}, None, SHARE | {"enforce_eager": False}),
+        ("cuda", {"enforce_eager": True}, None, {"enforce_eager": True}),
+        ("cpu", {"enforce_eager": False}, None, {"enforce_eager": False}),
+        ("cpu", {"max_model_length": 99}, 50, {"max_model_len": 99}),
+        ("cuda", {"max_sequences": 3}, None, {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 2, 3]}),
+        ("cpu", {}, None, {"enable_chunked_prefill": False}),
+        ("cuda", {"tensor_parallel_size": 2}, None, {"tensor_parallel_size": 2} | LAUNCHED),
     ],
 )
-def test_vllm_is_started_by_configuration_then_plan_then_device(
-    monkeypatch, device, settings, planned, longest, expected
-):
+def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, settings, longest, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
 
-    arguments = engine_arguments(policy(device), VLLMConfig(**settings), False, longest, planned)
+    arguments = engine_arguments(policy(device), VLLMConfig(**settings), False, longest)
 
     assert expected.items() <= arguments.items()
     assert ("kv_cache_memory_bytes" in arguments) == (device == "cpu" or "kv_cache_memory_bytes" in expected)
@@ -196,7 +193,7 @@ def test_graphs_are_captured_of_every_batch_up_to_the_largest_and_no_larger_one(
 
 def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_takes(installed):
     def arguments(adapters: bool = True, rank: int = 12) -> dict[str, Any]:
-        return engine_arguments(policy("cpu", rank=rank), VLLMConfig(fp32_head=True), adapters, 9, None)
+        return engine_arguments(policy("cpu", rank=rank), VLLMConfig(fp32_head=True), adapters, 9)
 
     installed("0.26.0")
     assert arguments(False)["hf_overrides"] == {"head_dtype": "float32"}
