@@ -16,6 +16,7 @@ from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.gguf import PREFIX
+from grpo_fast.policy.layers import fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_source
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ def random_model(
             attn_implementation=attention,
             trust_remote_code=False,
         )
+    if found.device.type != "meta":
+        fuse_layers(found, model)
     return prepare_to_train(found, model)
 
 

@@ -193,7 +193,9 @@ class Predictor:
     def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
         shape = self.shape
-        timeline = self.traces.update(self.run.model, self.attention, first=batch.count == 1)
+        model = self.run.model
+        fused = self.on_gpu and (model.compile is not False or model.liger_kernels is True)
+        timeline = self.traces.update(model, self.attention, first=batch.count == 1, fused=fused)
         call = Workload(
             rows=batch.targets,
             vocabulary=shape.vocabulary,

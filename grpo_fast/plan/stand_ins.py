@@ -1,4 +1,4 @@
-"""Attention and head on the meta device: shapes in, shapes out, what they keep, what they need.
+"""Attention, fused layers and head on the meta device: shapes in and out, what they keep, what they need.
 
 Nothing computes there, and fused kernels are not chosen: transformers' own attention would be counted with
 T × T scores that no attention of ours holds, and our kernels do not run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -128,6 +129,26 @@ def planned_attention(
     out = _Operator.apply(footprint, query, key, value)
     # With SDPA completions attend one by one, and are put together.
     return (out.clone() if attention == "sdpa" else out), None
+
+
+def fuse(model: nn.Module) -> None:
+    """Norms and gated MLPs that keep what they read and no more, as Liger's kernels and torch.compile do."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_planned_norm, module)
+        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            replaced = "plain_forward" if hasattr(module, "plain_forward") else "forward"
+            setattr(module, replaced, MethodType(_planned_mlp, module))
+
+
+def _planned_norm(norm: Any, hidden: Tensor) -> Tensor:
+    result, of_rows = (tuple(hidden.shape), hidden.dtype), (tuple(hidden.shape[:-1]), torch.float32)
+    return _Operator.apply(Footprint(result, (of_rows,)), hidden, norm.weight)
+
+
+def _planned_mlp(mlp: Any, hidden: Tensor) -> Tensor:
+    gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
+    return mlp.down_proj(_Operator.apply(Footprint((tuple(gate.shape), gate.dtype), ()), gate, up))
 
 
 def planned_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fast.plan.model_shape import ModelShape, model_shape, skeleton
-from grpo_fast.plan.stand_ins import UNITS, planned_logprobs, register
+from grpo_fast.plan.stand_ins import UNITS, fuse, planned_logprobs, register
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import ModelConfig
 
@@ -131,7 +131,9 @@ class Timeline:
         return cls(changes.cumsum(axis=0), forward_end)
 
 
-def trace_update(model: PreTrainedModel | PeftModel, attention: str, *, first: bool) -> Timeline:
+def trace_update(
+    model: PreTrainedModel | PeftModel, attention: str, *, first: bool, fused: bool = False
+) -> Timeline:
     """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
 
     Args:
@@ -139,9 +141,12 @@ def trace_update(model: PreTrainedModel | PeftModel, attention: str, *, first: b
         attention: as `resolve_attention` gives it.
         first: gradients of float32 parameters are allocated during this backward, and stay. In later
             micro-batches, and for 16-bit parameters always, they are added to existing buffers.
+        fused: Liger's kernels or torch.compile compute the layers.
     """
     policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
     register(attention)
+    if fused:
+        fuse(model)
     for parameter in policy.trainable().values():
         if not first or parameter.element_size() < 4:
             parameter.register_post_accumulate_grad_hook(_drop)  # as `PolicyOptimizer` does
@@ -222,12 +227,12 @@ class Traces:
         bare = ModelConfig(path=model.path, dtype=model.dtype)
         return self._once(("forward", model.dtype), lambda: trace_forward(skeleton(self.config, bare)))
 
-    def update(self, model: ModelConfig, attention: str, *, first: bool) -> Timeline:
+    def update(self, model: ModelConfig, attention: str, *, first: bool, fused: bool = False) -> Timeline:
         """See `trace_update`."""
         first = first and self.shape(model).wide > 0
         return self._once(
-            (_way(model), attention, first),
-            lambda: trace_update(skeleton(self.config, model), attention, first=first),
+            (_way(model), attention, first, fused),
+            lambda: trace_update(skeleton(self.config, model), attention, first=first, fused=fused),
         )
 
     def _once(self, key: object, make: Callable[[], T]) -> T:

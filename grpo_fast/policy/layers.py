@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from grpo_fast.policy.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LIGER_TYPES = frozenset(
     ["gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"]
@@ -44,27 +46,28 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
     return True
 
 
-def apply_liger(model: nn.Module) -> None:
-    """Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+def fuse_layers(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Patch or compile decoder layers as configured; a copy of a compiled model runs the layers of that."""
+    liger = resolve_liger(config, model.device, model.config.model_type)
+    if liger:
+        # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    if config.compile is True or (config.compile == "auto" and model.device.type == "cuda" and not liger):
+        from transformers.modeling_layers import GradientCheckpointingLayer
 
-
-def compile_layers(model: nn.Module) -> None:
-    """Compile each decoder layer for packed batches of any length; all of one kind share their graphs.
-
-    Attention breaks the graph: it is compiled, or fused, by itself. With a cache of keys and values every
-    length would be another graph, so generation computes the layers as they are.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = _when_packed(layer.forward)
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = _when_packed(layer.forward)
 
 
 def _when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer compiled for packed batches of any length; all layers of one kind share their graphs.
+
+    Attention breaks the graph: it is fused by itself. With a cache of keys and values every length would be
+    another graph, so generation computes the layer as it is.
+    """
     # Rounded where uncompiled layers round: what is fused differs with and without gradients, and the
     # log-probabilities of the two must not.
     compiled = torch.compile(plain, dynamic=True, options={"emulate_precision_casts": True})

@@ -17,7 +17,7 @@ from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, registe
 from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
-from grpo_fast.policy.layers import apply_liger, compile_layers, resolve_liger
+from grpo_fast.policy.layers import fuse_layers, resolve_liger
 from grpo_fast.policy.policy import Policy
 
 if TYPE_CHECKING:
@@ -43,18 +43,15 @@ def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy
     device = resolve_device(config.device)
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
-    liger = resolve_liger(config, device, architecture.model_type)
+    resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     tokenizer = load_tokenizer(config)
     model = _load_model(source, config, device)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
-    if liger:
-        apply_liger(model)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
-    if config.compile is True or (config.compile == "auto" and device.type == "cuda" and not liger):
-        for computed in filter(None, (model, reference)):
-            compile_layers(computed)
+    for computed in filter(None, (model, reference)):
+        fuse_layers(computed, config)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
     verify_policy(policy)
     return policy

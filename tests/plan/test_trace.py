@@ -105,6 +105,20 @@ def test_checkpointing_keeps_the_inputs_of_layers_or_of_their_mlps_alone(config:
     assert inputs <= kept <= 2 * inputs < all_kept / 4
 
 
+def test_fused_norms_and_mlps_keep_what_they_read(config: Any, predictor: Any) -> None:
+    traces = Traces(config("llama"))
+
+    def kept(fused: bool, **keys: Any) -> float:
+        model = predictor(traces, **keys).run.model
+        timeline = traces.update(model, "flash_attention_2", first=False, fused=fused)
+        return timeline.live({"tokens": 1000})[timeline.forward_end - 1] / 1000
+
+    for keys in ({}, {"gradient_checkpointing": "mlp"}):
+        products = 0 if keys else 3 * 256  # of three layers the activation of the gate
+        # Seven norms keep their input in float32 as it is, and one number a row rather than the product.
+        assert kept(False, **keys) - kept(True, **keys) == 4 * (products + 7 * 128)
+
+
 def test_the_attentions_differ_in_what_they_hold(config: Any, predictor: Any) -> None:
     plain = Traces(config(num_attention_heads=4, num_key_value_heads=2))
     odd = Traces(config(hidden_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=32))

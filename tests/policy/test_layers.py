@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.policy import Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.layers import LIGER_TYPES, apply_liger, resolve_liger
+from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_liger
 
 Load = Callable[..., Policy]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -80,16 +80,17 @@ def distances(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> lis
 
 @pytest.mark.parametrize("kind", sorted(LIGER_TYPES))
 def test_liger_computes_a_layer_as_transformers_does(
-    kind: str, make_layers: Callable[[str], Any], liger_interpreted: None, device: torch.device
+    kind: str, make_layers: Any, liger_interpreted: None, device: torch.device, monkeypatch: Any
 ) -> None:
     """In float32 to rounding; in bfloat16 no further from float32 than transformers: it rounds as often."""
     ids = torch.randint(61, (1, 4), device=device)
     model = make_layers(kind)
     half = copy.deepcopy(model).bfloat16()
     (plain, right), own = (outcome(m, ids) for m in (model, copy.deepcopy(half).float())), outcome(half, ids)
+    monkeypatch.setattr("grpo_fast.policy.layers.resolve_liger", lambda *_: True)
     for changed in (model, half):
         changed.zero_grad()
-        apply_liger(changed)
+        fuse_layers(changed, ModelConfig(path="-", compile=False))
 
     assert max(distances(outcome(model, ids), plain)) < 1e-5
     assert any("Liger" in module._get_name() for module in model.modules())
@@ -131,10 +132,10 @@ def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytes
 
 
 def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
-    folder_of: Callable[..., Path], samples: list[Sample], monkeypatch: pytest.MonkeyPatch, seed: int
+    folder_of: Callable[..., Path], samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More layers than torch may compile kinds of; with adapters and without, with gradients and without, its
-    weights in other memory as vLLM's sharing moves them. Generation compiles nothing."""
+    """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
+    moves them. Generation compiles nothing."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any, **_: Any) -> Any:
@@ -142,13 +143,12 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
         return graph
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    settings = {"lora": {"r": 2}, "gradient_checkpointing": (True, "mlp")[seed % 2]}
-    settings |= {"path": str(folder_of("llama", num_hidden_layers=5)), "dtype": "float32", "device": "cpu"}
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 4)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    path = str(folder_of("llama", num_hidden_layers=3))
+    settings = {"path": path, "dtype": "float32", "device": "cpu", "gradient_checkpointing": "mlp"}
     plain, compiled = (load_policy(ModelConfig(**settings, compile=wanted)) for wanted in (False, True))
-    compiled.load_trainable(plain.trainable())
     assert compiled.model.state_dict().keys() == plain.model.state_dict().keys()
 
     counts = []
@@ -159,8 +159,6 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
             policy.hidden_states(batch).square().sum().backward()
         for name, parameter in plain.trainable().items():
             torch.testing.assert_close(compiled.trainable()[name].grad, parameter.grad, msg=name)
-        with compiled.reference() as of_compiled, plain.reference() as of_plain:
-            torch.testing.assert_close(of_compiled.hidden_states(batch), of_plain.hidden_states(batch))
         compiled.model.generate(batch.input_ids[None, : 4 + len(counts)], max_new_tokens=3)
         for weight in compiled.model.parameters():
             weight.data = torch.cat([weight.data.new_empty(64), weight.data.flatten()])[64:].view_as(weight)
