@@ -155,23 +155,29 @@ def _bound(budget: int, device: torch.device) -> None:
 
 
 def predict_group(probe: Probe) -> int | None:
-    """Completions of one prompt that the memory planner sees fit; None where not even two do."""
+    """Completions of one prompt whose update the memory planner sees fit; None where not even two do."""
     from grpo_fast.config import TrainConfig
-    from grpo_fast.plan import device_budget, plan
+    from grpo_fast.plan import Traces, device_budget
+    from grpo_fast.plan.prediction import Predictor
+    from grpo_fast.plan.search import MOST_GENERATIONS
+    from grpo_fast.plan.sizes import StepSizes, largest
 
-    budget = replace(device_budget(), total=probe.budget)
     config = TrainConfig.model_validate(
         {
             "model": probe.model,
             "dataset": {"source": "no data: only sizes are asked"},
             "rewards": [{"reward": "none"}],
-            "prompts_per_step": 1,
-            "rollout": {"engine": "transformers", "max_completion_length": probe.completion},
-            "memory": {"offload": "none"},
+            "rollout": {"engine": "transformers"},
         }
     )
-    shape = architecture(probe.model.path, probe.layers)
-    return plan(config, shape, budget, prompt_length=probe.prompt, knobs=False).group_in_one_micro_batch
+    budget = replace(device_budget(), total=probe.budget)
+    predictor = Predictor(config, Traces(architecture(probe.model.path, probe.layers)), budget)
+
+    def fits(size: int) -> bool:
+        group = StepSizes(1, size, probe.prompt, probe.completion, micro_batch_tokens=1 << 40)
+        return sum(predictor.update(group).values()) <= probe.budget
+
+    return largest(2, MOST_GENERATIONS, fits)
 
 
 def next_size(tried: Mapping[int, Measurement], largest: int) -> int | None:

@@ -17,7 +17,6 @@ from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import (
     CONSTANTS,
     RECOMPUTED,
-    Choice,
     Search,
     flow,
     turned_knobs,
@@ -78,15 +77,13 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
-    chosen: list[Choice] = []
-    for search, choice in zip(searches, choices, strict=True):
-        if choice is None:
-            raise ValueError(_too_large(search))
-        chosen.append(choice)
+    if None in choices:
+        raise ValueError(_too_large(searches[choices.index(None)]))
+    chosen = [choice.values for choice in choices if choice]
     values = {
-        key: of_all([choice.values[key] for choice in chosen])
+        key: of_all([values[key] for values in chosen])
         for key, of_all in OF_ALL_STAGES.items()
-        if at(config, key) in ("auto", None) and key in chosen[0].values
+        if at(config, key) in ("auto", None) and key in chosen[0]
     }
     told = values | ({GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {})
     text = " ".join(f"{key}={flow(value)}" for key, value in told.items())
@@ -112,13 +109,15 @@ def _searches(config: TrainConfig, device: DeviceBudget, lengths: dict[str, int]
     traces = traces_of(config.model.path, config.model.revision)
     found = []
     for stage in resolve_stages(config):
-        run, held_out = stage.config, stage.config.evaluation.dataset
+        run, questions = stage.config, stage.config.evaluation.dataset
         if run.rollout.engine == "auto" and version_problem(installed_version()):
             rollout = run.rollout.model_copy(update={"engine": "transformers"})
             run = run.model_copy(update={"rollout": rollout})
-        longest = lengths[run.dataset.model_dump_json()]
-        of_held_out = None if held_out is None else lengths[held_out.model_dump_json()]
-        sizes = step_sizes(run, prompt_length=longest, held_out_length=of_held_out)
+        sizes = step_sizes(
+            run,
+            prompt_length=lengths[run.dataset.model_dump_json()],
+            question_length=lengths[questions.model_dump_json()] if questions else None,
+        )
         found.append(Search(run, traces, device, sizes))
     return found
 
@@ -126,7 +125,7 @@ def _searches(config: TrainConfig, device: DeviceBudget, lengths: dict[str, int]
 def _longest_prompts(config: TrainConfig) -> dict[str, int]:
     """Of each dataset of the run, by its section as JSON."""
     sections = [*(stage.config.dataset for stage in resolve_stages(config)), config.evaluation.dataset]
-    by_text = {section.model_dump_json(): section for section in sections if section is not None}
+    by_text = {section.model_dump_json(): section for section in sections if section}
     return {text: longest_prompt(section, config.model) for text, section in by_text.items()}
 
 
@@ -151,14 +150,11 @@ def _inherited(config: TrainConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def _too_large(search: Search) -> str:
-    least = search.least()
-    knobs = turned_knobs(search, least)
-    changes = [knob.change for knob in knobs if knob.largest_num_generations] or [
-        "none of the settings alone; shorter prompts and completions, or a larger GPU"
-    ]
-    missing, device, sizes = -least.prediction.free, search.device, least.sizes
+    least, device = search.least(), search.device
+    changes = [knob.change for knob in turned_knobs(search, least) if knob.largest_num_generations]
     return (
-        f"{search.config.model.path} does not fit {device.name}: {sizes.prompts} prompts with "
-        f"{sizes.generations} completions need {bytes_text(missing)} more than its "
-        f"{bytes_text(device.total)}, however little is there at once. What makes room: {'; '.join(changes)}"
+        f"{search.config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
+        f"{least.sizes.generations} completions need {bytes_text(-least.prediction.free)} more than its "
+        f"{bytes_text(device.total)}, however little is there at once. What makes room: "
+        f"{'; '.join(changes) or 'shorter completions, or a larger GPU'}"
     )

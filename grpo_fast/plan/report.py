@@ -38,8 +38,7 @@ def render(plan: Plan) -> RenderableType:
     spare = bytes_text(abs(prediction.free))
     answers = (
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
-        f"largest num_generations          {_size(plan.largest_generations)}{_a_step(plan.largest)}\n"
-        f"  its update in one micro-batch  {_size(plan.group_in_one_micro_batch)}"
+        f"largest num_generations: {_size(plan.largest_generations)}{_a_step(plan.largest)}"
     )
     settings = _table("setting", "value", "chosen by")
     for key, value in plan.choice.values.items():
@@ -77,7 +76,6 @@ def record(plan: Plan) -> dict[str, Any]:
         "micro_batch": asdict(prediction.micro_batch),
         "largest_num_generations": plan.largest_generations,
         "estimated_seconds_of_largest": _seconds(plan.largest),
-        "largest_group_in_one_micro_batch": plan.group_in_one_micro_batch,
         "knobs": [asdict(knob) for knob in plan.knobs],
     }
 

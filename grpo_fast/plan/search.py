@@ -14,7 +14,7 @@ import yaml
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
-from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes, undivided_group
+from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.stages import PART
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
-MOST_TOKENS = 1 << 20  # and that for a micro-batch of one group
 
 AUTO_MOST = 64
 """Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
@@ -94,7 +93,6 @@ class Plan:
     config: TrainConfig  # as it was asked for
     choice: Choice  # where nothing fits, what is least too large
     largest: Choice | None  # with the largest group that fits; None: not even two completions do
-    group_in_one_micro_batch: int | None  # the largest group whose update fits undivided
     knobs: tuple[Knob, ...]  # what buys most comes first: the largest group, then the most bytes
 
     @property
@@ -108,27 +106,15 @@ class Plan:
         return [key for key in self.choice.values if at(self.config, key) not in ("auto", None)]
 
 
+@dataclass(frozen=True)
 class Search:
-    """What fits of one run on one device.
+    """What fits of one run on one device. Methods raise ValueError for a model that cannot be planned."""
 
-    Args:
-        config: what it leaves to `auto` is tried, the rest is as it is.
-        sizes: of a step, with the numbers of `config`.
-
-    Raises:
-        ValueError: in every method, a model that cannot be packed or planned.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        traces: Traces,
-        device: DeviceBudget,
-        sizes: StepSizes,
-        calibration: Calibration | None = None,
-    ) -> None:
-        self.config, self.traces, self.device, self.calibration = config, traces, device, calibration
-        self.sizes = replace(sizes, micro_batch_tokens=sizes.sequence_length)
+    config: TrainConfig  # what it leaves to `auto` is tried, the rest is as it is
+    traces: Traces
+    device: DeviceBudget
+    sizes: StepSizes  # by `step_sizes` of the configuration
+    calibration: Calibration | None = None
 
     def fastest(self, generations: int) -> Choice | None:
         """Of what fits, what is predicted to be the fastest; None: nothing fits.
@@ -136,8 +122,9 @@ class Search:
         Where a micro-batch fills the device without recomputation, nothing is gained by any.
         """
         found: list[Choice] = []
+        sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
         for ways in self._ways():
-            found += [choice for way in ways if (choice := self._fitted(way, generations))]
+            found += [choice for way in ways if (choice := self._fitted(way, sizes))]
             if any(choice.is_busy for choice in found):
                 break
         return min(found, key=_seconds, default=None)
@@ -146,8 +133,7 @@ class Search:
         """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two."""
         found: list[int] = []
         for *_, frugal in self._ways():
-            sizes = replace(self.sizes, most_in_flight=1)
-            found += filter(None, [largest(2, most, partial(_fits_with, frugal, sizes, "generations"))])
+            found += filter(None, [largest(2, most, partial(_fits_with, frugal, self._least, "generations"))])
             if most in found:
                 break
         return max(found, default=None)
@@ -161,9 +147,14 @@ class Search:
 
     def least(self) -> Choice:
         """The smallest step in the way that takes the least."""
-        sizes = replace(self.sizes, most_in_flight=1)
+        sizes = self._least
         choices = [Choice(frugal, sizes, frugal.predict(sizes)) for *_, frugal in self._ways()]
         return max(choices, key=lambda choice: choice.prediction.free)
+
+    @property
+    def _least(self) -> StepSizes:
+        """One completion in flight, and one in a micro-batch."""
+        return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length, most_in_flight=1)
 
     def _ways(self) -> Iterator[list[Predictor]]:
         """What can be recomputed, the fastest first, and for each who is where when, the most frugal last.
@@ -197,10 +188,10 @@ class Search:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
-    def _fitted(self, predictor: Predictor, generations: int) -> Choice | None:
+    def _fitted(self, predictor: Predictor, sizes: StepSizes) -> Choice | None:
         """With the most completions in flight, then the largest micro-batch, that fit."""
-        sizes, asked = replace(self.sizes, generations=generations), self.config.micro_batch_tokens
-        in_flight = largest(1, sizes.in_flight, partial(_fits_with, predictor, sizes, "most_in_flight"))
+        wanted, asked = sizes.in_flight, self.config.micro_batch_tokens
+        in_flight = largest(1, wanted, partial(_fits_with, predictor, sizes, "most_in_flight"))
         if in_flight is None:
             return None
         sizes = replace(sizes, most_in_flight=in_flight)
@@ -209,9 +200,9 @@ class Search:
         tokens = largest(low, most, partial(_fits_with, predictor, sizes, "micro_batch_tokens"))
         sizes = replace(sizes, micro_batch_tokens=tokens or low)
         choice = Choice(predictor, sizes, predictor.predict(sizes))
-        level = self.config.rollout.vllm.sleep_level, predictor.run.rollout.vllm.sleep_level
-        squeezed = sizes.in_flight < self.sizes.in_flight or not choice.is_busy
-        return None if level == ("auto", 0) and squeezed else choice  # what stays awake leaves room to both
+        levels = [run.rollout.vllm.sleep_level for run in (self.config, predictor.run)]
+        squeezed = in_flight < wanted or not choice.is_busy
+        return None if levels == ["auto", 0] and squeezed else choice  # what never sleeps leaves ample room
 
 
 def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int) -> bool:
@@ -253,7 +244,6 @@ def plan(
         config,
         choice,
         largest=search.fastest(most) if most else None,
-        group_in_one_micro_batch=_undivided(choice),
         knobs=turned_knobs(search, choice) if knobs else (),
     )
 
@@ -322,15 +312,3 @@ def _possible_knobs(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, 
     if config.prompts_per_step > max(1, config.minibatches):
         half = max(config.minibatches, config.prompts_per_step // 2)
         yield "prompts_per_step", half, "fewer prompts in a step"
-
-
-def _undivided(choice: Choice) -> int | None:
-    """Completions of a prompt whose update fits in one micro-batch; None: not even two."""
-    predictor, sizes = choice.predictor, choice.sizes
-
-    def fits(count: int) -> bool:
-        group = replace(sizes, generations=count)
-        batch = undivided_group(group)
-        return sum(predictor.update(group, batch).values()) <= predictor.device.total
-
-    return largest(2, max(2, min(MOST_GENERATIONS, MOST_TOKENS // sizes.sequence_length)), fits)

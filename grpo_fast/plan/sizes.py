@@ -56,13 +56,13 @@ class StepSizes:
 
 
 def step_sizes(
-    config: TrainConfig, *, prompt_length: int | None = None, held_out_length: int | None = None
+    config: TrainConfig, *, prompt_length: int | None = None, question_length: int | None = None
 ) -> StepSizes:
     """The sizes of a run's steps; a group of two and one completion a micro-batch where they are `auto`.
 
     Args:
-        prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
-        held_out_length: those of evaluation's; by default its dataset's limit.
+        prompt_length: tokens of the longest prompt, and `question_length` of evaluation's; by default as
+            their datasets limit them.
 
     Raises:
         ValueError: nothing says how long prompts may be, or the algorithm has no rollouts.
@@ -77,7 +77,7 @@ def step_sizes(
         )
     generations, tokens, vllm = config.rollout.num_generations, config.micro_batch_tokens, config.rollout.vllm
     completion_length = config.rollout.length_limit
-    questions = held_out_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
+    question_length = question_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
         prompts=config.prompts_per_step,
         generations=2 if generations == "auto" else generations,
@@ -86,7 +86,7 @@ def step_sizes(
         micro_batch_tokens=prompt_length + completion_length if tokens == "auto" else tokens,
         minibatches=config.minibatches,
         most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
-        longest=vllm.max_model_length or questions + completion_length,
+        longest=vllm.max_model_length or question_length + completion_length,
     )
 
 
@@ -132,12 +132,6 @@ def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
     fitting = bisect_left(counts, True, key=lambda n: sum(inputs for inputs, _ in every(n)) <= budget)
     count = min(fewest + fitting, ends[-1])
     return _micro_batch(every(count), sizes, count)
-
-
-def undivided_group(sizes: StepSizes) -> MicroBatch:
-    """One group, whatever the budget for a micro-batch."""
-    budget = sizes.generations * sizes.sequence_length
-    return _micro_batch(_group(sizes, budget), sizes, sizes.groups)
 
 
 def whole_step(sizes: StepSizes) -> MicroBatch:

@@ -86,12 +86,13 @@ def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(
 def test_the_engine_that_is_installed_is_the_one_planned_for(
     toy: dict[str, Any], memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory(10**9)
+    memory(10**5)
     monkeypatch.setattr(auto, "installed_version", lambda: None)
 
-    found = resolve_auto(auto_run(toy)).rollout
+    found = resolve_auto(auto_run(toy))
 
-    assert (found.engine, found.num_generations, found.vllm.max_sequences) == ("auto", 64, None)
+    assert (found.rollout.engine, found.rollout.vllm.max_sequences) == ("auto", None)
+    assert found.rollout.num_generations == 64
 
 
 def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from operator import sub
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
 from grpo_fast.plan.search import (
     AUTO_MOST,
     AUTO_TOKENS,
+    BUSY,
     MOST_GENERATIONS,
     Choice,
     Search,
@@ -43,18 +43,18 @@ def traces(config: Any) -> Traces:
 
 
 def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(traces: Traces) -> None:
-    def group(total: int, **changes: Any) -> tuple[int, int | None]:
-        found = plan(run("auto", **changes), traces, gpu(total), knobs=False)
-        return found.choice.sizes.generations, found.largest_generations
+    def group(total: int, **changes: Any) -> int | None:
+        return search(run("auto", **changes), traces, total).generations()
 
-    assert group(2 << 30) == (AUTO_MOST, MOST_GENERATIONS)
-    assert group(2 << 30, prompts_per_step=30)[0] == 1024 // 30
-    assert group(2 << 30, prompts_per_step=200)[0] == 8
-    packed = plan(run(), traces, gpu(2 << 30), knobs=False).choice.sizes.packed_bytes // 8
-    least = search(run(2), traces).least().prediction
-    scarce = least.total("update") + int(10.5 * 1.05 * packed)  # 1.05: with fragmentation
-    assert group(scarce) == (12, 12)
-    assert group(least.total("update") - 1) == (2, None)
+    assert group(2 << 30) == AUTO_MOST
+    assert group(2 << 30, prompts_per_step=30) == 1024 // 30
+    assert group(2 << 30, prompts_per_step=200) == 8
+    sizes = step_sizes(run(8))
+    least = search(run(2), traces).least().prediction.total("update")
+    scarce = least + int(10.5 * 1.05 * sizes.packed_bytes / 8)  # ten more of each, with fragmentation
+    assert group(scarce) == search(run(2), traces, scarce).largest_generations() == 12
+    assert group(least - 1) is None
+    assert plan(run(), traces, gpu(2 << 30), knobs=False).largest_generations == MOST_GENERATIONS
 
 
 def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
@@ -65,7 +65,7 @@ def test_what_does_not_fit_says_so(traces: Traces) -> None:
     found = plan(run(), traces, gpu(1 << 20), knobs=False)
 
     assert found.choice.prediction.free < 0
-    assert (found.largest_generations, found.group_in_one_micro_batch) == (None, None)
+    assert found.largest_generations is None
 
 
 def test_the_choice_is_the_fastest_of_all_that_fit(traces: Traces) -> None:
@@ -107,27 +107,25 @@ def test_nothing_is_recomputed_moved_or_put_to_sleep_where_there_is_room(traces:
     }
 
 
-def test_with_less_and_less_memory_more_gives_way_and_a_larger_micro_batch_would_not_fit(
-    traces: Traces,
-) -> None:
-    before, orders = None, {False: 0, "mlp": 1, True: 2}
-    least = search(run(64), traces).least().prediction.total("update")
-    for total in (4 << 30, 2 << 30, 1 << 30, least + (24 << 20)):
-        found = search(run(64), traces, total).fastest(64)
-        sizes, values = found.sizes, found.values
-        if sizes.micro_batch_tokens < AUTO_TOKENS:
-            above = replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 1)
-            assert found.predictor.fits(sizes) and not found.predictor.fits(above)
-        if sizes.in_flight < 1024:
-            assert not found.predictor.fits(replace(sizes, most_in_flight=sizes.in_flight + 1))
-        now = (
-            orders[values["model.gradient_checkpointing"]],
-            -sizes.micro_batch_tokens,
-            values["rollout.vllm.sleep_level"],
-        )
-        assert before is None or max(map(sub, now, before)) >= 0
-        before = now
-    assert values["rollout.vllm.sleep_level"] == 1
+def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(traces: Traces) -> None:
+    scarce = search(run(64), traces).least().prediction.total("update") + (8 << 20)
+
+    found = search(run(64), traces, scarce).fastest(64)
+
+    sizes, fits = found.sizes, found.predictor.fits
+    assert fits(sizes) and sizes.in_flight < 1024 and found.values["rollout.vllm.sleep_level"] == 1
+    assert not fits(replace(sizes, most_in_flight=sizes.in_flight + 1))
+    assert not fits(replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 64))
+
+
+def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(traces: Traces) -> None:
+    totals = [total << 20 for total in range(1000, 1400, 50)]
+    found = [search(run(64), traces, total).fastest(64) for total in totals]
+
+    levels = [choice.values["rollout.vllm.sleep_level"] for choice in found]
+    assert (levels[0], levels[-1]) == (1, 0)
+    awake = [choice for choice in found if choice.values["rollout.vllm.sleep_level"] == 0]
+    assert all(choice.is_busy and choice.sizes.in_flight == 1024 for choice in awake)
 
 
 def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(traces: Traces) -> None:
@@ -137,6 +135,13 @@ def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(trac
 
     assert 128 <= found.sizes.micro_batch_tokens < 50_000
     assert search(run(micro_batch_tokens=300), traces).fastest(8).sizes.micro_batch_tokens == 300
+
+
+def test_small_micro_batches_do_beside_an_engine_that_cannot_sleep(traces: Traces) -> None:
+    config = run(rollout={"engine": "transformers", "max_completion_length": 64})
+    scarce = search(config, traces).least().prediction.total("update") + (8 << 20)
+
+    assert 128 <= search(config, traces, scarce).fastest(8).sizes.micro_batch_tokens < BUSY
 
 
 def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:

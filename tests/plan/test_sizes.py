@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch, undivided_group
+from grpo_fast.plan.sizes import StepSizes, largest, largest_micro_batch
 from grpo_fast.policy import PackedBatch, Sample, pack
 from grpo_fast.policy.attention import PackedLayout, visible_pairs
 
@@ -53,12 +53,6 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) ->
         sum(pairs),
     )
     assert not masks or found.joined * found.sequence == sum(mask.shape[1] for mask in masks)
-
-
-def test_an_undivided_group_is_not_cut_by_the_budget() -> None:
-    found = undivided_group(replace(SIZES, micro_batch_tokens=10))
-
-    assert (found.inputs, found.groups) == (30 + 6 * (20 - 1), 1.0)
 
 
 def test_a_step_holds_all_its_packed_batches() -> None:
