@@ -131,6 +131,7 @@ def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytes
         resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device("cuda"), "qwen2")
 
 
+@torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
 def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
     folder_of: Callable[..., Path], samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,8 +144,6 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
         return graph
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     path = str(folder_of("llama", num_hidden_layers=3))
     settings = {"path": path, "dtype": "float32", "device": "cpu", "gradient_checkpointing": "mlp"}
