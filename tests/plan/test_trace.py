@@ -136,6 +136,15 @@ def test_the_attentions_differ_in_what_they_hold(config: Any, predictor: Any) ->
         alive = timeline.live({"joined": 1}) - timeline.live({})
         return [alive[timeline.forward_end - 1], alive.max()]
 
+    large = Traces(config(num_attention_heads=4, num_key_value_heads=2, head_dim=512))
+    peaks = [
+        large.update(predictor(large).run.model, attention, first=False).live({"tokens": 1000}).max() / 1000
+        for attention in ("flash_attention_2", "flex_attention")
+    ]
+    assert (
+        peaks[0] - peaks[1] == 3 * 4 * 512 * 4
+    )  # of each head the query's sum, a key's and a value's gradient
+
     copies = 3 * 2 * 2 * 32 * 4  # of three layers keys and values, two heads of 32 numbers in float32
     of_heads = 2 * 4 * 32 * 4  # gradients of keys and values for each of four heads
     assert per_prompt_token("flash_attention_2") == [copies, copies + of_heads]

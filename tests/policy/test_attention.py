@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +15,19 @@ from transformers import AutoConfig
 from grpo_fast.plan.measure import peak_bytes
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
 from grpo_fast.policy.architecture import verify_policy
-from grpo_fast.policy.attention import BLOCK, PackedLayout, flash_obstacle, packed_attention, visible_pairs
+from grpo_fast.policy.attention import (
+    BLOCK,
+    PackedLayout,
+    flash_obstacle,
+    packed_attention,
+    visible_pairs,
+)
 
 Load = Callable[..., Policy]
 
 
-def packed(samples: list[Sample], *, share: bool = True, max_tokens: int = 10**6) -> list[PackedBatch]:
-    apart = [replace(sample, group_id=index) for index, sample in enumerate(samples)]
-    return pack(samples if share else apart, max_tokens=max_tokens, device="cpu")
+def packed(samples: list[Sample], max_tokens: int = 10**6) -> list[PackedBatch]:
+    return pack(samples, max_tokens=max_tokens, device="cpu")
 
 
 def sample(group: int, prompt: int, completion: int) -> Sample:
@@ -37,28 +41,24 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     policy = load(family)
     window = getattr(policy.base_model.config, "sliding_window", None)
 
-    for share in (True, False):
-        for batch in packed(samples, share=share, max_tokens=40):
-            logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
-            rows = logprobs.split(batch.sequence_ids.bincount().tolist())
-            for index, actual in zip(batch.sample_ids.tolist(), rows, strict=True):
-                own = samples[index]
-                ids = torch.tensor([own.prompt_ids + own.completion_ids])
-                logits = policy.model(input_ids=ids, use_cache=False).logits
-                alone = logits[0, len(own.prompt_ids) - 1 : -1].log_softmax(-1)
-                torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
+    for batch in packed(samples, max_tokens=40):
+        logprobs = policy.head.logits(policy.hidden_states(batch)).log_softmax(-1)
+        rows = logprobs.split(batch.sequence_ids.bincount().tolist())
+        for index, actual in zip(batch.sample_ids.tolist(), rows, strict=True):
+            own = samples[index]
+            ids = torch.tensor([own.prompt_ids + own.completion_ids])
+            logits = policy.model(input_ids=ids, use_cache=False).logits
+            alone = logits[0, len(own.prompt_ids) - 1 : -1].log_softmax(-1)
+            torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
     # The window of Gemma 2 hides something, else the comparison would say nothing about windows.
     assert family != "gemma2" or window < max(len(s.prompt_ids) for s in samples)
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_neither_budget_nor_sharing_nor_checkpointing_changes_loss_or_gradient(
-    load: Load, samples: list[Sample], share: bool
-) -> None:
-    def step(max_tokens: int, share: bool) -> tuple[float, dict[str, torch.Tensor], int]:
+def test_neither_budget_nor_checkpointing_changes_loss_or_gradient(load: Load, samples: list[Sample]) -> None:
+    def step(max_tokens: int) -> tuple[float, dict[str, torch.Tensor], int]:
         policy = load("gemma2", gradient_checkpointing=max_tokens < 10_000)
         policy.model.double()
-        total, batches = 0.0, packed(samples, share=share, max_tokens=max_tokens)
+        total, batches = 0.0, packed(samples, max_tokens)
         for batch in batches:
             logits = policy.hidden_states(batch) @ policy.head.weight.T
             logprobs = (30 * torch.tanh(logits / 30)).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
@@ -67,7 +67,7 @@ def test_neither_budget_nor_sharing_nor_checkpointing_changes_loss_or_gradient(
             total += loss.item()
         return total, {name: p.grad for name, p in policy.trainable().items()}, len(batches)
 
-    (whole_loss, whole, one), (loss, split, count) = step(10_000, True), step(16, share)
+    (whole_loss, whole, one), (loss, split, count) = step(10_000), step(16)
 
     assert one == 1 < count
     assert loss == pytest.approx(whole_loss, rel=1e-6)
@@ -116,16 +116,16 @@ def flash_on_a_cpu() -> Iterator[None]:
     library._destroy()
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize(("window", "longest"), [(None, 9), (1, 9), (5, 9), (None, 1)])
 def test_flash_attention_shares_prompts_exactly(
-    flash_on_a_cpu: None, rng: torch.Generator, seed: int, share: bool, window: int | None
+    flash_on_a_cpu: None, rng: torch.Generator, seed: int, window: int | None, longest: int
 ) -> None:
     """Documents with prompts and completions from a token on, against each document's mask in float64."""
     draw = random.Random(seed)
-    prompts = [draw.randint(1, 9) for _ in range(3)]
-    drawn = [sample(g, prompts[g], draw.choice((1, 2, draw.randint(3, 9)))) for g in (0, 0, 0, 1, 1, 2)]
-    (batch,) = packed(drawn, share=share)
+    lengths = range(1, longest + 1)
+    prompts = draw.choices(lengths, k=3)
+    drawn = [sample(g, prompts[g], draw.choice((1, *lengths))) for g in (0, 0, 0, 1, 1, 2)]
+    (batch,) = packed(drawn)
     results = []
     shapes = [(1, heads, len(batch.input_ids), 8) for heads in (4, 2, 2, 4)]
     *operands, gradient = (torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
@@ -229,11 +229,10 @@ def test_flex_attention_stays_compiled_whatever_the_lengths(
             assert policy.hidden_states(batch).isfinite().all()
 
 
-@pytest.mark.parametrize("share", [True, False])
 def test_the_flex_mask_is_made_without_asking_the_device(
-    samples: list[Sample], share: bool, monkeypatch: pytest.MonkeyPatch
+    samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (batch,) = packed(samples, share=share)
+    (batch,) = packed(samples)
 
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor was read")
@@ -246,11 +245,8 @@ def test_the_flex_mask_is_made_without_asking_the_device(
     assert {mask.seq_lengths for mask in masks} == {(len(batch.input_ids),) * 2}
 
 
-@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
-    share: bool, windowed: bool, seed: int
-) -> None:
+def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(windowed: bool, seed: int) -> None:
     """Groups of one to four completions, from a token to more than two blocks long."""
     draw = random.Random(seed)
 
@@ -260,7 +256,7 @@ def test_every_mask_says_what_visible_says_of_each_pair_of_tokens(
     for _ in range(6):
         prompts = {group: length() for group in range(draw.randint(1, 4))}
         groups = [group for group in prompts for _ in range(draw.randint(1, 4))]
-        (batch,) = packed([sample(group, prompts[group], length()) for group in groups], share=share)
+        (batch,) = packed([sample(group, prompts[group], length()) for group in groups])
         lengths, total = batch.cu_seqlens.diff().tolist(), len(batch.input_ids)
         at_a_document = max(1, draw.choice(lengths) + draw.choice((-1, 0, 1)))
         window = draw.choice((1, at_a_document, draw.randint(1, 3 * BLOCK))) if windowed else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.policy import Policy, Sample, load_policy, pack
@@ -19,8 +19,16 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_liger
 
 Load = Callable[..., Policy]
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, **HEADS}
+SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "pad_token_id": 2,
+}
 
 
 @pytest.fixture
@@ -46,26 +54,6 @@ def liger_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geglu, "tanh", lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
 
 
-@pytest.fixture
-def make_layers(seed: int, device: torch.device) -> Iterator[Callable[[str], nn.Module]]:
-    """`make_layers("llama")`: a random model of one layer. What Liger puts into its module is taken back."""
-    before: dict[Any, dict[str, Any]] = {}
-
-    def make(kind: str) -> nn.Module:
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model(kind, **SIZES, pad_token_id=2)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-        module = sys.modules[type(model).__module__]
-        before[module] = dict(vars(module))
-        return model.to(device)
-
-    yield make
-    for module, names in before.items():
-        vars(module).update(names)
-
-
 def outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states, and the gradient of every weight."""
     hidden = model.base_model(ids, use_cache=False).last_hidden_state.float()
@@ -80,20 +68,28 @@ def distances(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> lis
 
 @pytest.mark.parametrize("kind", sorted(LIGER_TYPES))
 def test_liger_computes_a_layer_as_transformers_does(
-    kind: str, make_layers: Any, liger_interpreted: None, device: torch.device, monkeypatch: Any
+    kind: str, liger_interpreted: None, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 to rounding; in bfloat16 no further from float32 than transformers: it rounds as often."""
+    torch.manual_seed(seed)
     ids = torch.randint(61, (1, 4), device=device)
-    model = make_layers(kind)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).to(device)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    names = vars(sys.modules[type(model).__module__])
+    for name, value in [*names.items()]:  # what Liger puts there is taken back
+        monkeypatch.setitem(names, name, value)
     half = copy.deepcopy(model).bfloat16()
     (plain, right), own = (outcome(m, ids) for m in (model, copy.deepcopy(half).float())), outcome(half, ids)
     monkeypatch.setattr("grpo_fast.policy.layers.resolve_liger", lambda *_: True)
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", None)
     for changed in (model, half):
         changed.zero_grad()
         fuse_layers(changed, ModelConfig(path="-", compile=False))
 
     assert max(distances(outcome(model, ids), plain)) < 1e-5
     assert any("Liger" in module._get_name() for module in model.modules())
+    assert torch.nn.functional.cross_entropy is None and "forward" not in vars(model)  # losses stay
     of_liger, of_own = distances(outcome(half, ids), right), distances(own, right)
     assert of_liger[0] < 1.05 * of_own[0] and of_liger[1] < 3 * of_own[1]
 
