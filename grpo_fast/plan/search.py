@@ -14,7 +14,7 @@ import yaml
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import GIB, DeviceBudget
 from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
-from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, step_sizes
+from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, largest_micro_batch, step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.stages import PART
@@ -39,7 +39,7 @@ CONSTANTS = {
 """What `auto` is on a CPU, without planning; for `memory.offload` the engines need no room there."""
 
 OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
-BUSY = 16_384  # tokens of a micro-batch that keep a GPU busy
+BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
 RECOMPUTED = (False, "mlp", True)  # by what it costs
 
 
@@ -199,6 +199,9 @@ class Search:
         low = min(sizes.sequence_length, most)
         tokens = largest(low, most, partial(_fits_with, predictor, sizes, "micro_batch_tokens"))
         sizes = replace(sizes, micro_batch_tokens=tokens or low)
+        batch = largest_micro_batch(sizes)
+        if asked == "auto" and batch.count > 1:  # else shorter completions would fill one beyond what fits
+            sizes = replace(sizes, micro_batch_tokens=batch.inputs)
         choice = Choice(predictor, sizes, predictor.predict(sizes))
         levels = [run.rollout.vllm.sleep_level for run in (self.config, predictor.run)]
         squeezed = in_flight < wanted or not choice.is_busy

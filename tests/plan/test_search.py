@@ -114,6 +114,7 @@ def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(traces: Traces) -
 
     sizes, fits = found.sizes, found.predictor.fits
     assert fits(sizes) and sizes.in_flight < 1024 and found.values["rollout.vllm.sleep_level"] == 1
+    assert sizes.micro_batch_tokens == found.prediction.micro_batch.inputs  # none is fuller
     assert not fits(replace(sizes, most_in_flight=sizes.in_flight + 1))
     assert not fits(replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 64))
 
