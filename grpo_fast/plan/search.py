@@ -190,8 +190,8 @@ class Search:
 
     def _fitted(self, predictor: Predictor, sizes: StepSizes) -> Choice | None:
         """With the most completions in flight, then the largest micro-batch, that fit."""
-        wanted, asked = sizes.in_flight, self.config.micro_batch_tokens
-        in_flight = largest(1, wanted, partial(_fits_with, predictor, sizes, "most_in_flight"))
+        asked = self.config.micro_batch_tokens
+        in_flight = largest(1, sizes.in_flight, partial(_fits_with, predictor, sizes, "most_in_flight"))
         if in_flight is None:
             return None
         sizes = replace(sizes, most_in_flight=in_flight)
@@ -204,8 +204,8 @@ class Search:
             sizes = replace(sizes, micro_batch_tokens=batch.inputs)
         choice = Choice(predictor, sizes, predictor.predict(sizes))
         levels = [run.rollout.vllm.sleep_level for run in (self.config, predictor.run)]
-        squeezed = in_flight < wanted or not choice.is_busy
-        return None if levels == ["auto", 0] and squeezed else choice  # what never sleeps leaves ample room
+        # What never sleeps leaves ample room, or it is put to sleep.
+        return None if levels == ["auto", 0] and not choice.is_busy else choice
 
 
 def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int) -> bool:

@@ -72,7 +72,9 @@ def _every(steps: int) -> str:
 
 def expected(trainer: Trainer, device: DeviceBudget) -> str:
     """Bytes at the highest, and seconds of a step, of the stage that comes."""
-    config, longest = trainer.config, max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
+    rollout = trainer.config.rollout.model_copy(update={"engine": trainer.engine.name})
+    config = trainer.config.model_copy(update={"rollout": rollout})
+    longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
         sizes = step_sizes(config, prompt_length=longest)
         traces = traces_of(config.model.path, config.model.revision)

@@ -59,7 +59,7 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
     assert (found.rollout.num_generations, found.micro_batch_tokens) == (8, 16_384)
     assert found.stages[0].overrides == {"rollout": {"num_generations": 8}}
     assert found.model.gradient_checkpointing is preference.model.gradient_checkpointing is False
-    assert preference.micro_batch_tokens == 16_384
+    assert (preference.micro_batch_tokens, preference.rollout.num_generations) == (16_384, "auto")
     mlp = own["model"] | {"gradient_checkpointing": "mlp"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
     assert resolve_auto(set_by_hand) == set_by_hand

@@ -12,6 +12,7 @@ from grpo_fast.plan.search import (
     AUTO_MOST,
     AUTO_TOKENS,
     BUSY,
+    CONSTANTS,
     MOST_GENERATIONS,
     Choice,
     Search,
@@ -135,7 +136,29 @@ def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(trac
     found = search(run(micro_batch_tokens=50_000), traces, least + (50 << 20)).fastest(8)
 
     assert 128 <= found.sizes.micro_batch_tokens < 50_000
-    assert search(run(micro_batch_tokens=300), traces).fastest(8).sizes.micro_batch_tokens == 300
+    by_hand = search(run(micro_batch_tokens=300), traces).fastest(8)
+    assert by_hand.sizes.micro_batch_tokens == 300
+    assert by_hand.values["rollout.vllm.sleep_level"] == 0  # small as it is, there is room
+
+
+def test_a_cpu_is_planned_with_its_constants(traces: Traces) -> None:
+    model = ANY["model"] | {"attention": "sdpa"}
+    found = plan(run("auto", model=model), traces, DeviceBudget("cpu", "cpu", 8 << 30), knobs=False)
+
+    assert found.choice.values == CONSTANTS | {"memory.offload": []}
+    assert found.by_hand == []
+
+
+def test_layers_without_mlps_are_recomputed_whole_or_not_at_all(
+    traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(traces.shape(run().model), active_mlp=0)
+    monkeypatch.setattr(Traces, "shape", lambda *_: shape)
+    least = search(run(), traces).least().prediction.total("update")
+
+    values = [search(run(), traces, least + (more << 20)).fastest(8).values for more in (1, 10, 20, 40, 80)]
+
+    assert {True, False} >= {value["model.gradient_checkpointing"] for value in values}
 
 
 def test_small_micro_batches_do_beside_an_engine_that_cannot_sleep(traces: Traces) -> None:
