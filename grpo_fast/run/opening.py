@@ -72,8 +72,8 @@ def _every(steps: int) -> str:
 
 def expected(trainer: Trainer, device: DeviceBudget) -> str:
     """Bytes at the highest, and seconds of a step, of the stage that comes."""
-    rollout = trainer.config.rollout.model_copy(update={"engine": trainer.engine.name})
-    config = trainer.config.model_copy(update={"rollout": rollout})
+    with_engine = trainer.config.rollout.model_copy(update={"engine": trainer.engine.name})
+    config = trainer.config.model_copy(update={"rollout": with_engine})
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
         sizes = step_sizes(config, prompt_length=longest)
