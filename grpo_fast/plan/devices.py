@@ -40,6 +40,7 @@ class DeviceBudget:
     shared_memory: int = 0  # bytes one program may use
     flops: float = 0.0  # a second, in 16 bits, as published; 0 of what the table does not have
     bandwidth: float = 0.0  # bytes a second
+    host: int = sys.maxsize  # bytes that may be offloaded
 
     @property
     def head_device(self) -> Device:
@@ -101,7 +102,12 @@ def _gpu_at_hand() -> DeviceBudget:
     name = torch.cuda.get_device_name(index)
     device = _known_gpu(name) or DeviceBudget(name, "cuda", ours)
     return replace(
-        device, name=name, total=ours, capability=facts.capability, shared_memory=facts.shared_memory
+        device,
+        name=name,
+        total=ours,
+        capability=facts.capability,
+        shared_memory=facts.shared_memory,
+        host=_cpu_at_hand().total,
     )
 
 

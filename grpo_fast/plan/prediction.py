@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -126,6 +127,11 @@ class Predictor:
         """What of the trainer there is on a GPU to be offloaded, the cheapest first."""
         resident = self._resident(accumulates=False)
         return tuple(part for part in PARTS if resident[part] and self.on_gpu)
+
+    def on_host(self, parts: Sequence[Part]) -> int:
+        """Bytes that these parts take of the host's memory; gradients are only freed."""
+        resident = self._resident(accumulates=False) | {"gradients": 0}
+        return sum(resident[part] for part in parts)
 
     def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
         """Bytes at these sizes, or with a micro-batch other than their largest."""

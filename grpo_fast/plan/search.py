@@ -186,6 +186,7 @@ class Search:
             lists: list[Any] = [memory.offload]
             if lists == ["auto"]:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
+                lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
     def _fitted(self, predictor: Predictor, sizes: StepSizes) -> Choice | None:

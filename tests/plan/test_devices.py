@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,3 +67,4 @@ def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
 
     assert (found.name, found.capability, found.flops) == (name, (9, 9), flops)
     assert found.total == (1 << 30) + 100 + devices.CUDA_CONTEXT
+    assert 1 << 20 < found.host < sys.maxsize

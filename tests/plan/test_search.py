@@ -141,6 +141,21 @@ def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(trac
     assert by_hand.values["rollout.vllm.sleep_level"] == 0  # small as it is, there is room
 
 
+def test_no_more_is_offloaded_than_the_host_holds(traces: Traces) -> None:
+    least = search(run(), traces).least()
+    scarce = least.prediction.total("update") + (8 << 20)
+    state = least.predictor.on_host(["gradients", "optimizer"])
+    resident = least.predictor.shape.narrow + least.predictor.shape.wide
+
+    def offloaded(host: int) -> list[str]:
+        device = replace(gpu(scarce), host=host)
+        return Search(run(), traces, device, step_sizes(run())).least().values["memory.offload"]
+
+    assert state == 8 * resident + 512 * least.predictor.shape.trainable_tensors
+    assert offloaded(state) == ["gradients", "optimizer"]
+    assert offloaded(state - 1) == ["gradients"]
+
+
 def test_a_cpu_is_planned_with_its_constants(traces: Traces) -> None:
     model = ANY["model"] | {"attention": "sdpa"}
     found = plan(run("auto", model=model), traces, DeviceBudget("cpu", "cpu", 8 << 30), knobs=False)
