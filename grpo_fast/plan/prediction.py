@@ -200,7 +200,8 @@ class Predictor:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
         shape = self.shape
         model = self.run.model
-        fused = self.on_gpu and (model.compile is not False or model.liger_kernels is True)
+        dense = "experts" not in self.shape.parameters
+        fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
         timeline = self.traces.update(model, self.attention, first=batch.count == 1, fused=fused)
         call = Workload(
             rows=batch.targets,

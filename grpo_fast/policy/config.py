@@ -62,7 +62,8 @@ class ModelConfig(Section):
         "models that it computes as transformers does",
     )
     compile: Literal["auto"] | bool = Field(
-        "auto", description="torch.compile of each layer; auto: on a GPU where Liger has not fused them"
+        "auto",
+        description="torch.compile of each layer; auto: on a GPU without Liger, not of experts",
     )
     chat_template: str | None = Field(None, description="a Jinja file, in place of the tokenizer's own")
     trust_remote_code: bool = Field(

@@ -54,7 +54,11 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig) -> None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    if config.compile is True or (config.compile == "auto" and model.device.type == "cuda" and not liger):
+    wanted = config.compile
+    if wanted == "auto":  # not of experts, which nobody has compiled on a GPU yet
+        experts = any("expert" in name for name, _ in model.named_parameters())
+        wanted = model.device.type == "cuda" and not liger and not experts
+    if wanted:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         for layer in model.modules():

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_fast.policy import Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
@@ -125,6 +127,32 @@ def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytes
     assert not resolve_liger(ModelConfig(path="-"), torch.device("cuda"), "qwen2")
     with pytest.raises(ImportError, match=r"liger_kernels = true needs liger-kernel: pip install"):
         resolve_liger(ModelConfig(path="-", liger_kernels=True), torch.device("cuda"), "qwen2")
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "part", "wanted", "compiled"),
+    [
+        ("cuda", "olmo2", "mlp", "auto", True),
+        ("cuda", "qwen2", "mlp", "auto", False),  # Liger's
+        ("cuda", "olmo2", "experts", "auto", False),
+        ("cuda", "olmo2", "mlp", False, False),
+        ("cpu", "olmo2", "mlp", "auto", False),
+        ("cpu", "olmo2", "experts", True, True),
+    ],
+)
+def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them(
+    device: str, kind: str, part: str, wanted: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("liger_kernel", reason="install liger-kernel")
+    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", lambda **_: None)
+    model = torch.nn.Module()
+    model.device, model.config = torch.device(device), SimpleNamespace(model_type=kind)
+    model.layer = GradientCheckpointingLayer()
+    model.layer.register_module(part, torch.nn.Linear(1, 1))
+
+    fuse_layers(model, ModelConfig(path="-", compile=wanted))
+
+    assert ("forward" in vars(model.layer)) == compiled
 
 
 @torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
