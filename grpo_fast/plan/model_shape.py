@@ -75,10 +75,6 @@ class ModelShape:
             layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers
         )
 
-    def paged_kv_bytes(self, tokens: int) -> int:
-        """Bytes of one sequence in vLLM's pages of BLOCK_TOKENS."""
-        return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * self.paged_kv_bytes_per_token
-
 
 def model_config(source: str, *, revision: str | None = None) -> PretrainedConfig:
     """A model's configuration, without its weights and without running code of its own.

@@ -110,11 +110,10 @@ def test_keys_and_values_are_what_the_model_caches(family: str, config: Any) -> 
     assert held <= shape.kv_bytes(tokens) <= held + spare
 
 
-def test_pages_are_whole(config: Any) -> None:
+def test_a_page_has_keys_and_values_of_every_layer(config: Any) -> None:
     shape = model_shape(skeleton(config("qwen2"), ModelConfig(path="-", dtype="bfloat16")))
 
     assert shape.paged_kv_bytes_per_token == 2 * 3 * 2 * 2 * 32  # bytes, layers, key and value, heads, width
-    assert shape.paged_kv_bytes(17) == 32 * shape.paged_kv_bytes_per_token
 
 
 @pytest.mark.parametrize(
