@@ -208,3 +208,21 @@ def test_a_compiled_reference_has_layers_of_its_own(
     with policy.reference() as reference:
         assert torch.equal(reference.hidden_states(batch), before)
     assert len(called) == 2  # layers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, "mlp", True])
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(
+    load: Load, samples: list[Sample], checkpointing: Any, lora: Any
+) -> None:
+    """Else the log-probabilities of a forward with gradients would not be those of one without."""
+    settings = {"device": "cuda", "dtype": "bfloat16", "lora": lora, "gradient_checkpointing": checkpointing}
+    plain, compiled = (load("llama", **settings, liger_kernels=False, compile=c) for c in (False, True))
+    compiled.load_trainable(plain.trainable())
+    for some in (samples, samples[:3]):
+        (batch,) = pack(some, max_tokens=10**6, device="cuda")
+        with torch.no_grad():
+            of_plain, without = plain.hidden_states(batch), compiled.hidden_states(batch)
+        assert torch.equal(compiled.hidden_states(batch), without)
+        torch.testing.assert_close(without, of_plain, rtol=1e-2, atol=1e-2)
