@@ -79,7 +79,8 @@ def measure_update(predictor: Predictor, sizes: StepSizes) -> int:
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
         config, model = predictor.traces.config, predictor.run.model
         policy = random_policy(config, model, attention=predictor.attention, device=device)
-        optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2)
+        on_host = predictor.run.memory.state_on_host
+        optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2, on_host=on_host)
         return policy, optimizer, random_batches(policy, sizes)
 
     def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:

@@ -98,6 +98,19 @@ def test_an_update_on_the_gpu_takes_what_was_predicted(way: dict[str, Any], pred
     compare(planned, sizes, 0.05)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [8, 512], ids=["the step is highest", "the backward is"])
+def test_state_on_the_host_visits_the_gpu_as_was_predicted(length: int, predictor: Any) -> None:
+    sizes = StepSizes(8, 8, prompt_length=8, completion_length=length, micro_batch_tokens=16384)
+    offload = {"memory": {"offload": ["optimizer", "master"]}}
+    model, gpu = model_config("Qwen2.5-0.5B"), device_budget()
+
+    planned = predictor(model, gpu, None, offload, dtype="bfloat16", attention="flex_attention")
+
+    assert ("optimizer" in planned.update(sizes)) == (length == 8)
+    compare(planned, sizes, 0.05)
+
+
 def test_a_prediction_that_holds_needs_no_calibration(config: Any, predictor: Any) -> None:
     planned = predictor(config("gemma3_text", num_hidden_layers=6, layer_types=None))
 
