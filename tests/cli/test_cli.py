@@ -89,6 +89,7 @@ def test_print_config_shows_the_whole_configuration_with_the_overrides_and_print
     printed = capsys.readouterr().out
     tree = yaml.safe_load(printed)
     assert (tree["rollout"]["num_generations"], tree["seed"], tree["loss"]["loss_type"]) == (4, 7, "dapo")
+    assert tree["micro_batch_tokens"] == 16_384  # what `auto` becomes here
     (tmp_path / "printed.yaml").write_text(printed, encoding="utf-8")
     assert leave("train", str(tmp_path / "printed.yaml"), "--print-config") == 0
     assert capsys.readouterr().out == printed
