@@ -268,6 +268,27 @@ def test_weights_state_and_keys_and_values_are_what_arithmetic_by_hand_says(
     assert {part: found.parts["rollout"].get(part, 0) for part in rollout} == rollout
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "vllm", "shared", "sent"),
+    [
+        ("llama", {}, {}, True, False),
+        ("qwen3_moe", {}, {}, False, True),  # experts are laid out in vLLM's own way
+        ("llama", LORA, {}, False, True),  # merged
+        ("llama", LORA, {"lora_sync": "adapter"}, True, False),
+        ("llama", LORA, {"lora_sync": "adapter", "share_weights": False}, False, False),
+    ],
+)
+def test_weights_are_shared_or_sent_again_or_stay(
+    family: str, keys: Any, vllm: Any, shared: bool, sent: bool, config: Any, predictor: Any
+) -> None:
+    sections = {"rollout": {"vllm": vllm}}
+    planned = predictor(
+        Traces(config(family)), device_budget("H200"), None, sections, dtype="bfloat16", **keys
+    )
+
+    assert (planned.shares_weights, planned.sends_weights) == (shared, sent)
+
+
 def test_a_calibration_scales_what_comes_and_goes_alone(on_gpu: Any) -> None:
     plain = on_gpu()
     calibrated = on_gpu(Calibration(transient=2.0, context=7)).parts["update"]

@@ -109,6 +109,18 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
     assert both == pytest.approx((6 * 12 * trained + weights) / 25e9)
 
 
+def test_each_minibatch_has_micro_batches_of_its_own(config: Any, predictor: Any) -> None:
+    traces = Traces(config("llama"))
+
+    def update(minibatches: int) -> float:
+        sections = {"minibatches": minibatches, "old_logprobs": "sampler"}
+        planned = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16")
+        step = replace(STEP, minibatches=minibatches, micro_batch_tokens=10**6)
+        return planned.predict(step).seconds["update"]
+
+    assert update(2) == pytest.approx(2 * update(1))  # launches and gradients count, for the model is small
+
+
 def test_completions_beyond_those_in_flight_wait_for_another_wave_and_sleep_takes_its_time(
     config: Any, predictor: Any
 ) -> None:
