@@ -167,7 +167,9 @@ def test_what_an_engine_and_a_reference_cost(on_gpu: Any, traces: Traces, predic
     assert with_reference.total("update") - plain.total("update") == weights
 
 
-def test_what_is_offloaded_is_away_in_the_rollout_and_state_in_the_backward_too(on_gpu: Any) -> None:
+def test_what_is_offloaded_is_away_in_the_rollout_and_state_in_the_backward_too(
+    on_gpu: Any, traces: Traces, predictor: Any
+) -> None:
     plain = on_gpu().parts
     shape = {part: plain["update"][part] for part in ("weights", "master", "gradients", "optimizer")}
     assert all(size for size in shape.values())
@@ -184,6 +186,7 @@ def test_what_is_offloaded_is_away_in_the_rollout_and_state_in_the_backward_too(
     assert away.offloaded == ("gradients", "master")
     assert {"gradients", "master"}.isdisjoint(away.parts["rollout"])
     assert away.parts["rollout"]["optimizer"] == plain["rollout"]["optimizer"]
+    assert predictor(traces, sections={"memory": {"offload": ["optimizer"]}}).offloaded == ()  # on a CPU
 
 
 def test_state_that_visits_the_device_takes_three_tensors_in_a_row(predictor: Any, config: Any) -> None:
