@@ -64,11 +64,15 @@ def rollout_seconds(
     prompt, length = sizes.prompt_length, sizes.completion_length
     prefill = _layer_flops(shape, sizes.prompts * prompt, sizes.prompts * prompt**2 // 2)
     weights = shape.active + shape.vocabulary * shape.hidden
-    read = shape.itemsize * weights + in_flight * shape.kv_bytes(prompt + length // 2)
     computing = REACHED_FLOPS * device.flops
     host = HOST_SECONDS[engine] * (1 if engine == "vllm" else len(shape.layers))
-    token = max(read / (REACHED_BANDWIDTH * device.bandwidth), 2 * in_flight * weights / computing, host)
-    return prefill / computing + -(-sizes.completions // in_flight) * length * token
+
+    def token(rows: int) -> float:
+        read = shape.itemsize * weights + rows * shape.kv_bytes(prompt + length // 2)
+        return max(read / (REACHED_BANDWIDTH * device.bandwidth), 2 * rows * weights / computing, host)
+
+    waves, rest = divmod(sizes.completions, in_flight)
+    return prefill / computing + length * (waves * token(in_flight) + (token(rest) if rest else 0))
 
 
 def _layer_flops(shape: ModelShape, tokens: int, pairs: int) -> float:

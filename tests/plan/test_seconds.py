@@ -37,6 +37,9 @@ def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predic
     # 8,192 tokens of prompts: 0.115e15 FLOPs, 0.292 s. Then 512 times 15.0e9 bytes of weights and
     # 128 · 768 · 131,072 = 12.9e9 of keys and values, at 60 % of 3350e9: 13.9 ms.
     assert rollout == pytest.approx(0.292 + 512 * 27.9e9 / (0.6 * 3350e9), rel=1e-3)
+    # A wave of 100 and one of the 28 left read the weights twice.
+    waves = rollout_seconds(shape, device, STEP, "vllm", 100)
+    assert waves == pytest.approx(0.292 + 512 * (27.9e9 + 15.0e9) / (0.6 * 3350e9), rel=1e-3)
 
 
 def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predictor: Any) -> None:
