@@ -173,8 +173,15 @@ def test_a_stage_can_leave_its_own_group_to_auto_and_what_is_chosen_once_fits_ev
         4,
         6,
     ]
-    values = {"rollout.vllm.sleep_level": [0, 2], "memory.offload": [["gradients"], []]}
-    assert [OF_ALL_STAGES[key](each) for key, each in values.items()] == [2, ["gradients"]]
+    of_two = {
+        "micro_batch_tokens": ([5, 3], 3),
+        "model.gradient_checkpointing": ([True, "mlp"], True),
+        "memory.offload": ([["gradients"], []], ["gradients"]),
+        "rollout.vllm.sleep_level": ([0, 2], 2),
+        "rollout.vllm.max_sequences": ([3, 5], 3),
+        "rollout.vllm.kv_cache_gib": ([1.0, 2.0], 2.0),
+    }
+    assert {key: (each, OF_ALL_STAGES[key](each)) for key, (each, _) in of_two.items()} == of_two
 
 
 def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
