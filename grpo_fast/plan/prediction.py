@@ -168,9 +168,10 @@ class Predictor:
             parts["left free"] = max(0, MARGIN - parts["engine workspace"])
         return self._with_overheads(parts)
 
-    def fits(self, sizes: StepSizes) -> bool:
-        """Whether both phases do."""
-        return all(sum(parts(sizes).values()) <= self.device.total for parts in (self.update, self.rollout))
+    def fits(self, sizes: StepSizes, spare: int = 0) -> bool:
+        """Whether both phases do, and so many bytes besides."""
+        room = self.device.total - spare
+        return all(sum(parts(sizes).values()) <= room for parts in (self.update, self.rollout))
 
     def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
         device = self.device if self.device.flops else device_budget("H100")

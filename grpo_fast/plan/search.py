@@ -31,6 +31,9 @@ cost time in proportion, and are given as a number."""
 AUTO_TOKENS = 65_536
 """Tokens that an automatic micro-batch goes up to: a larger one is hardly faster, and fails more dearly."""
 
+SPARE = 0.03
+"""Of the device, that a choice leaves: bytes are predictions, and a few more in flight gain little."""
+
 CONSTANTS = {
     "micro_batch_tokens": 16_384,
     "model.gradient_checkpointing": False,
@@ -117,15 +120,19 @@ class Search:
     calibration: Calibration | None = None
 
     def fastest(self, generations: int) -> Choice | None:
-        """Of what fits, what is predicted to be the fastest; None: nothing fits.
+        """Of what fits, with `SPARE` left where that is possible, what is predicted to be the fastest.
 
-        Where a micro-batch fills the device without recomputation, nothing is gained by any.
+        Where a micro-batch fills the device without recomputation, nothing is gained by any. None: nothing
+        fits.
         """
         found: list[Choice] = []
         sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
-        for ways in self._ways():
-            found += [choice for way in ways if (choice := self._fitted(way, sizes))]
-            if any(choice.is_busy for choice in found):
+        for spare in (int(SPARE * self.device.total), 0):
+            for ways in self._ways():
+                found += [choice for way in ways if (choice := self._fitted(way, sizes, spare))]
+                if any(choice.is_busy for choice in found):
+                    break
+            if found:
                 break
         return min(found, key=_seconds, default=None)
 
@@ -189,16 +196,20 @@ class Search:
                 lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
-    def _fitted(self, predictor: Predictor, sizes: StepSizes) -> Choice | None:
+    def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Choice | None:
         """With the most completions in flight, then the largest micro-batch, that fit."""
+
+        def fit(name: str, low: int, most: int) -> int | None:
+            return largest(low, most, partial(_fits_with, predictor, sizes, name, spare=spare))
+
         asked = self.config.micro_batch_tokens
-        in_flight = largest(1, sizes.in_flight, partial(_fits_with, predictor, sizes, "most_in_flight"))
+        in_flight = fit("most_in_flight", 1, sizes.in_flight)
         if in_flight is None:
             return None
         sizes = replace(sizes, most_in_flight=in_flight)
         most = AUTO_TOKENS if asked == "auto" else asked
         low = min(sizes.sequence_length, most)
-        tokens = largest(low, most, partial(_fits_with, predictor, sizes, "micro_batch_tokens"))
+        tokens = fit("micro_batch_tokens", low, most)
         sizes = replace(sizes, micro_batch_tokens=tokens or low)
         batch = largest_micro_batch(sizes)
         if asked == "auto" and batch.count > 1:  # else shorter completions would fill one beyond what fits
@@ -209,9 +220,9 @@ class Search:
         return None if levels == ["auto", 0] and not choice.is_busy else choice
 
 
-def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int) -> bool:
+def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int, *, spare: int = 0) -> bool:
     """With one of the sizes changed."""
-    return predictor.fits(replace(sizes, **{name: value}))
+    return predictor.fits(replace(sizes, **{name: value}), spare)
 
 
 def _seconds(choice: Choice) -> float:

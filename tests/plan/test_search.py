@@ -104,6 +104,17 @@ def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(traces: Traces) -
     assert not fits(replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 64))
 
 
+def test_a_choice_leaves_a_share_of_the_device_where_that_is_possible(traces: Traces) -> None:
+    total = search(run(64), traces).least().prediction.total("update") + (50 << 20)
+
+    found = search(run(64), traces, total).fastest(64)
+
+    spare, sizes = int(0.03 * total), found.sizes
+    assert found.prediction.free >= spare
+    assert sizes.in_flight < 1024
+    assert not found.predictor.fits(replace(sizes, most_in_flight=sizes.in_flight + 1), spare)
+
+
 def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(traces: Traces) -> None:
     totals = [total << 20 for total in range(1000, 1400, 50)]
     found = [search(run(64), traces, total).fastest(64) for total in totals]
