@@ -28,9 +28,10 @@ def render(plan: Plan) -> RenderableType:
         f"largest micro-batch: {batch.inputs:,} tokens, {batch.groups:.2g} groups, one of {batch.count}\n"
     )
     parts = _table("", *PHASES)
-    for part in dict.fromkeys(part for phase in PHASES for part in prediction.parts[phase]):
-        update, rollout = (_cell(prediction.parts[phase].get(part, 0)) for phase in PHASES)
-        parts.add_row(part, update, "away" if part in prediction.offloaded else rollout)
+    away = prediction.offloaded
+    for part in dict.fromkeys((*prediction.parts["update"], *away, *prediction.parts["rollout"])):
+        sizes = (prediction.parts[phase].get(part, 0) for phase in PHASES)
+        parts.add_row(part, *(_cell(size) if size or part not in away else "away" for size in sizes))
     parts.add_section()
     parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
     if seconds := _seconds(plan.choice):

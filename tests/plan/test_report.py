@@ -21,9 +21,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--micro-batch-tokens", "1024", "memory.offload=none"]
+    command = ["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, "--micro-batch-tokens", "1024"]
 
-    code = main(["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, *options])
+    assert main([*command, "memory.offload=[gradients,master]"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"gradients +[\d.]+ MiB +away\n", printed) and re.search(
+        r"master +away +away\n", printed
+    )
+    code = main([*command, "memory.offload=none"])
 
     printed = capsys.readouterr().out
     assert code == 0
