@@ -30,8 +30,8 @@ def render(plan: Plan) -> RenderableType:
     parts = _table("", *PHASES)
     away = prediction.offloaded
     for part in dict.fromkeys((*prediction.parts["update"], *away, *prediction.parts["rollout"])):
-        sizes = (prediction.parts[phase].get(part, 0) for phase in PHASES)
-        parts.add_row(part, *(_cell(size) if size or part not in away else "away" for size in sizes))
+        held = (prediction.parts[phase].get(part, 0) for phase in PHASES)
+        parts.add_row(part, *("away" if part in away and not size else _cell(size) for size in held))
     parts.add_section()
     parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
     if seconds := _seconds(plan.choice):

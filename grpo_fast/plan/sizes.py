@@ -111,7 +111,10 @@ class MicroBatch:
 
     @property
     def masked(self) -> int:
-        """Elements of SDPA's masks: each joined completion's inputs against its prompt and themselves."""
+        """Elements of SDPA's masks: each joined completion's inputs against its prompt and themselves.
+
+        Short ones share a call, whose mask holds at most `PAIRS_A_CALL` more for each.
+        """
         return self.joined * (self.sequence - self.prompt) * self.sequence
 
 

@@ -1,10 +1,10 @@
 """Attention over packed documents, as one more attention implementation of transformers.
 
 A dense mask over a micro-batch of T tokens costs T² however short its documents are. Here a token is not
-compared with what it cannot see: an SDPA call for each completion, one FlexAttention call whose block mask
-skips the rest, or one call of the FlashAttention-2 that torch ships, so that a shared prompt saves its tokens
-and costs nothing. All know the sliding window of a layer, which a ready-made 4-D mask cannot, being the same
-for all layers.
+compared with what it cannot see: an SDPA call for each completion but the short ones, one FlexAttention call
+whose block mask skips the rest, or one call of the FlashAttention-2 that torch ships, so that a shared prompt
+saves its tokens and costs nothing. All know the sliding window of a layer, which a ready-made 4-D mask
+cannot, being the same for all layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,31 @@ _GRAPHS = 64
 """Forms of FlexAttention that torch may compile: one block or many, one document or many, a window,
 a gradient. Its own limit is eight; past it, FlexAttention runs uncompiled with T² scores in memory."""
 
+PAIRS_A_CALL = 2**14
+"""Pairs of tokens that SDPA computes in the time of one more call, about: short completions share one."""
+
 Range = tuple[Tensor, Tensor]
 """(T,) int64 each: every token sees the tokens from the first index up to the second, which it does not."""
+
+
+class Piece(NamedTuple):
+    """A run of positions: a prompt with its first completion, or another completion. Or several of these."""
+
+    tokens: int
+    prompt: int  # tokens of the prompt that it sees before its own
+    runs: int = 1
+
+    @property
+    def pairs(self) -> int:
+        """That a call of SDPA computes, seen or not."""
+        return self.tokens * (self.prompt + self.tokens)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.prompt == 0 and self.runs == 1
+
+    def with_next(self, other: Piece) -> Piece:
+        return Piece(self.tokens + other.tokens, self.prompt, self.runs + other.runs)
 
 
 @dataclass(frozen=True)
@@ -61,33 +84,38 @@ class PackedLayout:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """What attends in one go: its tokens, and those of the prompt that it sees before them.
-
-        A piece is a run of positions: a prompt with its first completion, or another completion.
-        FlexAttention, which needs none of it, does not wait for the device.
-        """
+    def pieces(self) -> list[Piece]:
+        """What attends in one go; FlexAttention, which needs none of it, does not wait for the device."""
         steps = self._position_ids.diff(prepend=self._position_ids.new_tensor([-2]))
         starts = (steps != 1).nonzero()[:, 0]
-        bounds, before = [*starts.tolist(), len(steps)], self._position_ids[starts].tolist()
-        return [(end - start, prompt) for (start, end), prompt in zip(pairwise(bounds), before, strict=True)]
+        bounds, prompts = [*starts.tolist(), len(steps)], self._position_ids[starts].tolist()
+        pieces: list[Piece] = []
+        for (start, end), prompt in zip(pairwise(bounds), prompts, strict=True):
+            run = Piece(end - start, prompt)
+            if prompt and self.attention == "sdpa":  # it goes on with the document before
+                both = pieces[-1].with_next(run)
+                if both.pairs <= pieces[-1].pairs + run.pairs + PAIRS_A_CALL:
+                    run = both
+                    pieces.pop()
+            pieces.append(run)
+        return pieces
 
     def own(self, tokens: Tensor, dim: int = 2) -> tuple[Tensor, ...]:
         """The tokens of each piece."""
-        return tokens.split([length for length, _ in self.pieces], dim)
+        return tokens.split([piece.tokens for piece in self.pieces], dim)
 
     def seen(self, tokens: Tensor, dim: int = 2) -> Iterator[Tensor]:
         """The tokens that each piece looks at: its own, and before them the prompt of its document."""
         first = tokens
-        for own, (_, prompt) in zip(self.own(tokens, dim), self.pieces, strict=True):
-            first = first if prompt else own
-            yield torch.cat([first.narrow(dim, 0, prompt), own], dim) if prompt else own
+        for own, piece in zip(self.own(tokens, dim), self.pieces, strict=True):
+            first = first if piece.prompt else own
+            yield torch.cat([first.narrow(dim, 0, piece.prompt), own], dim) if piece.prompt else own
 
     @cached_property
     def sequences(self) -> Sequences:
         tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
-        counts = [length for length, _ in self.pieces]
-        keys = [length + prompt for length, prompt in self.pieces]
+        counts = [piece.tokens for piece in self.pieces]
+        keys = [piece.tokens + piece.prompt for piece in self.pieces]
 
         def bounds(lengths: list[int]) -> Tensor:
             return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(tokens.device)
@@ -109,9 +137,9 @@ class PackedLayout:
             index = torch.arange(len(self._document_ids), device=self._document_ids.device)
             self._masks[window] = [
                 None
-                if len(own) == len(seen) and (window is None or len(own) <= window)
+                if piece.is_causal and (window is None or len(own) <= window)
                 else self.visible(own[:, None], seen, window)
-                for own, seen in zip(self.own(index, 0), self.seen(index, 0), strict=True)
+                for piece, own, seen in zip(self.pieces, self.own(index, 0), self.seen(index, 0), strict=True)
             ]
         return self._masks[window]
 

@@ -37,7 +37,7 @@ def packed(sizes: StepSizes) -> list[PackedBatch]:
     ],
     ids=str,
 )
-def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) -> None:
+def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes, apart: None) -> None:
     found = largest_micro_batch(sizes)
 
     batches = packed(sizes)
@@ -48,7 +48,7 @@ def test_the_largest_micro_batch_is_the_one_that_pack_makes(sizes: StepSizes) ->
         len(batches[0].input_ids),
         len(batches[0].targets),
         len(batches),
-        sum(not prompt for _, prompt in layout.pieces),
+        sum(not piece.prompt for piece in layout.pieces),
         sum(mask.numel() for mask in masks),
         sum(pairs),
     )

@@ -56,7 +56,7 @@ def test_a_batch_of_any_size_has_the_bytes_of_a_trace_at_its_sizes() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_what_is_kept_for_the_backward_is_what_autograd_saves(
-    family: str, config: Any, predictor: Any
+    family: str, config: Any, predictor: Any, apart: None
 ) -> None:
     planned = predictor(config(family))
     policy = random_policy(

@@ -34,10 +34,13 @@ def sample(group: int, prompt: int, completion: int) -> Sample:
     return Sample((group,) * prompt, (1,) * completion, 0.0, group, (0.0,) * completion)
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere", "granite"])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
-    load: Load, samples: list[Sample], family: str
+    load: Load, samples: list[Sample], family: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Short completions of a prompt in one call together, or each in one of its own."""
+    monkeypatch.setattr("grpo_fast.policy.attention.PAIRS_A_CALL", 10**6 if together else -(10**6))
     policy = load(family)
     window = getattr(policy.base_model.config, "sliding_window", None)
 
@@ -52,6 +55,21 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
             torch.testing.assert_close(actual, alone, rtol=1e-4, atol=1e-4)
     # The window of Gemma 2 hides something, else the comparison would say nothing about windows.
     assert family != "gemma2" or window < max(len(s.prompt_ids) for s in samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "completion", "pieces"),
+    [
+        ("sdpa", 10, [(83 + 3 * 10, 0, 4)]),  # the first with its prompt
+        ("sdpa", 400, [(73 + 400, 0, 1), (400, 73, 1), (400, 73, 1), (400, 73, 1)]),
+        ("flash_attention_2", 10, [(83, 0, 1), (10, 73, 1), (10, 73, 1), (10, 73, 1)]),
+    ],
+)
+def test_completions_share_a_call_while_that_costs_less_than_one_more(
+    kind: str, completion: int, pieces: list[tuple[int, int, int]]
+) -> None:
+    (batch,) = packed([sample(group, 73, completion + 1) for group in (3, 4) for _ in range(4)])
+    assert PackedLayout(batch, kind).pieces == 2 * pieces
 
 
 def test_neither_budget_nor_checkpointing_changes_loss_or_gradient(load: Load, samples: list[Sample]) -> None:
