@@ -37,9 +37,10 @@ def traces(toy: dict[str, Any]) -> Traces:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces) -> Any:
-    """`memory(10**6)`: there is a GPU with so much more than the smallest step of the toy takes."""
+    """`memory(10**6)`: there are vLLM and a GPU with so much more than the toy's smallest step takes."""
     monkeypatch.setattr(auto, "traces_of", lambda *_: traces)
     monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(auto, "version_problem", lambda _: None)  # vLLM is installed
 
     def give(more: int) -> None:
         search = Search(auto_run(toy), traces, GPU, step_sizes(auto_run(toy)))
