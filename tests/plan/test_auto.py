@@ -40,7 +40,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces)
     """`memory(10**6)`: there are vLLM and a GPU with so much more than the toy's smallest step takes."""
     monkeypatch.setattr(auto, "traces_of", lambda *_: traces)
     monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(auto, "version_problem", lambda _: None)  # vLLM is installed
+    monkeypatch.setattr(auto, "installed_version", lambda: "0.33.0")
 
     def give(more: int) -> None:
         search = Search(auto_run(toy), traces, GPU, step_sizes(auto_run(toy)))
