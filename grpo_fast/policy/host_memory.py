@@ -55,7 +55,8 @@ def visits(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator
                 host.copy_(home, non_blocking=True)
                 if outward is not None:
                     home.record_stream(outward)
-                    leaving.append(outward.record_event())
+        if outward is not None:
+            leaving.append(outward.record_event())
         move(group, hosts)
     if outward is not None:
         outward.synchronize()

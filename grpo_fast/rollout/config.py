@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from grpo_fast.policy.config import State
 from grpo_fast.section import LARGEST, Count, Fraction, Positive, PositiveInt, Section
 
-Part = State | Literal["gradients", "reference"]
+Part = Literal["gradients", "optimizer", "master", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
 
 

@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from grpo_fast.rollout.types import Engine
 from grpo_fast.run_record.logs import Clock
 
 logger = logging.getLogger(__name__)
-PARTS: tuple[Part, ...] = ("gradients", "optimizer", "master", "reference")
+PARTS: tuple[Part, ...] = get_args(Part)
 MARGIN = 2**30  # bytes left free beyond the engine's need: torch keeps cached blocks that are in part used
 
 
@@ -79,6 +79,7 @@ class DeviceHandover:
         """
         if self._holder == "engine":
             return
+        self._holder = None  # whatever of this fails, either way does everything
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
         try:
             self._wake_engine(self.engine.freed())
@@ -127,7 +128,7 @@ class DeviceHandover:
         """Put the engine to sleep, and bring back what an update needs from its beginning."""
         if self._holder == "trainer":
             return
-        self._holder = None  # whatever of this fails, either way does everything
+        self._holder = None  # as above
         self._peak = max(self._peak, bytes_in_use(self.policy.device))
         with self._clock("sleep"):
             self.engine.sleep()

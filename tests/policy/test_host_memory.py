@@ -6,7 +6,10 @@ On a CPU device and host are the same kind of memory, but every tensor still cha
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
+from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +67,35 @@ def test_what_becomes_of_visitors_is_what_the_host_holds_and_three_groups_are_th
     )
     assert kinds == [[(t.stride(), t.dtype, t.is_pinned()) for t in group] for group in tensors]
     assert [tensor.data_ptr() for tensor in tensors[0]] == hosts and max(most) <= 3 * 3
+
+
+def test_a_loop_far_ahead_of_the_device_waits_for_groups_to_leave(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On streams that never finish by themselves: a fetch waits until the group three before it is gone."""
+    copies_on, gone, left, fetched = host_memory.copies_on, [], [], []
+
+    class Stream:
+        def record_event(self) -> SimpleNamespace:
+            left.append(len(left))
+            return SimpleNamespace(synchronize=partial(gone.append, left[-1]))
+
+        def synchronize(self) -> None: ...
+
+    def counted(device: torch.device, tensors: list[Tensor], stream: object) -> object:
+        fetched.append(len(fetched) - len(gone))
+        return copies_on(device, tensors, None)
+
+    monkeypatch.setattr(host_memory, "side_stream", lambda _: Stream())
+    monkeypatch.setattr(host_memory, "beside", lambda _: nullcontext())
+    monkeypatch.setattr(host_memory, "copies_on", counted)
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    tensors = groups(rng)
+    for _ in visits(tensors, CPU):
+        pass
+
+    assert len(left) == len(tensors) and gone == [*range(len(tensors) - 2)]
+    assert max(fetched) == 2  # and the one that comes: three groups
 
 
 def test_a_visit_that_breaks_off_loses_nothing_and_the_next_one_goes_on(rng: torch.Generator) -> None:

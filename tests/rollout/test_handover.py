@@ -329,6 +329,17 @@ def test_a_start_and_a_resumed_run_need_no_more_than_the_larger_of_rollout_and_u
         ).read_bytes()
 
 
+def test_after_a_failure_to_wake_the_trainer_gets_its_buffers_back(strict) -> None:
+    trainer, engine = strict(model={"dtype": "bfloat16"}, memory={"offload": list(PARTS)})
+    engine.failing = ("wake", ValueError("bug"))
+    with pytest.raises(ValueError, match="bug"):
+        trainer.handover.to_engine()
+    trainer.handover.to_trainer()
+    assert all(
+        b.untyped_storage().nbytes() == b.nbytes for b in trainer.optimizer.gradient_buffers().values()
+    )
+
+
 def test_an_engine_is_closed_where_the_rest_of_the_trainer_cannot_be_built(
     make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
