@@ -20,7 +20,7 @@ COMMANDS = {
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
     "tiles": ("live_tiles", "the histogram of saved rows, with the head of a GGUF file"),
-    "aot": ("aot", "registers, spills and shared memory of the shipped kernels, compiled ahead of time"),
+    "aot": ("aot", "registers, spills and instructions of the shipped kernels, compiled ahead of time"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),
     "report": ("report", "records as one HTML page with plots"),
     "readme": ("readme", "write README.md's tables from the checked-in records"),

@@ -5,8 +5,9 @@ Triton compiles for the named architecture and launches nothing. The kernels, ti
 argument specialisations are therefore the shipped ones, and a forward that needs the host to know a device
 value fails here. The backward runs as in a captured CUDA graph, where it asks the host nothing either.
 
-Registers and spills are read off the machine code by the `cuobjdump` that comes with Triton, instructions off
-the PTX: disassembling takes longer than compiling. Run it in a process of its own, without TRITON_INTERPRET.
+It fails on what keeps a kernel from shipping, and on what grew by more than 5 % and 4 over the record of this
+minor version of Triton in `results/`, which --record writes; a version without a record is held to the faults
+alone. Run it in a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,8 +31,13 @@ from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 
+from .machine_code import read, resident_programs
+
+RESULTS = Path(__file__).with_name("results")
 TENSOR_CORE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 """PTX by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
+COUNTS = ("registers", "spills", "shared", "ctas", "step", "epilogue", "instructions")
+"""What the record holds of a kernel."""
 
 
 # What is launched -----------------------------------------------------------------------------------------
@@ -219,9 +223,17 @@ class Report:
     registers: int  # per thread
     spills: int  # bytes of stack per thread
     shared: int  # bytes per program, static and dynamic
+    ctas: int  # programs that a multiprocessor holds at a time
     dots: int  # tl.dot in the source, after specialisation, of half precision operands
     tensor_core: int  # tensor core instructions of the expected kind
     narrow: int = 0  # instructions that move 16 bits a thread to or from global memory
+    step: int = 0  # instructions of a warp, where it was disassembled: see `machine_code.Loops`
+    epilogue: int = 0
+    instructions: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTS}
 
     def faults(self) -> list[str]:
         """What keeps this kernel from shipping; empty when nothing does."""
@@ -232,6 +244,15 @@ class Report:
             found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.capability]}")
         if self.dots and not self.tensor_core:
             found.append(f"no {TENSOR_CORE[self.capability]} for a tl.dot")
+        return found
+
+    def regressions(self, record: Mapping[str, int]) -> list[str]:
+        """What is worse than recorded, beyond what a patch release of the compiler may move."""
+        found = []
+        for name, new in self.counts.items():
+            old = record[name]
+            if new < old if name == "ctas" else new > old + max(4, old // 20):
+                found.append(f"{name} {old:,} -> {new:,}")
         return found
 
 
@@ -262,7 +283,9 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
         yield compiled
 
 
-def reports(capability: int, cases: Mapping[str, Callable[[], None]]) -> list[Report]:
+def reports(
+    capability: int, cases: Mapping[str, Callable[[], None]], *, disassemble: bool = False
+) -> list[Report]:
     """Compiles every case and reports each distinct kernel once."""
     seen: dict[str, Report] = {}
     for case, launch in cases.items():
@@ -270,17 +293,17 @@ def reports(capability: int, cases: Mapping[str, Callable[[], None]]) -> list[Re
             launch()
         for function, binary, options in compiled:
             if binary.hash not in seen:
-                seen[binary.hash] = _inspect(case, function, binary, options, capability)
+                seen[binary.hash] = _inspect(case, function, binary, options, capability, disassemble)
     return list(seen.values())
 
 
-def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], capability: int) -> Report:
+def _inspect(
+    case: str, function: Any, binary: Any, options: dict[str, Any], capability: int, disassemble: bool
+) -> Report:
     """Reads the code of one compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = dict(re.findall(r"\b(REG|STACK|SHARED):(\d+)", cuobjdump("-res-usage", file.name)))
+    code = read(binary.asm["cubin"], disassemble=disassemble)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
+    shared = max(metadata.shared, code.shared)
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
     return Report(
@@ -288,49 +311,74 @@ def _inspect(case: str, function: Any, binary: Any, options: dict[str, Any], cap
         kernel=function.fn.__name__,
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
         capability=capability,
-        registers=int(usage["REG"]),
-        spills=int(usage["STACK"]),
-        shared=max(metadata.shared, int(usage["SHARED"])),
+        registers=code.registers,
+        spills=code.stack,
+        shared=shared,
+        ctas=resident_programs(capability, metadata.num_warps, code.registers, shared),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
         tensor_core=ptx.count(f"{TENSOR_CORE[capability]}."),
         narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", ptx)),
+        **code.loops._asdict(),
     )
 
 
-def cuobjdump(*arguments: str) -> str:
-    """What the disassembler in Triton's wheel prints."""
-    import triton
+# The record -----------------------------------------------------------------------------------------------
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = os.pathsep.join([str(tool.parent), os.environ.get("PATH", "")])
-    return subprocess.run(
-        [tool, *arguments], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
-    ).stdout
+Record = dict[tuple[str, str], dict[str, int]]  # by case and kernel
 
 
-def table(rows: list[Report]) -> str:
-    lines = [
-        "| case | kernel | configuration | registers | spills | shared | tensor core | ships |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
+def table(rows: list[Report], verdicts: list[str]) -> str:
+    heads = ["case", "kernel", "configuration", *COUNTS, "tensor core", "ships"]
+    lines = [heads, ["---"] * len(heads)]
+    for row, ships in zip(rows, verdicts, strict=True):
         tensor_core = f"{row.tensor_core} {TENSOR_CORE[row.capability]}" if row.dots else "no dot"
-        found = (row.registers, row.spills, f"{row.shared:,}", tensor_core, "; ".join(row.faults()) or "yes")
-        lines.append(f"| {row.case} | `{row.kernel}` | {row.config} | {' | '.join(map(str, found))} |")
-    return "\n".join(lines)
+        counts = [f"{count:,}" for count in row.counts.values()]
+        lines.append([row.case, f"`{row.kernel}`", row.config, *counts, tensor_core, ships])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def verdict(row: Report, record: Record | None) -> str:
+    """`yes`, `new` where a record does not know the kernel, or what is wrong."""
+    earlier = record and record.get((row.case, row.kernel))
+    wrong = row.faults() + (row.regressions(earlier) if earlier else [])
+    return "; ".join(wrong) or ("yes" if earlier or record is None else "new")
+
+
+def read_record(text: str) -> Record:
+    """Of what `main` wrote."""
+    lines = text.split("\n\n")[1].splitlines()
+    heads, _, *rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in lines]
+    found = {}
+    for row in rows:
+        cells = dict(zip(heads, row, strict=True))
+        found[row[0], row[1]] = {name: int(cells[name].replace(",", "")) for name in COUNTS}
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capability", type=int, choices=sorted(SHARED_MEMORY), default=90)
-    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    which.add_argument("--record", action="store_true", help="write what is found in the record's place")
 
 
 def main(options: argparse.Namespace) -> int:
     import triton
 
+    version = ".".join(triton.__version__.split(".")[:2])
+    path = RESULTS / f"aot_sm{options.capability}_triton{version}.md"
+    record = read_record(path.read_text()) if path.exists() and not options.record else None
     shipped = shipped_cases(options.capability)
     cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
-    rows = reports(options.capability, cases)
-    print(f"Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.\n")
-    print(table(rows))
-    return 1 if any(row.faults() for row in rows) else 0
+    rows = reports(options.capability, cases, disassemble=True)
+    verdicts = [verdict(row, record) for row in rows]
+    found = f"""Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.
+
+{table(rows, verdicts)}
+"""
+    print(found)
+    if options.record:
+        path.write_text(found)
+    elif record is None:
+        print(f"There is no record of Triton {version}: faults alone count.")
+    return 0 if {*verdicts} <= {"yes", "new"} else 1

@@ -24,7 +24,7 @@ def cubin(source: str, folder: Path) -> tuple[str, str]:
     if compiler is None:
         pytest.skip("needs nvcc")
     pytest.importorskip("triton", reason="its wheel carries cuobjdump")
-    from benchmarks.aot import cuobjdump
+    from benchmarks.machine_code import cuobjdump
 
     output = folder / "kernel.cubin"
     command = [compiler, "-std=c++17", "-O3", "-Xptxas=-v", "-arch=sm_90", "-cubin"]

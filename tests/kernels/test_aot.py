@@ -6,13 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.aot import Report, compile_only
+from benchmarks.aot import Report, compile_only, read_record, table, verdict
+from benchmarks.machine_code import Loops, loops, resident_programs
 
 ROOT = Path(__file__).resolve().parents[2]
+
+SOUND = Report(
+    case="forward", kernel="k", config="ROWS=128 warps=8", capability=90, registers=164, spills=0,
+    shared=200_000, ctas=2, dots=1, tensor_core=4, step=109, epilogue=996, instructions=1612,
+)  # fmt: skip
 
 pytestmark = pytest.mark.timeout(1800)  # a busy machine that has compiled none of them before
 
@@ -39,9 +46,9 @@ STEPS = (forward, backward, partial(backward, exact=True))
 KEEPING = (partial(forward, keep=True), partial(backward, exact=True, keep=True))
 
 
-def compiled(capability, *parts):
+def compiled(capability, *parts, **options):
     cases = {name: run for name, run in shipped_cases(capability).items() if any(p in name for p in parts)}
-    return [asdict(report) for report in reports(capability, cases)]
+    return [asdict(report) for report in reports(capability, cases, **options)]
 
 
 def tuned():
@@ -80,6 +87,7 @@ names = ("bfloat16", "temperature", "bias, temperature, softcap")
 sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
 found = {
     "hopper": compiled(90, *HOPPER),
+    "counted": compiled(90, "forward, bfloat16", disassemble=True),
     "ampere": compiled(80, "forward, bfloat16", "sparse, bfloat16"),
     "tuned": tuned(),
     "heads": [*(over_tokens(90, name) for name in names), over_tokens(80, "bfloat16")],
@@ -142,27 +150,88 @@ def test_the_tuners_candidates_are_compiled_without_a_gpu(found):
     assert narrow and "spills" in narrow[0]
 
 
+def test_a_product_has_a_step_and_an_epilogue_and_a_kernel_without_one_its_instructions(found):
+    forward, *others = (Report(**row) for row in found["counted"])
+
+    assert 4 < forward.step < 300 < forward.epilogue < forward.instructions - forward.step
+    assert others and all(row.step == row.epilogue == 0 < row.instructions for row in others)
+
+
+_NESTED = """
+/*0000*/  MOV R1, c[0x0][0x28] ;
+/*0010*/  ISETP.GE.AND P0, PT, R1, R2, PT ;
+/*0020*/  @!P0 EXIT ;
+/*0030*/  HGMMA.64x256x16.F32.BF16 R24, gdesc[UR32], R24 ;
+/*0040*/  @P1 BRA 0x30 ;
+/*0050*/  @P2 BRA 0x70 ;
+/*0060*/  STG.E [R2], R24 ;
+/*0070*/  BRA.U UP0, 0x10 ;
+/*0080*/  CALL.REL.NOINC 0xb0 ;
+/*0090*/  EXIT ;
+/*00a0*/  NOP;
+/*00b0*/  RET.REL.NODEC R2 0x0 ;
+"""
+_FLATTENED = """
+/*0000*/  MOV R1, R2 ;
+/*0010*/  @P0 BRA 0x30 ;
+/*0020*/  MOV R3, R4 ;
+/*0030*/  HMMA.16816.F32 R4, R8, R12, R4 ;
+/*0040*/  HMMA.16816.F32 R4, R8, R12, R4 ;
+/*0050*/  @P1 BRA 0x80 ;
+/*0060*/  FADD R1, R2, R3 ;
+/*0070*/  STG.E [R2], R1 ;
+/*0080*/  @P2 BRA 0x10 ;
+/*0090*/  EXIT ;
+"""
+
+
 @pytest.mark.parametrize(
-    ("changes", "faults"),
+    ("sass", "counts"),
     [
-        ({}, []),
-        ({"dots": 0, "tensor_core": 0}, []),
-        ({"spills": 8}, ["spills (8 bytes a thread)"]),
-        ({"shared": 232_449}, ["shared memory 232449 > 232448"]),
-        ({"tensor_core": 0}, ["no wgmma.mma_async for a tl.dot"]),
-        (
-            {"capability": 89, "shared": 101_377},
-            ["shared memory 101377 > 101376", "no mma.sync for a tl.dot"],
-        ),
+        (_NESTED, Loops(11, 2, 5)),
+        (_FLATTENED, Loops(10, 5, 3)),
+        (_FLATTENED.replace("HMMA", "FFMA"), Loops(10, 0, 0)),
     ],
 )
-def test_a_fault_is_named(changes, faults):
-    sound = {
-        "case": "forward", "kernel": "k", "config": "", "capability": 90, "registers": 168, "spills": 0,
-        "shared": 232_448, "dots": 1, "tensor_core": 0 if "capability" in changes else 4,
-    }  # fmt: skip
+def test_the_loop_of_the_products_is_told_from_the_loop_of_the_tiles(sass, counts):
+    assert loops(sass) == counts
 
-    assert Report(**sound | changes).faults() == faults
+
+def test_a_multiprocessor_holds_what_registers_shared_memory_and_warps_leave_room_for():
+    kernels = [
+        (8, 128, 98_304),
+        (8, 129, 98_304),
+        (8, 128, 115_712),
+        (8, 128, 115_713),
+        (4, 40, 0),
+        (4, 9, 0),
+    ]
+
+    assert [resident_programs(90, *kernel) for kernel in kernels] == [2, 1, 2, 1, 12, 16]
+    assert [resident_programs(each, 4, 16, 0) for each in (80, 89)] == [16, 12]
+    assert [resident_programs(each, 1, 16, 0) for each in (80, 89)] == [32, 24]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ships"),
+    [
+        ({"registers": 172, "epilogue": 1045, "instructions": 100, "ctas": 3}, "yes"),
+        ({"registers": 173, "step": 115}, "registers 164 -> 173; step 109 -> 115"),
+        ({"epilogue": 1046}, "epilogue 996 -> 1,046"),
+        ({"ctas": 1, "spills": 4}, "spills (4 bytes a thread); ctas 2 -> 1"),
+        ({"spills": 5}, "spills (5 bytes a thread); spills 0 -> 5"),
+        ({"shared": 232_449}, "shared memory 232449 > 232448; shared 200,000 -> 232,449"),
+        ({"tensor_core": 0}, "no wgmma.mma_async for a tl.dot"),
+        ({"tensor_core": 0, "dots": 0}, "yes"),
+        ({"capability": 89, "shared": 101_377}, "shared memory 101377 > 101376"),
+        ({"kernel": "another"}, "new"),
+    ],
+)
+def test_a_kernel_is_held_to_what_ships_and_to_its_record(changes, ships):
+    record = read_record(f"Compiled.\n\n{table([SOUND], ['yes'])}\n\n| another | table |")
+
+    assert verdict(replace(SOUND, **changes), record) == ships
+    assert verdict(SOUND, record) == verdict(SOUND, None) == "yes"
 
 
 def test_an_interpreted_process_is_refused(monkeypatch):

@@ -1,0 +1,106 @@
+"""What a compiled kernel's machine code says: its resources, and how many instructions its loops take.
+
+A *K-step* is the shortest way round the control flow through a tensor core instruction. The *epilogue* is the
+rest of the loop around it: what a persistent program pays for a tile besides the K-steps, its position
+included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_fast.head.tuning import SHARED_MEMORY
+
+_WARPS_AND_PROGRAMS = {80: (64, 32), 89: (48, 24), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
+"""What a multiprocessor holds at most, by architecture. The registers are the same in all: 4 · 16,384."""
+
+_RESERVED = 1024  # bytes of shared memory that the driver takes from each program
+_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?(\w+)(.*?);")
+_JUMPS = ("BRA", "JMP", "CALL")
+_ENDS = ("BRA", "JMP", "BRX", "RET", "EXIT")
+
+
+class Loops(NamedTuple):
+    """Instructions that a warp has before it; the last two are zero without a tensor core instruction."""
+
+    instructions: int  # of the whole kernel
+    step: int
+    epilogue: int
+
+
+class MachineCode(NamedTuple):
+    registers: int  # per thread
+    stack: int  # bytes per thread
+    shared: int  # static bytes per program
+    loops: Loops
+
+
+def read(cubin: bytes, *, disassemble: bool = False) -> MachineCode:
+    """Of a cubin with one kernel. Without its half second of disassembly `loops` are zero."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = cuobjdump("-res-usage", *["-sass"] * disassemble, file.name)
+    usage = dict(re.findall(r"\b(REG|STACK|SHARED):(\d+)", text))
+    return MachineCode(int(usage["REG"]), int(usage["STACK"]), int(usage["SHARED"]), loops(text))
+
+
+def loops(sass: str) -> Loops:
+    """Of what `cuobjdump -sass` prints."""
+    code = [(int(at, 16), guard, opcode, rest) for at, guard, opcode, rest in _LINE.findall(sass)]
+    place = {at: i for i, (at, *_) in enumerate(code)}
+    after: list[list[int]] = [[] for _ in code]
+    before: list[list[int]] = [[] for _ in code]
+    for i, (_, guard, opcode, operands) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode in _JUMPS else None
+        followers = [place[int(target[1], 16)]] if target else []
+        if (guard or "," in operands or opcode not in _ENDS) and i + 1 < len(code):
+            followers.append(i + 1)
+        for follower in followers:
+            after[i].append(follower)
+            before[follower].append(i)
+    instructions = sum(opcode != "NOP" for _, _, opcode, _ in code)
+    products = [i for i, (_, _, opcode, _) in enumerate(code) if opcode.endswith("MMA")]
+    rounds = {i: steps[i] for i in products if i in (steps := _distances(after, i))}
+    if not rounds:
+        return Loops(instructions, 0, 0)
+    product = min(rounds, key=rounds.__getitem__)
+    around = _distances(after, product).keys() & _distances(before, product).keys()
+    return Loops(instructions, rounds[product], len(around) - rounds[product])
+
+
+def _distances(edges: Sequence[Iterable[int]], start: int) -> dict[int, int]:
+    """Steps from `start` to every place that can be reached, itself only on a way back."""
+    found: dict[int, int] = {}
+    reached, distance = [start], 0
+    while reached:
+        distance += 1
+        reached = [*dict.fromkeys(new for old in reached for new in edges[old] if new not in found)]
+        found |= dict.fromkeys(reached, distance)
+    return found
+
+
+def resident_programs(capability: int, warps: int, registers: int, shared: int) -> int:
+    """Programs of a kernel that one multiprocessor holds at a time: CTAs an SM."""
+    most_warps, most = _WARPS_AND_PROGRAMS[capability]
+    of_warp = -(-registers // 8) * 256  # a warp's registers come from one of four files
+    by_registers = 4 * (16_384 // of_warp) // warps
+    by_shared = (SHARED_MEMORY[capability] + _RESERVED) // (shared + _RESERVED)
+    return min(most, most_warps // warps, by_registers, by_shared)
+
+
+def cuobjdump(*arguments: str) -> str:
+    """What the disassembler in Triton's wheel prints."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = os.pathsep.join([str(tool.parent), os.environ.get("PATH", "")])
+    return subprocess.run(
+        [tool, *arguments], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+    ).stdout
