@@ -57,27 +57,33 @@ class HeadProblem(NamedTuple):
 
     def logits(self, columns: slice) -> Tensor:
         """Of some columns, (N, columns) in the accumulator's dtype."""
-        kind = self.accumulator
-        z = self.hidden.to(kind) @ self.weight[columns].to(kind).t()
-        if self.bias is not None:
-            z += self.bias[columns].to(kind)
-        if self.softcap is not None:
-            z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
-        elif self.logit_scale != 1.0:
-            z *= self.logit_scale
-        if self.inv_temperature is not None:
-            z *= self.inv_temperature.to(kind)[:, None]
-        return z
+        return self.transform_(self.products(columns))
 
-    def slope(self, z: Tensor) -> Tensor:
-        """dz/d(x·w), broadcastable to the logits (N, columns)."""
-        slope = torch.full((), self.logit_scale, dtype=z.dtype, device=z.device)
-        cap: float | Tensor | None = self.softcap
+    def products(self, columns: slice) -> Tensor:
+        """x·w + bias of some columns, (N, columns) in the accumulator's dtype."""
+        kind = self.accumulator
+        products = self.hidden.to(kind) @ self.weight[columns].to(kind).t()
+        return products if self.bias is None else products.add_(self.bias[columns].to(kind))
+
+    def transform_(self, products: Tensor) -> Tensor:
+        """The logits of such products, in place."""
+        if self.softcap is not None:
+            products.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
+        elif self.logit_scale != 1.0:
+            products *= self.logit_scale
         if self.inv_temperature is not None:
-            inv_temperature = self.inv_temperature.to(z.dtype)[:, None]
-            slope = slope * inv_temperature
-            cap = None if cap is None else cap * inv_temperature
-        return slope if cap is None else slope * (1 - (z / cap).square())
+            products *= self.inv_temperature.to(products.dtype)[:, None]
+        return products
+
+    def slope(self, products: Tensor) -> Tensor:
+        """dz/d(x·w) at x·w + bias, (N, columns), broadcastable to it."""
+        slope = products.new_full((), self.logit_scale)
+        if self.inv_temperature is not None:
+            slope = slope * self.inv_temperature.to(products.dtype)[:, None]
+        if self.softcap is None:
+            return slope
+        tail = (products.abs() * (-2 * abs(self.logit_scale) / self.softcap)).exp_()
+        return slope * (4 * tail / (1 + tail).square())  # 1 - tanh², which cancels where it saturates
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
         """Row and column, inside the chunk, of each target that lies in it."""
@@ -214,8 +220,9 @@ class LogitGradient(NamedTuple):
 
     def of_products(self, problem: HeadProblem, columns: slice) -> Tensor:
         """dL/d(x·w + bias) of some columns, (N, columns)."""
-        z = problem.logits(columns)
-        slope = None if problem.is_plain else problem.slope(z)
+        products = problem.products(columns)
+        slope = None if problem.is_plain else problem.slope(products)
+        z = problem.transform_(products)
         z -= self.logsumexp[:, None]
         if self.entropy is None or self.entropy_gradient is None:
             gradient = z.exp_().mul_(self.mass[:, None])

@@ -127,8 +127,10 @@ class _OnlineSoftmax:
 
     def absorb(self, columns: slice) -> None:
         """Adds one chunk of the vocabulary."""
-        z = self.block.logits(columns)
-        slope = self.block.slope(z) if self.pull is not None and self.block.softcap is not None else None
+        products = self.block.products(columns)
+        capped = self.pull is not None and self.block.softcap is not None
+        slope = self.block.slope(products) if capped else None
+        z = self.block.transform_(products)
         if self.total is not None:
             self.total = self.total + z.sum(1)
         self._rebase(torch.maximum(self.maximum, z.amax(1)))
@@ -194,8 +196,10 @@ class _OnlineSoftmax:
         block = self.block
         e = (self.target - _finite_or_zero(self.maximum)).exp()
         total = self.others + e
-        row_slope = block.slope(self.target[:, None])
-        of_target = block.weight[block.targets.clamp(max=block.vocabulary - 1)].to(e.dtype)
+        target = block.targets.clamp(max=block.vocabulary - 1)
+        of_target = block.weight[target].to(e.dtype)
+        product = (block.hidden.to(e.dtype) * of_target).sum(1)
+        row_slope = block.slope((product if block.bias is None else product + block.bias[target])[:, None])
         pull = self.pull / total[:, None]
         if block.softcap is None:
             pull = pull * row_slope

@@ -24,7 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE, ProductTile
-from .product import LOG2E, product_arguments, program_count, tile_logits, tile_position, untransform_gradient
+from .product import (
+    LOG2E,
+    product_arguments,
+    program_count,
+    tile_position,
+    tile_products,
+    transform_logits,
+    untransform_gradient,
+)
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
@@ -45,7 +53,7 @@ def row_aligned(rows: int, columns: int, like: Tensor) -> Tensor:
 # `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
 @triton.jit(do_not_specialize=["rows", "vocabulary", "programs"])
 def logit_gradient_kernel(
-    hidden,  # (N, H): see tile_logits
+    hidden,  # (N, H): see tile_products
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
@@ -85,18 +93,20 @@ def logit_gradient_kernel(
         row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
         first_row = row_block * ROWS
         first_column = start + column_block * COLUMNS
-        z = tile_logits(
-            hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
-            first_row, first_column, rows, vocabulary, hidden_size,
-            ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
+        products = tile_products(
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
+            hidden_size, ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         live = row < rows
+        z = transform_logits(
+            products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
+        )
 
         logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
         mass = tl.load(mass_in + row, mask=live, other=0.0)
-        p = tl.exp2(z * LOG2E - (logsumexp * LOG2E)[:, None])
+        p = tl.exp2(tl.fma(z, LOG2E, (-logsumexp * LOG2E)[:, None]))
         if entropy_in is not None:
             entropy = tl.load(entropy_in + row, mask=live, other=0.0)
             upstream = tl.load(entropy_gradient_in + row, mask=live, other=0.0)
@@ -110,7 +120,9 @@ def logit_gradient_kernel(
         gradient = tl.where(offset[None, :] == target[:, None], at_target[:, None], gradient)
         if mean_in is not None:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
-        gradient = untransform_gradient(gradient, z, inv_temperature, logit_scale, softcap, row, rows)
+        gradient = untransform_gradient(
+            gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
+        )
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + row.to(tl.int64) * gradient_stride
         kept = live[:, None] & (column < start + width)[None, :]

@@ -24,8 +24,8 @@ from .product import (
     LOG2E,
     product_arguments,
     program_count,
-    tile_logits,
     tile_position,
+    tile_products,
     transform_arguments,
     transform_logits,
 )
@@ -51,7 +51,7 @@ class TileStatistics(NamedTuple):
 # `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
 @triton.jit(do_not_specialize=["capacity", "programs"])
 def forward_kernel(
-    hidden,  # (N, H): see tile_logits
+    hidden,  # (N, H): see tile_products
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
@@ -92,13 +92,13 @@ def forward_kernel(
         row_block, column_block = tile_position(tile, row_blocks, column_blocks, GROUP)
         first_row = row_block * ROWS
         first_column = column_block * COLUMNS
-        z = tile_logits(
-            hidden, weight, bias, inv_temperature, logit_scale, softcap, hidden_stride, weight_stride,
-            first_row, first_column, rows, vocabulary, hidden_size,
-            ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
-        )  # fmt: skip
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
+        z = tile_products(
+            hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
+            hidden_size, ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
+        )  # fmt: skip
+        z = transform_logits(z, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary)
         live = row < rows
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
@@ -124,7 +124,7 @@ def forward_kernel(
         if maximum_out is not None:
             tl.store(maximum_out + at, maximum, mask=kept)
         base = tl.where(maximum == float("-inf"), 0.0, maximum)
-        e = tl.exp2(z * LOG2E - (base * LOG2E)[:, :, None])
+        e = tl.exp2(tl.fma(z, LOG2E, (-base * LOG2E)[:, :, None]))
         mass = tl.sum(e, axis=2)
         log_mass = tl.log(mass)
         tl.store(lse_out + at, base + log_mass, mask=kept)

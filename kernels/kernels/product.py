@@ -48,13 +48,9 @@ def tile_position(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def tile_logits(
+def tile_products(
     hidden,  # (N, H): pointer or descriptor of (ROWS, DEPTH) blocks
     weight,  # (V, H): pointer or descriptor of (COLUMNS, DEPTH) blocks
-    bias,  # (V,) or None
-    inv_temperature,  # (N,) float32 or None
-    logit_scale,
-    softcap,
     hidden_stride,
     weight_stride,
     first_row,
@@ -69,9 +65,7 @@ def tile_logits(
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32 logits."""
-    row = first_row + tl.arange(0, ROWS)
-    column = first_column + tl.arange(0, COLUMNS)
+    """(ROWS, COLUMNS) float32 x·w of neighbouring rows and columns."""
     if DESCRIPTORS:
         products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for step in range(tl.cdiv(hidden_size, DEPTH)):
@@ -79,14 +73,13 @@ def tile_logits(
             w = weight.load([first_column, step * DEPTH])
             products = tl.dot(x, w.T, products, input_precision=PRECISION)
     else:
+        row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        column = tl.minimum(first_column + tl.arange(0, COLUMNS), vocabulary - 1).to(tl.int64)
         products = gathered_products(
-            hidden + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * hidden_stride,
-            weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
+            hidden + row[:, None] * hidden_stride, weight + column[None, :] * weight_stride,
             hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
-    return transform_logits(
-        products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
-    )
+    return products
 
 
 @triton.jit
@@ -130,44 +123,63 @@ def transform_logits(
     vocabulary,
 ):
     """z of every product, (ROWS, COLUMNS) float32."""
-    if bias is not None:
-        products += tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32)[None, :]
+    z = _biased(products, bias, column, vocabulary)
     factor = logit_scale
     if softcap is not None:
-        products = softcap * _tanh(products * (logit_scale / softcap))
+        z = softcap * _tanh(z * (logit_scale / softcap))
         factor = 1.0
     if inv_temperature is not None:
-        products *= (tl.load(inv_temperature + row, mask=row < rows, other=1.0) * factor)[:, None]
-    return products
+        z *= (tl.load(inv_temperature + row, mask=row < rows, other=1.0) * factor)[:, None]
+    return z
 
 
 @triton.jit
 def untransform_gradient(
     gradient,  # (ROWS, COLUMNS) float32: dL/dz
-    logits,  # (ROWS, COLUMNS) float32: z
-    inv_temperature,  # (N,) float32 or None
+    products,  # as `transform_logits` takes them: the slope of a saturated z cannot be read off z
+    bias,
+    inv_temperature,
     logit_scale,
-    softcap,  # or None
-    row,  # (ROWS,)
+    softcap,
+    row,
+    column,
     rows,
+    vocabulary,
 ):
-    """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w), which is read off z itself."""
+    """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w)."""
+    if softcap is not None:
+        u = tl.abs(_biased(products, bias, column, vocabulary) * (logit_scale / softcap))
+        tail = tl.exp2(u * -LOG2E)
+        sech = 2.0 * tail * _reciprocal(tl.fma(tail, tail, 1.0))
+        gradient *= sech * sech  # 1 - tanh² cancels where it saturates
     if inv_temperature is not None:
         inverse = tl.load(inv_temperature + row, mask=row < rows, other=1.0)
-    if softcap is not None:
-        saturation = logits / softcap
-        if inv_temperature is not None:
-            saturation /= inverse[:, None]
-        gradient *= 1.0 - saturation * saturation
-    if inv_temperature is not None:
         gradient *= (inverse * logit_scale)[:, None]
     return gradient
 
 
 @triton.jit
-def _tanh(x):
-    """Saturates without overflow: exp(2x) may be zero or infinite."""
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+def _biased(products, bias, column, vocabulary):
+    if bias is not None:
+        products += tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32)[None, :]
+    return products
+
+
+@triton.jit
+def _tanh(u):
+    """To a few ulps: near 0, where a difference of exponentials cancels, a series."""
+    square = u * u
+    series = tl.fma(square, 0.0172569904, -0.0530529502)
+    series = tl.fma(square, tl.fma(square, series, 0.133259873), -0.333331484)
+    tail = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+    far = tl.fma(-2.0 * tail, _reciprocal(1.0 + tail), 1.0)
+    return tl.where(tl.abs(u) < 0.5, tl.fma(u * square, series, u), tl.where(u < 0.0, -far, far))
+
+
+@triton.jit
+def _reciprocal(x):
+    """Of x > 0: a root is one instruction, a division eight."""
+    return tl.rsqrt(x * x)
 
 
 def transform_arguments(problem: HeadProblem) -> dict[str, object]:
@@ -184,7 +196,7 @@ def transform_arguments(problem: HeadProblem) -> dict[str, object]:
 
 
 def product_arguments(problem: HeadProblem, tile: ProductTile) -> dict[str, object]:
-    """What a kernel with `tile_logits` takes of the problem and the tile, by the kernel's names.
+    """What a kernel with `tile_products` takes of the problem and the tile, by the kernel's names.
 
     Both operands must have unit stride along H.
     """

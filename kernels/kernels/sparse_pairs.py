@@ -174,7 +174,9 @@ def _pair_gradient(
         is_target = (tl.load(targets + row)[:, None] == column[None, :]) & valid[:, None]
         gradient = -tl.load(mass_gradient + row)[:, None] * probability
         gradient = tl.where(is_target, tl.load(target_gradient + row)[:, None], gradient)
-        gradient = untransform_gradient(gradient, logits, inv_temperature, logit_scale, softcap, row, rows)
+        gradient = untransform_gradient(
+            gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
+        )
         gradient = tl.where(in_vocabulary[None, :], gradient, 0.0)
 
         if workspace is not None:

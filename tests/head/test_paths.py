@@ -44,6 +44,25 @@ def test_statistics_and_exact_gradients_are_those_of_full_logits(
         assert oracle.relative(got, expected) < 2e-5
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 1.0])
+def test_a_saturated_softcap_passes_on_every_digit_of_its_small_slopes(
+    on_path, make_call, make_upstream, oracle, tolerance
+):
+    call = make_call((1,), 100, 16, transformed=True)
+    with torch.no_grad():
+        call.hidden.zero_()[0, 0] = 40.0
+        call.weight[:, 0].uniform_(0.5, 1.0).mul_(torch.randn(100).sign())  # 4e-5 of the slope, and less
+    call, upstream = on_path(call), {"logprob": on_path(make_upstream((1,))["logprob"])}
+    exact = oracle.exact_gradients(call, upstream)
+
+    found = oracle.gradients(call, call.outputs(tolerance=tolerance), upstream)
+
+    torch.testing.assert_close(found[2].double(), exact[2], rtol=1e-4, atol=0)
+    call.weight.requires_grad_(False), call.bias.requires_grad_(False)
+    (frozen,) = torch.autograd.grad(call.outputs(tolerance=0.0)["logprob"], call.hidden, upstream["logprob"])
+    assert oracle.relative(frozen, exact[0]) < 1e-4
+
+
 def test_float64_has_float64_gradients(make_call, make_upstream, oracle):
     call = make_call(dtype=torch.float64, transformed=True)
 

@@ -60,6 +60,17 @@ def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng
     torch.testing.assert_close(rows.entropy, expected, rtol=0, atol=4 * spacing_of_floats)
 
 
+def test_a_capped_logit_keeps_its_digits_from_near_zero_to_saturation(device, rng):
+    hidden = 10 ** (6 * torch.rand(300, 1, generator=rng) - 3).to(device)
+    sides = torch.tensor([[1.0], [-1.0]], device=device)
+    targets = torch.randint(0, 2, (300,), generator=rng).to(device)
+
+    _, rows = run(HeadProblem(hidden, sides, targets, softcap=30.0), wanted=("maximum",), tile=POINTERS)
+
+    expected = 30 * (hidden.double() * sides[targets] / 30).tanh()
+    torch.testing.assert_close(rows.target_logit.double(), expected[:, 0], rtol=5e-7, atol=0)
+
+
 def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
     hidden, weight = (torch.randn(n, 16, generator=rng).to(device) for n in (5, 400))
     bias = torch.zeros(400, device=device)
