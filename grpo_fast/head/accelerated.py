@@ -1,16 +1,17 @@
 """The head on a CUDA device: the kernels, and the bookkeeping around them.
 
-Rows without work are sorted behind the others by a permutation that stays on the device, and the kernels stop
-at a count that stays there too: nothing waits for the host in the forward.
+Nothing waits for the host in the forward. The sparse backward asks the host once how many pairs are live: the
+copy begins right after the selection, and is waited for after all kernels are launched. Where there are more
+than had room, their lists are made again with as much as they need; where that would be too much, the rows
+that are live in the most tiles are set apart for the dense path first. The dense path asks for the rows that
+have a gradient, as cuBLAS must know its sizes; with what the forward kept it does not ask.
 
-The backward asks the host once, for cuBLAS must know its sizes: the dense path for how many rows have a
-gradient; the sparse path, after all its kernels are launched, whether its lists overflowed. Only then are
-rows that are live nearly everywhere set apart for the dense path, and it asks again. With what the forward
-kept it does not ask. While a CUDA graph is captured it does not either: the dense path works on all rows, and
-an overflow turns the gradient into NaN.
+While a CUDA graph is captured nobody can be asked: the dense path works on all rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,25 +29,21 @@ from grpo_fast.head.problem import (
 )
 from grpo_fast.kernels import TILE
 from grpo_fast.kernels.dense import Kept, dense_backward, row_aligned
-from grpo_fast.kernels.forward import row_results, tile_statistics
-from grpo_fast.kernels.select import select_pairs
-from grpo_fast.kernels.sparse import sparse_backward
+from grpo_fast.kernels.forward import gather_rows, row_results, tile_statistics
+from grpo_fast.kernels.select import Live, row_coefficients, select_live
+from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 
 def allocate_state(problem: HeadProblem, keep: bool) -> State:
     """What `forward` returns, not yet filled."""
     rows, tiles = problem.hidden.shape[0], -(-problem.vocabulary // TILE)
     float32 = torch.float32
-    state = State.empty(problem)._replace(
-        tile_lse=problem.hidden.new_empty((tiles, rows), dtype=float32),
-        order=problem.targets.new_empty(rows),
-        working=problem.targets.new_empty((), dtype=torch.int32),
-    )
+    state = State.empty(problem)._replace(tile_lse=row_aligned(rows, tiles, problem.hidden, float32))
     if not keep:
         return state
     return state._replace(
         exponentials=row_aligned(rows, problem.vocabulary, problem.hidden),
-        maximum=problem.hidden.new_empty((tiles, rows), dtype=float32),
+        maximum=row_aligned(rows, tiles, problem.hidden, float32),
     )
 
 
@@ -54,12 +51,14 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
     """Every row's statistics, zero for ignored rows."""
     if problem.hidden.shape[0] == 0:
         return RowStatistics.allocate(problem, request), allocate_state(problem, plan.keep)
-    order, working = _rows_with_work_first(problem.targets)
-    rows = _with_unit_stride(problem.rows(order))
-    exponentials = row_aligned(rows.hidden.shape[0], problem.vocabulary, rows.hidden) if plan.keep else None
+    problem = _with_unit_stride(problem)
+    exponentials = None
+    if plan.keep:
+        exponentials = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden)
+    gathered = gather_rows(problem)
     tiles = tile_statistics(
-        rows,
-        working,
+        problem,
+        gathered,
         tile=plan.forward_tile,
         entropy=request.entropy,
         mean=request.mean_logit,
@@ -68,8 +67,8 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         keep=exponentials,
     )
     reported = tiles if request.max_logit else tiles._replace(maximum=None)
-    statistics = RowStatistics(*row_results(reported, rows.targets, order, working, problem.vocabulary))
-    state = State.empty(problem)._replace(tile_lse=tiles.lse, order=order, working=working)
+    statistics = RowStatistics(*row_results(reported, problem, gathered.target_logit))
+    state = State.empty(problem)._replace(tile_lse=tiles.lse)
     if exponentials is not None:
         state = state._replace(exponentials=exponentials, maximum=tiles.maximum)
     return statistics, state
@@ -82,32 +81,28 @@ def backward(
     wanted: Wanted,
     state: State,
     plan: HeadPlan,
-) -> tuple[HeadGradients, dict[str, Tensor] | None]:
+) -> tuple[HeadGradients, Tensor | None]:
     """Gradients, and the certificate's numbers where something was left out."""
-    order = state.order
-    rows = _with_unit_stride(problem.rows(order))
-    of_rows = LogitGradient.of(problem, statistics, gradients).rows(order)
-    certificate = None
-    if state.exponentials.numel() and not gradients.is_dense:
-        result = _dense(rows, of_rows, plan, wanted, Kept(state.exponentials, state.maximum))
-    elif problem.hidden.shape[0] == 0 or plan.backward == "dense":
-        result = _dense(rows, of_rows, plan, wanted)
-    else:
-        result, certificate = _sparse(rows, of_rows, state.tile_lse, plan, wanted)
-    if result.hidden is not None:
-        result = result._replace(hidden=torch.empty_like(result.hidden).index_copy_(0, order, result.hidden))
-    return result, certificate
+    problem = _with_unit_stride(problem)
+    kept = Kept(state.exponentials, state.maximum) if state.exponentials.numel() else None
+    if kept is None or gradients.is_dense:
+        if plan.backward == "sparse" and problem.hidden.shape[0] and not _capturing(problem.hidden):
+            return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted)
+        kept = None
+    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted, kept), None
 
 
 def _dense(
     problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted, kept: Kept | None = None
 ) -> HeadGradients:
-    """Exact, over the rows with a gradient; with what the forward kept, over all rows: nobody is asked."""
+    """Exact, over the rows with a gradient; with what the forward kept, or in a captured graph, over all rows:
+    nobody is asked.
+    """
     chosen, like, index = problem, problem.hidden, None
-    if kept is not None:
-        # What an ignored row holds is anything, and zero times NaN is not zero. The rows are a copy.
-        problem.hidden.masked_fill_(~of_rows.live()[:, None], 0)
-    elif not _capturing(like):
+    if kept is not None or _capturing(like):
+        # What an ignored row holds is anything, and zero times NaN is not zero.
+        chosen = problem._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
+    else:
         index = of_rows.live().nonzero().squeeze(1)
         chosen, of_rows = problem.rows(index), of_rows.rows(index)
     tile, columns = plan.backward_tile, plan.dense_columns
@@ -122,83 +117,76 @@ def _dense(
 
 def _sparse(
     problem: HeadProblem,
-    of_rows: LogitGradient,
+    statistics: RowStatistics,
+    gradients: RowGradients,
     tile_lse: Tensor,
     plan: HeadPlan,
     wanted: Wanted,
-    *,
-    split_rows: bool = False,
-) -> tuple[HeadGradients, dict[str, Tensor] | None]:
-    """From the live pairs; where the lists overflow, once more without the rows that crowd them.
+) -> tuple[HeadGradients, Tensor]:
+    """From the live pairs, and exactly for rows set apart.
 
     A crowded row costs less among the pairs than on the dense path, whose price is a pass over the weight and
     its gradient however few rows it is for.
     """
-    pairs = select_pairs(
-        problem, of_rows, tile_lse, tolerance=plan.tolerance, split_rows=split_rows, config=plan.sparse
-    )
-    result = sparse_backward(problem, of_rows.logsumexp, pairs, wanted)
-    found = HeadGradients(result.hidden, result.weight, result.bias)
-    certificate = pairs.metrics(result.left_out)
-    if _capturing(problem.hidden):
-        _poison(found, result.dense)
-        return found, certificate
-    missing = torch.cat([result.dense, pairs.dense_rows.sum(0, keepdim=True)])
-    nothing_written, no_hidden, dense_rows = missing.tolist()
-    if nothing_written:  # pairs overflowed: never once rows are set apart
-        del pairs, result, found  # the second pass needs as much memory
-        return _sparse(problem, of_rows, tile_lse, plan, wanted, split_rows=True)
-    if dense_rows:
-        index = pairs.dense_rows.nonzero().squeeze(1)
-        into = wanted._replace(into_weight=found.weight, into_bias=found.bias)
-        exact = _dense(problem.rows(index), of_rows.rows(index), plan, into)
-        if found.hidden is not None and exact.hidden is not None:
-            exact = exact._replace(hidden=found.hidden.index_copy_(0, index, exact.hidden))
-        found = exact
-    if no_hidden and wanted.hidden:
-        alone = Wanted(hidden=True, weight=False, bias=False)
-        of_hidden = None
-        if split_rows:
-            again = _dense(problem, of_rows, plan, alone)
-        else:
-            again, of_hidden = _sparse(problem, of_rows, tile_lse, plan, alone, split_rows=True)
-        found = found._replace(hidden=again.hidden)
-        certificate = _worse(of_hidden, pairs.metrics() if wanted.weight or wanted.bias else None)
-    return found, certificate
+    (rows, tiles), config = tile_lse.shape, plan.sparse
+    coefficients = row_coefficients(problem, statistics, gradients)
+    usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
+
+    def select(row_tiles: int) -> tuple[Live, Callable[[], list[int]]]:
+        live = select_live(
+            problem, coefficients, tile_lse,
+            tolerance=plan.tolerance, row_tiles=row_tiles, library=plan.library,
+        )  # fmt: skip
+        return live, _read_later(live.found)
+
+    def form(live: Live, capacity: int) -> SparseGradients:
+        return sparse_backward(
+            problem, coefficients, live, wanted,
+            tolerance=plan.tolerance, capacity=capacity, config=config,
+        )  # fmt: skip
+
+    live, found = select(tiles)
+    result = form(live, usual)
+    pairs, set_apart = found()
+    if pairs > usual:
+        del result
+        if pairs > most:
+            live, found = select(most // rows)
+            pairs, set_apart = found()
+        result = form(live, max(pairs, 1))
+    gradient = HeadGradients(result.hidden, result.weight, result.bias)
+    if set_apart:
+        index = live.dense.nonzero().squeeze(1)
+        of_rows = LogitGradient.of(problem, statistics, gradients).rows(index)
+        into = wanted._replace(into_weight=result.weight, into_bias=result.bias)
+        exact = _dense(problem.rows(index), of_rows, plan, into)
+        if gradient.hidden is not None and exact.hidden is not None:
+            exact = exact._replace(hidden=gradient.hidden.index_copy_(0, index, exact.hidden))
+        gradient = exact
+    return gradient, result.certificate
 
 
-def _worse(first: dict[str, Tensor] | None, second: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Number by number; None: nothing was left out."""
-    if first is None or second is None:
-        return first or second
-    return {name: torch.maximum(first[name], second[name]) for name in first}
+def _read_later(numbers: Tensor) -> Callable[[], list[int]]:
+    """Begins to copy numbers to the host. What is called for them waits for what was launched until now, not
+    for what is launched meanwhile.
+    """
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
+    def wait() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
 
-def _poison(found: HeadGradients, dense: Tensor) -> None:
-    """NaN where a list overflowed, for while a graph is captured nobody can be asked."""
-    poison = torch.where(dense > 0, torch.nan, 0.0)
-    for gradient, missing in zip(found, (1, 0, 0), strict=True):
-        if gradient is not None:
-            gradient += poison[missing].to(gradient.dtype)
-
-
-def _rows_with_work_first(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A stable permutation, (N,) int64, and how many rows have work, () int32."""
-    working = targets >= 0
-    front = working.cumsum(0)
-    back = (~working).cumsum(0)
-    count = working.sum()
-    place = torch.where(working, front - 1, count + back - 1)
-    order = torch.empty_like(targets)
-    order.scatter_(0, place, torch.arange(targets.numel(), device=targets.device))
-    return order, count.to(torch.int32)
+    return wait
 
 
 def _with_unit_stride(problem: HeadProblem) -> HeadProblem:
-    """The kernels read along H; a weight with another layout is copied."""
-    if problem.weight.stride(1) == 1:
-        return problem
-    return problem._replace(weight=problem.weight.contiguous())
+    """The kernels read along H; operands with another layout are copied."""
+    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in problem[:2])
+    return problem._replace(hidden=hidden, weight=weight)
 
 
 def _capturing(tensor: Tensor) -> bool:

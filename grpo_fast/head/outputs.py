@@ -29,13 +29,13 @@ class Certificate:
     def pending(cls, device: torch.device) -> Certificate:
         return cls(torch.full((cls.SIZE,), torch.nan, device=device))
 
-    def fill(self, left_out: dict[str, Tensor] | None) -> None:
-        """Takes over the selection's numbers; None: nothing was left out."""
-        if left_out is None:
+    def fill(self, numbers: Tensor | None) -> None:
+        """Takes over a selection's numbers, (4,) in the order of NAMES; None: nothing was left out."""
+        if numbers is None:
             self.values.zero_()
             self.values[0].fill_(1.0)
         else:
-            self.values.copy_(torch.stack([left_out[name].float() for name in self.NAMES]))
+            self.values.copy_(numbers)
 
     @property
     def density(self) -> Tensor:

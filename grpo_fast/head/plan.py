@@ -5,7 +5,7 @@ Pure: decided from sizes and facts of the device, so it is tested without one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -77,6 +77,7 @@ class HeadPlan:
     backward_tile: ProductTile
     dense_columns: int  # vocabulary entries per chunk of the dense backward
     sparse: SparseConfig  # of the sparse backward
+    library: bool  # `csrc/` stands in where it can
 
     @property
     def backward(self) -> Literal["dense", "sparse"]:
@@ -94,9 +95,6 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     backward_wide = not (work.softcap or work.dense_gradient)
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
-    sparse = sizes.sparse
-    if not device.has_library or work.dtype == torch.float32:  # Triton's kernels stand in
-        sparse = replace(sparse, cuda_rows=False, cuda_curve=False)
     return HeadPlan(
         path=path,
         tolerance=0.0 if work.dense_gradient else tolerance_in_force(path, work.tolerance),
@@ -105,7 +103,8 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
         forward_tile=_descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward,
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
-        sparse=sparse,
+        sparse=sizes.sparse,
+        library=device.has_library,
     )
 
 

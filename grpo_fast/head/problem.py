@@ -135,23 +135,19 @@ class State(NamedTuple):
     """What a forward keeps for its backward; empty where its path has no use for it."""
 
     jacobian: Tensor  # (N, H) dlogprob/dhidden, of the reference path; the others are the kernels'
-    tile_lse: Tensor  # (T, N) float32, rows in sorted order
-    order: Tensor  # (N,) int64: a permutation, rows with work first
-    working: Tensor  # () int32: rows with work
-    exponentials: Tensor  # (N, V) rows in sorted order
-    maximum: Tensor  # (T, N) float32, beside them
+    tile_lse: Tensor  # (N, T) float32
+    exponentials: Tensor  # (N, V)
+    maximum: Tensor  # (N, T) float32, beside them
 
     @classmethod
     def empty(cls, problem: HeadProblem, *, jacobian: bool = False) -> State:
         """Zeros for the jacobian where it is wanted."""
-        new, of_targets, float32 = problem.hidden.new_empty, problem.targets.new_empty, torch.float32
+        new, float32 = problem.hidden.new_empty, torch.float32
         return cls(
             jacobian=problem.hidden.new_zeros(
                 problem.hidden.shape if jacobian else 0, dtype=problem.accumulator
             ),
             tile_lse=new(0, dtype=float32),
-            order=of_targets(0),
-            working=of_targets(0, dtype=torch.int32),
             exponentials=new(0),
             maximum=new(0, dtype=float32),
         )

@@ -57,7 +57,7 @@ def backward(
     state: State,
     chunks: Chunks,
     tolerance: float = 0.0,
-) -> tuple[HeadGradients, dict[str, Tensor] | None]:
+) -> tuple[HeadGradients, Tensor | None]:
     """Gradients, and the certificate's numbers where something was left out. Idle rows cost nothing.
 
     With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
@@ -105,7 +105,7 @@ def backward(
     tiles = -(-problem.vocabulary // TILE)
     certificate = None
     if selection is not None:
-        certificate = selection.metrics(wanted, problem.targets.numel() * tiles)
+        certificate = selection.metrics(problem.targets.numel() * tiles)
     return HeadGradients(hidden, weight, bias), certificate
 
 

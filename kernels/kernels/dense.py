@@ -42,12 +42,12 @@ class Kept(NamedTuple):
     """What the forward kept. Undefined past the rows in use."""
 
     exponentials: Tensor  # (N, V) in the operands' dtype, rows begin on 32 bytes
-    maximum: Tensor  # (T, N) float32
+    maximum: Tensor  # (N, T) float32
 
 
-def row_aligned(rows: int, columns: int, like: Tensor) -> Tensor:
+def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(rows, columns), not filled, whose rows begin on 32 bytes whatever the dtype."""
-    return like.new_empty((rows, -(-columns // 16) * 16))[:, :columns]
+    return like.new_empty((rows, -(-columns // 16) * 16), dtype=dtype or like.dtype)[:, :columns]
 
 
 # `width` is specialised: where it may be no multiple of 16, stores move two bytes a thread.
@@ -134,10 +134,10 @@ def logit_gradient_kernel(
 
 
 # `start` and `width` are specialised: where they may be no multiple of 16, threads move two bytes at a time.
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@triton.jit(do_not_specialize=["rows"])
 def kept_gradient_kernel(
     exponentials,  # (N, V)
-    maximum,  # (T, N) float32
+    maximum,  # (N, T) float32
     targets,  # (N,) int64
     logsumexp_in,  # (N,) float32, as the next three
     mass_in,
@@ -148,7 +148,7 @@ def kept_gradient_kernel(
     rows,
     start,
     width,
-    capacity,
+    tile_stride,
     kept_stride,
     gradient_stride,
     logit_scale,
@@ -159,7 +159,7 @@ def kept_gradient_kernel(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = row < rows
     mass_tile = (start // TILE + tl.program_id(1)).to(tl.int64)
-    largest = tl.load(maximum + mass_tile * capacity + row, mask=live, other=0.0)
+    largest = tl.load(maximum + row.to(tl.int64) * tile_stride + mass_tile, mask=live, other=0.0)
     mass = tl.load(mass_in + row, mask=live, other=0.0)
     share = tl.exp(largest - tl.load(logsumexp_in + row, mask=live, other=0.0)) * mass
     inside = live[:, None] & (column < width)[None, :]
@@ -245,7 +245,7 @@ def kept_gradient(
     count, width = out.shape
     kept_gradient_kernel[(triton.cdiv(count, _KEPT_ROWS), triton.cdiv(width, TILE))](
         *kept, problem.targets, *rows[:3], problem.inv_temperature, inv_scale, out, count, start, width,
-        kept.maximum.shape[1], kept.exponentials.stride(0), out.stride(0), float(problem.logit_scale),
+        kept.maximum.stride(0), kept.exponentials.stride(0), out.stride(0), float(problem.logit_scale),
         TILE=TILE, ROWS=_KEPT_ROWS, num_warps=4,
     )  # fmt: skip
 

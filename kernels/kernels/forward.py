@@ -1,10 +1,11 @@
 """The forward: X Wᵀ whose float32 logits never leave registers, reduced to a few numbers per (row, mass
 tile).
 
-Persistent programs write the log-sum-exp of every mass tile and what optional statistics need; two small
-kernels give the targets' logits and fold the tiles into per-row results. A program's tile is several mass
-tiles wide, so that the product runs at full speed while the tile masses stay fine. An optional statistic
-whose output is None is not in the machine code.
+Rows with work are gathered to the front, so that the others cost nothing; persistent programs write the
+log-sum-exp of every mass tile and what optional statistics need, back in the rows' own order; a small kernel
+folds the tiles into per-row results. A program's tile is several mass tiles wide, so that the product runs
+at full speed while the tile masses stay fine. An optional statistic whose output is None is not in the
+machine code.
 
 Statistics per mass tile are relative to the tile, so that nothing cancels when the logits are large: with
 P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k).
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE, ProductTile
+from .dense import row_aligned
 from .product import (
     LOG2E,
     product_arguments,
@@ -34,41 +36,51 @@ if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
 
 
-class TileStatistics(NamedTuple):
-    """Per mass tile and row, float32, T = ceil(V / TILE); None where not wanted.
+class Gathered(NamedTuple):
+    """The rows with work, in their order, before undefined ones; and the logits of their targets."""
 
-    Undefined past the rows in use.
+    hidden: Tensor  # (N, H)
+    inv_temperature: Tensor | None  # (N,) float32
+    order: Tensor  # (N,) int64: the row that was gathered here
+    count: Tensor  # (1,) int32: rows with work
+    target_logit: Tensor  # (N,) float32 in the rows' own order; undefined where the target is in no row of W
+
+
+class TileStatistics(NamedTuple):
+    """Per row and mass tile, float32, T = ceil(V / TILE); None where not wanted.
+
+    Rows begin on 64 bytes, and are undefined without work.
     """
 
-    lse: Tensor  # (T, N) log-sum-exp of the tile's logits
-    target_logit: Tensor  # (N,) zero where the target is not in this weight
-    entropy: Tensor | None  # (T, N) of the distribution within the tile
-    total: Tensor | None  # (T, N) sum of the tile's logits
-    maximum: Tensor | None  # (T, N)
-    squares: Tensor | None  # (T, N) log Σ (p within the tile)²
+    lse: Tensor  # (N, T) log-sum-exp of the tile's logits
+    entropy: Tensor | None  # (N, T) of the distribution within the tile
+    total: Tensor | None  # (N, T) sum of the tile's logits
+    maximum: Tensor | None  # (N, T)
+    squares: Tensor | None  # (N, T) log Σ (p within the tile)²
 
 
 # `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
-@triton.jit(do_not_specialize=["capacity", "programs"])
+@triton.jit(do_not_specialize=["programs"])
 def forward_kernel(
-    hidden,  # (N, H): see tile_products
+    hidden,  # (N, H): see tile_products; rows in the order of the work, as inv_temperature
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
     targets,  # (N,) int64
-    count,  # () int32: rows in use
-    lse_out,  # (T, N) float32
+    order,  # (N,) int64: where a row's results go
+    count,  # (1,) int32: rows in use
+    lse_out,  # (N, T) float32
     target_out,  # (N,) float32 or None: the logit that equals the maximum where the target is the likeliest
-    entropy_out,  # (T, N) float32 or None, as the next three
+    entropy_out,  # (N, T) float32 or None, as the next three
     total_out,
     maximum_out,
     squares_out,
     kept_out,  # (N, V) exponentials relative to the mass tile's maximum, or None
-    capacity,  # N
     vocabulary,
     hidden_size,
     hidden_stride,
     weight_stride,
+    tile_stride,
     kept_stride,
     logit_scale,
     softcap,
@@ -100,18 +112,19 @@ def forward_kernel(
         )  # fmt: skip
         z = transform_logits(z, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary)
         live = row < rows
+        to = tl.load(order + row, mask=live, other=0)
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
         offset = tl.arange(0, COLUMNS)
         inside = offset < vocabulary - first_column
         if target_out is not None:
-            target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
+            target = (tl.load(targets + to, mask=live, other=-1) - first_column).to(tl.int32)
             target_logit = tl.sum(tl.where(offset[None, :] == target[:, None], z, 0.0), axis=1)
             here = (target >= 0) & (target < tl.minimum(COLUMNS, vocabulary - first_column))
-            tl.store(target_out + row, target_logit, mask=live & here)
+            tl.store(target_out + to, target_logit, mask=live & here)
 
         mass_tile = column_block * HALVES + tl.arange(0, HALVES)
-        at = mass_tile[None, :].to(tl.int64) * capacity + row[:, None]
+        at = to[:, None] * tile_stride + mass_tile[None, :]
         kept = live[:, None] & (mass_tile * TILE < vocabulary)[None, :]
         if total_out is not None:
             counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
@@ -129,7 +142,7 @@ def forward_kernel(
         log_mass = tl.log(mass)
         tl.store(lse_out + at, base + log_mass, mask=kept)
         if kept_out is not None:
-            line = kept_out + row.to(tl.int64) * kept_stride
+            line = kept_out + to * kept_stride
             kept_e = tl.reshape(e, (ROWS, COLUMNS)).to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
         if entropy_out is not None:
@@ -140,15 +153,31 @@ def forward_kernel(
             tl.store(squares_out + at, tl.where(mass > 0, squares, 0.0), mask=kept)
 
 
-@triton.jit(do_not_specialize=["vocabulary"])
-def target_logit_kernel(
+@triton.jit(do_not_specialize=["rows"])
+def order_kernel(targets, order, count, rows, BLOCK: tl.constexpr):
+    """One program: the rows with work, in ascending order, and how many."""
+    found = tl.zeros((1,), dtype=tl.int32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        works = (tl.load(targets + row, mask=row < rows, other=-1) >= 0).to(tl.int32)
+        tl.store(order + found + tl.cumsum(works, axis=0) - works, row.to(tl.int64), mask=works != 0)
+        found += tl.sum(works)
+    tl.store(count + tl.arange(0, 1), found)
+
+
+@triton.jit(do_not_specialize=["rows", "vocabulary"])
+def gather_kernel(
     hidden,  # (N, H)
     weight,  # (V, H)
     bias,  # (V,) or None
     inv_temperature,  # (N,) float32 or None
     targets,  # (N,) int64
-    count,  # () int32: rows in use
+    order,  # (N,) int64
+    count,  # (1,) int32
+    hidden_out,  # (N, H), written
+    inv_temperature_out,  # (N,) float32, written, or None
     target_out,  # (N,) float32, written where the target is in this weight
+    rows,
     vocabulary,
     hidden_size,
     hidden_stride,
@@ -158,19 +187,25 @@ def target_logit_kernel(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One product a row: picked out of the forward's tiles it would cost them half of their epilogue."""
-    rows = tl.load(count)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    target = tl.load(targets + row, mask=row < rows, other=-1)
-    here = (target >= 0) & (target < vocabulary)
-    x = hidden + row.to(tl.int64)[:, None] * hidden_stride
+    """Copies rows to where their work is done, and forms one product a row: picked out of the forward's tiles
+    it would cost them half of their epilogue.
+    """
+    place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = place < tl.load(count)
+    row = tl.load(order + place, mask=live, other=0)
+    target = tl.load(targets + row, mask=live, other=-1)
+    here = live & (target < vocabulary)
+    x = hidden + row[:, None] * hidden_stride
     w = weight + target[:, None] * weight_stride
+    copied = hidden_out + place.to(tl.int64)[:, None] * hidden_size
     products = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
     for start in range(0, hidden_size, DEPTH):
         step = start + tl.arange(0, DEPTH)
-        read = here[:, None] & (step < hidden_size)[None, :]
-        x_part = tl.load(x + step[None, :], mask=read, other=0.0).to(tl.float32)
-        products += x_part * tl.load(w + step[None, :], mask=read, other=0.0).to(tl.float32)
+        inside = (step < hidden_size)[None, :]
+        x_part = tl.load(x + step[None, :], mask=live[:, None] & inside, other=0.0)
+        w_part = tl.load(w + step[None, :], mask=here[:, None] & inside, other=0.0)
+        tl.store(copied + step[None, :], x_part, mask=live[:, None] & inside)
+        products += x_part.to(tl.float32) * w_part.to(tl.float32)
     product = tl.sum(products, axis=1)
     if bias is not None:
         product += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
@@ -178,19 +213,19 @@ def target_logit_kernel(
         product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
     )
     tl.store(target_out + row[:, None], z, mask=here[:, None])
+    if inv_temperature_out is not None:
+        tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
 
 
-@triton.jit(do_not_specialize=["capacity", "vocabulary", "tiles"])
+@triton.jit(do_not_specialize=["rows", "vocabulary", "tiles"])
 def finalise_kernel(
-    lse_in,  # (T, N) float32
-    target_in,  # (N,) float32
-    entropy_in,  # (T, N) float32 or None, as the next three
+    lse_in,  # (N, T) float32
+    entropy_in,  # (N, T) float32 or None, as the next three
     total_in,
     maximum_in,
     squares_in,
+    target_in,  # (N,) float32
     targets,  # (N,) int64
-    order,  # (N,) int64: where each row's results go
-    count,  # () int32: rows in use
     logprob_out,  # (N,) float32, as all below
     lse_out,
     entropy_out,
@@ -198,35 +233,37 @@ def finalise_kernel(
     maximum_out,
     target_out,
     squares_out,
-    capacity,
+    tile_stride,
+    rows,
     vocabulary,
     tiles,  # T
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < tl.load(count)
+    inside = row < rows
+    target = tl.load(targets + row, mask=inside, other=-1)
+    live = target >= 0
+    line = row.to(tl.int64)[:, None] * tile_stride
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
-        at = tile[:, None].to(tl.int64) * capacity + row[None, :]
-        read = (tile < tiles)[:, None] & live[None, :]
-        lse = tl.load(lse_in + at, mask=read, other=float("-inf"))
-        higher = tl.maximum(maximum, tl.max(lse, axis=0))
+        read = live[:, None] & (tile < tiles)[None, :]
+        lse = tl.load(lse_in + line + tile[None, :], mask=read, other=float("-inf"))
+        higher = tl.maximum(maximum, tl.max(lse, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        mass = mass * tl.exp(maximum - base) + tl.sum(tl.exp(lse - base[None, :]), axis=0)
+        mass = mass * tl.exp(maximum - base) + tl.sum(tl.exp(lse - base[:, None]), axis=1)
         maximum = higher
     lse = tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log(mass)
 
-    to = tl.load(order + row, mask=live, other=0)
-    target = tl.load(targets + row, mask=live, other=-1)
-    target_logit = tl.load(target_in + row, mask=live, other=0.0)
+    here = live & (target < vocabulary)
+    target_logit = tl.load(target_in + row, mask=here, other=0.0)
     # Summed in another order than the target's tile, the log-sum-exp can fall an ulp short of a sure target.
     logprob = target_logit - lse
     logprob = tl.where(logprob > 0, 0.0, logprob)
-    tl.store(lse_out + to, lse, mask=live)
-    tl.store(logprob_out + to, tl.where(target < vocabulary, logprob, 0.0), mask=live)
+    tl.store(lse_out + row, tl.where(live, lse, 0.0), mask=inside)
+    tl.store(logprob_out + row, tl.where(here, logprob, 0.0), mask=inside)
 
     if entropy_in is not None or total_in is not None or maximum_in is not None or squares_in is not None:
         zero = tl.zeros((ROWS,), tl.float32)
@@ -236,35 +273,57 @@ def finalise_kernel(
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         for first in range(0, tiles, TILES):
             tile = first + tl.arange(0, TILES)
-            at = tile[:, None].to(tl.int64) * capacity + row[None, :]
-            read = (tile < tiles)[:, None] & live[None, :]
-            behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[None, :]
+            at = line + tile[None, :]
+            read = live[:, None] & (tile < tiles)[None, :]
+            behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[:, None]
             share = tl.exp(behind)
             if entropy_in is not None:
                 within = tl.load(entropy_in + at, mask=read, other=0.0)
-                entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=0)
+                entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=1)
             if total_in is not None:
-                total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=0)
+                total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=1)
             if maximum_in is not None:
-                highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=0)
+                highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=1)
                 highest = tl.maximum(highest, highest_here)
             if squares_in is not None:
                 within = tl.load(squares_in + at, mask=read, other=0.0)
-                squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=0)
+                squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=1)
         if entropy_in is not None:
-            tl.store(entropy_out + to, entropy, mask=live)
+            tl.store(entropy_out + row, tl.where(live, entropy, 0.0), mask=inside)
         if total_in is not None:
-            tl.store(mean_out + to, total / vocabulary, mask=live)
+            tl.store(mean_out + row, total / vocabulary, mask=inside)
         if maximum_in is not None:
-            tl.store(maximum_out + to, highest, mask=live)
-            tl.store(target_out + to, target_logit, mask=live)
+            tl.store(maximum_out + row, tl.where(live, highest, 0.0), mask=inside)
+            tl.store(target_out + row, target_logit, mask=inside)
         if squares_in is not None:
-            tl.store(squares_out + to, tl.log(squares), mask=live)
+            tl.store(squares_out + row, tl.where(live, tl.log(squares), 0.0), mask=inside)
+
+
+def gather_rows(problem: HeadProblem) -> Gathered:
+    """The rows with work, for `tile_statistics`. No host synchronisation."""
+    hidden, targets, inv_temperature = problem.hidden, problem.targets, problem.inv_temperature
+    rows, depth = hidden.shape
+    gathered = Gathered(
+        hidden=torch.empty_like(hidden, memory_format=torch.contiguous_format),
+        inv_temperature=None if inv_temperature is None else torch.empty_like(inv_temperature),
+        order=torch.empty_like(targets),
+        count=targets.new_empty(1, dtype=torch.int32),
+        target_logit=hidden.new_empty(rows, dtype=torch.float32),
+    )
+    order_kernel[(1,)](targets, gathered.order, gathered.count, rows, BLOCK=_ORDER_ROWS, num_warps=8)
+    gather_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
+        hidden, problem.weight, targets=targets, order=gathered.order, count=gathered.count,
+        hidden_out=gathered.hidden, inv_temperature_out=gathered.inv_temperature,
+        target_out=gathered.target_logit, rows=rows, vocabulary=problem.vocabulary, hidden_size=depth,
+        hidden_stride=hidden.stride(0), weight_stride=problem.weight.stride(0),
+        **transform_arguments(problem), ROWS=_TARGET_ROWS, DEPTH=_TARGET_DEPTH, num_warps=4,
+    )  # fmt: skip
+    return gathered
 
 
 def tile_statistics(
     problem: HeadProblem,
-    working: Tensor,
+    gathered: Gathered,
     *,
     tile: ProductTile,
     entropy: bool = False,
@@ -273,73 +332,64 @@ def tile_statistics(
     squares: bool = False,
     keep: Tensor | None = None,
 ) -> TileStatistics:
-    """Launches the forward and the targets' products. No host synchronisation.
+    """Launches the product. No host synchronisation.
 
     Args:
-        problem: its operands have unit stride along H; its first `working` rows are in use.
-        working: () int32 on the device.
-        maximum: the tiles' maxima, and the targets' logits out of the tiles, so that equal logits are equal.
+        problem: its operands have unit stride along H.
+        gathered: its rows.
+        maximum: the tiles' maxima; the targets' logits of `gathered` are taken out of the tiles then, so that
+            equal logits are equal.
         keep: (N, V) that receives the exponentials, see `kept`; the result then has the maxima as well.
     """
     rows, vocabulary = problem.targets.numel(), problem.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)
 
     def per_tile(present: bool) -> Tensor | None:
-        return problem.hidden.new_empty((tiles, rows), dtype=torch.float32) if present else None
+        return row_aligned(rows, tiles, problem.hidden, torch.float32) if present else None
 
     result = TileStatistics(
-        lse=per_tile(True),
-        target_logit=problem.hidden.new_zeros(rows, dtype=torch.float32),
+        lse=row_aligned(rows, tiles, problem.hidden, torch.float32),
         entropy=per_tile(entropy),
         total=per_tile(mean),
         maximum=per_tile(maximum or keep is not None),
         squares=per_tile(squares),
     )
     programs = program_count(problem.hidden.device)
-    arguments = product_arguments(problem, tile)
+    of_work = problem._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
     forward_kernel[(programs,)](
-        **arguments, targets=problem.targets, count=working, lse_out=result.lse,
-        target_out=result.target_logit if maximum else None,
+        **product_arguments(of_work, tile), targets=problem.targets, order=gathered.order,
+        count=gathered.count, lse_out=result.lse, target_out=gathered.target_logit if maximum else None,
         entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
-        squares_out=result.squares, kept_out=keep, capacity=rows,
+        squares_out=result.squares, kept_out=keep, tile_stride=result.lse.stride(0),
         kept_stride=0 if keep is None else keep.stride(0), programs=programs,
         EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
         TILE=TILE,
     )  # fmt: skip
-    if not maximum:
-        shared = ("vocabulary", "hidden_size", "hidden_stride", "weight_stride")
-        target_logit_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
-            problem.hidden, problem.weight, targets=problem.targets, count=working,
-            target_out=result.target_logit, **{name: arguments[name] for name in shared},
-            **transform_arguments(problem), ROWS=_TARGET_ROWS, DEPTH=_TARGET_DEPTH, num_warps=4,
-        )  # fmt: skip
     return result
 
 
-def row_results(
-    tiles: TileStatistics, targets: Tensor, order: Tensor, working: Tensor, vocabulary: int
-) -> tuple[Tensor, ...]:
-    """Folds the tiles into per-row results, written to the rows that `order` (N,) int64 names.
+def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tensor) -> tuple[Tensor, ...]:
+    """Folds the tiles into per-row results.
 
     Args:
-        targets: (N,) int64 in the order of the tile statistics.
-        working: () int32 on the device: rows in use.
+        target_logit: (N,) float32, of `gather_rows`.
 
     Returns:
         (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
-        log Σ p²; zero for rows that are not in use, (0,) for what the tiles do not have.
+        log Σ p²; zero for rows without work, (0,) for what the tiles do not have.
     """
-    capacity = targets.shape[0]
+    rows = problem.targets.numel()
     of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
-    results = tuple(tiles.lse.new_zeros(0 if part is None else capacity) for part in of)
-    finalise_kernel[(triton.cdiv(capacity, _FINALISE_ROWS),)](
-        *tiles, targets, order, working, *results, capacity, vocabulary, tiles.lse.shape[0],
-        ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,
+    results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
+    finalise_kernel[(triton.cdiv(rows, _FINALISE_ROWS),)](
+        *tiles, target_logit, problem.targets, *results, tiles.lse.stride(0), rows, problem.vocabulary,
+        tiles.lse.shape[1], ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,
     )  # fmt: skip
     return results
 
 
+_ORDER_ROWS = 2048
 _TARGET_ROWS = 16
 _TARGET_DEPTH = 128
-_FINALISE_ROWS = 32
-_FINALISE_TILES = 64
+_FINALISE_ROWS = 8
+_FINALISE_TILES = 256

@@ -19,13 +19,10 @@ entries.
 
 Each row leaves out its smallest tiles, up to a threshold that `balance` sets. A pair is live if it is not
 below, or holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it
-reaches the gradient.
+reaches the gradient. Rows that are live nearly everywhere are set apart for the dense path: they have no
+pairs and leave out nothing.
 
-Rows that are live nearly everywhere can be set apart for the dense path (`dense_rows`): they have no pairs
-and leave out nothing. The border is the list's room per row, so a list without such rows never overflows.
-
-Everything stays on the device, in buffers of fixed capacity, and every list is in ascending order:
-bit-equal from run to run.
+Everything stays on the device, and every list is in ascending order: bit-equal from run to run.
 """
 
 from __future__ import annotations
@@ -38,334 +35,406 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE, SparseConfig, cuda
-from .balance import balance, log_levels
+from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, SparseConfig, cuda
+from .balance import balance, count_octaves, is_below, level_of, store_curve
+from .policy_terms import expm1
+from .product import LOG2E
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, LogitGradient
+    from grpo_fast.head.problem import HeadProblem, RowGradients, RowStatistics
+
+
+@dataclass(frozen=True)
+class RowCoefficients:
+    """What makes the logit gradients of N rows: g·onehot(target) − c·p, before the slope of the logit."""
+
+    logsumexp: Tensor  # (N,) float32, as the next three
+    target: Tensor  # dL/dz of the target
+    mass: Tensor  # c; dL/dz is −c·p elsewhere
+    scale: Tensor  # largest |dL/d(x·w)| per probability: |c| times the steepest slope of the logit
+    squares: Tensor  # (P,) float32, their sum: Σ_i (Σ_v|G_iv|)²
+
+
+@dataclass(frozen=True)
+class Live:
+    """Which pairs of N rows and T tiles are live, and per row what the others hold."""
+
+    bits: Tensor  # (ceil(T / 32), N) int32: bit t % 32 of word t // 32
+    rank_base: Tensor  # (ceil(T / 32), N) int32: live tiles of the row before this word
+    count: Tensor  # (N,) int32: live tiles of the row
+    row_ends: Tensor  # (N,) int64: the same, added up
+    tile_counts: Tensor  # (T,) int32: live rows of the tile
+    dense: Tensor  # (N,) bool: set apart
+    left_out: Tensor  # (N,) float32: μ, the probability in no live pair; zero for rows set apart
+    found: Tensor  # (2,) int64: live pairs, rows set apart
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The live pairs of N rows and T tiles, sorted by tile, then row; and per row what they leave out.
+    """The live pairs, by tile and then row, and each one's place in the order by row and then tile.
 
-    Where `overflow` is set the lists are empty: the batch belongs to the dense path.
+    Where there are more than `capacity`, `fits` is zero and the lists hold nothing.
     """
 
-    rows: Tensor  # (capacity,) int32: rows of all pairs
-    offsets: Tensor  # (T + 1,) int64: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
+    rows: Tensor  # (capacity,) int32
+    places: Tensor  # (capacity,) int32
+    tiles: Tensor  # (capacity,) int32, by place
+    offsets: Tensor  # (T + 1,) int32: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
     block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
     block_tile: Tensor  # (blocks,) int32: tile of every block
-    chunk_tiles: Tensor  # (chunks + 1,) int32: first tile of every chunk of logit gradients
-    live_bits: Tensor  # (ceil(T / 32), N) int32: bit t % 32 of word t // 32
-    rank_base: Tensor  # (ceil(T / 32), N) int32: live tiles of the row before this word
-    row_ends: Tensor  # (N,) int64: end of the row's pairs in row-major order
-    live_count: Tensor  # (N,) int32: live tiles of the row
-    dense_rows: Tensor  # (N,) bool: set apart for the dense path
-    total: Tensor  # (1,) int64: live pairs, also when they overflow
-    overflow: Tensor  # (1,) int32
-    target_gradient: Tensor  # (N,) float32: dL/dz of the target
-    mass_gradient: Tensor  # (N,) float32: c; dL/dz is −c·p elsewhere
-    log_threshold: Tensor  # (N,) float32: tiles with a smaller log mass are left out
-    left_out: Tensor  # (N,) float32: μ, the probability in no live pair
-    norm: Tensor  # () float32: sqrt(Σ_i (Σ_v|G_iv|)²)
-    tolerance: float
-    config: SparseConfig
+    fits: Tensor  # (1,) int32
 
-    def budget(self, share: float) -> Tensor:
-        """() float32: what Σ (c·μ)² may reach."""
-        return (share * self.tolerance * BF16_ROUNDING * self.norm).square()
-
-    def metrics(self, left_out: Tensor | None = None) -> dict[str, Tensor]:
-        """Detached scalars on the device; nothing waits for it.
-
-        `density`: live pairs of all pairs, those of dense rows among them. `left_out_mean`, `left_out_max`:
-        probability in no visited entry, over the rows with a gradient. `error_bound`: the certified error in
-        units of the certified error of rounding the logit gradient to bfloat16; at most `tolerance`.
-
-        Args:
-            left_out: (N,) float32, `SparseGradients.left_out`; by default what the pairs leave out, which is
-                what the weight's gradient misses.
-        """
-        rows, tiles = self.left_out.numel(), self.offsets.numel() - 1
-        left_out = self.left_out if left_out is None else left_out
-        dense = self.dense_rows.sum()
-        active = (dense + (self.live_count > 0).sum()).clamp(min=1)
-        error = (self.mass_gradient * left_out).nan_to_num().square().sum().sqrt()
-        return {
-            "density": (self.total[0] + dense * tiles) / max(rows * tiles, 1),
-            "left_out_mean": left_out.sum() / active,
-            "left_out_max": left_out.max() if rows else left_out.sum(),
-            "error_bound": torch.where(error > 0, error / (BF16_ROUNDING * self.norm), 0.0),
-        }
+    @property
+    def capacity(self) -> int:
+        return self.rows.numel()
 
 
-def select_pairs(
+def row_coefficients(
+    problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
+) -> RowCoefficients:
+    """Of upstream gradients of the log-probability and the log-sum-exp.
+
+    Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
+    """
+    rows = problem.targets.numel()
+    programs = triton.cdiv(rows, _ROWS)
+    target, mass, scale = (statistics.logprob.new_empty(rows) for _ in range(3))
+    squares = statistics.logprob.new_empty(programs)
+    if rows:
+        _row_coefficients[(programs,)](
+            problem.targets, statistics.logprob, gradients.logprob, gradients.logsumexp,
+            problem.inv_temperature, float(problem.logit_scale), target, mass, scale, squares,
+            rows, problem.vocabulary, BLOCK=_ROWS,
+        )  # fmt: skip
+    return RowCoefficients(statistics.logsumexp, target, mass, scale, squares)
+
+
+def select_live(
     problem: HeadProblem,
-    of_rows: LogitGradient,
+    rows: RowCoefficients,
     tile_lse: Tensor,
     *,
     tolerance: float,
-    split_rows: bool = False,
-    config: SparseConfig,
-) -> Pairs:
-    """Live pairs for upstream gradients of the log-probability and the log-sum-exp.
-
-    Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
-
+    row_tiles: int = ROW_TILES,
+    library: bool = False,
+) -> Live:
+    """
     Args:
-        of_rows: a row where `mass` and `target` are zero costs nothing.
-        tile_lse: (T, N) float32 contiguous, log-sum-exp of each row's logits over each tile of `TILE`
-            columns.
+        tile_lse: (N, T) float32, log-sum-exp of each row's logits over each tile of `TILE` columns.
         tolerance: error allowed, relative to rounding the logit gradient to bfloat16; 0 leaves out only
             what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
             part.
-        split_rows: set rows with more live tiles than the list has room for per row apart, as `dense_rows`.
-        config: capacities and blocks.
+        row_tiles: a row with more live tiles is set apart.
+        library: the curve by `csrc/`, whose histogram sums the masses in place of counting them.
     """
-    targets, logsumexp, vocabulary = problem.targets, of_rows.logsumexp, problem.vocabulary
-    itemsize = problem.hidden.element_size()
-    tiles, rows = -(-vocabulary // TILE), targets.numel()
-    target_gradient, mass_gradient = of_rows.target, -of_rows.mass  # a copy: dense rows are taken out of it
-    # A row's entries beside the target's sum to mass·(1 − p). A row of NaN is left out of the norm.
-    total = target_gradient.abs() + mass_gradient.abs() * -torch.expm1(of_rows.logprob)
-    norm = total.nan_to_num(nan=0.0).square().sum().sqrt()
-    working = (target_gradient != 0) | (mass_gradient != 0)  # true for NaN
-    capacity, chunk_pairs = config.pair_capacity(rows, tiles), config.chunk_pairs(rows, itemsize)
+    count, tiles = tile_lse.shape
+    inputs = tile_lse, rows.logsumexp, problem.targets, rows.target, rows.mass
+    block = triton.next_power_of_2(max(tiles, 32))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=tile_lse.device)
+        return tile_lse.new_empty(shape, dtype=dtype)
 
     words = -(-tiles // 32)
-    live_bits, rank_base, live_count = empty(words, rows), empty(words, rows), empty(rows)
-    dense_rows = empty(rows, dtype=torch.bool)
-    row_limit = capacity // max(rows, 1) if split_rows else tiles
-    curve = empty(LEVELS, rows, dtype=torch.float32)
-    block_tiles = max(32, triton.next_power_of_2(tiles))
-    block_rows = max(1, min(64, _MARK_ELEMENTS // block_tiles))
-    counts, offsets, block_offsets = empty(tiles), empty(tiles + 1, dtype=torch.int64), empty(tiles + 1)
-    chunks = config.chunks(rows, tiles, itemsize)
-    chunk_tiles, total, overflow = empty(chunks + 1), empty(1, dtype=torch.int64), empty(1)
-    pair_rows, block_tile = empty(capacity), empty(config.block_capacity(rows, tiles))
+    live = Live(
+        empty(words, count), empty(words, count), empty(count), empty(count, dtype=torch.int64),
+        empty(tiles), empty(count, dtype=torch.bool), empty(count, dtype=torch.float32),
+        empty(2, dtype=torch.int64),
+    )  # fmt: skip
+    sizes = tile_lse.stride(0), tiles, problem.vocabulary
+    curve = (cuda.mass_curve if library else counted_curve)(*inputs, vocabulary=problem.vocabulary)
+    kappa = balance(curve, rows.mass, rows.squares, PAIR_SHARE * tolerance * BF16_ROUNDING)
+    if count:
+        _mark_live[(count,)](
+            *inputs, curve, kappa, live.bits, live.rank_base, live.count, live.dense, live.left_out,
+            min(row_tiles, ROW_TILES), count, *sizes, TILE=TILE, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    torch.cumsum(live.count, 0, out=live.row_ends)
+    _count_tile[(tiles,)](live.bits, live.tile_counts, count, BLOCK=_SCAN)
+    _count_all[(1,)](live.tile_counts, live.dense, live.found, tiles, count, BLOCK=_SCAN)
+    return live
 
-    levels = log_levels(tile_lse.device)
-    inputs = tile_lse, logsumexp, targets, working
-    sizes = {"TILE": TILE, "BLOCK_TILES": block_tiles, "BLOCK_ROWS": block_rows, "num_warps": 8}
-    if config.cuda_curve:
-        curve = cuda.mass_curve(*inputs, levels, vocabulary=vocabulary)
-    elif rows:
-        _mass_curve[(triton.cdiv(rows, block_rows),)](
-            *inputs, levels, curve, rows, tiles, vocabulary, LEVELS=LEVELS, **sizes
-        )
-    budget = (PAIR_SHARE * tolerance * BF16_ROUNDING * norm).square()
-    balanced = balance(curve, levels, mass_gradient, budget)
-    if rows:
-        _mark_live[(triton.cdiv(rows, block_rows),)](
-            *inputs,
-            balanced.log_threshold,
-            live_bits,
-            rank_base,
-            live_count,
-            dense_rows,
-            balanced.left_out,
-            mass_gradient,
-            row_limit,
-            rows,
-            tiles,
-            vocabulary,
-            **sizes,
-        )
-    _count_tile[(tiles,)](live_bits, counts, rows, BLOCK=_SCAN_BLOCK)
+
+def counted_curve(tile_lse: Tensor, *rows: Tensor, vocabulary: int) -> Tensor:
+    """(N, LEVELS) float32: at least the mass of a row's tiles below each level, the target's tile excepted.
+
+    Args:
+        tile_lse: (N, T) float32.
+        rows: logsumexp, targets, target_gradient and mass_gradient, (N,).
+    """
+    count, tiles = tile_lse.shape
+    curve = tile_lse.new_empty((count, LEVELS))
+    if count:
+        _mass_curve[(count,)](
+            tile_lse, *rows, curve, tile_lse.stride(0), tiles, vocabulary,
+            TILE=TILE, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=4,
+        )  # fmt: skip
+    return curve
+
+
+def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
+    """The lists of at most `capacity` live pairs."""
+    (words, rows), tiles = live.bits.shape, live.tile_counts.numel()
+
+    def empty(size: int) -> Tensor:
+        return live.bits.new_empty(size)
+
+    blocks = capacity // config.pair_rows + tiles  # every tile's last block may be partly filled
+    pairs = Pairs(
+        empty(capacity), empty(capacity), empty(capacity),
+        empty(tiles + 1), empty(tiles + 1), empty(blocks), empty(1),
+    )  # fmt: skip
     _lay_out[(1,)](
-        counts, offsets, block_offsets, chunk_tiles, total, overflow, tiles, capacity, chunk_pairs, chunks,
-        PAIR_ROWS=config.pair_rows, BLOCK_TILES=block_tiles, num_warps=8,
+        live.tile_counts, live.found, pairs.offsets, pairs.block_offsets, pairs.fits, tiles, capacity,
+        PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
     )  # fmt: skip
-    _compact_tile[(tiles,)](
-        live_bits, offsets, block_offsets, overflow, pair_rows, block_tile, rows, BLOCK=_SCAN_BLOCK
-    )
-    return Pairs(
-        rows=pair_rows, offsets=offsets, block_offsets=block_offsets, block_tile=block_tile,
-        chunk_tiles=chunk_tiles, live_bits=live_bits, rank_base=rank_base,
-        row_ends=live_count.cumsum(0), live_count=live_count, dense_rows=dense_rows,
-        total=total, overflow=overflow,
-        target_gradient=target_gradient, mass_gradient=mass_gradient,
-        log_threshold=balanced.log_threshold, left_out=balanced.left_out, norm=norm,
-        tolerance=tolerance, config=config,
+    _list_tile[(tiles,)](
+        live.bits, live.rank_base, live.count, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
+        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_SCAN,
     )  # fmt: skip
+    return pairs
 
 
-_MARK_ELEMENTS = 16384
-"""(tiles, rows) elements of one program of `_mass_curve` and `_mark_live`: 64 per thread."""
+_ROWS = 1024
+_SCAN = 2048
 
-_SCAN_BLOCK = 2048
+
+@triton.jit(do_not_specialize=["logit_scale", "rows", "vocabulary"])
+def _row_coefficients(
+    targets,  # (N,) int64
+    logprob,  # (N,) float32
+    of_logprob,  # (N,) float32 or None, as the next: upstream gradients
+    of_logsumexp,
+    inv_temperature,  # (N,) float32 or None
+    logit_scale,
+    target_out,  # (N,) float32, written, as the next two
+    mass_out,
+    scale_out,
+    squares,  # (programs,) float32, written
+    rows,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    target = tl.load(targets + row, mask=inside, other=-1)
+    works = target >= 0  # a row without work may hold NaN
+    logp = tl.load(logprob + row, mask=works, other=0.0)
+    mass = tl.zeros((BLOCK,), dtype=tl.float32)
+    of_target = tl.zeros((BLOCK,), dtype=tl.float32)
+    rest = -expm1(logp)  # near p = 1, 1 − p is rounding noise
+    if of_logprob is not None:
+        g = tl.load(of_logprob + row, mask=works & (target < vocabulary), other=0.0)
+        mass += g
+        of_target += g * rest
+    if of_logsumexp is not None:
+        g = tl.load(of_logsumexp + row, mask=works, other=0.0)
+        mass -= g
+        of_target += tl.where(g == 0.0, 0.0, g * tl.exp(logp))
+    scale = tl.abs(mass) * tl.abs(logit_scale)
+    if inv_temperature is not None:
+        scale *= tl.load(inv_temperature + row, mask=works, other=0.0)
+    tl.store(target_out + row, of_target, mask=inside)
+    tl.store(mass_out + row, mass, mask=inside)
+    tl.store(scale_out + row, scale, mask=inside)
+    # A row's entries beside the target's sum to |c|·(1 − p). A row of NaN is not counted.
+    norm = tl.abs(of_target) + tl.abs(mass) * rest
+    tl.store(squares + tl.program_id(0), tl.sum(tl.where(norm == norm, norm * norm, 0.0)))
 
 
 @triton.jit
-def _load_log_mass(
-    tile_lse,  # (T, N) float32
+def _row_masses(
+    tile_lse,  # (N, T) float32
     logsumexp,  # (N,) float32
     targets,  # (N,) int64
-    working,  # (N,) bool
-    rows,
+    target_gradient,  # (N,) float32
+    mass_gradient,  # (N,) float32
+    row,
+    row_stride,
     tiles,
     vocabulary,
     TILE: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """All tiles of a few rows in registers: log mass and where the target is, (BLOCK_TILES, BLOCK_ROWS)."""
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    tile = tl.arange(0, BLOCK_TILES)
-    target = tl.load(targets + row, mask=row < rows, other=-1)
+    """log2 of the masses of a row's tiles, which of them are there, and which holds the target, (BLOCK,)."""
+    gradient = tl.abs(tl.load(target_gradient + row)) + tl.abs(tl.load(mass_gradient + row))
+    target = tl.load(targets + row)
     target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
-    active = tl.load(working + row, mask=row < rows, other=0) != 0
-    inside = (tile < tiles)[:, None] & active[None, :]
-    place = tile[:, None].to(tl.int64) * rows + row[None, :]
-    log_mass = tl.load(tile_lse + place, mask=inside, other=float("-inf"))
-    log_mass -= tl.load(logsumexp + row, mask=row < rows, other=0.0)[None, :]
-    return log_mass, (tile[:, None] == target_tile[None, :]) & inside, inside, row
+    tile = tl.arange(0, BLOCK)
+    inside = tile < tl.where(gradient == 0.0, 0, tiles)  # a row of NaN works
+    lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=inside, other=float("-inf"))
+    log2_mass = (lse - tl.load(logsumexp + row)) * LOG2E
+    return log2_mass, inside, inside & (tile == target_tile)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
+@triton.jit(do_not_specialize=["tiles", "vocabulary"])
 def _mass_curve(
     tile_lse,
     logsumexp,
     targets,
-    working,
-    levels,  # (LEVELS,) float32
-    curve,  # (LEVELS, N) float32, written: mass of the tiles below each level, the target's excepted
-    rows,
+    target_gradient,
+    mass_gradient,
+    curve,  # (N, LEVELS) float32, written: at least the mass below each level, the target's tile excepted
+    row_stride,
     tiles,
     vocabulary,
-    LEVELS: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    log_mass, is_target, inside, row = _load_log_mass(
-        tile_lse, logsumexp, targets, working, rows, tiles, vocabulary, TILE, BLOCK_TILES, BLOCK_ROWS
-    )
-    mass = tl.where(inside & ~is_target, tl.exp(log_mass), 0.0)
-    for level in range(LEVELS):
-        below = tl.sum(tl.where(log_mass < tl.load(levels + level), mass, 0.0), axis=0)
-        tl.store(curve + level * rows.to(tl.int64) + row, below, mask=row < rows)
+    row = tl.program_id(0)
+    log2_mass, inside, has_target = _row_masses(
+        tile_lse, logsumexp, targets, target_gradient, mass_gradient, row, row_stride, tiles, vocabulary,
+        TILE, BLOCK,
+    )  # fmt: skip
+    store_curve(curve, row, count_octaves(log2_mass, inside & ~has_target), 0.0, FACTOR=1.0)
 
 
-@triton.jit(do_not_specialize=["row_limit", "rows", "tiles", "vocabulary"])
+@triton.jit(do_not_specialize=["row_tiles", "rows", "tiles", "vocabulary"])
 def _mark_live(
     tile_lse,
     logsumexp,
     targets,
-    working,
-    log_threshold,  # (N,) float32
-    live_bits,  # (ceil(T / 32), N) int32, written
-    rank_base,  # (ceil(T / 32), N) int32, written
-    live_count,  # (N,) int32, written
-    dense_rows,  # (N,) bool, written
-    left_out,  # (N,) float32, zeroed for dense rows
-    mass_gradient,  # (N,) float32, the same: what the lists hold no longer weighs them
-    row_limit,  # a row with more live tiles is dense
+    target_gradient,
+    mass_gradient,
+    curve,
+    kappa,
+    bits,  # (ceil(T / 32), N) int32, written, as all that follow
+    rank_base,
+    live_count,
+    dense_rows,
+    left_out,
+    row_tiles,
     rows,
+    row_stride,
     tiles,
     vocabulary,
     TILE: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    log_mass, is_target, inside, row = _load_log_mass(
-        tile_lse, logsumexp, targets, working, rows, tiles, vocabulary, TILE, BLOCK_TILES, BLOCK_ROWS
-    )
-    threshold = tl.load(log_threshold + row, mask=row < rows, other=0.0)
-    below = (log_mass < threshold[None, :]) | (tl.exp(log_mass) == 0.0)
-    live = (~below | is_target) & inside
-    dense = tl.sum(live.to(tl.int32), axis=0) > row_limit
-    live &= ~dense[None, :]
-    tl.store(dense_rows + row, dense, mask=row < rows)
-    tl.store(left_out + row, 0.0, mask=dense)
-    tl.store(mass_gradient + row, 0.0, mask=dense)
+    """One row: which tiles are live, and the mass of the others."""
+    row = tl.program_id(0)
+    log2_mass, inside, has_target = _row_masses(
+        tile_lse, logsumexp, targets, target_gradient, mass_gradient, row, row_stride, tiles, vocabulary,
+        TILE, BLOCK,
+    )  # fmt: skip
+    level = level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa))
+    live = (~is_below(log2_mass, level) | has_target) & inside
+    dense = tl.sum(live.to(tl.int32)) > row_tiles
+    mass = tl.sum(tl.where(inside & ~live, tl.exp2(log2_mass), 0.0))
+    live &= ~dense
+    tl.store(dense_rows + row, dense)
+    tl.store(left_out + row, tl.where(dense, 0.0, mass))
 
-    WORDS: tl.constexpr = BLOCK_TILES // 32
-    bits = tl.reshape(live.to(tl.int32), (WORDS, 32, BLOCK_ROWS))
-    in_word = tl.sum(bits, axis=1)
-    packed = tl.sum(bits << tl.arange(0, 32)[None, :, None], axis=1)
+    WORDS: tl.constexpr = BLOCK // 32
+    bit = tl.reshape(live.to(tl.int32), (WORDS, 32))
+    in_word = tl.sum(bit, axis=1)
     word = tl.arange(0, WORDS)
-    place = word[:, None] * rows + row[None, :]
-    stored = (word < tl.cdiv(tiles, 32))[:, None] & (row < rows)[None, :]
-    tl.store(live_bits + place, packed, mask=stored)
+    stored = word < tl.cdiv(tiles, 32)
+    place = word.to(tl.int64) * rows + row
+    tl.store(bits + place, tl.sum(bit << tl.arange(0, 32)[None, :], axis=1), mask=stored)
     tl.store(rank_base + place, tl.cumsum(in_word, axis=0) - in_word, mask=stored)
-    tl.store(live_count + row, tl.sum(in_word, axis=0), mask=row < rows)
+    tl.store(live_count + row, tl.sum(in_word))
 
 
 @triton.jit
-def _live_column(live_bits, tile, row, rows):
-    """Which of these rows are live in the tile, as int32."""
-    word = tl.load(live_bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
-    return (word >> (tile % 32)) & 1
+def _bits_of_tile(bits, tile, row, rows):
+    """The word of these rows that holds the tile."""
+    return tl.load(bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _count_tile(live_bits, counts, rows, BLOCK: tl.constexpr):
+def _count_tile(bits, tile_counts, rows, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     live = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, rows, BLOCK):
-        live += _live_column(live_bits, tile, start + tl.arange(0, BLOCK), rows)
-    tl.store(counts + tile, tl.sum(live))
+        live += (_bits_of_tile(bits, tile, start + tl.arange(0, BLOCK), rows) >> (tile % 32)) & 1
+    tl.store(tile_counts + tile, tl.sum(live))
 
 
-@triton.jit(do_not_specialize=["tiles", "capacity", "chunk_pairs", "chunks"])
+@triton.jit(do_not_specialize=["tiles", "rows"])
+def _count_all(tile_counts, dense_rows, found, tiles, rows, BLOCK: tl.constexpr):
+    pairs = tl.zeros((BLOCK,), dtype=tl.int64)
+    dense = tl.zeros((BLOCK,), dtype=tl.int64)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        pairs += tl.load(tile_counts + tile, mask=tile < tiles, other=0)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        dense += tl.load(dense_rows + row, mask=row < rows, other=0).to(tl.int64)
+    tl.store(found, tl.sum(pairs))
+    tl.store(found + 1, tl.sum(dense))
+
+
+@triton.jit(do_not_specialize=["tiles", "capacity"])
 def _lay_out(
-    counts,  # (T,) int32
-    offsets,  # (T + 1,) int64, written
+    tile_counts,  # (T,) int32
+    found,  # (2,) int64
+    offsets,  # (T + 1,) int32, written
     block_offsets,  # (T + 1,) int32, written
-    chunk_tiles,  # (chunks + 1,) int32, written
-    total,  # (1,) int64, written
-    overflow,  # (1,) int32, written
+    fits,  # (1,) int32, written
     tiles,
     capacity,
-    chunk_pairs,
-    chunks,
     PAIR_ROWS: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program: where every tile's pairs and blocks begin. On overflow every list is empty.
-
-    Chunk k holds the tiles whose last pair lies in [k·chunk_pairs, (k + 1)·chunk_pairs).
-    """
-    tile = tl.arange(0, BLOCK_TILES)
-    count = tl.load(counts + tile, mask=tile < tiles, other=0).to(tl.int64)
-    found = tl.sum(count)
-    too_many = found > capacity
-    tl.store(total, found)
-    tl.store(overflow, too_many.to(tl.int32))
-
-    count = tl.where(too_many, 0, count)
-    ends = tl.cumsum(count)
-    blocks = tl.cdiv(count, PAIR_ROWS).to(tl.int32)
-    tl.store(offsets + tile + 1, ends, mask=tile < tiles)
-    tl.store(block_offsets + tile + 1, tl.cumsum(blocks), mask=tile < tiles)
-    tl.store(offsets, tl.zeros_like(found))
+    """One program: where every tile's pairs and blocks begin."""
+    enough = tl.load(found) <= capacity
+    tl.store(fits, enough.to(tl.int32))
+    tile = tl.arange(0, BLOCK)
+    count = tl.load(tile_counts + tile, mask=(tile < tiles) & enough, other=0)
+    tl.store(offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
+    tl.store(block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
+    tl.store(offsets, 0)
     tl.store(block_offsets, 0)
-    chunk = tl.maximum(ends - 1, 0) // chunk_pairs
-    for k in range(0, chunks + 1):
-        before = tl.sum(((chunk < k) & (tile < tiles)).to(tl.int32))
-        tl.store(chunk_tiles + k, tl.where(too_many, 0, before))
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _compact_tile(
-    live_bits, offsets, block_offsets, overflow, pair_rows, block_tile, rows, BLOCK: tl.constexpr
+def _list_tile(
+    bits,
+    rank_base,
+    live_count,
+    row_ends,
+    offsets,
+    block_offsets,
+    fits,
+    pair_rows,  # written, as all that follow
+    pair_places,
+    pair_tiles,
+    block_tile,
+    rows,
+    BLOCK: tl.constexpr,
 ):
-    """Writes the tile's live rows in ascending order, and the tile's number beside each of its blocks."""
-    if tl.load(overflow) != 0:  # every list is empty
+    """The tile's live rows in ascending order with their places, and the tile beside each of its blocks."""
+    if tl.load(fits) == 0:
         return
     tile = tl.program_id(0)
-    place = tl.load(offsets + tile)
+    at = tl.load(offsets + tile)
+    lower = (1 << (tile % 32)) - 1
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        live = _live_column(live_bits, tile, row, rows)
-        tl.store(pair_rows + place + tl.cumsum(live) - live, row, mask=live != 0)
-        place += tl.sum(live)
-    first, last = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
-    for start in range(first, last, BLOCK):
+        word = _bits_of_tile(bits, tile, row, rows)
+        live = (word >> (tile % 32)) & 1
+        mask = live != 0
+        first = tl.load(row_ends + row, mask=mask, other=0).to(tl.int32)
+        first -= tl.load(live_count + row, mask=mask, other=0)
+        rank = tl.load(rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
+        place = first + rank + _popcount(word & lower)
+        index = at + tl.cumsum(live) - live
+        tl.store(pair_rows + index, row, mask=mask)
+        tl.store(pair_places + index, place, mask=mask)
+        tl.store(pair_tiles + place, tile, mask=mask)
+        at += tl.sum(live)
+    first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
+    for start in range(first_block, last_block, BLOCK):
         block = start + tl.arange(0, BLOCK)
-        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last)
+        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
+
+
+@triton.jit
+def _popcount(bits):
+    """Set bits of every int32."""
+    value = bits.to(tl.uint32, bitcast=True)
+    value = value - ((value >> 1) & 0x55555555)
+    value = (value & 0x33333333) + ((value >> 2) & 0x33333333)
+    value = (value + (value >> 4)) & 0x0F0F0F0F
+    value = value + (value >> 8)
+    return ((value + (value >> 16)) & 0x3F).to(tl.int32)

@@ -1,12 +1,8 @@
-"""The head's backward over live pairs only: cost follows density, and no buffer follows the data.
+"""The head's backward over live pairs only: cost follows density.
 
-On the lists of `select_pairs`, chunk by chunk of vocabulary tiles: the pairs' logit gradients
-(`sparse_pairs`), dW and dbias from them (`sparse_weight`); then, over the single entries collected on the
-way, dX (`sparse_rows`).
-
-A live tile of a real row holds about one column that matters, so dX over entries reads a hundredth of what
-dX over pairs would, and needs no atomics. Every sum has a fixed order: results are bit-equal from run to
-run. The one atomic per program hands out addresses of entries, never adds gradients.
+On the lists of `select`: the pairs' logit gradients (`sparse_pairs`), dW and dbias from them
+(`sparse_weight`), and dX over the single entries that count (`sparse_rows`). Every sum has a fixed order:
+results are bit-equal from run to run. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -15,98 +11,121 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from . import TILE
-from .select import Pairs
-from .sparse_pairs import SparseOperands, pair_gradient
-from .sparse_rows import EntryLists, hidden_gradient
-from .sparse_weight import bias_gradient as add_bias_gradient
-from .sparse_weight import weight_gradient as add_weight_gradient
+from . import BF16_ROUNDING
+from .balance import total_of
+from .select import Live, RowCoefficients, list_pairs
+from .sparse_pairs import SparseOperands, pair_gradients
+from .sparse_rows import hidden_gradient, keep_entries
+from .sparse_weight import bias_gradient, weight_gradient
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, Wanted
 
+    from . import SparseConfig
+
 
 @dataclass(frozen=True)
 class SparseGradients:
-    """What was asked for; None where it was not.
-
-    `dense` is (2,) int32 on the device. Where `dense[0]` is set nothing was written: the pairs overflowed.
-    Where `dense[1]` is set `hidden` must come from elsewhere too: pairs or entries overflowed, or the entries
-    miss the tolerance. The dense path fills in what is missing.
-    """
+    """What was asked for; None where it was not. Nothing is written where the pairs did not fit."""
 
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H)
     bias: Tensor | None  # (V,)
-    dense: Tensor
     left_out: Tensor  # (N,) float32: probability that the hidden gradient, else the weight's, leaves out
+    certificate: Tensor  # (4,) float32, see `certificate`
 
 
-def sparse_backward(problem: HeadProblem, logsumexp: Tensor, pairs: Pairs, wanted: Wanted) -> SparseGradients:
-    """Gradients of Σ g·logprob (and what else went into `pairs`) from the live pairs. No host
-    synchronisation.
-
-    A weight or bias gradient that is not wanted costs nothing; wanted, it takes a workspace of `chunk_bytes`.
+def sparse_backward(
+    problem: HeadProblem,
+    rows: RowCoefficients,
+    live: Live,
+    wanted: Wanted,
+    *,
+    tolerance: float,
+    capacity: int,
+    config: SparseConfig,
+) -> SparseGradients:
+    """Gradients of Σ g·logprob (and what else went into `rows`) from at most `capacity` live pairs.
 
     Args:
-        logsumexp: (N,) float32, of the whole vocabulary.
-        pairs: from `select_pairs` of the same batch.
+        problem: its operands have unit stride along H.
+        live: from `select_live` of the same batch, with the same tolerance.
     """
-    operands = SparseOperands(
-        problem, logsumexp, pairs,
-        unit=_gradient_unit(problem, pairs), row_scale=_row_scale(problem, pairs.mass_gradient),
-    )  # fmt: skip
-    lists = EntryLists.allocate(pairs, operands.rows) if wanted.hidden else None
-    weight, bias = wanted.into_weight, wanted.into_bias
-    if wanted.weight or wanted.bias:
-        if wanted.weight and weight is None:
+    operands = SparseOperands.of(problem, rows, live, list_pairs(live, capacity, config), config)
+    gradients = pair_gradients(operands)
+    weight, bias, hidden, left_out = wanted.into_weight, wanted.into_bias, None, live.left_out
+    if wanted.weight:
+        if weight is None:
             weight = torch.empty_like(problem.weight, memory_format=torch.contiguous_format)
-        if wanted.bias and bias is None:
+        weight_gradient(operands, gradients, weight, wanted.into_weight is not None)
+    if wanted.bias:
+        if bias is None:
             bias = torch.empty_like(problem.bias, memory_format=torch.contiguous_format)
-        workspace = _workspace(operands)
-        for chunk in range(pairs.chunk_tiles.numel() - 1):
-            pair_gradient(operands, workspace, lists, chunk)
-            if wanted.weight:
-                add_weight_gradient(operands, workspace, weight, chunk, wanted.into_weight is not None)
-            if wanted.bias:
-                add_bias_gradient(operands, workspace, bias, chunk, wanted.into_bias is not None)
-    elif wanted.hidden:
-        pair_gradient(operands, None, lists, 0)
-    hidden, missing, left_out = None, pairs.overflow, pairs.left_out
-    if lists is not None:
-        hidden, balanced = hidden_gradient(operands, lists)
-        missing, left_out = missing | lists.overflow() | balanced.unmet, balanced.left_out
+        bias_gradient(operands, gradients, bias, wanted.into_bias is not None)
+    if wanted.hidden:
+        kept, left_out = keep_entries(operands, gradients, tolerance)
+    numbers = certificate(operands, left_out)
+    if wanted.hidden:
+        hidden = hidden_gradient(operands, gradients, kept)
     return SparseGradients(
-        hidden=hidden,
-        weight=weight if wanted.weight else None,
-        bias=bias if wanted.bias else None,
-        dense=torch.cat([pairs.overflow, missing]),
-        left_out=left_out,
+        hidden, weight if wanted.weight else None, bias if wanted.bias else None, left_out, numbers
     )
 
 
-def _row_scale(problem: HeadProblem, gradient: Tensor) -> Tensor:
-    """Steepest slope of the logit in the product: a softcap only flattens it."""
-    scale = gradient.abs() * abs(problem.logit_scale)
-    return scale if problem.inv_temperature is None else scale * problem.inv_temperature
+def certificate(operands: SparseOperands, left_out: Tensor) -> Tensor:
+    """(4,) float32 on the device.
 
-
-def _gradient_unit(problem: HeadProblem, pairs: Pairs) -> Tensor:
-    """(1,) float32 power of two by which stored logit gradients are multiplied.
-
-    float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of 1e-6 stays
-    normal.
+    Live pairs of all pairs, those of rows set apart among them; probability left out, its mean over the rows
+    with a gradient and its largest; and the certified error in units of the certified error of rounding the
+    logit gradient to bfloat16, at most the tolerance.
     """
-    if problem.hidden.dtype != torch.float16 or not pairs.left_out.numel():
-        return torch.ones(1, dtype=torch.float32, device=pairs.left_out.device)
-    largest = _row_scale(problem, torch.maximum(pairs.mass_gradient.abs(), pairs.target_gradient.abs()))
-    exponent = torch.floor(13 - torch.log2(largest.amax().clamp(min=2.0**-100))).clamp(-100, 100)
-    return torch.exp2(exponent).reshape(1)
+    rows, live = operands.rows, operands.live
+    numbers = left_out.new_empty(4)
+    _certificate[(1,)](
+        rows.mass, rows.squares, live.count, live.dense, live.found, left_out, numbers, left_out.numel(),
+        rows.squares.numel(), live.tile_counts.numel(), UNIT=BF16_ROUNDING, BLOCK=2048, num_warps=8,
+    )  # fmt: skip
+    return numbers
 
 
-def _workspace(operands: SparseOperands) -> Tensor:
-    tiles, hidden = operands.pairs.offsets.numel() - 1, operands.problem.hidden
-    pairs = operands.pairs.config.chunk_workspace_pairs(operands.rows, tiles, hidden.element_size())
-    return hidden.new_empty((pairs, TILE))
+@triton.jit(do_not_specialize=["rows", "parts", "tiles"])
+def _certificate(
+    mass_gradient,  # (N,) float32
+    squares,  # (P,) float32
+    live_count,  # (N,) int32
+    dense_rows,  # (N,) bool
+    found,  # (2,) int64
+    left_out,  # (N,) float32
+    numbers,  # (4,) float32, written
+    rows,
+    parts,
+    tiles,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    active = tl.zeros((BLOCK,), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    error = tl.zeros((BLOCK,), dtype=tl.float32)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        inside = row < rows
+        dense = tl.load(dense_rows + row, mask=inside, other=0) != 0
+        left = tl.load(left_out + row, mask=inside & ~dense, other=0.0)
+        live = tl.load(live_count + row, mask=inside, other=0) > 0
+        cost = tl.load(mass_gradient + row, mask=inside, other=0.0) * left
+        active += (live | dense).to(tl.float32)
+        total += left
+        error += tl.where(cost == cost, cost * cost, 0.0)
+        largest = tl.maximum(largest, left)
+    error_sum = tl.sum(error)
+    pairs = tl.load(found).to(tl.float32) + tl.load(found + 1).to(tl.float32) * tiles
+    bound = tl.sqrt(error_sum / total_of(squares, parts, BLOCK)) / UNIT
+    tl.store(numbers, pairs / tl.maximum(rows * 1.0 * tiles, 1.0))
+    tl.store(numbers + 1, tl.sum(total) / tl.maximum(tl.sum(active), 1.0))
+    tl.store(numbers + 2, tl.max(largest))
+    tl.store(numbers + 3, tl.where(error_sum > 0.0, bound, 0.0))

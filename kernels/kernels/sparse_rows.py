@@ -1,21 +1,18 @@
-"""dX as a row-gathered sparse product: dX_i = Σ over the row's entries of value · W[column].
+"""dX as a row-gathered sparse product: dX_i = Σ over the row's entries of gradient · W[column].
 
-One program per row holds all of H in registers and adds whole rows of W to it: no atomics, one store, and the
-entries in a fixed order (by vocabulary tile, then column), so results are bit-equal from run to run.
-Measured on an H200 with a prototype of it: 0.9 ms for 40 entries a row at N = 16,384 and H = 2048, against
-2.5 ms for adding pair tiles up with float32 atomics; splitting H over programs was 3 to 8 times slower. Only
-rows with many times the entries of a median one are split, which would run on when all others have finished:
-each slice of H is a program's, with as many bytes in flight as a short row has.
+A live tile of a row holds about one column that matters, so dX over single entries reads a hundredth of what
+dX over pairs would. A row's pairs lie next to each other: one program counts what each threshold would leave
+out of them, `balance` sets the threshold that spends what the pairs left of the tolerance, and the entries
+at or above it are brought to the front. Then one program per row holds all of H in registers and adds whole
+rows of W: no atomics, one store, and the entries in a fixed order, so results are bit-equal from run to run.
 
-The pair gradient leaves a row's entries scattered: a run per pair, in the order in which programs finished.
-`_gather_entries` brings them together through the pairs' row-major table; `_entry_curve` sums what each
-threshold would leave out of them, and `balance` sets the threshold that spends what the pairs left of the
-tolerance. `_keep_entries` drops what is below it: the product waits for no entry that does not count.
+The gradients of the pairs only say which entries count. Each entry's own is formed anew in float32, from
+the row of W that the program holds anyway: rounding to half precision would cost dX as much as the certificate
+does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,314 +20,234 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import LEVELS, cuda
-from .balance import Balance, balance, log_levels
-from .product import program_count
-from .select import Pairs
+from . import BF16_ROUNDING, LEVELS, TILE
+from .balance import balance, count_octaves, is_below, level_of, store_curve
+from .product import transform_arguments
+from .sparse_pairs import SparseOperands, logit_gradient
 
 if TYPE_CHECKING:
-    from .sparse_pairs import SparseOperands
+    from grpo_fast.head.problem import HeadProblem
 
 
-@dataclass(frozen=True)
-class EntryLists:
-    """The entries of the logit gradient that count for dX: as emitted, and gathered by row."""
+def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Brings each row's entries that count to its front, in their order, in place of its gradients.
 
-    columns: Tensor  # (capacity,) int32: vocabulary entry
-    values: Tensor  # (capacity,) float32: dL/d(x·w)
-    used: Tensor  # (3,) int64: entries emitted, entries gathered, long rows
-    starts: Tensor  # (pairs,) int32: first entry of each pair, pairs in row-major order
-    counts: Tensor  # (pairs,) int32
-    dropped: Tensor  # (pairs,) float32: Σ |gradient| of what was not emitted
-    row_columns: Tensor  # (capacity,) int32; in the end each row's kept entries come first
-    row_values: Tensor  # (capacity,) float32
-    row_starts: Tensor  # (N,) int64
-    row_counts: Tensor  # (N,) int32
-    row_dropped: Tensor  # (N,) float32
-    kept_counts: Tensor  # (N,) int32: entries that are kept
-    long_rows: Tensor  # (N,) int32: rows with more than `LONG_ROW` of them, in no order
+    Args:
+        gradients: (capacity, TILE), overwritten: the first of a row's elements hold, as integers of their
+            size, which of its elements were kept; the target's always is.
 
-    @classmethod
-    def allocate(cls, pairs: Pairs, rows: int) -> EntryLists:
-        capacity, table = pairs.config.entry_capacity(rows), pairs.rows.numel()
-        int32, int64, float32 = torch.int32, torch.int64, torch.float32
-
-        def empty(size: int, *dtypes: torch.dtype) -> list[Tensor]:
-            return [torch.empty(size, dtype=dtype, device=pairs.rows.device) for dtype in dtypes]
-
-        used = torch.zeros(3, dtype=int64, device=pairs.rows.device)
-        emitted = *empty(capacity, int32, float32), used, *empty(table, int32, int32, float32)
-        gathered = empty(capacity, int32, float32) + empty(rows, int64, int32, float32, int32, int32)
-        return cls(*emitted, *gathered)
-
-    def overflow(self) -> Tensor:
-        """(1,) int32: set when more entries were found than fit; then dX means nothing."""
-        return (self.used[:1] > self.columns.numel()).int()
-
-
-def hidden_gradient(operands: SparseOperands, lists: EntryLists) -> tuple[Tensor, Balance]:
-    """(N, H) in the dtype of hidden, and what each row leaves out; without meaning when pairs or entries
-    overflowed.
+    Returns:
+        (N,) int32 kept entries, and (N,) float32 the probability that a row leaves out in all. Without
+        meaning where the pairs did not fit.
     """
-    hidden, weight, targets = operands.problem[:3]
-    pairs, row_scale = operands.pairs, operands.row_scale
-    rows, depth = hidden.shape
-    curve = torch.empty((LEVELS, rows), dtype=torch.float32, device=hidden.device)
-    levels = log_levels(hidden.device)
-    config, capacity = pairs.config, lists.columns.numel()
-    gathered = lists.row_columns, lists.row_values, lists.row_starts, lists.row_counts
-    lists.used[1:].zero_()
-    if rows:
-        _gather_entries[(rows,)](
-            lists.columns, lists.values, lists.used, lists.starts, lists.counts, lists.dropped,
-            pairs.row_ends, pairs.live_count, pairs.overflow, *gathered, lists.row_dropped, capacity,
-            BLOCK=64, RUN=8, num_warps=4,
+    rows, live, pairs = operands.rows, operands.live, operands.pairs
+    count = live.count.numel()
+    curve = rows.mass.new_empty((count, LEVELS))
+    kept, left_out = live.count.new_empty(count), rows.mass.new_empty(count)
+    scale = rows.scale * operands.unit if operands.problem.hidden.dtype == torch.float16 else rows.scale
+    half = gradients.element_size() == 2
+    rounded = 1 + BF16_ROUNDING if half else 1.0  # by which a stored gradient can be less than its entry
+    inputs = (
+        gradients, pairs.tiles, live.row_ends, live.count, pairs.fits, live.left_out,
+        operands.problem.targets, scale,
+    )  # fmt: skip
+    if count:
+        _entry_curve[(count,)](*inputs, curve, TILE=TILE, BLOCK=_SCAN, ROUNDED=rounded, num_warps=4)
+    kappa = balance(curve, rows.mass, rows.squares, tolerance * BF16_ROUNDING)
+    if count:
+        slots = gradients.view(torch.int16 if half else torch.int32)
+        _keep_entries[(count,)](
+            *inputs, rows.mass, curve, kappa, slots, kept, left_out,
+            TILE=TILE, BLOCK=_SCAN, ROUNDED=rounded, num_warps=4,
         )  # fmt: skip
-        _entry_curve[(rows,)](
-            *gathered, lists.row_dropped, pairs.left_out, targets, row_scale, levels, curve, rows,
-            LEVELS=LEVELS, BLOCK_LEVELS=triton.next_power_of_2(LEVELS), BLOCK=128, num_warps=4,
-        )  # fmt: skip
-    balanced = balance(curve, levels, pairs.mass_gradient, pairs.budget(1.0))
-    if config.cuda_rows:
-        gradient = cuda.hidden_gradient(
-            weight, *gathered, targets, row_scale, balanced.log_threshold, lists.used, pairs.overflow
-        )
-        return gradient, balanced
-    gradient = torch.empty((rows, depth), dtype=hidden.dtype, device=hidden.device)
-    if rows:
-        _keep_entries[(rows,)](
-            *gathered, targets, row_scale, balanced.log_threshold,
-            lists.kept_counts, lists.long_rows, lists.used, LONG_ROW=LONG_ROW, BLOCK=256, num_warps=4,
-        )  # fmt: skip
-        kept = *gathered[:3], lists.kept_counts
-        _hidden_gradient[(rows,)](
-            weight, *kept, gradient, depth, weight.stride(0), LONG_ROW=LONG_ROW,
-            BLOCK=triton.next_power_of_2(depth), ENTRIES=config.row_entries, num_warps=config.row_warps,
-        )  # fmt: skip
-        _hidden_gradient_of_long_rows[(program_count(hidden.device, 3),)](
-            weight, *kept, lists.long_rows, lists.used, gradient, depth, weight.stride(0),
-            BLOCK=_SLICE, ENTRIES=_SLICE_ENTRIES, num_warps=8,
-        )  # fmt: skip
-    return gradient, balanced
+    return kept, left_out
 
 
-LONG_ROW = 256
-"""Kept entries above which a row is split over programs."""
+def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor) -> Tensor:
+    """(N, H) in the dtype of hidden; without meaning where the pairs did not fit.
 
-_SLICE = 512  # columns of H
-_SLICE_ENTRIES = 16
+    Args:
+        slots: what `keep_entries` left of the gradients.
+        kept: (N,) int32, how many a row has.
+    """
+    problem, config = operands.problem, operands.config
+    rows, live, pairs = operands.rows, operands.live, operands.pairs
+    hidden, weight = problem.hidden, problem.weight
+    gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    count, depth = hidden.shape
+    block = triton.next_power_of_2(depth)
+    if count:
+        _hidden_gradient[(2 * count,)](
+            **transform_arguments(problem),
+            hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
+            mass_gradient=rows.mass, target_gradient=rows.target,
+            slots=slots.view(torch.int16 if slots.element_size() == 2 else torch.int32), kept=kept,
+            pair_tiles=pairs.tiles, row_ends=live.row_ends, live_count=live.count, fits=pairs.fits,
+            gradient=gradient, rows=count, vocabulary=weight.shape[0], depth=depth,
+            hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
+            TILE=TILE, BLOCK=block, ENTRIES=config.row_entries, STAGES=config.row_stages, LONG=_LONG,
+            num_warps=min(max(block // config.row_width, 1), 16),
+        )  # fmt: skip
+    return gradient
+
+
+_SCAN = 1024  # elements of a row's gradients at a time
+_LONG = 256  # kept entries above which a row goes before the others
 
 
 @triton.jit
-def popcount(bits):
-    """Set bits of every int32."""
-    value = bits.to(tl.uint32, bitcast=True)
-    value = value - ((value >> 1) & 0x55555555)
-    value = (value & 0x33333333) + ((value >> 2) & 0x33333333)
-    value = (value + (value >> 4)) & 0x0F0F0F0F
-    value = value + (value >> 8)
-    return ((value + (value >> 16)) & 0x3F).to(tl.int32)
+def _row_shares(
+    gradients,  # (capacity, TILE)
+    pair_tiles,  # (capacity,) int32, by place
+    first,  # int64: the row's first pair
+    start,
+    elements,
+    target,
+    scale,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """log2 of the probability that BLOCK elements of a row count as, which are there, which is the target."""
+    element = start + tl.arange(0, BLOCK)
+    present = element < elements
+    value = tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32)
+    tile = tl.load(pair_tiles + first + element // TILE, mask=present, other=0)
+    share = tl.where(scale == 0.0, 0.0, tl.abs(value) / scale)  # only the target's gradient
+    return tl.log2(share), present, present & (tile * TILE + element % TILE == target)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def _gather_entries(
-    columns,
-    values,
-    used,  # (2,) int64
-    starts,
-    counts,
-    dropped,
+@triton.jit
+def _entry_curve(
+    gradients,
+    pair_tiles,
     row_ends,
     live_count,
-    overflow,
-    row_columns,
-    row_values,
-    row_starts,
-    row_counts,
-    row_dropped,
-    capacity,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Copies one row's entries next to each other, pairs in ascending tiles."""
-    row = tl.program_id(0)
-    pairs = tl.load(live_count + row)
-    if (tl.load(overflow) != 0) | (tl.load(used) > capacity):
-        pairs = 0
-    first = tl.load(row_ends + row) - pairs
-    lane = tl.arange(0, BLOCK)
-    total = 0
-    left = 0.0
-    for start in range(0, pairs, BLOCK):
-        inside = start + lane < pairs
-        total += tl.sum(tl.load(counts + first + start + lane, mask=inside, other=0))
-        left += tl.sum(tl.load(dropped + first + start + lane, mask=inside, other=0.0))
-    place = tl.atomic_add(used + 1, total.to(tl.int64), sem="relaxed")
-    tl.store(row_starts + row, place)
-    tl.store(row_counts + row, total)
-    tl.store(row_dropped + row, left)
-    for start in range(0, pairs, BLOCK):
-        inside = start + lane < pairs
-        count = tl.load(counts + first + start + lane, mask=inside, other=0)
-        source = tl.load(starts + first + start + lane, mask=inside, other=0)
-        target = place + tl.cumsum(count) - count
-        for first_entry in range(0, tl.max(count), RUN):
-            entry = first_entry + tl.arange(0, RUN)[None, :]
-            present = entry < count[:, None]
-            column = tl.load(columns + source[:, None] + entry, mask=present)
-            value = tl.load(values + source[:, None] + entry, mask=present)
-            tl.store(row_columns + target[:, None] + entry, column, mask=present)
-            tl.store(row_values + target[:, None] + entry, value, mask=present)
-        place += tl.sum(count)
-
-
-@triton.jit
-def _probability(values, scale):
-    """What an entry counts as; nothing where the row's gradient is only the target's."""
-    return tl.where(scale == 0.0, 0.0, tl.abs(values) / scale)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _entry_curve(
-    row_columns,
-    row_values,
-    row_starts,
-    row_counts,
-    row_dropped,
+    fits,
     left_out,  # (N,) float32: by the pairs
     targets,  # (N,) int64
     row_scale,  # (N,) float32
-    levels,  # (LEVELS,) float32
-    curve,  # (LEVELS, N) float32, written
-    rows,
-    LEVELS: tl.constexpr,
-    BLOCK_LEVELS: tl.constexpr,
+    curve,  # (N, LEVELS) float32, written
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
-    """What one row leaves out at each threshold: what it has left out so far, and its entries below."""
+    """At least what one row leaves out at each threshold: with its pairs, and with its entries below."""
     row = tl.program_id(0)
-    first, count = tl.load(row_starts + row), tl.load(row_counts + row)
-    scale, target = tl.load(row_scale + row), tl.load(targets + row)
-    level = tl.arange(0, BLOCK_LEVELS)
-    threshold = tl.exp(tl.load(levels + level, mask=level < LEVELS, other=float("-inf")))
-    below = tl.zeros((BLOCK, BLOCK_LEVELS), dtype=tl.float32)
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        present = entry < count
-        share = _probability(tl.load(row_values + first + entry, mask=present, other=0.0), scale)
-        is_target = tl.load(row_columns + first + entry, mask=present, other=0) == target
-        share = tl.where(is_target, 0.0, share)
-        below += tl.where(share[:, None] < threshold[None, :], share[:, None], 0.0)
-    so_far = tl.load(left_out + row) + _probability(tl.load(row_dropped + row), scale)
-    place = curve + level.to(tl.int64) * rows + row
-    tl.store(place, so_far + tl.sum(below, axis=0), mask=level < LEVELS)
+    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
+    first = tl.load(row_ends + row) - pairs
+    target, scale = tl.load(targets + row), tl.load(row_scale + row)
+    log2_share, present, is_target = _row_shares(
+        gradients, pair_tiles, first, 0, pairs * TILE, target, scale, TILE, BLOCK
+    )
+    counts = count_octaves(log2_share, present & ~is_target)
+    for start in range(BLOCK, pairs * TILE, BLOCK):
+        log2_share, present, is_target = _row_shares(
+            gradients, pair_tiles, first, start, pairs * TILE, target, scale, TILE, BLOCK
+        )
+        counts += count_octaves(log2_share, present & ~is_target)
+    store_curve(curve, row, counts, tl.load(left_out + row), FACTOR=ROUNDED)
 
 
 @triton.jit
 def _keep_entries(
-    row_columns,
-    row_values,
-    row_starts,
-    row_counts,
-    targets,  # (N,) int64
-    row_scale,  # (N,) float32
-    log_threshold,  # (N,) float32
-    kept_counts,  # (N,) int32, written
-    long_rows,  # (N,) int32, written
-    used,  # (3,) int64
-    LONG_ROW: tl.constexpr,
+    gradients,
+    pair_tiles,
+    row_ends,
+    live_count,
+    fits,
+    left_out,
+    targets,
+    row_scale,
+    mass_gradient,  # (N,) float32
+    curve,
+    kappa,  # (1,) float32
+    slots,  # the gradients as integers, written
+    kept_out,  # (N,) int32, written
+    left_out_all,  # (N,) float32, written
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
-    """Moves one row's entries at or above its threshold, and the target's, to its front, in their order."""
+    """One row: what is kept goes to its front as numbers of its elements."""
     row = tl.program_id(0)
-    first, count = tl.load(row_starts + row), tl.load(row_counts + row)
-    threshold, scale = tl.exp(tl.load(log_threshold + row)), tl.load(row_scale + row)
-    target = tl.load(targets + row)
+    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
+    first = tl.load(row_ends + row) - pairs
+    target, scale = tl.load(targets + row), tl.load(row_scale + row)
+    level = level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa))
     kept = 0
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        present = entry < count
-        column = tl.load(row_columns + first + entry, mask=present, other=0)
-        value = tl.load(row_values + first + entry, mask=present, other=0.0)
-        # Written so that NaN is kept.
-        keep = present & ((column == target) | ~(_probability(value, scale) < threshold))
-        rank = tl.cumsum(keep.to(tl.int32)) - keep.to(tl.int32)
+    dropped = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, pairs * TILE, BLOCK):
+        log2_share, present, is_target = _row_shares(
+            gradients, pair_tiles, first, start, pairs * TILE, target, scale, TILE, BLOCK
+        )
+        below = is_below(log2_share, level) & ~is_target
+        dropped += tl.where(present & below, tl.exp2(log2_share), 0.0)
+        keep = (present & ~below).to(tl.int32)
+        rank = kept + tl.cumsum(keep, axis=0) - keep
         tl.debug_barrier()  # what is overwritten has been read, by other threads too
-        tl.store(row_columns + first + kept + rank, column, mask=keep)
-        tl.store(row_values + first + kept + rank, value, mask=keep)
-        kept += tl.sum(keep.to(tl.int32))
-    tl.store(kept_counts + row, kept)
-    is_long = kept > LONG_ROW
-    if is_long:
-        tl.store(long_rows + tl.atomic_add(used + 2, is_long.to(tl.int64), sem="relaxed"), row)
+        element = (start + tl.arange(0, BLOCK)).to(slots.dtype.element_ty)
+        tl.store(slots + first * TILE + rank, element, mask=keep != 0)
+        kept += tl.sum(keep)
+    tl.store(kept_out + row, kept)
+    tl.store(left_out_all + row, tl.load(left_out + row) + ROUNDED * tl.sum(dropped))
 
 
-@triton.jit
-def _write_row(
-    row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES: tl.constexpr
-):
-    """Σ value · W[token] over a row's entries, at these columns of H; ENTRIES rows of W are in flight."""
-    total = tl.zeros((ENTRIES, column.shape[0]), dtype=tl.float32)
-    inside = column < depth
-    first = tl.load(starts + row)
-    for start in range(0, count, ENTRIES):
-        entry = start + tl.arange(0, ENTRIES)
-        present = entry < count
-        token = tl.load(columns + first + entry, mask=present, other=0).to(tl.int64)
-        value = tl.load(values + first + entry, mask=present, other=0.0)
-        w = tl.load(
-            weight + token[:, None] * weight_stride + column[None, :],
-            mask=present[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += value[:, None] * w.to(tl.float32)
-    place = gradient + row.to(tl.int64) * depth + column
-    tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "vocabulary"])
 def _hidden_gradient(
+    hidden,  # (N, H)
     weight,  # (V, H)
-    columns,
-    values,
-    starts,
-    counts,
-    gradient,  # (N, H), written but for long rows
+    targets,  # (N,) int64
+    logsumexp,  # (N,) float32
+    mass_gradient,  # (N,) float32
+    target_gradient,  # (N,) float32
+    bias,  # (V,) or None
+    inv_temperature,  # (N,) float32 or None
+    logit_scale,
+    softcap,
+    slots,
+    kept,
+    pair_tiles,
+    row_ends,
+    live_count,
+    fits,
+    gradient,  # (N, H), written
+    rows,
+    vocabulary,
     depth,
+    hidden_stride,
     weight_stride,
-    LONG_ROW: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr,
+    LONG: tl.constexpr,
 ):
-    """One row of dX, all of H."""
-    row, column = tl.program_id(0), tl.arange(0, BLOCK)
-    count = tl.load(counts + row)
-    if count <= LONG_ROW:
-        _write_row(
-            row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES
-        )
-
-
-@triton.jit
-def _hidden_gradient_of_long_rows(
-    weight,  # (V, H)
-    columns,
-    values,
-    starts,
-    counts,
-    long_rows,
-    used,
-    gradient,  # (N, H), long rows written
-    depth,
-    weight_stride,
-    BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """BLOCK columns of H of a long row at a time. Persistent."""
-    slices = tl.cdiv(depth, BLOCK)
-    for item in range(tl.program_id(0), tl.load(used + 2).to(tl.int32) * slices, tl.num_programs(0)):
-        row = tl.load(long_rows + item // slices)
-        column, count = (item % slices) * BLOCK + tl.arange(0, BLOCK), tl.load(counts + row)
-        _write_row(
-            row, column, count, weight, columns, values, starts, gradient, depth, weight_stride, ENTRIES
-        )
+    """One row of dX, all of H. The first N programs take the long rows, which would run on at the end."""
+    row = tl.program_id(0) % rows
+    count = tl.load(kept + row)
+    if (tl.load(fits) == 0) | ((count > LONG) != (tl.program_id(0) < rows)):
+        return
+    h = tl.arange(0, BLOCK)
+    inside = h < depth
+    x = tl.load(hidden + row.to(tl.int64) * hidden_stride + h, mask=inside & (count > 0), other=0.0)
+    x = x.to(tl.float32)[None, :]
+    first = tl.load(row_ends + row) - tl.load(live_count + row)
+    this = row + tl.arange(0, 1)
+    lse, mass = tl.load(logsumexp + this), tl.load(mass_gradient + this)
+    of_target, target = tl.load(target_gradient + this), tl.load(targets + this)
+    total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
+    for start in tl.range(0, count, ENTRIES, num_stages=STAGES):
+        entry = start + tl.arange(0, ENTRIES)
+        present = entry < (count if ENTRIES > 1 else start + 1)
+        slot = tl.load(slots + first * TILE + entry, mask=present, other=0).to(tl.int32) & 0xFFFF
+        tile = tl.load(pair_tiles + first + slot // TILE, mask=present, other=0)
+        column = tile * TILE + slot % TILE
+        w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
+        w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        value = logit_gradient(
+            tl.sum(w * x, axis=1)[None, :], bias, inv_temperature, logit_scale, softcap, lse, mass, of_target,
+            target, this, column, rows, vocabulary,
+        )  # fmt: skip
+        total += tl.where(present, tl.reshape(value, (ENTRIES,)), 0.0)[:, None] * w
+    place = gradient + row.to(tl.int64) * depth + h
+    tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)

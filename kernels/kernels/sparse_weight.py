@@ -16,68 +16,59 @@ from .product import precision, program_count
 from .sparse_pairs import SparseOperands
 
 
-def weight_gradient(
-    operands: SparseOperands, workspace: Tensor, gradient: Tensor, chunk: int, accumulate: bool
-) -> None:
-    """Writes, or adds to, the rows of `gradient` (V, H) that belong to the chunk's tiles."""
-    hidden, pairs, config = operands.problem.hidden, operands.pairs, operands.pairs.config
+def weight_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
+    """Writes (V, H) `into`, or adds to it; leaves it alone where the pairs did not fit."""
+    hidden, pairs, config = operands.problem.hidden, operands.pairs, operands.config
     _weight_gradient[(program_count(hidden.device, config.weight_programs),)](
-        hidden, workspace, operands.unit, pairs.rows, pairs.offsets, pairs.chunk_tiles, gradient,
-        operands.rows, gradient.shape[0], hidden.shape[1], hidden.stride(0), gradient.stride(0),
-        chunk, operands.chunk_pairs,
+        hidden, gradients, operands.unit, pairs.rows, pairs.places, pairs.offsets, pairs.fits, into,
+        into.shape[0], hidden.shape[1], hidden.stride(0), into.stride(0),
         TILE=TILE, ACCUMULATE=accumulate, PRECISION=precision(hidden.dtype),
         COLUMNS=config.weight_columns, DEPTH=config.weight_depth,
         num_warps=config.weight_warps, num_stages=config.weight_stages,
     )  # fmt: skip
 
 
-def bias_gradient(
-    operands: SparseOperands, workspace: Tensor, gradient: Tensor, chunk: int, accumulate: bool
-) -> None:
-    """Writes, or adds to, the entries of `gradient` (V,) that belong to the chunk's tiles."""
+def bias_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, accumulate: bool) -> None:
+    """Writes (V,) `into`, or adds to it; leaves it alone where the pairs did not fit."""
     pairs = operands.pairs
     _bias_gradient[(pairs.offsets.numel() - 1,)](
-        workspace, operands.unit, pairs.offsets, pairs.chunk_tiles, gradient,
-        operands.rows, gradient.shape[0], chunk, operands.chunk_pairs,
-        TILE=TILE, ACCUMULATE=accumulate, DEPTH=pairs.config.weight_depth, num_warps=4,
+        gradients, operands.unit, pairs.places, pairs.offsets, pairs.fits, into, into.shape[0],
+        TILE=TILE, ACCUMULATE=accumulate, DEPTH=operands.config.weight_depth, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "vocabulary", "chunk", "chunk_pairs"])
+@triton.jit(do_not_specialize=["vocabulary"])
 def _weight_gradient(
     hidden,  # (N, H)
-    workspace,  # (chunk_pairs + N, TILE)
+    gradients,  # (capacity, TILE)
     unit,  # (1,) float32
     pair_rows,
+    pair_places,
     offsets,
-    chunk_tiles,
+    fits,
     weight_gradient,  # (V, H), written or added to
-    rows,
     vocabulary,
     depth,
     hidden_stride,
     gradient_stride,
-    chunk,
-    chunk_pairs,
     TILE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """dW of the chunk's tiles, COLUMNS of H at a time. Persistent; neighbouring programs share a tile."""
-    first_tile, last_tile = tl.load(chunk_tiles + chunk), tl.load(chunk_tiles + chunk + 1)
+    """COLUMNS of H of one tile at a time. Persistent; neighbouring programs share a tile."""
     parts = tl.cdiv(depth, COLUMNS)
-    before_chunk = chunk.to(tl.int64) * chunk_pairs - rows
+    items = tl.where(tl.load(fits) != 0, tl.cdiv(vocabulary, TILE) * parts, 0)
     scale = 1.0 / tl.load(unit)
-    for item in range(tl.program_id(0), (last_tile - first_tile) * parts, tl.num_programs(0)):
-        tile = first_tile + item // parts
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile = item // parts
         column = (item % parts) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < depth
         token = tl.arange(0, TILE)
-        begin, end = tl.load(offsets + tile), tl.load(offsets + tile + 1)
+        end = tl.load(offsets + tile + 1)
         total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
-        for start in range(begin, end, DEPTH):
+        for start in range(tl.load(offsets + tile), end, DEPTH):
             pair = start + tl.arange(0, DEPTH)
             valid = pair < end
             row = tl.load(pair_rows + pair, mask=valid, other=0).to(tl.int64)
@@ -86,8 +77,10 @@ def _weight_gradient(
                 mask=valid[:, None] & inside[None, :],
                 other=0.0,
             )
-            place = (pair - before_chunk)[:, None] * TILE + token[None, :]
-            gradient = tl.load(workspace + place, mask=valid[:, None], other=0.0)
+            place = tl.load(pair_places + pair, mask=valid, other=0).to(tl.int64)
+            gradient = tl.load(
+                gradients + place[:, None] * TILE + token[None, :], mask=valid[:, None], other=0.0
+            )
             total = tl.dot(tl.trans(gradient), x, total, input_precision=PRECISION)
         token += tile * TILE
         stored = (token < vocabulary)[:, None] & inside[None, :]
@@ -98,35 +91,35 @@ def _weight_gradient(
         tl.store(place, total.to(weight_gradient.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["rows", "vocabulary", "chunk", "chunk_pairs"])
+@triton.jit(do_not_specialize=["vocabulary"])
 def _bias_gradient(
-    workspace,  # (chunk_pairs + N, TILE)
+    gradients,  # (capacity, TILE)
     unit,  # (1,) float32
+    pair_places,
     offsets,
-    chunk_tiles,
+    fits,
     bias_gradient,  # (V,), written or added to
-    rows,
     vocabulary,
-    chunk,
-    chunk_pairs,
     TILE: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Column sums of the chunk's logit gradients. One program per tile; tiles of other chunks have none."""
+    """Column sums of one tile's logit gradients."""
+    if tl.load(fits) == 0:
+        return
     tile = tl.program_id(0)
-    if (tile >= tl.load(chunk_tiles + chunk)) & (tile < tl.load(chunk_tiles + chunk + 1)):
-        begin, end = tl.load(offsets + tile), tl.load(offsets + tile + 1)
-        before_chunk = chunk.to(tl.int64) * chunk_pairs - rows
-        token = tl.arange(0, TILE)
-        total = tl.zeros((TILE,), dtype=tl.float32)
-        for start in range(begin, end, DEPTH):
-            pair = start + tl.arange(0, DEPTH)
-            place = (pair - before_chunk)[:, None] * TILE + token[None, :]
-            gradient = tl.load(workspace + place, mask=(pair < end)[:, None], other=0.0)
-            total += tl.sum(gradient.to(tl.float32), axis=0)
-        total *= 1.0 / tl.load(unit)
-        token += tile * TILE
-        if ACCUMULATE:
-            total += tl.load(bias_gradient + token, mask=token < vocabulary, other=0.0).to(tl.float32)
-        tl.store(bias_gradient + token, total.to(bias_gradient.dtype.element_ty), mask=token < vocabulary)
+    end = tl.load(offsets + tile + 1)
+    token = tl.arange(0, TILE)
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    for start in range(tl.load(offsets + tile), end, DEPTH):
+        pair = start + tl.arange(0, DEPTH)
+        place = tl.load(pair_places + pair, mask=pair < end, other=0).to(tl.int64)
+        gradient = tl.load(
+            gradients + place[:, None] * TILE + token[None, :], mask=(pair < end)[:, None], other=0.0
+        )
+        total += tl.sum(gradient.to(tl.float32), axis=0)
+    total *= 1.0 / tl.load(unit)
+    token += tile * TILE
+    if ACCUMULATE:
+        total += tl.load(bias_gradient + token, mask=token < vocabulary, other=0.0).to(tl.float32)
+    tl.store(bias_gradient + token, total.to(bias_gradient.dtype.element_ty), mask=token < vocabulary)

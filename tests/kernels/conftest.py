@@ -29,7 +29,7 @@ class Head:
     logit_scale: float
     softcap: float | None
     probability: Tensor  # (N, V) float64
-    tile_lse: Tensor  # (T, N) float32
+    tile_lse: Tensor  # (N, T) float32
     logsumexp: Tensor  # (N,) float32
     logprob: Tensor  # (N,) float32
     logit_gradient: Tensor  # (N, V) float64: dL/d(x·w + bias)
@@ -43,10 +43,14 @@ class Head:
         return HeadProblem(self.hidden, self.weight, self.targets, *transform)
 
     @property
-    def gradient(self) -> LogitGradient:
+    def upstream(self) -> tuple[RowStatistics, RowGradients]:
         nothing = self.logprob.new_empty(0)
         statistics = RowStatistics(self.logprob, self.logsumexp, *5 * (nothing,))
-        return LogitGradient.of(self.problem, statistics, RowGradients(self.g, self.g_logsumexp))
+        return statistics, RowGradients(self.g, self.g_logsumexp)
+
+    @property
+    def gradient(self) -> LogitGradient:
+        return LogitGradient.of(self.problem, *self.upstream)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +119,7 @@ def solve(hidden, weight, bias, targets, g, g_logsumexp, inv_temperature, *, log
         hidden=hidden, weight=weight, bias=bias, targets=targets, g=g, g_logsumexp=g_logsumexp,
         inv_temperature=inv_temperature, logit_scale=logit_scale, softcap=softcap,
         probability=logits.detach().softmax(1),
-        tile_lse=torch.stack([tile.logsumexp(1) for tile in tiles]).float(),
+        tile_lse=torch.stack([tile.logsumexp(1) for tile in tiles], 1).float(),
         logsumexp=logsumexp.detach().float(), logprob=logprob.detach().float(), logit_gradient=gradient,
         d_hidden=gradient @ weight.double(), d_weight=gradient.T @ hidden.double(), d_bias=gradient.sum(0),
     )  # fmt: skip

@@ -76,11 +76,11 @@ def test_half_precision_products_are_added_in_float32_by_every_torch(
 def test_kept_exponentials_give_the_gradient_of_a_chunk_and_idle_rows_zeros(make_head, start, width, dtype):
     head = make_head(37, 300, dtype=dtype)
     logits = (head.probability.log() + head.logsumexp[:, None]).float()
-    largest = torch.stack([tile.amax(1) for tile in logits.split(TILE, 1)])
+    largest = torch.stack([tile.amax(1) for tile in logits.split(TILE, 1)], 1)
     exponentials = row_aligned(37, 300, head.hidden)
-    exponentials.copy_((logits - largest.T.repeat_interleave(TILE, 1)[:, :300]).exp())
+    exponentials.copy_((logits - largest.repeat_interleave(TILE, 1)[:, :300]).exp())
     idle = (head.targets < 0) | (head.g == 0)
-    exponentials[idle], largest[:, idle] = torch.nan, torch.nan
+    exponentials[idle], largest[idle] = torch.nan, torch.nan
     inv_scale = torch.tensor(0.5, device=head.hidden.device)
     got = torch.full((37, width), torch.nan, dtype=dtype, device=head.hidden.device)
 

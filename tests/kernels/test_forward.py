@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from grpo_fast.kernels import TILE, ProductTile
-from grpo_fast.kernels.forward import TileStatistics, row_results, tile_statistics
+from grpo_fast.kernels.forward import TileStatistics, gather_rows, row_results, tile_statistics
 
 from grpo_fast.head.problem import HeadProblem, RowStatistics
 
@@ -15,15 +15,10 @@ DESCRIPTORS = ProductTile(32, 256, 16, warps=4, stages=2, group=2, descriptors=T
 TILES = {"pointers": POINTERS, "descriptors": DESCRIPTORS}
 
 
-def run(
-    problem: HeadProblem, *, rows=None, wanted=EVERY, tile=DESCRIPTORS, order=None
-) -> tuple[TileStatistics, RowStatistics]:
-    """All rows in their own order, unless told otherwise."""
-    targets, capacity = problem.targets, problem.targets.numel()
-    count = torch.tensor(capacity if rows is None else rows, dtype=torch.int32, device=targets.device)
-    order = torch.arange(capacity, device=targets.device) if order is None else order
-    tiles = tile_statistics(problem, count, tile=tile, **dict.fromkeys(wanted, True))
-    return tiles, RowStatistics(*row_results(tiles, targets, order, count, problem.vocabulary))
+def run(problem: HeadProblem, *, wanted=EVERY, tile=DESCRIPTORS) -> tuple[TileStatistics, RowStatistics]:
+    gathered = gather_rows(problem)
+    tiles = tile_statistics(problem, gathered, tile=tile, **dict.fromkeys(wanted, True))
+    return tiles, RowStatistics(*row_results(tiles, problem, gathered.target_logit))
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
@@ -43,9 +38,12 @@ def test_tile_masses_match_at_every_tile_edge_and_any_hidden_size(
 
     tiles, rows = run(head.problem, tile=tile)
 
-    assert tiles.lse.shape == (-(-vocabulary // TILE), 37)
-    torch.testing.assert_close(tiles.lse, head.tile_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rows.logsumexp, head.logsumexp, rtol=1e-5, atol=1e-5)
+    works = head.targets >= 0
+    assert tiles.lse.shape == (37, -(-vocabulary // TILE))
+    torch.testing.assert_close(tiles.lse[works], head.tile_lse[works], rtol=1e-5, atol=1e-5)
+    for found, expected in ((rows.logsumexp, head.logsumexp), (rows.logprob, head.logprob)):
+        torch.testing.assert_close(found[works], expected[works], rtol=1e-5, atol=1e-5)
+        assert not found[~works].any()
 
 
 def test_the_entropy_of_huge_logits_errs_no_more_than_their_rounding(device, rng):
@@ -80,7 +78,7 @@ def test_tiles_of_minus_infinity_weigh_nothing(device, rng):
     tiles, rows = run(HeadProblem(hidden, weight, targets, bias))
 
     expected = (hidden.double() @ weight.double().T + bias.double()).log_softmax(1)
-    assert (tiles.lse[1] == -torch.inf).all()
+    assert (tiles.lse[:4, 1] == -torch.inf).all()
     assert rows.logprob[2] == -torch.inf
     kept = torch.tensor([0, 1, 3], device=device)
     torch.testing.assert_close(
@@ -100,23 +98,44 @@ def test_a_sure_target_has_no_positive_logprob_and_a_nan_reaches_its_own_row_alo
     assert (rows.logprob.nan_to_num(nan=0.0) <= 0).all()
 
 
-def test_rows_past_the_count_are_neither_read_nor_written(make_head):
-    head = make_head(40, 300, 40)
-    hidden = head.hidden.clone()
-    hidden[30:] = torch.nan
-    order = torch.arange(40, device=hidden.device).flip(0)
+@pytest.mark.parametrize("maximum", [False, True])
+def test_rows_without_work_are_neither_read_nor_written_however_they_lie_among_the_others(
+    make_head, rng, maximum
+):
+    head = make_head(40, 300, 40, transformed=True)
+    targets = head.targets.masked_fill((torch.rand(40, generator=rng) < 0.5).to(head.targets.device), -1)
+    works = targets >= 0
+    problem = head.problem._replace(
+        targets=targets,
+        hidden=head.hidden.masked_fill(~works[:, None], torch.nan),
+        inv_temperature=head.inv_temperature.masked_fill(~works, torch.nan),
+    )
 
-    _, rows = run(head.problem._replace(hidden=hidden), rows=30, order=order)
+    tiles, rows = run(problem, wanted=("maximum",) if maximum else ())
 
-    torch.testing.assert_close(rows.logsumexp[10:].flip(0), head.logsumexp[:30], rtol=1e-5, atol=1e-5)
-    assert (rows.logsumexp[:10] == 0).all()
+    torch.testing.assert_close(rows.logprob[works], head.logprob[works], rtol=1e-5, atol=1e-5)
+    assert tiles.lse[~works].isnan().all()
+    assert all(not part[~works].any() for part in rows if part.numel())
+
+
+def test_the_order_of_many_rows_is_that_of_those_with_work(device, rng):
+    targets = torch.randint(-1, 1, (5000,), generator=rng).to(device)
+    hidden = torch.randn(5000, 1, generator=rng).to(device)
+
+    gathered = gather_rows(HeadProblem(hidden, torch.ones(1, 1, device=device), targets))
+
+    expected = (targets >= 0).nonzero().flatten()
+    count = int(gathered.count)
+    assert count == expected.numel()
+    assert torch.equal(gathered.order[:count], expected)
+    assert torch.equal(gathered.hidden[:count], hidden[expected])
 
 
 def test_a_target_of_another_shard_has_no_logprob_but_a_log_sum_exp(make_head):
     head = make_head(20, 300, 40)
     elsewhere = torch.full_like(head.targets, 300)
 
-    _, rows = run(head.problem._replace(targets=elsewhere))
+    _, rows = run(head.problem._replace(targets=elsewhere), wanted=())
 
     assert (rows.logprob == 0).all()
     torch.testing.assert_close(rows.logsumexp, head.logsumexp, rtol=1e-5, atol=1e-5)

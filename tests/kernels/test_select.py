@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
-from grpo_fast.kernels import BF16_ROUNDING, PAIR_SHARE, TILE, SparseConfig
-from grpo_fast.kernels.select import Pairs, select_pairs
+from grpo_fast.kernels import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, SparseConfig, balance
+from grpo_fast.kernels.select import Live, Pairs, RowCoefficients, list_pairs, row_coefficients, select_live
+from grpo_fast.kernels.sparse import certificate
+from grpo_fast.kernels.sparse_pairs import SparseOperands
 
 HALF = SparseConfig()
 SHAPES = {
@@ -19,15 +22,30 @@ SHAPES = {
 }
 
 
-def select(head, tolerance: float = 1.0, **options) -> Pairs:
-    options = {"config": HALF} | options
-    return select_pairs(head.problem, head.gradient, head.tile_lse, tolerance=tolerance, **options)
+class Selected(NamedTuple):
+    rows: RowCoefficients
+    live: Live
+    pairs: Pairs
+    operands: SparseOperands
+
+    @property
+    def error_bound(self) -> float:
+        """Of the certificate."""
+        return float(certificate(self.operands, self.live.left_out)[3])
 
 
-def live_matrix(pairs: Pairs) -> torch.Tensor:
+def select(head, tolerance: float = 1.0, *, capacity: int = 1 << 20, config=HALF, **options) -> Selected:
+    """As many pairs as there are, unless told otherwise."""
+    rows = row_coefficients(head.problem, *head.upstream)
+    live = select_live(head.problem, rows, head.tile_lse, tolerance=tolerance, **options)
+    pairs = list_pairs(live, min(capacity, head.tile_lse.numel()), config)
+    return Selected(rows, live, pairs, SparseOperands.of(head.problem, rows, live, pairs, config))
+
+
+def live_matrix(selected: Selected) -> torch.Tensor:
     """(N, T) bool, read from the per-tile lists."""
-    offsets = pairs.offsets.tolist()
-    live = torch.zeros(pairs.left_out.numel(), len(offsets) - 1, dtype=torch.bool)
+    pairs, offsets = selected.pairs, selected.pairs.offsets.tolist()
+    live = torch.zeros(selected.live.count.numel(), len(offsets) - 1, dtype=torch.bool)
     for tile, (begin, end) in enumerate(pairwise(offsets)):
         live[pairs.rows[begin:end].long().cpu(), tile] = True
     return live
@@ -39,7 +57,7 @@ def tile_mass(head) -> torch.Tensor:
 
 
 def target_tiles(head) -> torch.Tensor:
-    tiles = torch.arange(head.tile_lse.shape[0])
+    tiles = torch.arange(head.tile_lse.shape[1])
     inside = (head.targets >= 0) & (head.targets < head.weight.shape[0])
     return (head.targets.cpu()[:, None] // TILE == tiles) & inside.cpu()[:, None]
 
@@ -56,16 +74,18 @@ def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_toler
 ):
     head = make_head(90, 2000, **SHAPES[shape])
 
-    pairs = select(head, tolerance)
+    selected = select(head, tolerance)
 
-    live, mass, working = live_matrix(pairs), tile_mass(head), working_rows(head)
+    live, mass, working = live_matrix(selected), tile_mass(head), working_rows(head)
     left_out = (mass * ~live).sum(1)[working]
-    torch.testing.assert_close(pairs.left_out.cpu().double()[working], left_out, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(selected.live.left_out.cpu().double()[working], left_out, rtol=1e-4, atol=1e-9)
     gradient = 2 * head.g.double() * torch.expm1(head.logprob.double())  # Σ_v |G_v| of each row
     error = head.g.cpu().double()[working] * left_out
     allowed = tolerance * BF16_ROUNDING * gradient.cpu()[working].norm()
     assert error.norm() <= PAIR_SHARE * allowed * (1 + 1e-4)
-    assert pairs.metrics()["error_bound"] <= PAIR_SHARE * tolerance * (1 + 1e-4)
+    assert selected.error_bound <= PAIR_SHARE * tolerance * (1 + 1e-4)
+    exactly = float(tolerance * error.norm() / allowed)
+    assert selected.error_bound == pytest.approx(exactly, rel=1e-3, abs=1e-7)
     lightest_live = mass.masked_fill(~live | target_tiles(head), 2.0).amin(1)
     assert ((mass * ~live).amax(1) <= lightest_live)[working].all()
     assert live[target_tiles(head) & working[:, None]].all()
@@ -74,43 +94,78 @@ def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_toler
     assert density[0] <= live[working].float().mean() <= density[1]
 
 
-def test_lists_agree_with_the_bits_and_are_sorted(make_head):
+def test_lists_agree_with_the_bits_and_both_orders_with_each_other(make_head):
     head = make_head(150, 4500, peak=30.0, g_logsumexp=True)
 
-    pairs = select(head, 10.0)
+    selected = select(head, 10.0)
 
-    live = live_matrix(pairs)
-    words = pairs.live_bits.cpu().long()
+    _, marked, pairs, _ = selected
+    live = live_matrix(selected)
+    words = marked.bits.cpu().long()
     tiles = torch.arange(live.shape[1])
     assert torch.equal((words[tiles // 32] >> (tiles % 32)[:, None]).T & 1 == 1, live)
-    assert torch.equal(pairs.live_count.cpu(), live.sum(1).int())
-    assert torch.equal(pairs.row_ends.cpu(), live.sum(1).cumsum(0))
-    assert torch.equal(pairs.rank_base[1].cpu(), live[:, :32].sum(1).int())
-    assert pairs.total.item() == live.sum()
-    offsets = pairs.offsets.tolist()
-    for begin, end in pairwise(offsets):
+    assert torch.equal(marked.count.cpu(), live.sum(1).int())
+    assert torch.equal(marked.row_ends.cpu(), live.sum(1).cumsum(0))
+    assert torch.equal(marked.rank_base[1].cpu(), live[:, :32].sum(1).int())
+    assert torch.equal(marked.tile_counts.cpu(), live.sum(0).int())
+    total = int(live.sum())
+    assert marked.found.tolist() == [total, 0]
+    for begin, end in pairwise(pairs.offsets.tolist()):
         assert (pairs.rows[begin:end].diff() > 0).all()
+    by_row, by_tile = live.nonzero().T, live.T.nonzero().T
+    assert torch.equal(pairs.tiles[:total].cpu().long(), by_row[1])
+    places = pairs.places[:total].cpu().long()
+    assert torch.equal(by_row[:, places], by_tile.flip(0))
+    blocks = -(-live.sum(0) // HALF.pair_rows)
+    assert torch.equal(pairs.block_offsets[1:].cpu(), blocks.cumsum(0).int())
+    assert torch.equal(pairs.block_tile[: int(blocks.sum())].cpu(), tiles.repeat_interleave(blocks).int())
+
+
+def test_a_curve_is_at_most_a_quarter_octave_above_the_masses_below_each_level(make_head, rng, monkeypatch):
+    head = make_head(60, 9000, peak=0.0)
+    head.tile_lse.sub_(18 * torch.rand(head.tile_lse.shape, generator=rng).to(head.tile_lse.device))
+    head.tile_lse[:, 3], head.tile_lse[:, 5] = head.logsumexp - 9.5 * 0.6931471805599453, -torch.inf
+    curves = []
+    strike = balance.balance
+    monkeypatch.setattr(
+        "grpo_fast.kernels.select.balance", lambda curve, *rest: curves.append(curve) or strike(curve, *rest)
+    )
+
+    select(head)
+
+    working = working_rows(head)
+    log2 = ((head.tile_lse - head.logsumexp[:, None]) / 0.6931471805599453).cpu().double()[working]
+    counted = ~target_tiles(head)[working]
+    curve = curves[0].cpu().double()[working]
+    assert (curve[:, -1] == 0).all()
+    for level in range(LEVELS - 1):
+        edge = -4 - level / 2
+        if (log2 - edge).abs().min() > 1e-4:
+            below = torch.where(counted & (log2 < edge), log2.exp2(), 0).sum(1)
+            least = torch.where(counted & (log2 < edge) & (log2 > -36), log2.exp2(), 0).sum(1)
+            assert (curve[:, level] >= below * (1 - 1e-5)).all()
+            assert (curve[:, level] <= least * 2**0.25 * (1 + 1e-5) + 71 * 2**-35.75).all()
 
 
 def test_tolerance_zero_leaves_out_only_what_is_zero_in_float32(make_head):
     head = make_head(60, 2000, peak=40.0)
-    head.tile_lse[1] = -torch.inf
+    head.tile_lse[:, 1] = -torch.inf
 
-    pairs = select(head, 0.0)
+    selected = select(head, 0.0)
 
-    live = live_matrix(pairs)[working_rows(head)]
+    live = live_matrix(selected)[working_rows(head)]
     keeps = torch.arange(live.shape[1]) != 1
     assert live[:, keeps].all()
     assert torch.equal(live[:, 1], target_tiles(head)[working_rows(head), 1])
-    assert (pairs.left_out == 0).all()
+    assert (selected.live.left_out == 0).all()
 
 
 def test_a_row_of_nan_is_live_everywhere_and_its_neighbours_are_not_touched(make_head):
     head = make_head(60, 2000, peak=40.0)
     # A row that is sure of its target leaves out nothing either, and weighs as little with the others.
-    head.tile_lse[:, 8], head.logsumexp[8], head.logprob[8] = -torch.inf, 0.0, 0.0
+    head.tile_lse[8], head.logsumexp[8], head.logprob[8] = -torch.inf, 0.0, 0.0
     before = live_matrix(select(head))
-    head.tile_lse[:, 8] = torch.nan
+    head.tile_lse[8] = torch.nan
     head.logsumexp[8] = torch.nan
     head.logprob[8] = torch.nan
 
@@ -137,37 +192,21 @@ def test_a_target_in_another_shard_is_live_nowhere(make_head):
         head, targets=head.targets.masked_fill(head.targets >= 0, 200), logsumexp=head.logsumexp + 60
     )
 
-    pairs = select(shard)
+    selected = select(shard)
 
-    assert pairs.total.item() == 0
-    assert (pairs.left_out[working_rows(head)] > 0).all()
+    assert selected.live.found.tolist() == [0, 0]
+    assert (selected.live.left_out[working_rows(head)] > 0).all()
 
 
-def test_too_many_pairs_are_flagged_and_leave_every_list_empty(make_head):
+@pytest.mark.parametrize("missing", [0, 1])
+def test_pairs_that_do_not_fit_are_flagged_and_leave_the_lists_empty(make_head, missing):
     head = make_head(60, 3000, peak=0.0)
+    total = select(head).live.found[0].item()
 
-    pairs = select(head, config=replace(HALF, pair_density=0.01, least_pairs=0))
+    pairs = select(head, capacity=total - missing).pairs
 
-    assert pairs.overflow.item() == 1
-    assert pairs.total.item() > pairs.rows.numel()
-    assert pairs.offsets.any().item() is False
-    assert pairs.block_offsets.any().item() is False
-    assert pairs.chunk_tiles.any().item() is False
-
-
-def test_every_tile_is_in_one_chunk_that_fits_its_workspace(make_head):
-    head = make_head(40, 3000, peak=10.0, dtype=torch.bfloat16)
-    config = replace(HALF, chunk_bytes=200 * TILE * 2)
-
-    pairs = select(head, 0.0, config=config)
-
-    first = pairs.chunk_tiles.tolist()
-    assert first == sorted(first) and first[0] == 0 and first[-1] == 24 and len(first) > 3
-    base = [chunk * config.chunk_pairs(40, 2) - 40 for chunk in range(len(first))]
-    for chunk, (begin, end) in enumerate(pairwise(first)):
-        if end > begin:
-            assert pairs.offsets[begin] >= base[chunk]
-            assert pairs.offsets[end] - base[chunk] <= config.chunk_workspace_pairs(40, 24, 2)
+    assert pairs.fits.item() == 1 - missing
+    assert pairs.offsets[-1].item() == pairs.block_offsets.any() * total == total * (1 - missing)
 
 
 def test_selected_rows_are_bit_equal_from_run_to_run(make_head):
@@ -175,31 +214,52 @@ def test_selected_rows_are_bit_equal_from_run_to_run(make_head):
 
     first, second = select(head), select(head)
 
-    for name in ("offsets", "live_bits", "rank_base", "log_threshold", "left_out", "norm"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    for part, again, names in (
+        (first.live, second.live, ("bits", "rank_base", "left_out")),
+        (first.pairs, second.pairs, ("offsets", "block_offsets")),
+        (first.rows, second.rows, ("mass", "target", "squares")),
+    ):
+        for name in names:
+            assert torch.equal(getattr(part, name), getattr(again, name)), name
 
 
-def test_workspaces_of_a_large_batch_stay_below_300_mib():
-    rows, tiles = 16_384, 1_187  # V = 151,936
+@pytest.mark.parametrize(("transformed", "g_logsumexp"), [(False, False), (True, False), (False, True)])
+def test_rows_have_the_coefficients_of_their_logit_gradient(make_head, transformed, g_logsumexp):
+    head = make_head(60, 300, peak=40.0, transformed=transformed, g_logsumexp=g_logsumexp)
+    head.logprob[0] = -1e-7  # 1 − p is rounding noise here
+    expected, live = head.gradient, head.gradient.live()
 
-    backward = HALF.workspace_bytes(rows, tiles, 2, weight=True)
+    rows = row_coefficients(head.problem, *head.upstream)
 
-    assert backward + 4 * rows * tiles < 300 << 20  # with the forward's tile masses
+    torch.testing.assert_close(rows.target, expected.target, rtol=1e-5, atol=0)
+    assert torch.equal(rows.mass, -expected.mass)
+    slope = head.logit_scale if head.inv_temperature is None else head.inv_temperature * head.logit_scale
+    torch.testing.assert_close(rows.scale, expected.mass.abs() * slope)
+    size = (expected.target.abs() - expected.mass.abs() * torch.expm1(head.logprob))[live]
+    torch.testing.assert_close(rows.squares.sum(), size.square().sum())
 
 
-def test_rows_with_more_live_tiles_than_the_list_has_room_for_are_set_apart(make_head):
+@pytest.mark.parametrize("asked", [True, False])
+def test_rows_with_more_live_tiles_than_asked_for_or_than_16_bits_number_are_set_apart(
+    make_head, monkeypatch, asked
+):
     head = make_head(60, 900, peak=30.0, spread=1.0)
-    room = replace(HALF, pair_density=0.5, least_pairs=0)
-    whole = select(head, config=replace(HALF, pair_density=1.0))
+    whole = select(head).live
+    assert ROW_TILES * TILE == 1 << 16
+    if not asked:
+        monkeypatch.setattr("grpo_fast.kernels.select.ROW_TILES", 4)
 
-    pairs = select(head, config=room, split_rows=True)
+    selected = select(head, row_tiles=4 if asked else 100)
 
-    limit = room.pair_capacity(60, 8) // 60
-    dense = whole.live_count > limit
-    assert torch.equal(pairs.dense_rows, dense)
-    assert torch.equal(pairs.live_count, torch.where(dense, 0, whole.live_count))
-    assert pairs.overflow == 0 and pairs.total == pairs.live_count.sum()
-    assert not pairs.left_out[dense].any()
-    assert torch.equal(pairs.left_out[~dense], whole.left_out[~dense])
-    density = pairs.metrics()["density"] * 60 * 8
-    assert torch.isclose(density, (pairs.total[0] + 8 * dense.sum()).float())
+    live, dense = selected.live, whole.count > 4
+    assert dense.any() and not dense.all()
+    assert torch.equal(live.dense, dense)
+    assert torch.equal(live.count, torch.where(dense, 0, whole.count))
+    assert live.found.tolist() == [live.count.sum(), dense.sum()]
+    assert not live.left_out[dense].any()
+    assert torch.equal(live.left_out[~dense], whole.left_out[~dense])
+    numbers = certificate(selected.operands, live.left_out)
+    assert torch.isclose(numbers[0] * 60 * 8, (live.found[0] + 8 * dense.sum()).float())
+    active = working_rows(head)
+    torch.testing.assert_close(numbers[1].cpu(), live.left_out.cpu()[active].sum() / active.sum())
+    assert numbers[2] == live.left_out.max()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from grpo_fast.kernels import SparseConfig, sparse, sparse_rows
-from grpo_fast.kernels.select import select_pairs
-from grpo_fast.kernels.sparse import sparse_backward
+from grpo_fast.kernels import SparseConfig, sparse_rows
+from grpo_fast.kernels.select import Live, RowCoefficients, row_coefficients, select_live
+from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import sizes_for
@@ -17,24 +18,34 @@ from grpo_fast.head.tuning import sizes_for
 QUICK = SparseConfig(pair_rows=32, pair_depth=32, row_entries=64, weight_depth=32, weight_columns=64)
 
 
-@pytest.fixture(autouse=True)
-def long_rows_take_few_steps(monkeypatch):
-    monkeypatch.setattr(sparse_rows, "_SLICE_ENTRIES", 128)
+class Ran(NamedTuple):
+    rows: RowCoefficients
+    live: Live
+    got: SparseGradients
+
+    @property
+    def error_bound(self) -> float:
+        return float(self.got.certificate[3])
 
 
-def run(head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, **wanted):
+def run(
+    head, tolerance: float = 0.0, *, config: SparseConfig = QUICK, capacity: int | None = None, **wanted
+) -> Ran:
     wanted = Wanted(**{"hidden": True, "weight": True, "bias": False} | wanted)
-    pairs = select_pairs(head.problem, head.gradient, head.tile_lse, tolerance=tolerance, config=config)
-    return pairs, sparse_backward(head.problem, head.logsumexp, pairs, wanted)
+    rows = row_coefficients(head.problem, *head.upstream)
+    live = select_live(head.problem, rows, head.tile_lse, tolerance=tolerance)
+    options = {"tolerance": tolerance, "config": config}
+    capacity = head.tile_lse.numel() if capacity is None else capacity
+    return Ran(rows, live, sparse_backward(head.problem, rows, live, wanted, capacity=capacity, **options))
 
 
 def relative(got: torch.Tensor, exact: torch.Tensor) -> float:
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
-def row_bound(pairs, left_out: torch.Tensor) -> torch.Tensor:
+def row_bound(ran: Ran, left_out: torch.Tensor) -> torch.Tensor:
     """(N,) the most by which a row's logit gradient is off, in L1: what its certificate says."""
-    return pairs.mass_gradient.abs() * left_out
+    return ran.rows.mass.abs() * left_out
 
 
 def straightforward(head) -> dict[str, float]:
@@ -71,10 +82,11 @@ def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_ed
     idle = ~head.gradient.live()
     hidden = head.hidden.masked_fill(idle[:, None], torch.nan)
 
-    pairs, got = run(replace(head, hidden=hidden), bias=transformed, **into)
+    ran = run(replace(head, hidden=hidden), bias=transformed, **into)
 
-    assert pairs.metrics(got.left_out)["error_bound"] == 0
-    assert got.dense.tolist() == [0, 0]
+    got = ran.got
+    assert ran.error_bound == 0
+    assert ran.live.found[1] == 0
     assert (got.hidden[idle] == 0).all()
     torch.testing.assert_close(got.hidden.double(), head.d_hidden, rtol=1e-4, atol=1e-6)
     for name, expected in exact.items():
@@ -90,14 +102,14 @@ def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_ed
 def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, tolerance):
     head = make_head(40, 700, transformed=tolerance > 1, **shape)
 
-    pairs, got = run(head, tolerance)
+    ran = run(head, tolerance)
 
+    got = ran.got
     slope = 1.0 if head.inv_temperature is None else head.inv_temperature * head.logit_scale
-    bound = row_bound(pairs, got.left_out) * slope * head.weight.norm(dim=1).max()
+    bound = row_bound(ran, got.left_out) * slope * head.weight.norm(dim=1).max()
     error = (got.hidden.double() - head.d_hidden).norm(dim=1)
     assert (error <= bound + 1e-6 * head.d_hidden.norm(dim=1)).all()
-    within = pairs.metrics(got.left_out)["error_bound"] <= tolerance * (1 + 1e-4)
-    assert within == (got.dense[1] == 0)
+    assert ran.error_bound <= tolerance * (1 + 1e-4)
     assert (error > 1e-5 * head.d_hidden.norm(dim=1)).any()  # something was left out
 
 
@@ -110,12 +122,13 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
     )  # fmt: skip
     dense = straightforward(replace(head, **({} if dtype == torch.bfloat16 else _unscaled(head, magnitude))))
 
-    pairs, got = run(head, 1.0, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
+    ran = run(head, 1.0, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
 
-    certified = (row_bound(pairs, got.left_out) * head.weight.double().norm(dim=1).max()).norm()
+    got = ran.got
+    certified = (row_bound(ran, got.left_out) * head.weight.double().norm(dim=1).max()).norm()
     rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
     assert relative(got.hidden, head.d_hidden) <= rounded + certified / head.d_hidden.norm() + 1e-5
-    certified = (row_bound(pairs, pairs.left_out) * head.hidden.double().norm(dim=1)).sum()
+    certified = (row_bound(ran, ran.live.left_out) * head.hidden.double().norm(dim=1)).sum()
     assert relative(got.weight, head.d_weight) <= dense["weight"] + certified / head.d_weight.norm() + 1e-5
 
 
@@ -128,7 +141,7 @@ def test_the_target_of_a_nearly_certain_row_keeps_its_gradient(make_head):
     head = make_head(20, 300, peak=0.0)
     logprob = torch.full_like(head.logprob, -1e-7)
 
-    _, got = run(replace(head, logprob=logprob, logsumexp=head.logsumexp + 60, tile_lse=head.tile_lse - 60))
+    *_, got = run(replace(head, logprob=logprob, logsumexp=head.logsumexp + 60, tile_lse=head.tile_lse - 60))
 
     working = (head.targets >= 0) & (head.g != 0)
     expected = 1e-7 * head.g[working, None].double() * head.weight[head.targets[working]].double()
@@ -145,47 +158,56 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
     )
 
     config = replace(sizes_for((9, 0), torch.float32, 48, True).sparse, row_entries=64)
-    _, got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config)
+    *_, got = run(replace(head, hidden=hidden[:, :48], weight=weight[:, :48]), config=config)
 
     assert relative(got.hidden, head.d_hidden) < 1e-6
     assert relative(got.weight, head.d_weight) < 1e-6
 
 
-def test_chunks_of_pairs_and_runs_change_no_bit(make_head):
+def test_neither_the_room_for_pairs_nor_another_run_changes_a_bit(make_head):
     head = make_head(40, 384, peak=20.0, dtype=torch.bfloat16)
-    chunked = replace(QUICK, chunk_bytes=60 * 128 * 2)
+    room = run(head, 1.0).live.found[0].item()
 
-    results = [run(head, 1.0, config=config) for config in (QUICK, QUICK, chunked)]
+    results = [run(head, 1.0, capacity=capacity).got for capacity in (None, None, room)]
 
-    assert results[2][0].chunk_tiles.numel() > 3
-    for name in ("hidden", "weight"):
-        first, again, in_chunks = (getattr(got, name) for _, got in results)
+    for name in ("hidden", "weight", "certificate"):
+        first, again, tight = (getattr(got, name) for got in results)
         assert torch.equal(first, again)
-        assert torch.equal(first, in_chunks)
+        assert torch.equal(first, tight)
 
 
-def test_splitting_a_row_over_programs_changes_its_gradient_by_rounding_alone(make_head, monkeypatch):
-    head = make_head(8, 250, 40, peak=30.0, spread=1.0)
-    monkeypatch.setattr(sparse_rows, "_SLICE", 32)
-    form, formed = sparse.hidden_gradient, []
-
-    def twice(*arguments):  # the lists of entries serve more than once
-        formed.append(form(*arguments)[0])
-        return form(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sparse, "hidden_gradient", twice)
-        _, whole = run(head, 1.0)
-    assert torch.equal(formed[0], whole.hidden)
+def test_long_rows_go_first_and_change_no_bit(make_head, monkeypatch):
+    head = make_head(12, 250, 40, peak=30.0, spread=1.0)
+    whole = run(head, 1.0).got.hidden
 
     for long in (8, -1):
-        monkeypatch.setattr(sparse_rows, "LONG_ROW", long)
-        _, got = run(head, 1.0)
+        monkeypatch.setattr(sparse_rows, "_LONG", long)
 
-        torch.testing.assert_close(
-            got.hidden, whole.hidden, rtol=1e-5, atol=1e-6 * float(whole.hidden.abs().max())
-        )
-        assert torch.equal(got.left_out, whole.left_out)
+        assert torch.equal(run(head, 1.0).got.hidden, whole)
+
+
+def test_rows_longer_than_a_scan_keep_what_a_shorter_scan_keeps(make_head, monkeypatch):
+    head = make_head(20, 700, peak=20.0)
+    whole = run(head, 1.0)
+    monkeypatch.setattr(sparse_rows, "_SCAN", 128)
+
+    parts = run(head, 1.0)
+
+    torch.testing.assert_close(parts.got.left_out, whole.got.left_out, rtol=1e-5, atol=0)
+    assert torch.equal(parts.got.hidden, whole.got.hidden)
+
+
+def test_a_row_of_nan_reaches_its_own_hidden_gradient_alone(make_head):
+    head = make_head(20, 700, peak=20.0)
+    expected = run(head, 1.0, weight=False).got.hidden
+    row = int(head.gradient.live().nonzero()[0])
+    head.hidden[row], head.tile_lse[row] = torch.nan, torch.nan
+    head.logsumexp[row], head.logprob[row] = torch.nan, torch.nan
+
+    found = run(head, 1.0, weight=False).got.hidden
+
+    assert found.isnan().any(1).nonzero().flatten().tolist() == [row]
+    assert expected.isfinite().all()
 
 
 def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
@@ -195,27 +217,18 @@ def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
     ruled_out[head.targets[head.targets >= 0]] = False
     bias = head.bias.masked_fill(ruled_out, -torch.inf)
 
-    _, got = run(replace(head, bias=bias, softcap=None), bias=True)
+    *_, got = run(replace(head, bias=bias, softcap=None), bias=True)
 
     assert got.weight[ruled_out].count_nonzero() == 0
     assert got.bias[ruled_out].count_nonzero() == 0
     assert got.hidden.isfinite().all()
 
 
-def test_pairs_that_overflow_leave_existing_gradients_alone_and_say_so(make_head):
-    head = make_head(40, 900, peak=0.0)
-    weight = torch.ones_like(head.weight)
+def test_pairs_that_do_not_fit_leave_existing_gradients_alone(make_head):
+    head = make_head(40, 900, transformed=True)
+    weight, bias = torch.ones_like(head.weight), torch.ones_like(head.bias)
+    room = run(head).live.found[0].item() - 1
 
-    _, got = run(head, into_weight=weight, config=replace(QUICK, pair_density=0.01, least_pairs=0))
+    run(head, capacity=room, bias=True, into_weight=weight, into_bias=bias)
 
-    assert got.dense.tolist() == [1, 1]
-    assert (weight == 1).all()
-
-
-def test_entries_that_overflow_spare_the_weight_gradient(make_head):
-    head = make_head(40, 300)
-
-    _, got = run(head, config=replace(QUICK, entries_per_row=10, least_entries=0))
-
-    assert got.dense.tolist() == [0, 1]
-    assert relative(got.weight, head.d_weight) < 1e-6
+    assert (weight == 1).all() and (bias == 1).all()
