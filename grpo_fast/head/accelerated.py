@@ -95,8 +95,8 @@ def backward(
 def _dense(
     problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted, kept: Kept | None = None
 ) -> HeadGradients:
-    """Exact, over the rows with a gradient; with what the forward kept, or in a captured graph, over all rows:
-    nobody is asked.
+    """Exact, over the rows with a gradient; over all rows, and nobody is asked, with what the forward kept or
+    while a graph is captured.
     """
     chosen, like, index = problem, problem.hidden, None
     if kept is not None or _capturing(like):

@@ -24,35 +24,37 @@ class HeadBytes:
 def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> HeadBytes:
     """Bytes of `linear_grpo_loss`, or of `linear_logprob`.
 
-    The worst case counts: a batch too flat for the sparse backward overflows its lists and is done again
-    densely, while the lists are still there.
+    The worst case counts: a batch with the most pairs that the sparse backward makes room for, or one so flat
+    that nearly all of its rows are set apart for the dense path.
 
     Args:
         call: with `extra_statistics`, as training asks for the entropy as a metric.
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
     plan = plan_head(device, call)
-    of_path = _triton if plan.path == "triton" else _reference
-    return of_path(call, plan, new_weight=call.trainable and not weight_grad)
+    if plan.path == "triton":
+        return _triton(call, plan)
+    return _reference(call, plan, new_weight=call.trainable and not weight_grad)
 
 
-def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
+def _triton(call: Workload, plan: HeadPlan) -> HeadBytes:
     rows, vocabulary, width, itemsize = call.rows, call.vocabulary, call.hidden_size, call.dtype.itemsize
     tiles = -(-vocabulary // TILE)
-    of_tiles = 4 * rows * tiles  # a float32 number of every row and tile
-    hidden = rows * width * itemsize  # the hidden states, in the order of the work
+    of_tiles = 4 * rows * -(-tiles // 16) * 16  # a float32 number of every row and tile
+    hidden = rows * width * itemsize  # the hidden states of the rows with work, or with a gradient
     columns = min(plan.dense_columns, vocabulary)
     dense = hidden + rows * columns * itemsize + 4 * rows * width
     if call.trainable:
         dense += 4 * columns * width
     sparse = 0
     if plan.backward == "sparse":
-        sparse = plan.sparse.workspace_bytes(rows, tiles, itemsize, weight=call.trainable)
-        dense += hidden + (vocabulary * width * itemsize if new_weight else 0)
+        pairs = plan.sparse.most_pairs(rows, tiles)
+        sparse = plan.sparse.workspace_bytes(pairs, rows, tiles, itemsize)
+        dense += hidden  # what the pairs gave
     return HeadBytes(
-        kept=of_tiles + (4 * _STATISTICS + 8) * rows,
+        kept=of_tiles + 4 * _STATISTICS * rows,
         forward=hidden + of_tiles,  # the entropy of every tile
-        backward=hidden + 4 * _ROW_SCRATCH * rows + max(sparse, dense),
+        backward=4 * _ROW_SCRATCH * rows + max(sparse, dense),
     )
 
 

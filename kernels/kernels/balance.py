@@ -21,7 +21,6 @@ entries of the hidden gradient (`sparse_rows`), whose curves start at what is al
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

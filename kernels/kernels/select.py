@@ -98,13 +98,13 @@ def row_coefficients(
     """
     rows = problem.targets.numel()
     programs = triton.cdiv(rows, _ROWS)
+    upstream = (None if g is None else g.contiguous() for g in gradients[:2])  # autograd expands
     target, mass, scale = (statistics.logprob.new_empty(rows) for _ in range(3))
     squares = statistics.logprob.new_empty(programs)
     if rows:
         _row_coefficients[(programs,)](
-            problem.targets, statistics.logprob, gradients.logprob, gradients.logsumexp,
-            problem.inv_temperature, float(problem.logit_scale), target, mass, scale, squares,
-            rows, problem.vocabulary, BLOCK=_ROWS,
+            problem.targets, statistics.logprob, *upstream, problem.inv_temperature,
+            float(problem.logit_scale), target, mass, scale, squares, rows, problem.vocabulary, BLOCK=_ROWS,
         )  # fmt: skip
     return RowCoefficients(statistics.logsumexp, target, mass, scale, squares)
 
@@ -173,7 +173,7 @@ def counted_curve(tile_lse: Tensor, *rows: Tensor, vocabulary: int) -> Tensor:
 
 def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
     """The lists of at most `capacity` live pairs."""
-    (words, rows), tiles = live.bits.shape, live.tile_counts.numel()
+    rows, tiles = live.count.numel(), live.tile_counts.numel()
 
     def empty(size: int) -> Tensor:
         return live.bits.new_empty(size)

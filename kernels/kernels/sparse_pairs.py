@@ -27,8 +27,9 @@ from .product import (
 from .select import Live, Pairs, RowCoefficients
 
 if TYPE_CHECKING:
-    from . import SparseConfig
     from grpo_fast.head.problem import HeadProblem
+
+    from . import SparseConfig
 
 
 @dataclass(frozen=True)

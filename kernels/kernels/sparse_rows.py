@@ -7,8 +7,7 @@ at or above it are brought to the front. Then one program per row holds all of H
 rows of W: no atomics, one store, and the entries in a fixed order, so results are bit-equal from run to run.
 
 The gradients of the pairs only say which entries count. Each entry's own is formed anew in float32, from
-the row of W that the program holds anyway: rounding to half precision would cost dX as much as the certificate
-does.
+the row of W that the program holds anyway: rounding to half precision would cost dX more than the tolerance.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .product import transform_arguments
 from .sparse_pairs import SparseOperands, logit_gradient
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem
+    pass
 
 
 def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:

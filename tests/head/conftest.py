@@ -140,11 +140,8 @@ def take_path(name: str, request: pytest.FixtureRequest):
         pytest.importorskip("triton")
         device = request.getfixturevalue("device")
         if device.type == "cpu":
-            from grpo_fast.kernels import sparse_rows
-
             patch = request.getfixturevalue("monkeypatch")
             patch.setattr(operator, "device_facts", lambda kind, index: KERNELS[name])
-            patch.setattr(sparse_rows, "_SLICE_ENTRIES", 128)
             request.getfixturevalue("sparse_sizes")(**QUICK)
 
     def move(value):

@@ -274,7 +274,7 @@ def crowded(hopper, make_call, sparse_sizes):
     """Makes a call whose last 8 of 16 rows are live in all of 8 tiles, for lists of limited room."""
 
     def make(**limits):
-        sparse_sizes(pair_rows=32, row_entries=64, least_pairs=1, least_entries=1, **limits)
+        sparse_sizes(pair_rows=32, row_entries=64, least_pairs=1, **limits)
         call = make_call((16,), 1000, 16, spread=30.0)
         with torch.no_grad():
             call.hidden[8:] *= 0.01
@@ -284,23 +284,29 @@ def crowded(hopper, make_call, sparse_sizes):
 
 
 @pytest.mark.parametrize(
-    ("limits", "dense"),
+    ("limits", "times", "dense"),
     [
-        ({"pair_density": 0.95, "entries_per_row": 1000}, slice(0, 0)),
-        ({"pair_density": 0.3, "entries_per_row": 1000}, slice(8, 16)),
-        ({"pair_density": 0.95, "entries_per_row": 200}, slice(8, 16)),
-        ({"pair_density": 0.95, "entries_per_row": 0}, slice(0, 16)),
+        ({"usual_density": 0.95}, 1, slice(0, 0)),
+        ({"usual_density": 0.1, "most_density": 0.95}, 2, slice(0, 0)),
+        ({"usual_density": 0.1, "most_density": 0.3}, 2, slice(8, 16)),
     ],
-    ids=["all fits", "pairs overflow", "entries overflow", "the other rows' entries overflow too"],
+    ids=["all fits", "room is made", "too many"],
 )
-def test_rows_that_are_live_everywhere_are_exact_only_where_a_list_overflows(
-    crowded, oracle, monkeypatch, limits, dense
+def test_rows_that_are_live_everywhere_are_exact_only_where_there_are_too_many_pairs(
+    crowded, oracle, monkeypatch, limits, times, dense
 ):
     from grpo_fast.head import accelerated
 
     call, exactly, rows = crowded(**limits), accelerated._dense, []
     counted = lambda problem, *rest: rows.append(len(problem.hidden)) or exactly(problem, *rest)  # noqa: E731
     monkeypatch.setattr(accelerated, "_dense", counted)
+    sparsely, room = accelerated.sparse_backward, []
+
+    def noted(*given, capacity, **how):
+        room.append(capacity)
+        return sparsely(*given, capacity=capacity, **how)
+
+    monkeypatch.setattr(accelerated, "sparse_backward", noted)
     ones = {"logprob": torch.ones(16, device=call.hidden.device)}
     exact = oracle.exact_gradients(call, ones)
 
@@ -309,32 +315,31 @@ def test_rows_that_are_live_everywhere_are_exact_only_where_a_list_overflows(
 
     assert 0.3 < out.certificate.density < 1
     assert out.certificate.error_bound <= 1
-    assert len(rows) == {0: 0, 8: 1, 16: 2}[dense.stop - dense.start]
+    assert len(room) == times
+    assert len(rows) == (dense.stop > 0)
     assert not rows or 6 <= rows[0] < 16  # 6 of the last 8 have a target
-    assert rows[1:] in ([], [16])
     assert oracle.relative(found[0][dense], exact[0][dense]) < 2e-5
     for got, expected in zip(found, exact, strict=True):
         assert oracle.relative(got, expected) < 5e-3
 
 
-@pytest.mark.parametrize(("pair_density", "fits"), [(0.95, True), (0.3, False)])
-def test_a_captured_backward_asks_nobody_and_gives_nan_where_a_list_overflows(
-    crowded, monkeypatch, pair_density, fits
-):
+def test_a_captured_backward_asks_nobody_and_is_exact(crowded, oracle, monkeypatch):
     from grpo_fast.head import accelerated
 
-    call = crowded(pair_density=pair_density, entries_per_row=1000)
-
-    def gradients():
-        logprob = linear_logprob(call.hidden, call.weight, call.targets).logprob
-        return torch.autograd.grad(logprob.sum(), call.parameters)
-
-    expected = gradients()
+    call = crowded(usual_density=0.1)
+    ones = {"logprob": torch.ones(16, device=call.hidden.device)}
+    exact = oracle.exact_gradients(call, ones)
+    with torch.no_grad():
+        call.hidden[call.targets == -100] = torch.nan
+    out = linear_logprob(call.hidden, call.weight, call.targets)
     monkeypatch.setattr(accelerated, "_capturing", lambda tensor: True)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("a number was asked for"))
 
-    for got, eager in zip(gradients(), expected, strict=True):
-        assert torch.equal(got, eager) if fits else got.isnan().all()
+    found = oracle.gradients(call, {"logprob": out.logprob}, ones)
+
+    assert out.certificate.error_bound == 0 and out.certificate.density == 1
+    for got, expected in zip(found, exact, strict=True):
+        assert oracle.relative(got, expected) < 2e-5
 
 
 @pytest.mark.gpu
