@@ -46,16 +46,16 @@ from .session import add_common_arguments, add_sizes, check_common, run_session,
 
 KIND = "kernels"
 _SIZES = {"cuda": ((16_384,), (2048, 4096), (151_936,)), "cpu": ((256,), (256,), (8192,))}
-_OF_HEAD = ("tile_statistics", "row_results", "select_pairs", "dense_backward")
-_SPARSE = ("pair_gradient", "add_weight_gradient", "hidden_gradient")
+_OF_HEAD = ("gather_rows", "tile_statistics", "row_results", "select_live", "dense_backward")
+_SPARSE = ("list_pairs", "pair_gradients", "weight_gradient", "keep_entries", "hidden_gradient")
 _BOTH = Wanted(hidden=True, weight=True, bias=False)
 
 
 class Head:
-    """The forward and the backward of one batch, as its plan has them; the backward never asks the host."""
+    """The forward and the backward of one batch, as its plan has them."""
 
-    def __init__(self, source: Problem, **changes: Any) -> None:
-        """With these changes of the plan's sparse backward."""
+    def __init__(self, source: Problem, *, library: bool | None = None) -> None:
+        """`library`: whether `csrc/` stands in where it can; None: as the plan has it."""
         self.problem = HeadProblem(source.hidden.detach(), source.weight.detach(), source.targets)
         self.rows, self.depth = self.problem.hidden.shape
         self.tiles = -(-self.problem.vocabulary // TILE)
@@ -63,7 +63,7 @@ class Head:
         device, dtype = source.hidden.device, source.hidden.dtype
         work = Workload(self.rows, self.problem.vocabulary, dtype, tolerance=1.0, hidden_size=self.depth)
         plan = plan_head(device_facts(device.type, device.index), work)
-        self.plan: HeadPlan = replace(plan, sparse=replace(plan.sparse, **changes))
+        self.plan: HeadPlan = plan if library is None else replace(plan, library=library)
 
     def forward(self) -> tuple[RowStatistics, State]:
         from grpo_fast.head import accelerated
@@ -73,21 +73,19 @@ class Head:
     def backward(
         self, forward: tuple[RowStatistics, State], wanted: Wanted = _BOTH, *, exact: bool = False
     ) -> HeadGradients:
-        """NaN where the lists of the sparse backward overflow."""
         from grpo_fast.head import accelerated
 
         plan = replace(self.plan, tolerance=0.0) if exact else self.plan
         statistics, state = forward
-        with mock.patch.object(accelerated, "_capturing", return_value=True):
-            return accelerated.backward(self.problem, statistics, self.gradients, wanted, state, plan)[0]
+        return accelerated.backward(self.problem, statistics, self.gradients, wanted, state, plan)[0]
 
 
 class Batch(Head):
     """One batch's kernels, each ready to be called again as a forward and a backward called it."""
 
     @cached_property
-    def calls(self) -> dict[str, list[partial[Any]]]:
-        """By function, of a sparse and of a dense backward with the forward before them."""
+    def calls(self) -> dict[str, partial[Any]]:
+        """By function, the last of a dense and of a sparse backward with the forward before them."""
         from grpo_fast.kernels import sparse
 
         from grpo_fast.head import accelerated
@@ -95,47 +93,37 @@ class Batch(Head):
         modules = dict.fromkeys(_OF_HEAD, accelerated) | dict.fromkeys(_SPARSE, sparse)
         functions = {name: getattr(module, name) for name, module in modules.items()}
         with ExitStack() as stack:
-            spies = {}
-            for name, function in functions.items():
-                spy = mock.patch.object(modules[name], name, wraps=function)
-                spies[name] = stack.enter_context(spy)
+            spies = {
+                name: stack.enter_context(mock.patch.object(modules[name], name, wraps=function))
+                for name, function in functions.items()
+            }
             forward = self.forward()
-            self.backward(forward)
             self.backward(forward, exact=True)
-        return {
-            name: [partial(function, *call.args, **call.kwargs) for call in spies[name].call_args_list]
-            for name, function in functions.items()
-        }
+            self.backward(forward)
+        calls = {name: spy.call_args for name, spy in spies.items()}
+        return {name: partial(functions[name], *call.args, **call.kwargs) for name, call in calls.items()}
+
+    def again(self, name: str) -> object:
+        return self.calls[name]()
+
+    def pairs_and_entries(self) -> object:
+        """The search for entries overwrites the gradients that it is given."""
+        search, gradients = self.calls["keep_entries"], self.again("pair_gradients")
+        return search.func(search.args[0], gradients, *search.args[2:])
 
     @cached_property
     def pairs(self) -> int:
         """Live ones."""
-        operands, _ = self.calls["hidden_gradient"][0].args
-        if operands.pairs.overflow.any():
-            raise Unsupported("these rows are too dense for the sparse backward: its lists overflow")
-        return int(operands.pairs.total)
-
-    @property
-    def lists(self) -> Any:
-        """Of entries, to which `pair_gradient` appends and which `hidden_gradient` reads."""
-        return self.calls["hidden_gradient"][0].args[1]
+        return int(self.calls["list_pairs"].args[0].found[0])
 
     @cached_property
     def entries(self) -> int:
-        return int(self.lists.used[0])
-
-    def again(self, name: str) -> None:
-        """A kernel of the sparse backward fails where the head would leave that."""
-        if name in _SPARSE:
-            _ = self.pairs
-        if name == "pair_gradient":
-            self.lists.used.zero_()
-        for call in self.calls[name]:
-            call()
+        """Of dX's sparse product."""
+        return int(self.calls["hidden_gradient"].args[-1].sum())
 
     def dense(self, *names: str) -> None:
         """The logit gradient, and from it those of these names."""
-        (call,) = self.calls["dense_backward"]
+        call = self.calls["dense_backward"]
         problem, gradient, _ = call.args
         call.func(problem, gradient, _wanted(*names), **call.keywords)
 
@@ -182,17 +170,15 @@ def _pair_work(batch: Batch) -> Work:
 
 
 def _entry_work(batch: Batch) -> Work:
+    """A logit and a row added to dX for each entry."""
     hidden, vocabulary = batch.problem.hidden, batch.problem.vocabulary
     read = min(batch.entries, vocabulary) * batch.depth * hidden.element_size()
-    return Work(2.0 * batch.entries * batch.depth, read + hidden.nbytes + 8 * batch.entries)
+    return Work(4.0 * batch.entries * batch.depth, read + 2 * hidden.nbytes)
 
 
 def _density(batch: Batch) -> dict[str, float]:
-    return {"density": batch.pairs / (batch.rows * batch.tiles)}
-
-
-def _entry_density(batch: Batch) -> dict[str, float]:
-    return _density(batch) | {"entries_per_row": batch.entries / batch.rows}
+    density = batch.pairs / (batch.rows * batch.tiles)
+    return {"density": density, "entries_per_row": batch.entries / batch.rows}
 
 
 def _gradients(run: Callable[..., object], *names: str) -> Case:
@@ -205,21 +191,21 @@ def _gradients(run: Callable[..., object], *names: str) -> Case:
     return Case(lambda batch: run(batch, *names), work)
 
 
-def _kernel(name: str, work: Callable[[Batch], Work], *more: Any) -> Case:
-    return Case(lambda batch: batch.again(name), work, *more)
+def _kernel(name: str, work: Callable[[Batch], Work], **more: Any) -> Case:
+    return Case(lambda batch: batch.again(name), work, **more)
 
 
-_SELECT = "select_pairs", lambda batch: Work(bytes=_statistics_bytes(batch)), lambda _: {}
-_HIDDEN = "hidden_gradient", _entry_work, _entry_density
+_SELECT = "select_live", lambda batch: Work(bytes=_statistics_bytes(batch))
 ON_CUDA = {
+    "rows gathered": _kernel("gather_rows", lambda b: Work(bytes=3 * b.problem.hidden.nbytes)),
     "forward": _kernel("tile_statistics", lambda b: _product_work(b, written=_statistics_bytes(b))),
     "finalise": _kernel("row_results", lambda b: Work(bytes=_statistics_bytes(b))),
     "select": _kernel(*_SELECT),
-    "select, CUDA C++ curve": _kernel(*_SELECT, True),
-    "pair gradient": _kernel("pair_gradient", _pair_work, _density),
-    "dW, sparse": _kernel("add_weight_gradient", _pair_work),
-    "dX, sparse": _kernel(*_HIDDEN),
-    "dX, sparse, CUDA C++": _kernel(*_HIDDEN, True),
+    "select, CUDA C++ curve": _kernel(*_SELECT, in_library=True),
+    "pair gradient": _kernel("pair_gradients", _pair_work),
+    "pair gradient and entries": Case(Batch.pairs_and_entries, _pair_work),
+    "dW, sparse": _kernel("weight_gradient", _pair_work),
+    "dX, sparse": _kernel("hidden_gradient", _entry_work, metrics=_density),
     "logit gradient, dense": _gradients(Batch.dense),
     "dX, dense": _gradients(Batch.dense, "hidden"),
     "dX and dW, dense": _gradients(Batch.dense, "hidden", "weight"),
@@ -244,8 +230,7 @@ def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]
         if case.in_library and not cuda.available():
             raise Unsupported("csrc/ was not built: install with nvcc on the path")
         if case.in_library not in batches:
-            of_library = dict.fromkeys(("cuda_curve", "cuda_rows"), case.in_library)
-            batches[case.in_library] = [Batch(problem, **of_library) for problem in make()]
+            batches[case.in_library] = [Batch(problem, library=case.in_library) for problem in make()]
         mine = batches[case.in_library]
         for batch in mine:  # so that nothing that it rests on is made while timed
             case.run(batch)

@@ -33,7 +33,7 @@ class Bench:
 
 def test_a_change_is_kept_when_it_is_right_and_faster_by_more_than_noise():
     bench = Bench({"pair_rows=64": (9.0, None), "weight_warps=4": (5.0, "relative error 1"),
-                   "chunk_bytes=33554432": (8.95, None)})  # fmt: skip
+                   "weight_stages=4": (8.95, None)})  # fmt: skip
 
     found, log = tune.tune_shape(bench, SIZES, 90, time.monotonic() + 60)
 
