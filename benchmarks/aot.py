@@ -2,8 +2,7 @@
 
 Nothing is listed twice: each case runs the head or the policy loss on meta tensors of a real shape, while
 Triton compiles for the named architecture and launches nothing. The kernels, tile sizes, warps, stages and
-argument specialisations are therefore the shipped ones, and a forward that needs the host to know a device
-value fails here. The backward runs as in a captured CUDA graph, where it asks the host nothing either.
+argument specialisations are therefore the shipped ones.
 
 It fails on what keeps a kernel from shipping, and on what grew by more than 5 % and 4 over the record of this
 minor version of Triton in `results/`, which --record writes; a version without a record is held to the faults
@@ -25,12 +24,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
-from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
-from grpo_fast.head.problem import HeadProblem, Request, RowGradients, RowStatistics, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 
+from . import dry_head
+from .dry_head import Batch, meta, step
 from .machine_code import read, resident_programs
 
 RESULTS = Path(__file__).with_name("results")
@@ -43,93 +41,6 @@ COUNTS = ("registers", "spills", "shared", "ctas", "step", "epilogue", "instruct
 # What is launched -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The sizes of one head. `depth` not a multiple of 8 has rows that no tensor descriptor can take."""
-
-    dtype: torch.dtype = torch.bfloat16
-    rows: int = 16_384
-    depth: int = 2048
-    vocabulary: int = 151_936
-    bias: bool = False
-    temperature: bool = False
-    softcap: float | None = None
-
-    @property
-    def problem(self) -> HeadProblem:
-        return HeadProblem(
-            _meta(self.rows, self.depth, dtype=self.dtype),
-            _meta(self.vocabulary, self.depth, dtype=self.dtype),
-            _meta(self.rows, dtype=torch.int64),
-            bias=_meta(self.vocabulary, dtype=self.dtype) if self.bias else None,
-            inv_temperature=_meta(self.rows) if self.temperature else None,
-            softcap=self.softcap,
-        )
-
-    def plan(self, capability: int, **options: Any) -> HeadPlan:
-        """What the head would decide on that architecture, given the rest of `Workload`."""
-        device = Device("cuda", divmod(capability, 10), SHARED_MEMORY[capability], has_triton=True)
-        work = Workload(
-            self.rows,
-            self.vocabulary,
-            self.dtype,
-            softcap=self.softcap is not None,
-            aligned=self.depth * self.dtype.itemsize % 16 == 0,
-            hidden_size=self.depth,
-            **options,
-        )
-        return plan_head(device, work)
-
-
-def forward(batch: Batch, capability: int, *, everything: bool = False, keep: bool = False) -> None:
-    """
-    Args:
-        everything: with all statistics.
-        keep: what is kept for the backward is written, too.
-    """
-    from grpo_fast.head import accelerated
-
-    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep)
-    accelerated.forward(batch.problem, Request(*4 * [everything]), plan)
-
-
-def backward(
-    batch: Batch,
-    capability: int,
-    *,
-    exact: bool = False,
-    everything: bool = False,
-    keep: bool = False,
-    accumulate: bool = False,
-    need_hidden: bool = True,
-    need_weight: bool = True,
-) -> None:
-    """
-    Args:
-        exact: tolerance 0, the dense backward.
-        everything: of the entropy and the mean logit, too, which is dense.
-        keep: from what the forward kept.
-        accumulate: into a float32 gradient of the weight.
-    """
-    from grpo_fast.head import accelerated
-
-    tolerance = 0.0 if exact else None
-    plan = batch.plan(capability, dense_gradient=everything, tolerance=tolerance, trainable=need_weight)
-    problem, row = batch.problem, _meta(batch.rows)
-    into_weight = _meta(batch.vocabulary, batch.depth) if accumulate else None
-    captured = mock.patch.object(accelerated, "_capturing", return_value=plan.backward == "dense")
-    answered = mock.patch.object(accelerated, "_read_later", lambda numbers: lambda: [1, 0])
-    with captured, answered:
-        accelerated.backward(
-            problem,
-            RowStatistics(*7 * [row]),
-            RowGradients(*(4 if everything else 1) * [row]),
-            Wanted(need_hidden, need_weight, batch.bias and need_weight, into_weight),
-            accelerated.allocate_state(problem, keep),
-            plan,
-        )
-
-
 def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 64) -> None:
     """The policy loss with these fields of its configuration."""
     from grpo_fast.kernels.policy_loss import policy_loss as launch
@@ -138,13 +49,9 @@ def policy_loss(options: dict[str, Any], tokens: int = 16_384, sequences: int = 
     from grpo_fast.objective import GRPOLossConfig
 
     config = GRPOLossConfig(**options)
-    row, ids, mask = (_meta(tokens, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
+    row, ids, mask = (meta(tokens, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.bool))
     reference, sampler = (row if given else None for given in (config.needs_reference, config.needs_sampler))
     launch(row, row, ids, mask, row, reference, sampler, row, sequences, loss_constants(config, None))
-
-
-def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 _ALL = Batch(bias=True, temperature=True, softcap=30.0)
@@ -185,29 +92,23 @@ LOSSES: dict[str, dict[str, Any]] = {
 """Every surrogate, plain to all options."""
 
 
-def shipped_cases(capability: int) -> dict[str, Callable[[], None]]:
+def shipped_cases(capability: int) -> dict[str, Callable[[], object]]:
     """Name of the case to the call that launches its kernels."""
-    cases: dict[str, Callable[[], None]] = {}
+    cases: dict[str, Callable[[], object]] = {}
     for name, batch in BATCHES.items():
-        ahead, back = partial(forward, batch, capability), partial(backward, batch, capability)
-        cases |= {
-            f"forward, {name}": ahead,
-            f"sparse, {name}": back,
-            f"dense, {name}": partial(back, exact=True),
-        }
+        run = partial(step, batch, capability)
+        cases |= {f"certified, {name}": run, f"exact, {name}": partial(run, exact=True)}
         if batch.softcap is None:
-            cases[f"forward that keeps, {name}"] = partial(ahead, keep=True)
-            cases[f"dense from what was kept, {name}"] = partial(back, exact=True, keep=True)
+            cases[f"exact from what was kept, {name}"] = partial(run, exact=True, keep=True)
         if name in ("bfloat16", "bias, temperature, softcap"):
             cases |= {
-                f"forward with all statistics, {name}": partial(ahead, everything=True),
-                f"dense of entropy and mean, {name}": partial(back, everything=True),
-                f"sparse with a frozen head, {name}": partial(back, need_weight=False),
-                f"sparse with a frozen body, {name}": partial(back, need_hidden=False),
+                f"all statistics and their gradients, {name}": partial(run, everything=True),
+                f"frozen head, {name}": partial(run, weight=False),
+                f"frozen body, {name}": partial(run, hidden=False),
             }
-    plain = Batch(), capability
-    cases["forward that keeps, with all statistics"] = partial(forward, *plain, everything=True, keep=True)
-    cases["sparse into a float32 gradient"] = partial(backward, *plain, accumulate=True)
+    plain = partial(step, Batch(), capability)
+    cases["all statistics, kept"] = partial(plain, everything=True, keep=True)
+    cases["into a float32 gradient"] = partial(plain, accumulate=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
 
 
@@ -286,7 +187,7 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
 
 
 def reports(
-    capability: int, cases: Mapping[str, Callable[[], None]], *, disassemble: bool = False
+    capability: int, cases: Mapping[str, Callable[[], object]], *, disassemble: bool = False
 ) -> list[Report]:
     """Compiles every case and reports each distinct kernel once."""
     seen: dict[str, Report] = {}
@@ -367,8 +268,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     import triton
 
-    from . import head_cost
-
     version = ".".join(triton.__version__.split(".")[:2])
     path = RESULTS / f"aot_sm{options.capability}_triton{version}.md"
     record = read_record(path.read_text()) if path.exists() and not options.record else None
@@ -380,9 +279,9 @@ def main(options: argparse.Namespace) -> int:
 
 {table(rows, verdicts)}
 
-One forward and backward of the head, bfloat16, N = 16,384, {100 * head_cost.DENSITY:.1f} % of the pairs live.
+One forward and backward of the head, bfloat16, N = 16,384, {100 * dry_head.DENSITY:.1f} % of the pairs live.
 
-{head_cost.table(options.capability)}
+{dry_head.table(options.capability)}
 """
     print(found)
     if options.record:

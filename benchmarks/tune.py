@@ -30,6 +30,7 @@ from grpo_fast.head.tuning import Rule, Sizes, Table
 
 from . import aot
 from .contest import Contest, Entrant, Limits, Prepared
+from .dry_head import Batch, step
 from .kernels import Head
 from .live_tiles import HISTOGRAM, load_histogram
 from .machine import environment
@@ -89,7 +90,7 @@ def candidates(sizes: Sizes, architecture: int) -> Iterator[tuple[str, dict[str,
         for change in changes:
             tried = changed(sizes, stage, change)
             with planned_with(tried):
-                planned = aot.Batch().plan(architecture).forward_tile  # another one where this does not fit
+                planned = Batch().plan(architecture).forward_tile  # another one where this does not fit
             if stage != FORWARD or planned == tried.wide:
                 yield stage, change, tried
 
@@ -113,11 +114,8 @@ def compile_one(architecture: int, shape: Shape, stage: str, sizes: Sizes) -> li
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
     """
-    batch = aot.Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
-    launch = partial(aot.forward, batch, architecture)
-    if stage != FORWARD:
-        options = {"need_weight": shape.trainable, "exact": stage == DENSE}
-        launch = partial(aot.backward, batch, architecture, **options)
+    batch = Batch(rows=TOKENS, depth=shape.hidden, vocabulary=shape.vocabulary)
+    launch = partial(step, batch, architecture, weight=shape.trainable, exact=stage == DENSE)
     try:
         with planned_with(sizes):
             found = aot.reports(architecture, {stage: launch})

@@ -1,19 +1,18 @@
-"""What the head asks of a device besides its products, traced on meta tensors: see `benchmarks.head_cost`."""
+"""What the head asks of a device besides its products, traced on meta tensors: see `benchmarks.dry_head`."""
 
 from __future__ import annotations
 
 import pytest
 
 pytest.importorskip("triton")
-from benchmarks.aot import Batch
-from benchmarks.head_cost import HOST, SIZES, head_cost
+from benchmarks.dry_head import HOST, SIZES, Batch, head_cost
 from grpo_fast.head import accelerated
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_certified_head_takes_300_mib_and_60_launches_and_asks_the_host_last(size, trainable):
-    found = head_cost(Batch(depth=size[0], vocabulary=size[1]), trainable=trainable)
+    found = head_cost(Batch(depth=size[0], vocabulary=size[1]), weight=trainable)
 
     assert 0 < found.peak <= 300 << 20
     assert "forward_kernel" in found.steps and found.launches + found.operations <= 60

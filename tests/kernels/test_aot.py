@@ -34,21 +34,29 @@ from unittest import mock
 import torch
 from triton.runtime.jit import JITFunction
 from benchmarks import tune
-from benchmarks.aot import BATCHES, backward, compile_only, forward, policy_loss, reports, shipped_cases
+from benchmarks.aot import BATCHES, compile_only, policy_loss, reports, shipped_cases
+from benchmarks.dry_head import step
+from benchmarks.machine_code import read
 from grpo_fast.head import tuning
 from grpo_fast.head.fused_loss import loss_constants
 from grpo_fast.kernels.policy_loss import policy_loss as launch
 from grpo_fast.objective import GRPOLossConfig
 
-HOPPER = (", bfloat16", "e, bias, temperature, softcap", "s, bias, temperature, softcap", "loss, grpo")
+TRANSFORMED = [f"{case}, bias, temperature, softcap" for case in ("certified", "exact", "gradients")]
 TOKENS = (1, 2, 16, 500, 16_383, 65_536)
-STEPS = (forward, backward, partial(backward, exact=True))
-KEEPING = (partial(forward, keep=True), partial(backward, exact=True, keep=True))
+STEPS = (step, partial(step, exact=True), partial(step, exact=True, keep=True))
 
 
-def compiled(capability, *parts, **options):
+def compiled(capability, *parts):
     cases = {name: run for name, run in shipped_cases(capability).items() if any(p in name for p in parts)}
-    return [asdict(report) for report in reports(capability, cases, **options)]
+    return [asdict(report) for report in reports(capability, cases)]
+
+
+def counted(*names):
+    with compile_only(90) as compiled:
+        step(BATCHES["bfloat16"], 90)
+    cubins = {kernel.fn.__name__: binary.asm["cubin"] for kernel, binary, _ in compiled}
+    return [read(cubins[name], disassemble=True).loops for name in names]
 
 
 def tuned():
@@ -72,8 +80,8 @@ def variants(capability, launches):
 
 def over_tokens(capability, name):
     batches = [replace(BATCHES[name], rows=rows) for rows in TOKENS]
-    steps = STEPS if batches[0].softcap else STEPS + KEEPING
-    return variants(capability, [partial(step, batch, capability) for batch in batches for step in steps])
+    steps = STEPS[:2] if batches[0].softcap else STEPS
+    return variants(capability, [partial(run, batch, capability) for batch in batches for run in steps])
 
 
 def loss_of_slice(start):
@@ -86,9 +94,9 @@ def loss_of_slice(start):
 names = ("bfloat16", "temperature", "bias, temperature, softcap")
 sizes = ((16_384, 64), (1000, 1), (777, 13), (1, 1))
 found = {
-    "hopper": compiled(90, *HOPPER),
-    "counted": compiled(90, "forward, bfloat16", disassemble=True),
-    "ampere": compiled(80, "forward, bfloat16", "sparse, bfloat16"),
+    "hopper": compiled(90, ", bfloat16", *TRANSFORMED, "loss, grpo"),
+    "counted": counted("forward_kernel", "finalise_kernel"),
+    "ampere": compiled(80, "certified, bfloat16"),
     "tuned": tuned(),
     "heads": [*(over_tokens(90, name) for name in names), over_tokens(80, "bfloat16")],
     "loss": variants(90, [partial(policy_loss, {"loss_type": "dapo"}, *size) for size in sizes]),
@@ -126,7 +134,7 @@ def test_rows_of_logits_are_written_and_read_in_whole_vectors(found):
     whole = [Report(**row) for row in found["hopper"] if row["case"].endswith(", bfloat16")]
     gradients = ("logit_gradient_kernel", "kept_gradient_kernel")
 
-    writers = [row for row in whole if "that keeps" in row.case or row.kernel in gradients]
+    writers = [row for row in whole if "kept" in row.case or row.kernel in gradients]
 
     assert {row.kernel for row in writers} == {"forward_kernel", *gradients}
     assert not [row for row in writers if row.narrow]
@@ -151,12 +159,10 @@ def test_the_tuners_candidates_are_compiled_without_a_gpu(found):
 
 
 def test_a_product_has_a_step_and_an_epilogue_and_a_kernel_without_one_its_instructions(found):
-    found = [Report(**row) for row in found["counted"]]
-    (forward,) = (row for row in found if row.kernel == "forward_kernel")
-    others = [row for row in found if row is not forward]
+    (instructions, step, epilogue), without = found["counted"]
 
-    assert 4 < forward.step < 300 < forward.epilogue < forward.instructions - forward.step
-    assert others and all(row.step == row.epilogue == 0 < row.instructions for row in others)
+    assert 4 < step < 300 < epilogue < instructions - step
+    assert without[0] > 100 and without[1:] == [0, 0]
 
 
 _NESTED = """

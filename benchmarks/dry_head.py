@@ -1,0 +1,186 @@
+"""One forward and backward of the head without a device: what it launches, does, asks and allocates.
+
+The head's own host code works on meta tensors of a real shape. Who patches Triton decides what a launch is:
+`aot.compile_only` compiles, `head_cost` notes it and follows every storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from grpo_fast.kernels import TILE
+from torch import Tensor, nn
+
+from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
+from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
+from grpo_fast.head.tuning import SHARED_MEMORY
+from grpo_fast.plan.trace import Recorder
+
+DENSITY = 0.018
+"""Live pairs of all, as rows of Qwen2.5-Coder-1.5B have them at tolerance 1."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sizes of one head. `depth` not a multiple of 8 has rows that no tensor descriptor can take."""
+
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 16_384
+    depth: int = 2048
+    vocabulary: int = 151_936
+    bias: bool = False
+    temperature: bool = False
+    softcap: float | None = None
+
+    @property
+    def problem(self) -> HeadProblem:
+        return HeadProblem(
+            meta(self.rows, self.depth, dtype=self.dtype),
+            meta(self.vocabulary, self.depth, dtype=self.dtype),
+            meta(self.rows, dtype=torch.int64),
+            bias=meta(self.vocabulary, dtype=self.dtype) if self.bias else None,
+            inv_temperature=meta(self.rows) if self.temperature else None,
+            softcap=self.softcap,
+        )
+
+    def plan(self, capability: int, **options: Any) -> HeadPlan:
+        """What the head would decide on that architecture, given the rest of `Workload`."""
+        device = Device("cuda", divmod(capability, 10), SHARED_MEMORY[capability], has_triton=True)
+        work = Workload(
+            self.rows,
+            self.vocabulary,
+            self.dtype,
+            softcap=self.softcap is not None,
+            aligned=self.depth * self.dtype.itemsize % 16 == 0,
+            hidden_size=self.depth,
+            **options,
+        )
+        return plan_head(device, work)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def step(
+    batch: Batch,
+    capability: int,
+    *,
+    exact: bool = False,
+    everything: bool = False,
+    keep: bool = False,
+    accumulate: bool = False,
+    hidden: bool = True,
+    weight: bool = True,
+    ask: Callable[[Any], Any] = lambda answer: answer,
+) -> list[Tensor]:
+    """A forward, and a backward with a gradient in every row; inputs, statistics and gradients of the head.
+
+    Args:
+        exact: tolerance 0.
+        everything: with all statistics, and gradients of the entropy and the mean logit: exact, too.
+        keep: the forward keeps what the backward takes up.
+        accumulate: the weight's gradient is added to one in float32.
+        hidden: which gradients are wanted; that of a bias is where the weight's is.
+        ask: is called with what the host reads.
+    """
+    from grpo_fast.head import accelerated
+
+    problem, row = batch.problem, meta(batch.rows)
+    upstream = RowGradients(*(4 if everything else 1) * [row])
+    wanted = Wanted(
+        hidden, weight, batch.bias and weight, meta(*problem.weight.shape) if accumulate else None
+    )
+    found = [round(DENSITY * batch.rows * -(-batch.vocabulary // TILE)), 0]  # pairs, rows set apart
+    options: dict[str, Any] = {"tolerance": 0.0 if exact else None, "trainable": weight}
+    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep, **options)
+    patches: list[tuple[Any, str, Any]] = [
+        (Tensor, "is_cuda", True),  # products take half precision
+        (Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
+        (accelerated, "_capturing", lambda _: False),
+        (accelerated, "_read_later", lambda _: lambda: ask(found)),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        statistics, state = accelerated.forward(problem, Request(*4 * [everything]), plan)
+        plan = batch.plan(capability, dense_gradient=everything, **options)
+        gradients, _ = accelerated.backward(problem, statistics, upstream, wanted, state, plan)
+    return [each for each in (*problem, row, *statistics, *gradients) if isinstance(each, Tensor)]
+
+
+# What it costs besides its products -----------------------------------------------------------------------
+
+HOST = "read of the host"
+SIZES = ((896, 151_936), (2048, 151_936), (4096, 128_256))  # H, V
+CASES: dict[str, dict[str, bool]] = {
+    "certified": {},
+    "certified, frozen head": {"weight": False},
+    "exact": {"exact": True},
+    "exact, frozen head": {"exact": True, "weight": False},
+}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class HeadCost(Recorder):
+    """`steps`: in order, names of kernels, `aten.` operations without views and allocations, and `HOST`."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+        self.steps: list[str] = []
+        self.peak = 0  # bytes besides inputs, statistics and gradients
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func._schema.name.split("::")[1]
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        is_empty = isinstance(result, Tensor) and not result.numel()
+        if not (is_empty or is_view or name in _ALLOCATIONS):
+            self.steps.append(f"aten.{name}")
+        return result
+
+    @property
+    def operations(self) -> int:
+        return sum(step.startswith("aten.") for step in self.steps)
+
+    @property
+    def launches(self) -> int:
+        return len(self.steps) - self.operations - self.steps.count(HOST)
+
+    def ask(self, answer: Any) -> Any:
+        self.steps.append(HOST)
+        return answer
+
+
+def head_cost(batch: Batch, capability: int = 90, **options: bool) -> HeadCost:
+    """Of a `step` with these options."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: cost.steps.append(kernel.fn.__name__)
+
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(mock.patch.object(kind, "__getitem__", launch))
+        cost = stack.enter_context(HeadCost())
+        own = step(batch, capability, **options, ask=cost.ask)
+        alive = np.cumsum([event.sign * event.bytes for event in cost.events])
+        cost.peak = int(alive.max()) - sum(tensor.nbytes for tensor in own)
+    return cost
+
+
+def table(capability: int) -> str:
+    lines = ["| | launches | operations | MiB beyond the outputs |", "|---|---|---|---|"]
+    for depth, vocabulary in SIZES:
+        for case, options in CASES.items():
+            found = head_cost(Batch(depth=depth, vocabulary=vocabulary), capability, **options)
+            counts = f"{found.launches} | {found.operations} | {found.peak / 2**20:,.0f}"
+            lines.append(f"| H={depth} V={vocabulary}, {case} | {counts} |")
+    return "\n".join(lines)
