@@ -17,6 +17,7 @@ import torch
 from grpo_fast.kernels import TILE
 from torch import Tensor, nn
 
+from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
@@ -111,7 +112,8 @@ def step(
             stack.enter_context(mock.patch.object(*patch))
         statistics, state = accelerated.forward(problem, Request(*4 * [everything]), plan)
         plan = batch.plan(capability, dense_gradient=everything, **options)
-        gradients, _ = accelerated.backward(problem, statistics, upstream, wanted, state, plan)
+        pending = Certificate.pending(problem.hidden.device)
+        gradients = accelerated.backward(problem, statistics, upstream, wanted, state, pending, plan)
     return [each for each in (*problem, row, *statistics, *gradients) if isinstance(each, Tensor)]
 
 

@@ -24,6 +24,7 @@ from grpo_fast.kernels import TILE, cuda
 
 from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
+from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import (
     HeadGradients,
@@ -77,7 +78,9 @@ class Head:
 
         plan = replace(self.plan, tolerance=0.0) if exact else self.plan
         statistics, state = forward
-        return accelerated.backward(self.problem, statistics, self.gradients, wanted, state, plan)[0]
+        certificate = Certificate.pending(self.problem.hidden.device)
+        given = self.problem, statistics, self.gradients, wanted, state, certificate
+        return accelerated.backward(*given, plan)
 
 
 class Batch(Head):
@@ -137,7 +140,8 @@ class Batch(Head):
     def torch_backward(self, *names: str) -> None:
         upstream = self.torch_statistics, self.gradients
         state = State.empty(self.problem)
-        reference.backward(self.problem, *upstream, _wanted(*names), state, self.plan.chunks)
+        certificate = Certificate.pending(self.problem.hidden.device)
+        reference.backward(self.problem, *upstream, _wanted(*names), state, certificate, self.plan.chunks)
 
 
 def _wanted(*names: str) -> Wanted:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan
 from grpo_fast.head.problem import (
     HeadGradients,
@@ -80,16 +81,18 @@ def backward(
     gradients: RowGradients,
     wanted: Wanted,
     state: State,
+    certificate: Certificate,
     plan: HeadPlan,
-) -> tuple[HeadGradients, Tensor | None]:
-    """Gradients, and the certificate's numbers where something was left out."""
+) -> HeadGradients:
+    """Gradients; fills the certificate."""
     problem = _with_unit_stride(problem)
     kept = Kept(state.exponentials, state.maximum) if state.exponentials.numel() else None
     if kept is None or gradients.is_dense:
         if plan.backward == "sparse" and problem.hidden.shape[0] and not _capturing(problem.hidden):
-            return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted)
+            return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted, certificate)
         kept = None
-    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted, kept), None
+    certificate.fill(None)
+    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted, kept)
 
 
 def _dense(
@@ -122,7 +125,8 @@ def _sparse(
     tile_lse: Tensor,
     plan: HeadPlan,
     wanted: Wanted,
-) -> tuple[HeadGradients, Tensor]:
+    certificate: Certificate,
+) -> HeadGradients:
     """From the live pairs, and exactly for rows set apart.
 
     A crowded row costs less among the pairs than on the dense path, whose price is a pass over the weight and
@@ -141,7 +145,7 @@ def _sparse(
 
     def form(live: Live, capacity: int) -> SparseGradients:
         return sparse_backward(
-            problem, coefficients, live, wanted,
+            problem, coefficients, live, wanted, certificate.values,
             tolerance=plan.tolerance, capacity=capacity, config=config,
         )  # fmt: skip
 
@@ -163,7 +167,7 @@ def _sparse(
         if gradient.hidden is not None and exact.hidden is not None:
             exact = exact._replace(hidden=gradient.hidden.index_copy_(0, index, exact.hidden))
         gradient = exact
-    return gradient, result.certificate
+    return gradient
 
 
 def _read_later(numbers: Tensor) -> Callable[[], list[int]]:

@@ -128,16 +128,15 @@ def _forward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, Request]:
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, gradients, wanted = _backward_call(arguments)
     statistics, state, certificate, tolerance = arguments[-4:]
-    call = (problem, RowStatistics(*statistics), gradients, wanted, State(*state))
+    call = (problem, RowStatistics(*statistics), gradients, wanted, State(*state), Certificate(certificate))
     plan = _plan(problem, tolerance, dense_gradient=gradients.is_dense, trainable=wanted.weight)
     with torch.cuda.device_of(problem.hidden), torch.autocast(problem.hidden.device.type, enabled=False):
         if plan.path == "triton":
             from grpo_fast.head import accelerated
 
-            result, left_out = accelerated.backward(*call, plan)
+            result = accelerated.backward(*call, plan)
         else:
-            result, left_out = reference.backward(*call, plan.chunks, plan.tolerance)
-    Certificate(certificate).fill(left_out)
+            result = reference.backward(*call, plan.chunks, plan.tolerance)
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head.certified import select
+from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks
 from grpo_fast.head.problem import (
     LOG_ZERO,
@@ -55,10 +56,11 @@ def backward(
     gradients: RowGradients,
     wanted: Wanted,
     state: State,
+    certificate: Certificate,
     chunks: Chunks,
     tolerance: float = 0.0,
-) -> tuple[HeadGradients, Tensor | None]:
-    """Gradients, and the certificate's numbers where something was left out. Idle rows cost nothing.
+) -> HeadGradients:
+    """Gradients; fills the certificate. Idle rows cost nothing.
 
     With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
     head's hidden states is one scaling of it; anything else recomputes the logits.
@@ -66,11 +68,12 @@ def backward(
     Args:
         tolerance: as the kernels take it. Not with gradients of the entropy or the mean logit.
     """
+    certificate.fill(None)
     logprob, *others = gradients
     frozen = not (wanted.weight or wanted.bias)
     if state.jacobian.numel() and frozen and logprob is not None and all(g is None for g in others):
         upstream = torch.where(problem.targets >= 0, logprob, 0)
-        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None), None
+        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
     rows, kind = LogitGradient.of(problem, statistics, gradients), problem.accumulator
     index = rows.live().nonzero().squeeze(1)
     live, rows = problem.rows(index), rows.rows(index)
@@ -103,10 +106,9 @@ def backward(
         everywhere = torch.zeros_like(problem.hidden, memory_format=torch.contiguous_format)
         hidden = everywhere.index_copy_(0, index, hidden.to(everywhere.dtype))
     tiles = -(-problem.vocabulary // TILE)
-    certificate = None
     if selection is not None:
-        certificate = selection.metrics(problem.targets.numel() * tiles)
-    return HeadGradients(hidden, weight, bias), certificate
+        certificate.fill(selection.metrics(problem.targets.numel() * tiles))
+    return HeadGradients(hidden, weight, bias)
 
 
 class _OnlineSoftmax:

@@ -36,7 +36,6 @@ class SparseGradients:
     weight: Tensor | None  # (V, H)
     bias: Tensor | None  # (V,)
     left_out: Tensor  # (N,) float32: probability that the hidden gradient, else the weight's, leaves out
-    certificate: Tensor  # (4,) float32, see `certificate`
 
 
 def sparse_backward(
@@ -44,6 +43,7 @@ def sparse_backward(
     rows: RowCoefficients,
     live: Live,
     wanted: Wanted,
+    certificate: Tensor,
     *,
     tolerance: float,
     capacity: int,
@@ -54,6 +54,7 @@ def sparse_backward(
     Args:
         problem: its operands have unit stride along H.
         live: from `select_live` of the same batch, with the same tolerance.
+        certificate: (4,) float32, filled as `certify` does.
     """
     operands = SparseOperands.of(problem, rows, live, list_pairs(live, capacity, config), config)
     gradients = pair_gradients(operands)
@@ -68,28 +69,24 @@ def sparse_backward(
         bias_gradient(operands, gradients, bias, wanted.into_bias is not None)
     if wanted.hidden:
         kept, left_out = keep_entries(operands, gradients, tolerance)
-    numbers = certificate(operands, left_out)
+    certify(operands, left_out, certificate)
     if wanted.hidden:
         hidden = hidden_gradient(operands, gradients, kept)
-    return SparseGradients(
-        hidden, weight if wanted.weight else None, bias if wanted.bias else None, left_out, numbers
-    )
+    return SparseGradients(hidden, weight if wanted.weight else None, bias if wanted.bias else None, left_out)
 
 
-def certificate(operands: SparseOperands, left_out: Tensor) -> Tensor:
-    """(4,) float32 on the device.
+def certify(operands: SparseOperands, left_out: Tensor, numbers: Tensor) -> None:
+    """Fills (4,) float32.
 
     Live pairs of all pairs, those of rows set apart among them; probability left out, its mean over the rows
     with a gradient and its largest; and the certified error in units of the certified error of rounding the
     logit gradient to bfloat16, at most the tolerance.
     """
     rows, live = operands.rows, operands.live
-    numbers = left_out.new_empty(4)
     _certificate[(1,)](
         rows.mass, rows.squares, live.count, live.dense, live.found, left_out, numbers, left_out.numel(),
         rows.squares.numel(), live.tile_counts.numel(), UNIT=BF16_ROUNDING, BLOCK=2048, num_warps=8,
     )  # fmt: skip
-    return numbers
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "tiles"])

@@ -41,7 +41,7 @@ class SparseOperands:
     live: Live
     pairs: Pairs
     config: SparseConfig
-    unit: Tensor  # (1,) float32 power of two: factor of the stored logit gradients
+    unit: Tensor | None  # (1,) float32 power of two: factor of the stored logit gradients; None: one
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class SparseOperands:
         """float16 ends at 6e-8: there the largest gradient is brought near 2^13, so that a probability of
         1e-6 stays normal.
         """
-        unit = rows.scale.new_ones(1)
+        unit = None
         if problem.hidden.dtype == torch.float16 and rows.scale.numel():
             slope = torch.where(rows.mass == 0, 1, rows.scale / rows.mass.abs())
             largest = torch.maximum(rows.scale, rows.target.abs() * slope).nan_to_num(0, 0).amax()
@@ -100,7 +100,7 @@ def _pair_gradients(
     block_offsets,
     block_tile,
     gradients,  # (capacity, TILE), written
-    unit,  # (1,) float32
+    unit,  # (1,) float32 or None
     rows,
     vocabulary,
     hidden_size,
@@ -136,7 +136,9 @@ def _pair_gradients(
             tl.load(mass_gradient + row), tl.load(target_gradient + row), tl.load(targets + row),
             row, column, rows, vocabulary,
         )  # fmt: skip
-        gradient = tl.where((column < vocabulary)[None, :], gradient * tl.load(unit), 0.0)
+        if unit is not None:
+            gradient *= tl.load(unit)
+        gradient = tl.where((column < vocabulary)[None, :], gradient, 0.0)
         place = gradients + tl.load(pair_places + index, mask=valid, other=0).to(tl.int64) * TILE
         stored = gradient.to(gradients.dtype.element_ty)
         tl.store(place[:, None] + tl.arange(0, TILE)[None, :], stored, mask=valid[:, None])

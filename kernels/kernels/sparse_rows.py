@@ -43,7 +43,7 @@ def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) 
     count = live.count.numel()
     curve = rows.mass.new_empty((count, LEVELS))
     kept, left_out = live.count.new_empty(count), rows.mass.new_empty(count)
-    scale = rows.scale * operands.unit if operands.problem.hidden.dtype == torch.float16 else rows.scale
+    scale = rows.scale if operands.unit is None else rows.scale * operands.unit
     half = gradients.element_size() == 2
     rounded = 1 + BF16_ROUNDING if half else 1.0  # by which a stored gradient can be less than its entry
     inputs = (

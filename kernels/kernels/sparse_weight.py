@@ -41,7 +41,7 @@ def bias_gradient(operands: SparseOperands, gradients: Tensor, into: Tensor, acc
 def _weight_gradient(
     hidden,  # (N, H)
     gradients,  # (capacity, TILE)
-    unit,  # (1,) float32
+    unit,  # (1,) float32 or None
     pair_rows,
     pair_places,
     offsets,
@@ -60,7 +60,6 @@ def _weight_gradient(
     """COLUMNS of H of one tile at a time. Persistent; neighbouring programs share a tile."""
     parts = tl.cdiv(depth, COLUMNS)
     items = tl.where(tl.load(fits) != 0, tl.cdiv(vocabulary, TILE) * parts, 0)
-    scale = 1.0 / tl.load(unit)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = item // parts
         column = (item % parts) * COLUMNS + tl.arange(0, COLUMNS)
@@ -85,7 +84,8 @@ def _weight_gradient(
         token += tile * TILE
         stored = (token < vocabulary)[:, None] & inside[None, :]
         place = weight_gradient + token.to(tl.int64)[:, None] * gradient_stride + column[None, :]
-        total *= scale
+        if unit is not None:
+            total *= 1.0 / tl.load(unit)
         if ACCUMULATE:
             total += tl.load(place, mask=stored, other=0.0).to(tl.float32)
         tl.store(place, total.to(weight_gradient.dtype.element_ty), mask=stored)
@@ -94,7 +94,7 @@ def _weight_gradient(
 @triton.jit(do_not_specialize=["vocabulary"])
 def _bias_gradient(
     gradients,  # (capacity, TILE)
-    unit,  # (1,) float32
+    unit,  # (1,) float32 or None
     pair_places,
     offsets,
     fits,
@@ -118,7 +118,8 @@ def _bias_gradient(
             gradients + place[:, None] * TILE + token[None, :], mask=(pair < end)[:, None], other=0.0
         )
         total += tl.sum(gradient.to(tl.float32), axis=0)
-    total *= 1.0 / tl.load(unit)
+    if unit is not None:
+        total *= 1.0 / tl.load(unit)
     token += tile * TILE
     if ACCUMULATE:
         total += tl.load(bias_gradient + token, mask=token < vocabulary, other=0.0).to(tl.float32)

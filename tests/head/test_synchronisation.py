@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import accelerated
+from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
 
@@ -63,7 +64,8 @@ def backward(plan: HeadPlan) -> None:
     statistics, state = accelerated.forward(problem, Request(), plan)
     gradients = RowGradients(torch.empty(ROWS, device="meta"))
     wanted = Wanted(True, True, False)
-    result = accelerated.backward(problem, statistics, gradients, wanted, state, plan)[0]
+    certificate = Certificate.pending(torch.device("meta"))
+    result = accelerated.backward(problem, statistics, gradients, wanted, state, certificate, plan)
     assert result.hidden.shape == (ROWS, HIDDEN) and result.weight.shape == (VOCABULARY, HIDDEN)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from grpo_fast.kernels import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, SparseConfig, balance
 from grpo_fast.kernels.select import Live, Pairs, RowCoefficients, list_pairs, row_coefficients, select_live
-from grpo_fast.kernels.sparse import certificate
+from grpo_fast.kernels.sparse import certify
 from grpo_fast.kernels.sparse_pairs import SparseOperands
 
 HALF = SparseConfig()
@@ -29,9 +29,10 @@ class Selected(NamedTuple):
     operands: SparseOperands
 
     @property
-    def error_bound(self) -> float:
-        """Of the certificate."""
-        return float(certificate(self.operands, self.live.left_out)[3])
+    def certificate(self) -> torch.Tensor:
+        numbers = torch.empty(4, device=self.live.left_out.device)
+        certify(self.operands, self.live.left_out, numbers)
+        return numbers
 
 
 def select(head, tolerance: float = 1.0, *, capacity: int = 1 << 20, config=HALF, **options) -> Selected:
@@ -83,9 +84,9 @@ def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_toler
     error = head.g.cpu().double()[working] * left_out
     allowed = tolerance * BF16_ROUNDING * gradient.cpu()[working].norm()
     assert error.norm() <= PAIR_SHARE * allowed * (1 + 1e-4)
-    assert selected.error_bound <= PAIR_SHARE * tolerance * (1 + 1e-4)
+    assert selected.certificate[3] <= PAIR_SHARE * tolerance * (1 + 1e-4)
     exactly = float(tolerance * error.norm() / allowed)
-    assert selected.error_bound == pytest.approx(exactly, rel=1e-3, abs=1e-7)
+    assert selected.certificate[3].item() == pytest.approx(exactly, rel=1e-3, abs=1e-7)
     lightest_live = mass.masked_fill(~live | target_tiles(head), 2.0).amin(1)
     assert ((mass * ~live).amax(1) <= lightest_live)[working].all()
     assert live[target_tiles(head) & working[:, None]].all()
@@ -258,7 +259,7 @@ def test_rows_with_more_live_tiles_than_asked_for_or_than_16_bits_number_are_set
     assert live.found.tolist() == [live.count.sum(), dense.sum()]
     assert not live.left_out[dense].any()
     assert torch.equal(live.left_out[~dense], whole.left_out[~dense])
-    numbers = certificate(selected.operands, live.left_out)
+    numbers = selected.certificate
     assert torch.isclose(numbers[0] * 60 * 8, (live.found[0] + 8 * dense.sum()).float())
     active = working_rows(head)
     torch.testing.assert_close(numbers[1].cpu(), live.left_out.cpu()[active].sum() / active.sum())
