@@ -204,9 +204,9 @@ def _inspect(
     case: str, function: Any, binary: Any, options: dict[str, Any], capability: int, disassemble: bool
 ) -> Report:
     """Reads the code of one compiled kernel."""
-    code = read(binary.asm["cubin"], disassemble=disassemble)
+    registers, stack, static, loops = read(binary.asm["cubin"], disassemble=disassemble)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
-    shared = max(metadata.shared, code.shared)
+    shared = max(metadata.shared, static)
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
     return Report(
@@ -214,14 +214,14 @@ def _inspect(
         kernel=function.fn.__name__,
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
         capability=capability,
-        registers=code.registers,
-        spills=code.stack,
+        registers=registers,
+        spills=stack,
         shared=shared,
-        ctas=resident_programs(capability, metadata.num_warps, code.registers, shared),
+        ctas=resident_programs(capability, metadata.num_warps, registers, shared),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
         tensor_core=ptx.count(f"{TENSOR_CORE[capability]}."),
         narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", ptx)),
-        **code.loops._asdict(),
+        **loops._asdict(),
     )
 
 

@@ -34,21 +34,17 @@ class Loops(NamedTuple):
     epilogue: int
 
 
-class MachineCode(NamedTuple):
-    registers: int  # per thread
-    stack: int  # bytes per thread
-    shared: int  # static bytes per program
-    loops: Loops
+def read(cubin: bytes, *, disassemble: bool = False) -> tuple[int, int, int, Loops]:
+    """Registers and bytes of stack per thread, static shared bytes and loops of a cubin with one kernel.
 
-
-def read(cubin: bytes, *, disassemble: bool = False) -> MachineCode:
-    """Of a cubin with one kernel. Without its half second of disassembly `loops` are zero."""
+    Disassembly takes half a second; without it the loops are zero.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = cuobjdump("-res-usage", *["-sass"] * disassemble, file.name)
     usage = dict(re.findall(r"\b(REG|STACK|SHARED):(\d+)", text))
-    return MachineCode(int(usage["REG"]), int(usage["STACK"]), int(usage["SHARED"]), loops(text))
+    return int(usage["REG"]), int(usage["STACK"]), int(usage["SHARED"]), loops(text)
 
 
 def loops(sass: str) -> Loops:
@@ -65,8 +61,9 @@ def loops(sass: str) -> Loops:
         for follower in followers:
             after[i].append(follower)
             before[follower].append(i)
-    instructions = sum(opcode != "NOP" for _, _, opcode, _ in code)
-    products = [i for i, (_, _, opcode, _) in enumerate(code) if opcode.endswith("MMA")]
+    opcodes = [opcode for _, _, opcode, _ in code]
+    instructions = len(code) - opcodes.count("NOP")
+    products = [i for i, opcode in enumerate(opcodes) if opcode.endswith("MMA")]
     rounds = {i: steps[i] for i in products if i in (steps := _distances(after, i))}
     if not rounds:
         return Loops(instructions, 0, 0)
