@@ -107,8 +107,8 @@ class Request(NamedTuple):
 
     @property
     def extra_statistics(self) -> int:
-        """How many optional ones are asked for."""
-        return sum(self[:4])
+        """How many optional ones are asked for; the target's logit has the registers of two more."""
+        return sum(self[:4]) + 2 * self.max_logit
 
 
 class RowStatistics(NamedTuple):

@@ -137,7 +137,8 @@ def forward_kernel(
         if maximum_out is not None:
             tl.store(maximum_out + at, maximum, mask=kept)
         base = tl.where(maximum == float("-inf"), 0.0, maximum)
-        e = tl.exp2(tl.fma(z, LOG2E, (-base * LOG2E)[:, :, None]))
+        behind = tl.fma(z, LOG2E, (-base * LOG2E)[:, :, None])  # the largest logit, in octaves
+        e = tl.exp2(behind)
         mass = tl.sum(e, axis=2)
         log_mass = tl.log(mass)
         tl.store(lse_out + at, base + log_mass, mask=kept)
@@ -146,7 +147,7 @@ def forward_kernel(
             kept_e = tl.reshape(e, (ROWS, COLUMNS)).to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
         if entropy_out is not None:
-            surprise = tl.sum(tl.where(e > 0, e * (z - base[:, :, None]), 0.0), axis=2)
+            surprise = tl.sum(e * tl.maximum(behind, -1000.0), axis=2) / LOG2E  # 0·-inf is none
             tl.store(entropy_out + at, tl.where(mass > 0, log_mass - surprise / mass, 0.0), mask=kept)
         if squares_out is not None:
             squares = tl.log(tl.sum(e * e, axis=2)) - 2.0 * log_mass

@@ -91,7 +91,11 @@ def gathered_products(
     EVEN_DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) float32 dot products of any rows of X and of W."""
+    """(ROWS, COLUMNS) float32 dot products of any rows of X and of W.
+
+    Where H or a stride is no multiple of 16, loads move one element at a time and none is under way while the
+    tensor cores work: on sm_90 a K-step of the pair gradient has 245 instructions in place of 79.
+    """
     products = tl.zeros((x.shape[0], w.shape[1]), dtype=tl.float32)
     step = tl.arange(0, DEPTH)
     x += step[None, :]

@@ -12,6 +12,7 @@ from grpo_fast.kernels import ProductTile
 
 from grpo_fast.head import tuning
 from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
+from grpo_fast.head.problem import Request
 
 H200 = Device("cuda", (9, 0), shared_memory=232_448, has_triton=True)
 A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
@@ -58,6 +59,14 @@ def test_datacentre_gpus_since_hopper_read_through_descriptors_unless_the_operan
         assert not plan_head(device, replace(WORK, aligned=False)).forward_tile.descriptors
     for device in (A100, ADA, RTX):
         assert not plan_head(device, WORK).forward_tile.descriptors
+
+
+def test_what_takes_many_registers_takes_half_a_tile():
+    def columns(**wanted: bool) -> int:
+        work = replace(WORK, extra_statistics=Request(**wanted).extra_statistics)
+        return plan_head(H200, work).forward_tile.columns
+
+    assert columns(entropy=True, log_sum_sq=True) == columns() == 2 * columns(max_logit=True)
 
 
 def test_the_backward_is_sparse_unless_exactness_or_a_dense_gradient_is_asked_for():
