@@ -14,25 +14,25 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
 
-SOURCES = ["csrc/interface.cu", "csrc/hidden_gradient.cu", "csrc/mass_curve.cu"]
-HEADERS = ["csrc/grpo_fast.h", "csrc/half.h", "csrc/launch.h", "csrc/host_emulation.h"]
 MAPPED = ["grpo_fast.kernels", "grpo_fast.benchmarks", "grpo_fast.benchmarks.peers"]  # by package-dir
-ARCHITECTURES = ("80", "89", "90")
-NEWER = "90"  # compiled by the driver for what is newer
+SOURCES = ["csrc/mass_curve.cu"]
+OPTIONS = [
+    "-std=c++17",
+    "-O3",
+    "-ftz=true",
+    "-arch=all-major",
+    "-shared",
+    "-Xcompiler=-fPIC",
+    "-cudart=static",
+]
 WANTED = os.environ.get("GRPO_FAST_CUDA", "")
 
 
 def nvcc() -> str | None:
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    folders = [str(Path(home) / "bin") for home in [*homes, "/usr/local/cuda"]]
-    return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(folders))
-
-
-def command(compiler: str, output: Path) -> list[str]:
-    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-    code.append(f"-gencode=arch=compute_{NEWER},code=compute_{NEWER}")
-    options = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "-cudart=static"]
-    return [compiler, *options, *code, *SOURCES, "-o", str(output)]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return shutil.which(
+        "nvcc", path=os.pathsep.join([os.environ["PATH"], *(f"{home}/bin" for home in homes if home)])
+    )
 
 
 class BuildCuda(build_ext):
@@ -42,15 +42,14 @@ class BuildCuda(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def build_extension(self, ext):
-        output = Path(self.get_ext_fullpath(ext.name))
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command(nvcc(), output.resolve()), capture_output=True, text=True)
+        done = subprocess.run([nvcc(), *OPTIONS, *SOURCES, "-o", output], capture_output=True, text=True)
         if done.returncode:
             raise CompileError(f"nvcc could not build csrc/:\n{done.stderr}")
 
     def copy_extensions_to_source(self):
-        for ext in self.extensions:
-            Path(*ext.name.split(".")[:-1]).mkdir(exist_ok=True)
+        Path("grpo_fast/_cuda").mkdir(exist_ok=True)
         super().copy_extensions_to_source()
 
 
@@ -61,21 +60,14 @@ class AnyPython(bdist_wheel):
         return ("py3", "none", super().get_tag()[2]) if self.distribution.ext_modules else super().get_tag()
 
 
-def extensions() -> list[Extension]:
-    if WANTED not in ("", "0", "1"):
-        raise SetupError(f"GRPO_FAST_CUDA={WANTED!r}: give 0 (never build csrc/), 1 (must) or leave it unset")
-    if WANTED == "0":
-        return []
-    if nvcc() is None:
-        if WANTED == "1":
-            raise SetupError("GRPO_FAST_CUDA=1, but nvcc is neither on PATH nor in CUDA_HOME: install CUDA")
-        return []
-    optional = WANTED != "1"
-    return [Extension("grpo_fast._cuda.libgrpo_fast", SOURCES, depends=HEADERS, optional=optional)]
-
+if WANTED not in ("", "0", "1"):
+    raise SetupError(f"GRPO_FAST_CUDA={WANTED!r}: give 0 (never build csrc/), 1 (must) or leave it unset")
+if WANTED == "1" and nvcc() is None:
+    raise SetupError("GRPO_FAST_CUDA=1, but nvcc is neither on PATH nor in CUDA_HOME: install CUDA")
+LIBRARY = Extension("grpo_fast._cuda.libgrpo_fast", SOURCES, optional=WANTED != "1")
 
 setup(
     packages=[*find_packages(include=["grpo_fast", "grpo_fast.*"]), *MAPPED],
-    ext_modules=extensions(),
+    ext_modules=[LIBRARY] if WANTED != "0" and nvcc() else [],
     cmdclass={"build_ext": BuildCuda, "bdist_wheel": AnyPython},
 )

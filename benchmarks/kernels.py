@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from grpo_fast.kernels import TILE, cuda
+from torch import Tensor
 
 from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
@@ -55,16 +56,14 @@ _BOTH = Wanted(hidden=True, weight=True, bias=False)
 class Head:
     """The forward and the backward of one batch, as its plan has them."""
 
-    def __init__(self, source: Problem, *, library: bool | None = None) -> None:
-        """`library`: whether `csrc/` stands in where it can; None: as the plan has it."""
+    def __init__(self, source: Problem) -> None:
         self.problem = HeadProblem(source.hidden.detach(), source.weight.detach(), source.targets)
         self.rows, self.depth = self.problem.hidden.shape
         self.tiles = -(-self.problem.vocabulary // TILE)
         self.gradients = RowGradients(-source.advantages / self.rows)
         device, dtype = source.hidden.device, source.hidden.dtype
         work = Workload(self.rows, self.problem.vocabulary, dtype, tolerance=1.0, hidden_size=self.depth)
-        plan = plan_head(device_facts(device.type, device.index), work)
-        self.plan: HeadPlan = plan if library is None else replace(plan, library=library)
+        self.plan: HeadPlan = plan_head(device_facts(device.type, device.index), work)
 
     def forward(self) -> tuple[RowStatistics, State]:
         from grpo_fast.head import accelerated
@@ -113,6 +112,14 @@ class Batch(Head):
         """The search for entries overwrites the gradients that it is given."""
         search, gradients = self.calls["keep_entries"], self.again("pair_gradients")
         return search.func(search.args[0], gradients, *search.args[2:])
+
+    def mass_curve(self, *, library: bool) -> Tensor:
+        from grpo_fast.kernels.select import counted_curve
+
+        problem, rows, tile_lse = self.calls["select_live"].args
+        curve = cuda.mass_curve if library else counted_curve
+        of_rows = rows.logsumexp, problem.targets, rows.target, rows.mass
+        return curve(tile_lse, *of_rows, vocabulary=problem.vocabulary)
 
     @cached_property
     def pairs(self) -> int:
@@ -199,13 +206,18 @@ def _kernel(name: str, work: Callable[[Batch], Work], **more: Any) -> Case:
     return Case(lambda batch: batch.again(name), work, **more)
 
 
-_SELECT = "select_live", lambda batch: Work(bytes=_statistics_bytes(batch))
+def _curve(*, library: bool) -> Case:
+    run = partial(Batch.mass_curve, library=library)
+    return Case(run, lambda batch: Work(bytes=_statistics_bytes(batch)), in_library=library)
+
+
 ON_CUDA = {
     "rows gathered": _kernel("gather_rows", lambda b: Work(bytes=3 * b.problem.hidden.nbytes)),
     "forward": _kernel("tile_statistics", lambda b: _product_work(b, written=_statistics_bytes(b))),
     "finalise": _kernel("row_results", lambda b: Work(bytes=_statistics_bytes(b))),
-    "select": _kernel(*_SELECT),
-    "select, CUDA C++ curve": _kernel(*_SELECT, in_library=True),
+    "select": _kernel("select_live", lambda b: Work(bytes=_statistics_bytes(b))),
+    "mass curve, counted": _curve(library=False),
+    "mass curve, CUDA C++": _curve(library=True),
     "pair gradient": _kernel("pair_gradients", _pair_work),
     "pair gradient and entries": Case(Batch.pairs_and_entries, _pair_work),
     "dW, sparse": _kernel("weight_gradient", _pair_work),
@@ -227,20 +239,19 @@ ON_CPU = {
 
 def entrants_of(cases: Mapping[str, Case], make: Callable[[], Sequence[Problem]]) -> list[Entrant]:
     """One for each case; the problems that `make` makes take turns."""
-    batches: dict[bool, list[Batch]] = {}  # by whether `csrc/` is used
+    batches: list[Batch] = []
 
     @torch.no_grad()
     def prepare(case: Case) -> Prepared:
-        if case.in_library and not cuda.available():
+        if case.in_library and not cuda.LIBRARY.is_file():
             raise Unsupported("csrc/ was not built: install with nvcc on the path")
-        if case.in_library not in batches:
-            batches[case.in_library] = [Batch(problem, library=case.in_library) for problem in make()]
-        mine = batches[case.in_library]
-        for batch in mine:  # so that nothing that it rests on is made while timed
+        if not batches:
+            batches.extend(map(Batch, make()))
+        for batch in batches:  # so that nothing that it rests on is made while timed
             case.run(batch)
-        turns, metrics = itertools.cycle(mine), case.metrics(mine[0])
+        turns, metrics = itertools.cycle(batches), case.metrics(batches[0])
         run = torch.no_grad()(lambda _: case.run(next(turns)))
-        return Prepared(run, case.work(mine[0]), lambda _: metrics, close=batches.clear)
+        return Prepared(run, case.work(batches[0]), lambda _: metrics, close=batches.clear)
 
     return [Entrant(name, partial(prepare, case)) for name, case in cases.items()]
 
@@ -260,8 +271,6 @@ def main(options: argparse.Namespace) -> int:
     if rows == "histogram" and histogram is None:
         raise ValueError("--rows histogram needs --histogram FILE; `python -m benchmarks tiles` makes one")
     cases = ON_CUDA if device.type == "cuda" else ON_CPU
-    if options.dtype == "float32":
-        cases = {name: case for name, case in cases.items() if not case.in_library}  # it takes halves alone
     cases = {name: cases[name] for name in choose_names(list(cases), options.impl)}
     bouts = []
     for v, h, n in itertools.product(*reversed(sizes_of(options, _SIZES[device.type]))):

@@ -1,81 +1,91 @@
-// For every row, how much probability lies in vocabulary tiles below each of a list of thresholds.
+// For every row, the probability of the vocabulary tiles below each of 48 thresholds, summed exactly.
 //
-// Comparing each tile's mass with every threshold costs as many operations as there are thresholds. Here a
-// tile is added to one bin of a histogram that belongs to its thread alone, and the bins are summed once at
-// the end: bound by reading the masses once. A warp's lanes are neighbouring rows, so reads are coalesced and
-// bins lie in different banks. Every sum has a fixed order.
+// Triton's histogram counts, so that a bin's mass is only known up to the bin's width; and it votes on every
+// bit of every bin. Here a warp owns a row and each lane a histogram of its own, in shared memory with lanes
+// innermost: an update is a load, an addition and a store, and the 32 of a warp hit 32 banks. The lanes are
+// added up at the end. Every sum has a fixed order: bit-equal from run to run.
 
-#include "grpo_fast.h"
-#include "launch.h"
+#include <cmath>
+#include <cstdint>
+
+constexpr int TILE = 128;   // vocabulary entries of a tile
+constexpr int LEVELS = 48;  // thresholds 2^-4, 2^-4.5, ..., 2^-27, and zero
+constexpr int LANES = 32;
+constexpr int WARPS = 8;
+constexpr int LOADS = 8;  // in flight per lane
+
+struct MassCurve {
+  const float* tile_lse;         // (rows, tiles), rows `stride` elements apart: log-sum-exp of each tile
+  const float* logsumexp;        // (rows,)
+  const int64_t* targets;        // (rows,)
+  const float* target_gradient;  // (rows,)
+  const float* mass_gradient;    // (rows,) where both are zero the row's masses are not read
+  float* curve;                  // (rows, LEVELS) written: mass below each level, the target's tile excepted
+  int64_t stride;
+  int64_t vocabulary;
+  int32_t rows;
+  int32_t tiles;
+};
 
 namespace {
 
-using Call = grpo_fast_mass_curve_call;
-
-constexpr int LANES = 32;
-constexpr int WARPS = 8;
-constexpr int MOST_LEVELS = 48;
-constexpr int UNROLL = 8;  // loads in flight per thread
-
-// How many of the levels lie above `log_mass`: a guess by their half-octave spacing, corrected by comparison.
-__device__ __forceinline__ int levels_above(float log_mass, const float* levels, int last, float inverse_step) {
-  const float guess = (levels[0] - log_mass) * inverse_step + 1.0f;
-  int above = static_cast<int>(fminf(fmaxf(guess, 0.0f), static_cast<float>(last)));
-  while (above > 0 && !(log_mass < levels[above - 1])) --above;
-  while (above < last && log_mass < levels[above]) ++above;
-  return above;
-}
-
-__global__ void __launch_bounds__(LANES * WARPS) mass_curve(const Call call) {
-  // Of level 0 upwards: bin b - 1 holds what lies below exactly b levels. Nothing lies below the last.
-  __shared__ float histogram[WARPS][MOST_LEVELS - 1][LANES];
-  __shared__ float levels[MOST_LEVELS];
+__global__ void __launch_bounds__(LANES * WARPS) mass_curve(const MassCurve call) {
+  __shared__ float histograms[WARPS][LEVELS][LANES];  // [n]: mass that lies below exactly n levels
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-  const int last = call.num_levels - 1;
-  const int64_t row = int64_t{blockIdx.x} * LANES + lane;
-  for (int bin = 0; bin < last; ++bin) histogram[warp][bin][lane] = 0.0f;
-  if (static_cast<int>(threadIdx.x) < call.num_levels) levels[threadIdx.x] = call.levels[threadIdx.x];
-  __syncthreads();
+  const int row = blockIdx.x * WARPS + warp;
+  if (row >= call.rows) return;
+  float(&histogram)[LEVELS][LANES] = histograms[warp];
+#pragma unroll
+  for (int levels = 0; levels < LEVELS; ++levels) histogram[levels][lane] = 0.0f;
 
-  if (row < call.rows && call.working[row]) {
+  if (call.target_gradient[row] != 0.0f || call.mass_gradient[row] != 0.0f) {  // true for NaN
+    const float* tile_lse = call.tile_lse + row * call.stride;
     const float logsumexp = call.logsumexp[row];
     const int64_t target = call.targets[row];
-    const int64_t target_tile = target >= 0 && target < call.vocabulary ? target / call.tile_columns : -1;
-    const float inverse_step = 1.0f / (levels[0] - levels[1]);
-    for (int64_t first = warp; first < call.tiles; first += WARPS * UNROLL) {
-      float lse[UNROLL];
+    const int target_tile = target >= 0 && target < call.vocabulary ? static_cast<int>(target / TILE) : -1;
+    for (int first = lane; first < call.tiles; first += LANES * LOADS) {
+      float lse[LOADS];
 #pragma unroll
-      for (int k = 0; k < UNROLL; ++k) {
-        const int64_t tile = first + k * WARPS;
-        lse[k] = tile < call.tiles ? call.tile_lse[tile * call.rows + row] : -INFINITY;
+      for (int k = 0; k < LOADS; ++k) {
+        const int tile = first + k * LANES;
+        lse[k] = tile < call.tiles && tile != target_tile ? tile_lse[tile] : -INFINITY;
       }
 #pragma unroll
-      for (int k = 0; k < UNROLL; ++k) {
-        const float log_mass = lse[k] - logsumexp;
-        const int above = levels_above(log_mass, levels, last, inverse_step);
-        if (above > 0 && first + k * WARPS != target_tile) histogram[warp][above - 1][lane] += expf(log_mass);
+      for (int k = 0; k < LOADS; ++k) {
+        const float log2_mass = (lse[k] - logsumexp) * 1.44269504f;
+        // Saturates at zero, which NaN becomes too: it lies below no level.
+        const unsigned levels = min(__float2uint_ru(-2.0f * log2_mass - 8.0f), LEVELS - 1u);
+        histogram[levels][lane] += exp2f(log2_mass);
       }
     }
   }
-  __syncthreads();
+  __syncwarp();
 
-  if (warp == 0 && row < call.rows) {
-    float below = 0.0f;
-    call.curve[last * call.rows + row] = below;
-    for (int level = last - 1; level >= 0; --level) {
-      for (int part = 0; part < WARPS; ++part) below += histogram[part][level][lane];
-      call.curve[level * call.rows + row] = below;
-    }
+  // Lane l adds up levels l and l + 32, then all lanes what lies below that many levels or more.
+  float low = 0.0f, high = 0.0f;
+#pragma unroll
+  for (int other = 0; other < LANES; ++other) {
+    low += histogram[lane][lane ^ other];
+    if (lane + LANES < LEVELS) high += histogram[lane + LANES][lane ^ other];
   }
+#pragma unroll
+  for (int step = 1; step < LANES; step *= 2) {
+    const float next_low = __shfl_down_sync(~0u, low, step), next_high = __shfl_down_sync(~0u, high, step);
+    if (lane + step < LANES) low += next_low, high += next_high;
+  }
+  low += __shfl_sync(~0u, high, 0);
+  float* curve = call.curve + int64_t{row} * LEVELS - 1;
+  if (lane > 0) curve[lane] = low;
+  if (lane + LANES <= LEVELS) curve[lane + LANES] = high;  // at the last level nothing: no bin is above it
 }
 
 }  // namespace
 
-extern "C" int grpo_fast_mass_curve(const Call* call, void* stream) {
-  if (call->rows < 0 || call->rows > INT32_MAX || call->tiles < 0 || call->tile_columns < 1)
-    return GRPO_FAST_BAD_SIZE;
-  if (call->num_levels < 3 || call->num_levels > MOST_LEVELS) return GRPO_FAST_BAD_LEVELS;
-  if (call->rows == 0) return 0;
-  const dim3 grid{static_cast<unsigned>((call->rows + LANES - 1) / LANES)};
-  return launch(mass_curve, grid, LANES * WARPS, call->device, stream, *call);
+// Null, or why nothing was launched on the current device. The name changes with the arguments.
+extern "C" const char* grpo_fast_mass_curve_3(MassCurve call, cudaStream_t stream) {
+  if (call.rows == 0) return nullptr;
+  void* arguments[] = {&call};
+  const dim3 blocks{static_cast<unsigned>((call.rows + WARPS - 1) / WARPS)}, threads{LANES * WARPS};
+  const cudaError_t error = cudaLaunchKernel(mass_curve, blocks, threads, arguments, 0, stream);
+  return error ? cudaGetErrorString(error) : nullptr;
 }

@@ -139,7 +139,7 @@ def _sparse(
     def select(row_tiles: int) -> tuple[Live, Callable[[], list[int]]]:
         live = select_live(
             problem, coefficients, tile_lse,
-            tolerance=plan.tolerance, row_tiles=row_tiles, library=plan.library,
+            tolerance=plan.tolerance, row_tiles=row_tiles,
         )  # fmt: skip
         return live, _read_later(live.found)
 

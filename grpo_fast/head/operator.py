@@ -29,7 +29,6 @@ from grpo_fast.head.problem import (
     State,
     Wanted,
 )
-from grpo_fast.kernels import cuda
 
 _NUM_PROBLEM, _NUM_STATISTICS, _NUM_STATE = (len(t._fields) for t in (HeadProblem, RowStatistics, State))
 _NUM_DIFFERENTIABLE = len(RowGradients._fields)  # the first statistics
@@ -231,5 +230,4 @@ def device_facts(kind: str, index: int | None) -> Device:
         # Of what an installed torch has, not of its stub.
         shared_memory=facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         has_triton=importlib.util.find_spec("triton") is not None,
-        has_library=cuda.usable(torch.cuda.current_device() if index is None else index),
     )

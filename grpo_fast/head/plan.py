@@ -33,7 +33,6 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     shared_memory: int = 0  # bytes one program may use
     has_triton: bool = False
-    has_library: bool = False  # `csrc/` was built
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class HeadPlan:
     backward_tile: ProductTile
     dense_columns: int  # vocabulary entries per chunk of the dense backward
     sparse: SparseConfig  # of the sparse backward
-    library: bool  # `csrc/` stands in where it can
 
     @property
     def backward(self) -> Literal["dense", "sparse"]:
@@ -104,7 +102,6 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
         sparse=sizes.sparse,
-        library=device.has_library,
     )
 
 

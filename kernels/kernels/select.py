@@ -116,7 +116,6 @@ def select_live(
     *,
     tolerance: float,
     row_tiles: int = ROW_TILES,
-    library: bool = False,
 ) -> Live:
     """
     Args:
@@ -125,7 +124,6 @@ def select_live(
             what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
             part.
         row_tiles: a row with more live tiles is set apart.
-        library: the curve by `csrc/`, whose histogram sums the masses in place of counting them.
     """
     count, tiles = tile_lse.shape
     inputs = tile_lse, rows.logsumexp, problem.targets, rows.target, rows.mass
@@ -141,7 +139,8 @@ def select_live(
         empty(2, dtype=torch.int64),
     )  # fmt: skip
     sizes = tile_lse.stride(0), tiles, problem.vocabulary
-    curve = (cuda.mass_curve if library else counted_curve)(*inputs, vocabulary=problem.vocabulary)
+    mass_curve = cuda.mass_curve if cuda.usable(tile_lse.device) else counted_curve
+    curve = mass_curve(*inputs, vocabulary=problem.vocabulary)
     kappa = balance(curve, rows.mass, rows.squares, PAIR_SHARE * tolerance * BF16_ROUNDING)
     if count:
         _mark_live[(count,)](

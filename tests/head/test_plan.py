@@ -99,11 +99,6 @@ def test_memory_held_at_one_time_does_not_grow_with_the_batch(rows):
     assert columns < work.vocabulary + 256
 
 
-def test_the_library_stands_in_where_it_was_built():
-    assert plan_head(replace(H200, has_library=True), WORK).library
-    assert not plan_head(H200, WORK).library
-
-
 def table(**changes) -> tuning.Table:
     return replace(tuning.load_tables()[90], **changes)
 
