@@ -124,7 +124,7 @@ class Report:
     config: str  # constexprs, warps, stages
     capability: int
     registers: int  # per thread
-    spills: int  # bytes of stack per thread
+    spills: int  # instructions
     shared: int  # bytes per program, static and dynamic
     ctas: int  # programs that a multiprocessor holds at a time
     dots: int  # tl.dot in the source, after specialisation, of half precision operands
@@ -142,7 +142,7 @@ class Report:
         """What keeps this kernel from shipping; empty when nothing does."""
         found = []
         if self.spills:
-            found.append(f"spills ({self.spills} bytes a thread)")
+            found.append(f"spills ({self.spills} instructions)")
         if self.shared > SHARED_MEMORY[self.capability]:
             found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.capability]}")
         if self.dots and not self.tensor_core:
@@ -204,7 +204,7 @@ def _inspect(
     case: str, function: Any, binary: Any, options: dict[str, Any], capability: int, disassemble: bool
 ) -> Report:
     """Reads the code of one compiled kernel."""
-    registers, stack, static, loops = read(binary.asm["cubin"], disassemble=disassemble)
+    registers, spills, static, loops = read(binary.asm["cubin"], disassemble=disassemble)
     metadata, ptx = binary.metadata, binary.asm["ptx"]
     shared = max(metadata.shared, static)
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
@@ -215,7 +215,7 @@ def _inspect(
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
         capability=capability,
         registers=registers,
-        spills=stack,
+        spills=spills,
         shared=shared,
         ctas=resident_programs(capability, metadata.num_warps, registers, shared),
         dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),

@@ -35,16 +35,18 @@ class Loops(NamedTuple):
 
 
 def read(cubin: bytes, *, disassemble: bool = False) -> tuple[int, int, int, Loops]:
-    """Registers and bytes of stack per thread, static shared bytes and loops of a cubin with one kernel.
+    """Registers per thread, instructions that spill, static shared bytes and loops of a one-kernel cubin.
 
-    Disassembly takes half a second; without it the loops are zero.
+    Disassembly takes half a second; without it the loops are zero. A stack need not be used.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = cuobjdump("-res-usage", *["-sass"] * disassemble, file.name)
-    usage = dict(re.findall(r"\b(REG|STACK|SHARED):(\d+)", text))
-    return int(usage["REG"]), int(usage["STACK"]), int(usage["SHARED"]), loops(text)
+        text = cuobjdump("-res-usage", file.name)
+        usage = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|SHARED):(\d+)", text)}
+        sass = cuobjdump("-sass", file.name) if disassemble or usage["STACK"] else ""
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    return usage["REG"], spills, usage["SHARED"], loops(sass)
 
 
 def loops(sass: str) -> Loops:
