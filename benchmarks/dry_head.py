@@ -17,6 +17,7 @@ import torch
 from grpo_fast.kernels import TILE
 from torch import Tensor, nn
 
+from grpo_fast.head.operator import scaled_jacobian
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
@@ -100,7 +101,8 @@ def step(
     )
     found = [round(DENSITY * batch.rows * -(-batch.vocabulary // TILE)), 0]  # pairs, rows set apart
     options: dict[str, Any] = {"tolerance": 0.0 if exact else None, "trainable": weight}
-    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep, **options)
+    facts = {"extra_statistics": 4 * everything, "keep": keep, "jacobian": not (everything or weight)}
+    plan = batch.plan(capability, **facts, **options)
     patches: list[tuple[Any, str, Any]] = [
         (Tensor, "is_cuda", True),  # products take half precision
         (Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
@@ -111,9 +113,12 @@ def step(
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         statistics, state = accelerated.forward(problem, Request(*4 * [everything]), plan)
-        plan = batch.plan(capability, dense_gradient=everything, **options)
-        pending = Certificate.pending(problem.hidden.device)
-        gradients = accelerated.backward(problem, statistics, upstream, wanted, state, pending, plan)
+        if plan.jacobian:
+            gradients = scaled_jacobian(problem, upstream, state.jacobian)
+        else:
+            plan = batch.plan(capability, dense_gradient=everything, **options)
+            pending = Certificate.pending(problem.hidden.device)
+            gradients = accelerated.backward(problem, statistics, upstream, wanted, state, pending, plan)
     return [each for each in (*problem, row, *statistics, *gradients) if isinstance(each, Tensor)]
 
 

@@ -146,9 +146,8 @@ class Batch(Head):
 
     def torch_backward(self, *names: str) -> None:
         upstream = self.torch_statistics, self.gradients
-        state = State.empty(self.problem)
         certificate = Certificate.pending(self.problem.hidden.device)
-        reference.backward(self.problem, *upstream, _wanted(*names), state, certificate, self.plan.chunks)
+        reference.backward(self.problem, *upstream, _wanted(*names), certificate, self.plan.chunks)
 
 
 def _wanted(*names: str) -> Wanted:

@@ -29,34 +29,58 @@ from grpo_fast.head.problem import (
     Wanted,
 )
 from grpo_fast.kernels import TILE
-from grpo_fast.kernels.dense import Kept, dense_backward, row_aligned
+from grpo_fast.kernels.dense import dense_backward, row_aligned
+from grpo_fast.kernels.exponentials import Kept, kept_backward, settle
 from grpo_fast.kernels.forward import gather_rows, row_results, tile_statistics
 from grpo_fast.kernels.select import Live, row_coefficients, select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 
-def allocate_state(problem: HeadProblem, keep: bool) -> State:
+def allocate_state(problem: HeadProblem, plan: HeadPlan) -> State:
     """What `forward` returns, not yet filled."""
+    if plan.jacobian:
+        return State.empty(problem, jacobian=True)
     rows, tiles = problem.hidden.shape[0], -(-problem.vocabulary // TILE)
     float32 = torch.float32
     state = State.empty(problem)._replace(tile_lse=row_aligned(rows, tiles, problem.hidden, float32))
-    if not keep:
+    if not plan.keep:
         return state
     return state._replace(
         exponentials=row_aligned(rows, problem.vocabulary, problem.hidden),
-        maximum=row_aligned(rows, tiles, problem.hidden, float32),
+        share=problem.hidden.new_empty(rows, dtype=float32),
     )
 
 
 def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, State]:
     """Every row's statistics, zero for ignored rows."""
     if problem.hidden.shape[0] == 0:
-        return RowStatistics.allocate(problem, request), allocate_state(problem, plan.keep)
+        return RowStatistics.allocate(problem, request), allocate_state(problem, plan)
     problem = _with_unit_stride(problem)
-    exponentials = None
-    if plan.keep:
-        exponentials = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden)
+    if not plan.jacobian:
+        return _forward(problem, request, plan)
+    state, statistics = State.empty(problem, jacobian=True), []
+    for start in range(0, problem.hidden.shape[0], plan.jacobian_rows):
+        part = slice(start, start + plan.jacobian_rows)
+        found, state.jacobian[part] = _with_jacobian(problem.rows(part), request, plan)
+        statistics.append(found)
+    return RowStatistics(*map(torch.cat, zip(*statistics, strict=True))), state
+
+
+def _with_jacobian(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, Tensor]:
+    statistics, state = _forward(problem, request, plan)
+    rows = LogitGradient.of(problem, statistics, RowGradients(torch.ones_like(statistics.logprob)))
+    kept = Kept(state.exponentials, state.share)
+    wanted = Wanted(hidden=True, weight=False, bias=False)
+    return statistics, kept_backward(problem, rows, wanted, kept, hidden_dtype=torch.float32)[0]
+
+
+def _forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, State]:
     gathered = gather_rows(problem)
+    keep = None
+    if plan.keep or plan.jacobian:
+        inside = (problem.targets >= 0) & (problem.targets < problem.vocabulary)
+        reference = torch.where(inside, gathered.target_logit, 0)
+        keep = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden), reference
     tiles = tile_statistics(
         problem,
         gathered,
@@ -65,13 +89,14 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
         mean=request.mean_logit,
         maximum=request.max_logit,
         squares=request.log_sum_sq,
-        keep=exponentials,
+        keep=keep,
     )
-    reported = tiles if request.max_logit else tiles._replace(maximum=None)
-    statistics = RowStatistics(*row_results(reported, problem, gathered.target_logit))
+    statistics = RowStatistics(*row_results(tiles, problem, gathered.target_logit))
     state = State.empty(problem)._replace(tile_lse=tiles.lse)
-    if exponentials is not None:
-        state = state._replace(exponentials=exponentials, maximum=tiles.maximum)
+    if keep is not None:
+        del gathered
+        exponentials, share = settle(problem, *keep, statistics.logsumexp, plan.forward_tile)
+        state = state._replace(exponentials=exponentials, share=share)
     return statistics, state
 
 
@@ -86,30 +111,28 @@ def backward(
 ) -> HeadGradients:
     """Gradients; fills the certificate."""
     problem = _with_unit_stride(problem)
-    kept = Kept(state.exponentials, state.maximum) if state.exponentials.numel() else None
-    if kept is None or gradients.is_dense:
-        if plan.backward == "sparse" and problem.hidden.shape[0] and not _capturing(problem.hidden):
-            return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted, certificate)
-        kept = None
+    if state.exponentials.numel() and not gradients.is_dense:
+        certificate.fill(None)
+        of_rows = LogitGradient.of(problem, statistics, gradients)
+        kept = Kept(state.exponentials, state.share)
+        return HeadGradients(*kept_backward(problem, of_rows, wanted, kept))
+    if plan.backward == "sparse" and problem.hidden.shape[0] and not _capturing(problem.hidden):
+        return _sparse(problem, statistics, gradients, state.tile_lse, plan, wanted, certificate)
     certificate.fill(None)
-    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted, kept)
+    return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted)
 
 
-def _dense(
-    problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted, kept: Kept | None = None
-) -> HeadGradients:
-    """Exact, over the rows with a gradient; over all rows, and nobody is asked, with what the forward kept or
-    while a graph is captured.
-    """
+def _dense(problem: HeadProblem, of_rows: LogitGradient, plan: HeadPlan, wanted: Wanted) -> HeadGradients:
+    """Exact, over the rows with a gradient; in a captured graph over all rows, for nobody can be asked."""
     chosen, like, index = problem, problem.hidden, None
-    if kept is not None or _capturing(like):
+    if _capturing(like):
         # What an ignored row holds is anything, and zero times NaN is not zero.
         chosen = problem._replace(hidden=like.masked_fill(~of_rows.live()[:, None], 0))
     else:
         index = of_rows.live().nonzero().squeeze(1)
         chosen, of_rows = problem.rows(index), of_rows.rows(index)
     tile, columns = plan.backward_tile, plan.dense_columns
-    result = HeadGradients(*dense_backward(chosen, of_rows, wanted, tile=tile, columns=columns, kept=kept))
+    result = HeadGradients(*dense_backward(chosen, of_rows, wanted, tile=tile, columns=columns))
     if result.hidden is None:
         return result
     hidden = result.hidden.to(like.dtype)

@@ -51,6 +51,15 @@ def linear_logprob(
     Logits are float32 (float64 for float64 inputs) whatever the inputs' dtype. Inputs of different dtypes are
     promoted, or cast to autocast's dtype where autocast is on. A frozen weight costs no weight gradient.
 
+    Forward and backward on a GPU, in units of the one product X Wᵀ at H = 2048, estimated from machine code:
+
+        tolerance 1                        1.2   300 MiB beside the results
+        exact                              4.1   192 MiB of logit gradients, and X in float32
+        exact, recompute=False             3.1   tokens · V elements
+        exact, frozen weight               2.1   256 MiB, and X in float32; not with a softcap
+
+    The exact cost of a frozen weight holds where the log-probability alone is differentiated.
+
     Args:
         hidden: (..., H), any strides.
         weight: (V, H), whole: a DTensor is refused, and what FSDP or ZeRO-3 has split must be gathered.
@@ -74,9 +83,9 @@ def linear_logprob(
             float32 beside a bfloat16 weight keeps what many micro-batches' rounding would lose. What hangs
             on the weight's gradient by hooks (DDP, FSDP, some optimisers) does not see it.
         recompute: False keeps tokens · V elements of the inputs' dtype from the forward to the backward,
-            which then has one vocabulary-wide product less and is exact whatever the tolerance: for exact
-            gradients where there is memory. Only kernels keep them, and not with a softcap, nor for gradients
-            of the entropy or the mean logit; there all is recomputed.
+            which is then exact whatever the tolerance: for exact gradients where there is memory. Only
+            kernels keep them, and not with a softcap, nor for gradients of the entropy or the mean logit;
+            there all is recomputed.
         process_group: ranks that each hold a contiguous part of the vocabulary's rows, in rank order;
             `weight` and `bias` are this rank's part, everything else is the same on all of them. Hidden
             gradients are summed.

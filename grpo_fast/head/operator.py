@@ -22,6 +22,7 @@ from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Device, HeadPlan, Path, Workload, head_path, plan_head
 from grpo_fast.head.problem import (
     ROW_INVALID,
+    HeadGradients,
     HeadProblem,
     Request,
     RowGradients,
@@ -59,7 +60,7 @@ def head_statistics(
     Args:
         request: what to compute. `keep` holds where anything is differentiated, `jacobian` is decided here.
         differentiable: names of the statistics a gradient may come back through. With the log-probability
-            alone and a frozen weight, the forward prepares the whole gradient where that is cheaper.
+            alone and a frozen weight, an exact gradient is prepared by the forward.
         weight_gradient: (V, H), what the backward adds the weight's gradient to in place of returning it.
     """
     parameters = (problem.weight, problem.bias)
@@ -89,8 +90,8 @@ def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, request = _forward_call(arguments)
     check_values(problem)
     device = problem.hidden.device
-    plan = _plan(problem, request.tolerance, extra_statistics=request.extra_statistics, keep=request.keep)
-    request = request._replace(jacobian=request.jacobian and plan.backward == "dense")
+    plan = _plan_forward(problem, request)
+    request = request._replace(jacobian=plan.jacobian)
     with torch.cuda.device_of(problem.hidden), torch.autocast(device.type, enabled=False):
         if plan.path == "triton":
             from grpo_fast.head import accelerated
@@ -106,13 +107,13 @@ def _head_forward(*arguments: Any) -> tuple[Tensor, ...]:
 @_head_forward.register_fake
 def _head_forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     problem, request = _forward_call(arguments)
-    plan = _plan(problem, request.tolerance, aligned=True, keep=request.keep)
+    plan = _plan_forward(problem, request, aligned=True)
     if plan.path == "triton":
         from grpo_fast.head import accelerated
 
-        state = accelerated.allocate_state(problem, plan.keep)
+        state = accelerated.allocate_state(problem, plan)
     else:
-        state = State.empty(problem, jacobian=request.jacobian and plan.backward == "dense")
+        state = State.empty(problem, jacobian=plan.jacobian)
     certificate = problem.hidden.new_empty(Certificate.SIZE, dtype=torch.float32)
     return (*RowStatistics.allocate(problem, request), *state, certificate)
 
@@ -127,19 +128,31 @@ def _forward_call(arguments: tuple[Any, ...]) -> tuple[HeadProblem, Request]:
 def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     problem, gradients, wanted = _backward_call(arguments)
     statistics, state, certificate, tolerance = arguments[-4:]
-    call = (problem, RowStatistics(*statistics), gradients, wanted, State(*state), Certificate(certificate))
+    call = (problem, RowStatistics(*statistics), gradients, wanted)
+    state, certificate = State(*state), Certificate(certificate)
     plan = _plan(problem, tolerance, dense_gradient=gradients.is_dense, trainable=wanted.weight)
     with torch.cuda.device_of(problem.hidden), torch.autocast(problem.hidden.device.type, enabled=False):
-        if plan.path == "triton":
+        if state.jacobian.numel():
+            result = scaled_jacobian(problem, gradients, state.jacobian)
+            certificate.fill(None)
+        elif plan.path == "triton":
             from grpo_fast.head import accelerated
 
-            result = accelerated.backward(*call, plan)
+            result = accelerated.backward(*call, state, certificate, plan)
         else:
-            result = reference.backward(*call, plan.chunks, plan.tolerance)
+            result = reference.backward(*call, certificate, plan.chunks, plan.tolerance)
     if wanted.into_weight is not None:
         result = result._replace(weight=None)
     # An operator returns tensors: what was not asked for is empty.
     return tuple(problem.hidden.new_empty(0) if gradient is None else gradient for gradient in result)
+
+
+def scaled_jacobian(problem: HeadProblem, gradients: RowGradients, jacobian: Tensor) -> HeadGradients:
+    """The whole gradient, as the log-probability alone was differentiable, in the hidden states alone."""
+    assert gradients.logprob is not None
+    upstream = torch.where(problem.targets >= 0, gradients.logprob, 0)[:, None]
+    hidden = (jacobian * upstream).masked_fill_(upstream == 0, 0)  # there the jacobian may be NaN
+    return HeadGradients(hidden.to(problem.hidden.dtype), None, None)
 
 
 @_head_backward.register_fake
@@ -190,6 +203,11 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _head_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _plan_forward(problem: HeadProblem, request: Request, *, aligned: bool | None = None) -> HeadPlan:
+    facts = {"extra_statistics": request.extra_statistics, "keep": request.keep, "jacobian": request.jacobian}
+    return _plan(problem, request.tolerance, aligned=aligned, **facts)
 
 
 def _plan(

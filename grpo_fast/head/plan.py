@@ -48,6 +48,7 @@ class Workload:
     tolerance: float | None = None  # None for DEFAULT_TOLERANCE, exact where no kernel runs
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
     keep: bool = False  # the caller lets the forward keep N·V elements for the backward
+    jacobian: bool = False  # the log-probability alone is differentiated, in the hidden states alone
     hidden_size: int = 2048
     trainable: bool = True  # the weight takes a gradient
 
@@ -71,6 +72,8 @@ class HeadPlan:
     path: Path
     tolerance: float  # 0 too where nothing can be left out
     keep: bool  # the forward keeps exponentials, and the backward takes them up
+    jacobian: bool  # the forward forms dlogprob/dhidden, and the backward scales it
+    jacobian_rows: int  # whose exponentials it holds at one time for that, on the kernels' path
     chunks: Chunks  # of the reference path
     forward_tile: ProductTile
     backward_tile: ProductTile
@@ -88,17 +91,25 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     path = head_path(device, work.dtype)
     # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
     # so does the entropy's gradient.
-    keep = work.keep and path == "triton" and not work.softcap
-    forward_wide = work.extra_statistics < (1 if work.softcap or keep else 3)
+    tolerance = 0.0 if work.dense_gradient else tolerance_in_force(path, work.tolerance)
+    stores = path == "triton" and not work.softcap
+    exact = tolerance == 0 or (work.keep and stores)
+    jacobian = work.jacobian and exact and (stores or path == "reference")
+    keep = work.keep and stores and not jacobian
+    forward_wide = work.extra_statistics < (1 if work.softcap or keep or jacobian else 3)
     backward_wide = not (work.softcap or work.dense_gradient)
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
+    forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
+    block_bytes = forward_tile.rows * max(work.vocabulary, 1) * work.dtype.itemsize
     return HeadPlan(
         path=path,
-        tolerance=0.0 if work.dense_gradient else tolerance_in_force(path, work.tolerance),
+        tolerance=tolerance,
         keep=keep,
+        jacobian=jacobian,
+        jacobian_rows=max(1, _DEVICE_CHUNK_BYTES // block_bytes) * forward_tile.rows,
         chunks=_chunks(device, work),
-        forward_tile=_descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward,
+        forward_tile=forward_tile,
         backward_tile=backward_tile,
         dense_columns=_dense_columns(work, backward_tile.columns),
         sparse=sizes.sparse,

@@ -101,7 +101,7 @@ class Request(NamedTuple):
     mean_logit: bool = False
     max_logit: bool = False  # and the target's
     log_sum_sq: bool = False
-    jacobian: bool = False  # dlogprob/dhidden, on the reference path
+    jacobian: bool = False  # dlogprob/dhidden
     keep: bool = False  # the exponentials, N·V elements, on the kernels' path
     tolerance: float | None = None  # of the backward
 
@@ -134,10 +134,10 @@ class RowStatistics(NamedTuple):
 class State(NamedTuple):
     """What a forward keeps for its backward; empty where its path has no use for it."""
 
-    jacobian: Tensor  # (N, H) dlogprob/dhidden, of the reference path; the others are the kernels'
+    jacobian: Tensor  # (N, H) dlogprob/dhidden; the others are the kernels'
     tile_lse: Tensor  # (N, T) float32
     exponentials: Tensor  # (N, V)
-    maximum: Tensor  # (N, T) float32, beside them
+    share: Tensor  # (N,) float32, beside them
 
     @classmethod
     def empty(cls, problem: HeadProblem, *, jacobian: bool = False) -> State:
@@ -149,7 +149,7 @@ class State(NamedTuple):
             ),
             tile_lse=new(0, dtype=float32),
             exponentials=new(0),
-            maximum=new(0, dtype=float32),
+            share=new(0, dtype=float32),
         )
 
 

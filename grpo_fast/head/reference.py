@@ -55,25 +55,16 @@ def backward(
     statistics: RowStatistics,
     gradients: RowGradients,
     wanted: Wanted,
-    state: State,
     certificate: Certificate,
     chunks: Chunks,
     tolerance: float = 0.0,
 ) -> HeadGradients:
     """Gradients; fills the certificate. Idle rows cost nothing.
 
-    With the forward's `jacobian`, a gradient that flows through the log-probability alone into a frozen
-    head's hidden states is one scaling of it; anything else recomputes the logits.
-
     Args:
         tolerance: as the kernels take it. Not with gradients of the entropy or the mean logit.
     """
     certificate.fill(None)
-    logprob, *others = gradients
-    frozen = not (wanted.weight or wanted.bias)
-    if state.jacobian.numel() and frozen and logprob is not None and all(g is None for g in others):
-        upstream = torch.where(problem.targets >= 0, logprob, 0)
-        return HeadGradients((state.jacobian * upstream[:, None]).to(problem.hidden.dtype), None, None)
     rows, kind = LogitGradient.of(problem, statistics, gradients), problem.accumulator
     index = rows.live().nonzero().squeeze(1)
     live, rows = problem.rows(index), rows.rows(index)

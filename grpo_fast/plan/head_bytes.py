@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.kernels import TILE
@@ -31,10 +31,24 @@ def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> 
         call: with `extra_statistics`, as training asks for the entropy as a metric.
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
-    plan = plan_head(device, call)
+    plan = plan_head(device, replace(call, jacobian=not (call.trainable or call.dense_gradient)))
     if plan.path == "triton":
-        return _triton(call, plan)
+        return _jacobian(call, plan) if plan.jacobian else _triton(call, plan)
     return _reference(call, plan, new_weight=call.trainable and not weight_grad)
+
+
+def _jacobian(call: Workload, plan: HeadPlan) -> HeadBytes:
+    """Of a frozen head's exact gradient by the kernels."""
+    width, height = call.hidden_size, min(plan.jacobian_rows, call.rows)
+    of_tiles = 4 * -(-call.vocabulary // (16 * TILE)) * 16
+    again = width * call.dtype.itemsize + (1 + call.extra_statistics) * of_tiles  # of rows made a second time
+    row = call.vocabulary * call.dtype.itemsize + of_tiles + again + 2 * 4 * width
+    gradient = 4 * call.rows * width  # of the log-probability; the backward only scales it
+    return HeadBytes(
+        kept=gradient + 4 * _STATISTICS * call.rows,
+        forward=height * row,
+        backward=gradient + 4 * _ROW_SCRATCH * call.rows,
+    )
 
 
 def _triton(call: Workload, plan: HeadPlan) -> HeadBytes:

@@ -4,26 +4,22 @@ For each chunk one kernel recomputes the logits, forms dL/d(x·w) in float32 reg
 the inputs' dtype; then dX += G W_chunk in float32, and dW_chunk = Gᵀ X is finished and written once. The
 workspace is one chunk of G whatever N and V are.
 
-N·V elements of memory buy the recomputation: the forward keeps e = exp(z − the mass tile's largest logit) in
-the operands' dtype, so that every entry has all of its digits whatever the row looks like, and
-p = e·exp(largest − log-sum-exp). Forming the gradient within the forward, a chunk of rows at a time, would
-need less, but adds every chunk to dW's float32 sums: 92 GB of traffic at N = 16,384, H = 2048, V = 151,936,
-which takes longer than the product that it saves; rejected by that count, not measured.
+N·V elements of memory save the recomputation, see `exponentials`.
 
-G is divided by a power of two near its largest entry before rounding and the products are multiplied back:
-float16 has no exponents for upstream gradients of 1/N, and a power of two costs nothing.
+In float16, which has no exponents for upstream gradients of 1/N, G is divided by a power of two near its
+largest entry before rounding, and the products are multiplied back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import TILE, ProductTile
+from . import ProductTile
 from .product import (
     LOG2E,
     product_arguments,
@@ -36,13 +32,6 @@ from .product import (
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
-
-
-class Kept(NamedTuple):
-    """What the forward kept. Undefined past the rows in use."""
-
-    exponentials: Tensor  # (N, V) in the operands' dtype, rows begin on 32 bytes
-    maximum: Tensor  # (N, T) float32
 
 
 def row_aligned(rows: int, columns: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,7 +53,7 @@ def logit_gradient_kernel(
     entropy_in,  # or None, with its gradient
     entropy_gradient_in,
     mean_in,  # or None
-    inv_scale,  # () float32: factor of G
+    inv_scale,  # () float32 or None: factor of G
     gradient_out,  # (N, width): dL/d(x·w + bias)·inv_scale of columns [start, start + width)
     rows,
     start,  # a multiple of COLUMNS
@@ -86,7 +75,6 @@ def logit_gradient_kernel(
     PRECISION: tl.constexpr,
 ):
     tl.assume(hidden_size > 0)
-    factor = tl.load(inv_scale)
     row_blocks = tl.cdiv(rows, ROWS)
     column_blocks = tl.cdiv(width, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_blocks * column_blocks, programs, flatten=DESCRIPTORS):
@@ -126,54 +114,10 @@ def logit_gradient_kernel(
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
         line = gradient_out + row.to(tl.int64) * gradient_stride
         kept = live[:, None] & (column < start + width)[None, :]
-        tl.store(
-            line[:, None] + (column - start)[None, :],
-            (gradient * factor).to(gradient_out.dtype.element_ty),
-            mask=kept,
-        )
-
-
-# `start` and `width` are specialised: where they may be no multiple of 16, threads move two bytes at a time.
-@triton.jit(do_not_specialize=["rows"])
-def kept_gradient_kernel(
-    exponentials,  # (N, V)
-    maximum,  # (N, T) float32
-    targets,  # (N,) int64
-    logsumexp_in,  # (N,) float32, as the next three
-    mass_in,
-    target_in,
-    inv_temperature,  # or None
-    inv_scale,  # () float32
-    gradient_out,  # (N, width), written
-    rows,
-    start,
-    width,
-    tile_stride,
-    kept_stride,
-    gradient_stride,
-    logit_scale,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    live = row < rows
-    mass_tile = (start // TILE + tl.program_id(1)).to(tl.int64)
-    largest = tl.load(maximum + row.to(tl.int64) * tile_stride + mass_tile, mask=live, other=0.0)
-    mass = tl.load(mass_in + row, mask=live, other=0.0)
-    share = tl.exp(largest - tl.load(logsumexp_in + row, mask=live, other=0.0)) * mass
-    inside = live[:, None] & (column < width)[None, :]
-    line = row.to(tl.int64)[:, None]
-    e = tl.load(exponentials + line * kept_stride + (start + column)[None, :], mask=inside, other=0.0)
-    gradient = tl.where((mass == 0.0)[:, None], 0.0, e.to(tl.float32) * share[:, None])
-    target = tl.load(targets + row, mask=live, other=-1) - start
-    at_target = tl.load(target_in + row, mask=live, other=0.0)
-    gradient = tl.where(column[None, :] == target[:, None], at_target[:, None], gradient)
-    slope = tl.load(inv_scale) * logit_scale
-    if inv_temperature is not None:
-        gradient *= tl.load(inv_temperature + row, mask=live, other=0.0)[:, None]
-    gradient = (gradient * slope).to(gradient_out.dtype.element_ty)
-    tl.store(gradient_out + line * gradient_stride + column[None, :], gradient, mask=inside)
+        if inv_scale is not None:
+            gradient *= tl.load(inv_scale)
+        at = line[:, None] + (column - start)[None, :]
+        tl.store(at, gradient.to(gradient_out.dtype.element_ty), mask=kept)
 
 
 def dense_backward(
@@ -183,15 +127,12 @@ def dense_backward(
     *,
     tile: ProductTile,
     columns: int,
-    kept: Kept | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Exact gradients of N rows, all of which take part: float32 dX, dW and dbias; None where not wanted.
 
     Args:
         problem: its operands have unit stride along H.
         columns: vocabulary entries per chunk; a multiple of `tile.columns`, or at least V.
-        kept: what the forward kept of these rows, in place of recomputing it. Not with a softcap, nor with
-            gradients of the entropy or the mean; rows without a gradient must have finite hidden states.
     """
     hidden, weight, vocabulary = problem.hidden, problem.weight, problem.vocabulary
     count = hidden.shape[0]
@@ -204,28 +145,35 @@ def dense_backward(
         of_bias = new(problem.bias)
     if count == 0:
         return of_hidden, of_weight, of_bias
-    scale = _power_of_two_scale(problem, rows)
+    scale = float16_scale(problem, rows)
     workspace = row_aligned(count, min(columns, vocabulary), hidden)
     for start in range(0, vocabulary, columns):
         part = slice(start, min(start + columns, vocabulary))
         gradient = workspace[:, : part.stop - start]
-        if kept is None:
-            _logit_gradient(problem, rows, tile, scale.reciprocal(), gradient, start)
-        else:
-            kept_gradient(problem, rows, kept, scale.reciprocal(), gradient, start)
+        _logit_gradient(problem, rows, tile, None if scale is None else scale.reciprocal(), gradient, start)
         if of_hidden is not None:
             _accumulate(of_hidden, gradient, weight[part])
         if wanted.weight:
-            product = _product(gradient.t(), hidden)
-            _put(of_weight[part], product, scale, add=wanted.into_weight is not None)
+            add = wanted.into_weight is not None
+            if add or scale is not None or of_weight.dtype != hidden.dtype:
+                put(of_weight[part], product(gradient.t(), hidden), scale, add=add)
+            else:
+                torch.mm(gradient.t(), hidden, out=of_weight[part])
         if wanted.bias:
             total = gradient.sum(0, dtype=torch.float32)
-            _put(of_bias[part], total, scale, add=wanted.into_bias is not None)
-    return None if of_hidden is None else of_hidden.mul_(scale), of_weight, of_bias
+            put(of_bias[part], total, scale, add=wanted.into_bias is not None)
+    if of_hidden is not None and scale is not None:
+        of_hidden *= scale
+    return of_hidden, of_weight, of_bias
 
 
 def _logit_gradient(
-    problem: HeadProblem, rows: LogitGradient, tile: ProductTile, inv_scale: Tensor, out: Tensor, start: int
+    problem: HeadProblem,
+    rows: LogitGradient,
+    tile: ProductTile,
+    inv_scale: Tensor | None,
+    out: Tensor,
+    start: int,
 ) -> None:
     """Fills `out`, (N, width), with dL/d(x·w + bias)·inv_scale of the columns from `start` on."""
     programs = program_count(problem.hidden.device)
@@ -238,23 +186,10 @@ def _logit_gradient(
     )  # fmt: skip
 
 
-def kept_gradient(
-    problem: HeadProblem, rows: LogitGradient, kept: Kept, inv_scale: Tensor, out: Tensor, start: int
-) -> None:
-    """The same from what was kept; a row where `mass` is zero gets zeros. `start`: a multiple of `TILE`."""
-    count, width = out.shape
-    kept_gradient_kernel[(triton.cdiv(count, _KEPT_ROWS), triton.cdiv(width, TILE))](
-        *kept, problem.targets, *rows[:3], problem.inv_temperature, inv_scale, out, count, start, width,
-        kept.maximum.stride(0), kept.exponentials.stride(0), out.stride(0), float(problem.logit_scale),
-        TILE=TILE, ROWS=_KEPT_ROWS, num_warps=4,
-    )  # fmt: skip
-
-
-_KEPT_ROWS = 32
-
-
-def _power_of_two_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor:
-    """() float32 power of two at or above the largest coefficient; one when all are zero."""
+def float16_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor | None:
+    """() float32 power of two at or above the largest coefficient, or one; None where not in float16."""
+    if problem.hidden.dtype != torch.float16:
+        return None
     coefficients = [rows.mass, rows.target]
     coefficients += [c for c in (rows.entropy_gradient, rows.mean) if c is not None]
     magnitude = torch.stack(coefficients).abs().amax(0) * problem.logit_scale
@@ -265,7 +200,7 @@ def _power_of_two_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor:
     return torch.where(usable, largest.log2().ceil().clamp(min=-100).exp2(), torch.ones_like(largest))
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right in float32."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -278,16 +213,18 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return total.addmm_(left, right)
     if total.is_cuda and _ADDS_IN_FLOAT32:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    return total.add_(_product(left, right))
+    return total.add_(product(left, right))
 
 
 _ADDS_IN_FLOAT32 = torch.__version__ >= (2, 10)
 """Whether `torch.addmm` adds half precision products to float32; torch 2.9 refuses (pytorch#167931)."""
 
 
-def _put(destination: Tensor, part: Tensor, scale: Tensor, *, add: bool) -> None:
+def put(destination: Tensor, part: Tensor, scale: Tensor | None, *, add: bool) -> None:
     """Rounds scale·part to the destination's dtype once, sum included; `part` may be spoilt."""
+    if scale is not None:
+        part *= scale
     if add:
-        destination.add_(part.mul_(scale))
+        destination += part
     else:
-        torch.mul(part, scale, out=destination)
+        destination.copy_(part)

@@ -75,7 +75,8 @@ def forward_kernel(
     total_out,
     maximum_out,
     squares_out,
-    kept_out,  # (N, V) exponentials relative to the mass tile's maximum, or None
+    kept_out,  # (N, V) or None: exp(z - reference)
+    reference,  # (N,) float32
     vocabulary,
     hidden_size,
     hidden_stride,
@@ -144,7 +145,9 @@ def forward_kernel(
         tl.store(lse_out + at, base + log_mass, mask=kept)
         if kept_out is not None:
             line = kept_out + to * kept_stride
-            kept_e = tl.reshape(e, (ROWS, COLUMNS)).to(kept_out.dtype.element_ty)
+            above = base - tl.load(reference + to, mask=live, other=0.0)[:, None]
+            kept_e = tl.reshape(e * tl.exp2(above * LOG2E)[:, :, None], (ROWS, COLUMNS))
+            kept_e = kept_e.to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
         if entropy_out is not None:
             surprise = tl.sum(e * tl.maximum(behind, -1000.0), axis=2) / LOG2E  # 0·-inf is none
@@ -331,7 +334,7 @@ def tile_statistics(
     mean: bool = False,
     maximum: bool = False,
     squares: bool = False,
-    keep: Tensor | None = None,
+    keep: tuple[Tensor, Tensor] | None = None,
 ) -> TileStatistics:
     """Launches the product. No host synchronisation.
 
@@ -340,7 +343,7 @@ def tile_statistics(
         gathered: its rows.
         maximum: the tiles' maxima; the targets' logits of `gathered` are taken out of the tiles then, so that
             equal logits are equal.
-        keep: (N, V) that receives the exponentials, see `kept`; the result then has the maxima as well.
+        keep: (N, V) that receives exponentials relative to a number of the row, (N,) float32: `exponentials`.
     """
     rows, vocabulary = problem.targets.numel(), problem.vocabulary
     tiles = triton.cdiv(vocabulary, TILE)
@@ -352,17 +355,18 @@ def tile_statistics(
         lse=row_aligned(rows, tiles, problem.hidden, torch.float32),
         entropy=per_tile(entropy),
         total=per_tile(mean),
-        maximum=per_tile(maximum or keep is not None),
+        maximum=per_tile(maximum),
         squares=per_tile(squares),
     )
+    kept, reference = keep or (None, None)
     programs = program_count(problem.hidden.device)
     of_work = problem._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
     forward_kernel[(programs,)](
         **product_arguments(of_work, tile), targets=problem.targets, order=gathered.order,
         count=gathered.count, lse_out=result.lse, target_out=gathered.target_logit if maximum else None,
         entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
-        squares_out=result.squares, kept_out=keep, tile_stride=result.lse.stride(0),
-        kept_stride=0 if keep is None else keep.stride(0), programs=programs,
+        squares_out=result.squares, kept_out=kept, reference=reference, tile_stride=result.lse.stride(0),
+        kept_stride=0 if kept is None else kept.stride(0), programs=programs,
         EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
         TILE=TILE,
     )  # fmt: skip

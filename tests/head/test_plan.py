@@ -85,6 +85,26 @@ def test_only_kernels_without_a_softcap_keep_what_the_backward_would_recompute()
     assert not plan_head(CPU, replace(WORK, keep=True)).keep
 
 
+def test_the_exact_gradient_of_a_frozen_head_is_formed_by_the_forward_in_chunks_of_rows():
+    frozen = replace(WORK, jacobian=True)
+    exact = replace(frozen, tolerance=0.0)
+
+    for device, work, formed in (
+        (H200, frozen, False),
+        (H200, exact, True),
+        (H200, replace(exact, softcap=True), False),
+        (H200, replace(frozen, keep=True), True),
+        (CPU, replace(frozen, softcap=True), True),
+        (CPU, replace(frozen, tolerance=1.0), False),
+    ):
+        plan = plan_head(device, work)
+        assert plan.jacobian == formed
+        assert not (plan.jacobian and plan.keep)
+    plan = plan_head(H200, exact)
+    assert plan.jacobian_rows % plan.forward_tile.rows == 0
+    assert 0.8 * 2**28 < 2 * plan.jacobian_rows * WORK.vocabulary <= 2**28
+
+
 @pytest.mark.parametrize("rows", [0, 1, 100, 16_384, 1 << 20])
 def test_memory_held_at_one_time_does_not_grow_with_the_batch(rows):
     work = replace(WORK, rows=rows)

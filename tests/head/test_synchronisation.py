@@ -50,9 +50,9 @@ def make_plan(**changes) -> HeadPlan:
 
 
 @pytest.mark.parametrize("wanted", [Request(), EVERYTHING], ids=["log-probability", "everything"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_forward_never_waits_for_the_device(wanted, keep):
-    plan = make_plan(keep=keep, extra_statistics=wanted.extra_statistics)
+@pytest.mark.parametrize("way", [{}, {"keep": True}, {"jacobian": True, "tolerance": 0.0}], ids=str)
+def test_the_forward_never_waits_for_the_device(wanted, way):
+    plan = make_plan(**way, extra_statistics=wanted.extra_statistics)
 
     statistics, _ = accelerated.forward(make_problem(), wanted, plan)
 

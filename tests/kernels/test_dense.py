@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grpo_fast.kernels import TILE, ProductTile, dense
-from grpo_fast.kernels.dense import Kept, dense_backward, kept_gradient, row_aligned
+from grpo_fast.kernels import ProductTile, dense
+from grpo_fast.kernels.dense import dense_backward
 
 from grpo_fast.head.problem import HeadGradients, Wanted
 
@@ -67,26 +67,3 @@ def test_half_precision_products_are_added_in_float32_by_every_torch(
 
     assert found is total
     torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("start", "width", "dtype"),
-    [(0, 300, torch.float32), (128, 172, torch.bfloat16), (0, 128, torch.bfloat16), (256, 44, torch.float32)],
-)
-def test_kept_exponentials_give_the_gradient_of_a_chunk_and_idle_rows_zeros(make_head, start, width, dtype):
-    head = make_head(37, 300, dtype=dtype)
-    logits = (head.probability.log() + head.logsumexp[:, None]).float()
-    largest = torch.stack([tile.amax(1) for tile in logits.split(TILE, 1)], 1)
-    exponentials = row_aligned(37, 300, head.hidden)
-    exponentials.copy_((logits - largest.repeat_interleave(TILE, 1)[:, :300]).exp())
-    idle = (head.targets < 0) | (head.g == 0)
-    exponentials[idle], largest[idle] = torch.nan, torch.nan
-    inv_scale = torch.tensor(0.5, device=head.hidden.device)
-    got = torch.full((37, width), torch.nan, dtype=dtype, device=head.hidden.device)
-
-    kept_gradient(head.problem, head.gradient, Kept(exponentials, largest), inv_scale, got, start)
-
-    exact = 0.5 * head.logit_gradient[:, start : start + width]
-    limit = 1e-5 if dtype == torch.float32 else 2**-7  # two roundings of 2^-8 each
-    torch.testing.assert_close(got.double(), exact, rtol=limit, atol=1e-6)
-    assert not got[idle].any()

@@ -1,0 +1,228 @@
+"""The exact backward from exponentials that the forward stored: two cuBLAS products, no logit formed twice.
+
+The forward stores E = exp(z - r) in the operands' dtype, r a number of the row that is known before its
+logits are: the target's logit. The target's entry is zero. With c the target's entry of dL/dz and
+s = (dL/dlse - dL/dlogp)·exp(r - lse)
+
+    dX = s·(E W) + c·W_target          dW = Eᵀ(s X) + Σ c_i x_i over the rows i of a target
+
+where E, s X and the results are rounded, but the target's entry, most of the gradient's norm, is not.
+
+A log-sum-exp far from the target's logit would overflow E, or take the digits of s. Such rows are few: the
+forward makes them again with their log-sum-exp as r (`REACH`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import ProductTile
+from .dense import float16_scale, product, put
+from .forward import gather_rows, tile_statistics
+
+if TYPE_CHECKING:
+    from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
+
+REACH = {torch.float16: 5.0, torch.bfloat16: 60.0, torch.float32: 60.0}
+"""Nats from r to the log-sum-exp within which E and its sums stay finite, and s keeps its digits."""
+
+
+class Kept(NamedTuple):
+    """p = share·E but at the targets. Zero in rows that have no work or no finite log-sum-exp."""
+
+    exponentials: Tensor  # (N, V) in the operands' dtype: E, rows begin on 32 bytes
+    share: Tensor  # (N,) float32: exp(r - lse)
+
+
+@triton.jit
+def settle_kernel(
+    exponentials,  # (N, V), written where something is to be zero
+    targets,  # (N,) int64
+    share_in,  # (N,) float32
+    stride,
+    vocabulary,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.load(share_in + row)
+    line = exponentials + row * stride
+    if (share > 0) & (share < float("inf")):
+        target = tl.load(targets + row)
+        tl.store(line + target, 0.0, mask=target < vocabulary)
+    else:
+        for start in range(0, vocabulary, WIDTH):
+            column = start + tl.arange(0, WIDTH)
+            zeros = tl.zeros((WIDTH,), dtype=exponentials.dtype.element_ty)
+            tl.store(line + column, zeros, mask=column < vocabulary)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def hidden_kernel(
+    products,  # (N, H) float32: E W
+    weight,  # (V, H)
+    targets,  # (N,) int64
+    scale_in,  # (N,) float32: s
+    target_in,  # (N,) float32: c
+    hidden_out,  # (N, H)
+    vocabulary,
+    hidden_size,
+    weight_stride,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    here = (target >= 0) & (target < vocabulary)
+    scale = tl.load(scale_in + row)
+    at_target = tl.load(target_in + row)
+    for start in range(0, hidden_size, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        inside = column < hidden_size
+        w = tl.load(weight + target * weight_stride + column, mask=inside & here, other=0.0)
+        product = tl.load(products + row * hidden_size + column, mask=inside, other=0.0)
+        gradient = scale * product + at_target * w.to(tl.float32)
+        tl.store(
+            hidden_out + row * hidden_size + column,
+            gradient.to(hidden_out.dtype.element_ty),
+            mask=inside,
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "start", "stop"])
+def target_rows_kernel(
+    gradient,  # (stop - start, H): columns [start, stop) of dW, added to
+    hidden,  # (N, H)
+    order,  # (N,) int64: rows by target
+    targets,  # (N,) int64, in that order
+    target_in,  # (N,) float32: c
+    rows,
+    start,
+    stop,
+    hidden_size,
+    hidden_stride,
+    WIDTH: tl.constexpr,
+):
+    """A target's first row adds them all, in their order."""
+    place = tl.program_id(0)
+    target = tl.load(targets + place)
+    before = tl.load(targets + place - 1, mask=place > 0, other=-1)
+    if (target != before) & (target >= start) & (target < stop):
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        inside = column < hidden_size
+        at = gradient + (target - start) * hidden_size + column
+        total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        while tl.load(targets + place, mask=place < rows, other=-1) == target:
+            row = tl.load(order + place)
+            at_target = tl.load(target_in + row)
+            if at_target != 0:  # else the row may hold anything
+                x = tl.load(hidden + row * hidden_stride + column, mask=inside, other=0.0)
+                total += at_target * x.to(tl.float32)
+            place += 1
+        tl.store(at, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+def settle(
+    problem: HeadProblem, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
+) -> Kept:
+    """What `kept_backward` reads, of the exp(z - reference) that a forward stored. The host is not asked."""
+    far = (logsumexp - reference).abs() > REACH[exponentials.dtype]
+    reference = torch.where(far, logsumexp, reference)
+    again = gather_rows(problem._replace(targets=torch.where(far, problem.targets, -1)))
+    tile_statistics(problem, again, tile=tile, keep=(exponentials, reference))
+    share = torch.where(problem.targets >= 0, (reference - logsumexp).exp(), 0)
+    settle_kernel[(share.numel(),)](
+        exponentials, problem.targets, share, exponentials.stride(0), problem.vocabulary,
+        WIDTH=_WIDTH, num_warps=4,
+    )  # fmt: skip
+    return Kept(exponentials, share)
+
+
+def kept_backward(
+    problem: HeadProblem,
+    rows: LogitGradient,
+    wanted: Wanted,
+    kept: Kept,
+    *,
+    hidden_dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Exact dX, dW and dbias, None where not wanted.
+
+    Args:
+        problem: at least one row, no softcap; the weight has unit stride along H.
+        rows: without gradients of the entropy or the mean.
+        hidden_dtype: of dX; None for the hidden states'.
+    """
+    hidden, weight, targets = problem.hidden, problem.weight, problem.targets
+    # Where there is no gradient the share may be NaN.
+    scale, at_target = torch.where(rows.mass == 0, 0, rows.mass * kept.share), rows.target
+    if not problem.is_plain:
+        slope = problem.slope(scale[:, None]).expand(-1, 1)[:, 0]
+        scale, at_target = scale * slope, at_target * slope
+    of_hidden = of_weight = of_bias = None
+    if wanted.hidden:
+        of_hidden = hidden.new_empty(hidden.shape, dtype=hidden_dtype or hidden.dtype)
+        for part in _chunks(*hidden.shape):
+            hidden_kernel[(targets[part].numel(),)](
+                product(kept.exponentials[part], weight), weight, targets[part], scale[part],
+                at_target[part], of_hidden[part], problem.vocabulary, hidden.shape[1], weight.stride(0),
+                WIDTH=_WIDTH, num_warps=4,
+            )  # fmt: skip
+    unit = float16_scale(problem, rows)
+    if unit is not None:
+        scale, at_target = scale / unit, at_target / unit
+    if wanted.weight or wanted.bias:
+        gradient = partial(
+            _parameter_gradient, kept.exponentials, *targets.sort(stable=True), scale, at_target, unit
+        )
+    if wanted.weight:
+        of_weight = gradient(hidden, weight, wanted.into_weight)
+    if wanted.bias and problem.bias is not None:
+        into = None if wanted.into_bias is None else wanted.into_bias[:, None]
+        of_bias = gradient(torch.ones_like(scale)[:, None], problem.bias[:, None], into).squeeze(1)
+    return of_hidden, of_weight, of_bias
+
+
+def _parameter_gradient(
+    exponentials: Tensor,
+    targets: Tensor,  # (N,) int64 sorted, and the rows in that order
+    order: Tensor,
+    scale: Tensor,  # (N,) float32 in units of `unit`, as the next
+    at_target: Tensor,
+    unit: Tensor | None,
+    x: Tensor,  # (N, K)
+    parameter: Tensor,  # (V, K)
+    into: Tensor | None,
+) -> Tensor:
+    """unit·(Eᵀ (scale·x) + Σ at_target·x of each target), new or added to `into`, which is then returned."""
+    (vocabulary, width), rows = parameter.shape, targets.numel()
+    scaled = torch.mul(x, scale[:, None], out=exponentials.new_empty(x.shape))
+    scaled.masked_fill_(
+        scale[:, None] == 0, 0
+    )  # such a row may hold anything, and zero times NaN is not zero
+    result = torch.empty_like(parameter, memory_format=torch.contiguous_format) if into is None else into
+    direct = into is None and unit is None and parameter.dtype == exponentials.dtype
+    for part in [slice(0, vocabulary)] if direct else _chunks(vocabulary, width):
+        left = exponentials[:, part].t()
+        gradient = torch.mm(left, scaled, out=result) if direct else product(left, scaled)
+        target_rows_kernel[(rows, triton.cdiv(width, _WIDTH))](
+            gradient, x, order, targets, at_target, rows, part.start, part.stop, width, x.stride(0),
+            WIDTH=_WIDTH, num_warps=4,
+        )  # fmt: skip
+        if not direct:
+            put(result[part], gradient, unit, add=into is not None)
+    return result
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    """Ranges whose float32 products fit the workspace."""
+    step = max(1, _PRODUCT_BYTES // (4 * 128 * width)) * 128
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+_PRODUCT_BYTES = 64 << 20
+_WIDTH = 1024

@@ -1,0 +1,76 @@
+"""Exact gradients from stored exponentials: kept for the backward, or of a frozen head's rows in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_fast.head import plan
+
+DIFFERENTIABLE = ("logprob", "entropy", "logsumexp", "mean_logit")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Products in several chunks of rows and of columns, rows in several steps."""
+    exponentials = pytest.importorskip("grpo_fast.kernels.exponentials")
+    monkeypatch.setattr(exponentials, "_PRODUCT_BYTES", 1)
+    monkeypatch.setattr(exponentials, "_WIDTH", 32)
+    monkeypatch.setattr(plan, "_DEVICE_CHUNK_BYTES", 1)
+
+
+@pytest.fixture
+def make_hard(make_call, hopper, rng):
+    """Calls whose few targets come often, some hundreds of nats deep; and an upstream gradient with zeros."""
+
+    def make(dtype: torch.dtype, rows: int = 150):
+        call = make_call((rows,), 300, 40, dtype=dtype, spread=6.0, bias=True)
+        targets = torch.where(call.targets < 0, call.targets, call.targets % 7)
+        upstream = 1e-4 * torch.randn(rows, generator=rng)
+        upstream[::5] = 0
+        with torch.no_grad():
+            call.hidden[1::9] *= 20
+        temperature = torch.rand(rows, generator=rng) + 0.5
+        call = replace(call, targets=targets, temperature=temperature, logit_scale=1.25)
+        return hopper(call), hopper(upstream)
+
+    return make
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("frozen", [False, True], ids=["kept", "frozen"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2.6e-3), (torch.float16, 8e-4)]
+)
+def test_stored_exponentials_give_gradients_no_worse_than_a_rounded_logit_gradient(
+    make_hard, oracle, dtype, limit, frozen
+):
+    call, upstream = make_hard(dtype)
+    exact = oracle.exact_gradients(call, {"logprob": upstream})
+    with torch.no_grad():
+        call.hidden[(call.targets == -100) | (upstream == 0)] = torch.nan
+    parameters = call.parameters[: 1 if frozen else 3]
+    for parameter in call.parameters[1:]:
+        parameter.requires_grad_(not frozen)
+
+    logprob = call.outputs(tolerance=0.0, recompute=frozen)["logprob"]
+    found = torch.autograd.grad(logprob, parameters, upstream)
+
+    for got, expected in zip(found, exact, strict=False):
+        assert oracle.relative(got, expected) < (
+            limit if got.dim() == 2 else 2 * limit
+        )  # a bias of few entries
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("names", [("logprob", "logsumexp"), DIFFERENTIABLE])
+def test_other_statistics_may_be_differentiated_too(hopper, make_call, make_upstream, oracle, names):
+    call = hopper(make_call((30,), 300, 40))
+    upstream = {name: hopper(gradient) for name, gradient in make_upstream((30,), names).items()}
+
+    found = oracle.gradients(call, call.outputs(names, recompute=False), upstream)
+
+    for got, expected in zip(found, oracle.exact_gradients(call, upstream), strict=True):
+        assert oracle.relative(got, expected) < 1e-5
