@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from grpo_fast.head.plan import Device, HeadPlan, Workload, plan_head
 from grpo_fast.kernels import TILE
 
@@ -32,9 +34,10 @@ def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> 
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
     plan = plan_head(device, replace(call, jacobian=not (call.trainable or call.dense_gradient)))
-    if plan.path == "triton":
-        return _jacobian(call, plan) if plan.jacobian else _triton(call, plan)
-    return _reference(call, plan, new_weight=call.trainable and not weight_grad)
+    if plan.path == "triton" and plan.jacobian:
+        return _jacobian(call, plan)
+    of_path = _triton if plan.path == "triton" else _reference
+    return of_path(call, plan, new_weight=call.trainable and not weight_grad)
 
 
 def _jacobian(call: Workload, plan: HeadPlan) -> HeadBytes:
@@ -51,15 +54,15 @@ def _jacobian(call: Workload, plan: HeadPlan) -> HeadBytes:
     )
 
 
-def _triton(call: Workload, plan: HeadPlan) -> HeadBytes:
+def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
     rows, vocabulary, width, itemsize = call.rows, call.vocabulary, call.hidden_size, call.dtype.itemsize
     tiles = -(-vocabulary // TILE)
     of_tiles = 4 * rows * -(-tiles // 16) * 16  # a float32 number of every row and tile
     hidden = rows * width * itemsize  # the hidden states of the rows with work, or with a gradient
     columns = min(plan.dense_columns, vocabulary)
     dense = hidden + rows * columns * itemsize + 4 * rows * width
-    if call.trainable:
-        dense += 4 * columns * width
+    if call.trainable and not (new_weight and plan.backward == "dense" and call.dtype != torch.float16):
+        dense += 4 * columns * width  # a product in float32 that is added, or scaled
     sparse = 0
     if plan.backward == "sparse":
         pairs = plan.sparse.most_pairs(rows, tiles)
