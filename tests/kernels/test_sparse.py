@@ -116,8 +116,11 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
     assert (error > 1e-5 * head.d_hidden.norm(dim=1)).any()  # something was left out
 
 
+@pytest.mark.parametrize("tolerance", [0.0, 1.0])  # at zero: by rounding the result alone
 @pytest.mark.parametrize(("dtype", "magnitude"), [(torch.bfloat16, 1.0), (torch.float16, 1e-6)])
-def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(make_head, dtype, magnitude):
+def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
+    make_head, dtype, magnitude, tolerance
+):
     head = make_head(40, 700, dtype=dtype, peak=30.0)
     head = replace(
         head, g=head.g * magnitude, logit_gradient=head.logit_gradient * magnitude,
@@ -125,7 +128,7 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
     )  # fmt: skip
     dense = straightforward(replace(head, **({} if dtype == torch.bfloat16 else _unscaled(head, magnitude))))
 
-    ran = run(head, 1.0, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
+    ran = run(head, tolerance, into_weight=torch.zeros_like(head.weight, dtype=torch.float32))
 
     got = ran.got
     certified = (row_bound(ran, got.left_out) * head.weight.double().norm(dim=1).max()).norm()
