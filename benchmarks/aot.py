@@ -31,7 +31,6 @@ from . import dry_head
 from .dry_head import Batch, meta, step
 from .machine_code import read, resident_programs
 
-RESULTS = Path(__file__).with_name("results")
 TENSOR_CORE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 """PTX by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
 COUNTS = ("registers", "spills", "shared", "ctas", "step", "epilogue", "instructions")
@@ -104,6 +103,7 @@ def shipped_cases(capability: int) -> dict[str, Callable[[], object]]:
             cases |= {
                 f"all statistics and their gradients, {name}": partial(run, everything=True),
                 f"frozen head, {name}": partial(run, weight=False),
+                f"exact, frozen head, {name}": partial(run, exact=True, weight=False),
                 f"frozen body, {name}": partial(run, hidden=False),
             }
     plain = partial(step, Batch(), capability)
@@ -196,7 +196,11 @@ def reports(
             launch()
         for function, binary, options in compiled:
             if binary.hash not in seen:
-                seen[binary.hash] = _inspect(case, function, binary, options, capability, disassemble)
+                found = _inspect(case, function, binary, options, capability, disassemble)
+                twins = sum(
+                    each.case == case and each.kernel.startswith(found.kernel) for each in seen.values()
+                )
+                seen[binary.hash] = replace(found, kernel=f"{found.kernel} {twins + 1}") if twins else found
     return list(seen.values())
 
 
@@ -247,6 +251,14 @@ def verdict(row: Report, record: Record | None) -> str:
     return "; ".join(wrong) or ("yes" if earlier or record is None else "new")
 
 
+def record_path(capability: int) -> Path:
+    """Of the Triton installed, by its minor version."""
+    import triton
+
+    version = ".".join(triton.__version__.split(".")[:2])
+    return Path(__file__).with_name("results") / f"aot_sm{capability}_triton{version}.md"
+
+
 def read_record(text: str) -> Record:
     """The first table of what `main` wrote."""
     lines = text.split("\n\n")[1].splitlines()
@@ -268,8 +280,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     import triton
 
-    version = ".".join(triton.__version__.split(".")[:2])
-    path = RESULTS / f"aot_sm{options.capability}_triton{version}.md"
+    path = record_path(options.capability)
     record = read_record(path.read_text()) if path.exists() and not options.record else None
     shipped = shipped_cases(options.capability)
     cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
@@ -287,5 +298,5 @@ One forward and backward of the head, bfloat16, N = 16,384, {100 * dry_head.DENS
     if options.record:
         path.write_text(found)
     elif record is None:
-        print(f"There is no record of Triton {version}: faults alone count.")
+        print(f"There is no {path.name}: faults alone count.")
     return 0 if {*verdicts} <= {"yes", "new"} else 1

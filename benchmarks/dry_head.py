@@ -130,6 +130,7 @@ CASES: dict[str, dict[str, bool]] = {
     "certified": {},
     "certified, frozen head": {"weight": False},
     "exact": {"exact": True},
+    "exact from what was kept": {"exact": True, "keep": True},
     "exact, frozen head": {"exact": True, "weight": False},
 }
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
