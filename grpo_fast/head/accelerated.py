@@ -68,7 +68,9 @@ def forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Row
 
 def _with_jacobian(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[RowStatistics, Tensor]:
     statistics, state = _forward(problem, request, plan)
-    rows = LogitGradient.of(problem, statistics, RowGradients(torch.ones_like(statistics.logprob)))
+    logprob = statistics.logprob
+    mass = (problem.targets < problem.vocabulary).to(logprob.dtype).neg()
+    rows = LogitGradient(statistics.logsumexp, mass=mass, target=-logprob.expm1(), logprob=logprob)
     kept = Kept(state.exponentials, state.share)
     wanted = Wanted(hidden=True, weight=False, bias=False)
     return statistics, kept_backward(problem, rows, wanted, kept, hidden_dtype=torch.float32)[0]
@@ -78,9 +80,8 @@ def _forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Ro
     gathered = gather_rows(problem)
     keep = None
     if plan.keep or plan.jacobian:
-        inside = (problem.targets >= 0) & (problem.targets < problem.vocabulary)
-        reference = torch.where(inside, gathered.target_logit, 0)
-        keep = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden), reference
+        exponentials = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden)
+        keep = exponentials, gathered.target_logit.clone()  # a maximum writes the targets' logits again
     tiles = tile_statistics(
         problem,
         gathered,

@@ -40,6 +40,30 @@ class Kept(NamedTuple):
     share: Tensor  # (N,) float32: exp(r - lse)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def share_kernel(
+    targets,  # (N,) int64
+    logsumexp_in,  # (N,) float32
+    reference,  # (N,) float32: r; the log-sum-exp in far rows, afterwards
+    far_out,  # (N,) int64: the targets of far rows, else no work
+    share_out,  # (N,) float32
+    rows,
+    reach,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    target = tl.load(targets + row, mask=inside, other=-1)
+    live = target >= 0
+    logsumexp = tl.load(logsumexp_in + row, mask=live, other=0.0)
+    base = tl.load(reference + row, mask=live, other=0.0)
+    far = tl.abs(logsumexp - base) > reach
+    base = tl.where(far, logsumexp, base)
+    tl.store(reference + row, base, mask=live)
+    tl.store(far_out + row, tl.where(far, target, -1), mask=inside)
+    tl.store(share_out + row, tl.where(live, tl.exp(base - logsumexp), 0.0), mask=inside)
+
+
 @triton.jit
 def settle_kernel(
     exponentials,  # (N, V), written where something is to be zero
@@ -129,13 +153,15 @@ def target_rows_kernel(
 def settle(
     problem: HeadProblem, exponentials: Tensor, reference: Tensor, logsumexp: Tensor, tile: ProductTile
 ) -> Kept:
-    """What `kept_backward` reads, of the exp(z - reference) that a forward stored. The host is not asked."""
-    far = (logsumexp - reference).abs() > REACH[exponentials.dtype]
-    reference = torch.where(far, logsumexp, reference)
-    again = gather_rows(problem._replace(targets=torch.where(far, problem.targets, -1)))
-    tile_statistics(problem, again, tile=tile, keep=(exponentials, reference))
-    share = torch.where(problem.targets >= 0, (reference - logsumexp).exp(), 0)
-    settle_kernel[(share.numel(),)](
+    """What `kept_backward` reads, of exp(z - reference) as a forward stored it; the reference is spoilt."""
+    targets, share, rows = torch.empty_like(problem.targets), torch.empty_like(logsumexp), logsumexp.numel()
+    share_kernel[(triton.cdiv(rows, _WIDTH),)](
+        problem.targets, logsumexp, reference, targets, share, rows, REACH[exponentials.dtype],
+        BLOCK=_WIDTH, num_warps=4,
+    )  # fmt: skip
+    far = gather_rows(problem._replace(targets=targets))
+    tile_statistics(problem, far, tile=tile, keep=(exponentials, reference))
+    settle_kernel[(rows,)](
         exponentials, problem.targets, share, exponentials.stride(0), problem.vocabulary,
         WIDTH=_WIDTH, num_warps=4,
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Gathered(NamedTuple):
     inv_temperature: Tensor | None  # (N,) float32
     order: Tensor  # (N,) int64: the row that was gathered here
     count: Tensor  # (1,) int32: rows with work
-    target_logit: Tensor  # (N,) float32 in the rows' own order; undefined where the target is in no row of W
+    target_logit: Tensor  # (N,) float32 in the rows' own order; zero where the target is in no row of W
 
 
 class TileStatistics(NamedTuple):
@@ -180,7 +180,7 @@ def gather_kernel(
     count,  # (1,) int32
     hidden_out,  # (N, H), written
     inv_temperature_out,  # (N,) float32, written, or None
-    target_out,  # (N,) float32, written where the target is in this weight
+    target_out,  # (N,) float32, written
     rows,
     vocabulary,
     hidden_size,
@@ -216,7 +216,7 @@ def gather_kernel(
     z = transform_logits(
         product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
     )
-    tl.store(target_out + row[:, None], z, mask=here[:, None])
+    tl.store(target_out + row[:, None], tl.where(here[:, None], z, 0.0), mask=live[:, None])
     if inv_temperature_out is not None:
         tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
 
