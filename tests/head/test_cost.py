@@ -1,4 +1,7 @@
-"""What the head asks of a device besides its products, traced on meta tensors: see `benchmarks.dry_head`."""
+"""What the head asks of a device and of the host, traced by `benchmarks.dry_head` on meta tensors.
+
+They hold no numbers: whoever asks for one in another way raises.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,32 @@ from benchmarks.dry_head import HOST, SIZES, Batch, head_cost
 from grpo_fast.head import accelerated
 
 
-@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("weight", [True, False], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_certified_head_takes_300_mib_and_60_launches_and_asks_the_host_last(size, trainable):
-    found = head_cost(Batch(depth=size[0], vocabulary=size[1]), weight=trainable)
+def test_the_certified_head_takes_300_mib_and_60_launches_and_asks_the_host_last(size, weight):
+    found = head_cost(Batch(depth=size[0], vocabulary=size[1]), weight=weight)
 
     assert 0 < found.peak <= 300 << 20
     assert "forward_kernel" in found.steps and found.launches + found.operations <= 60
     assert found.steps.index(HOST) == len(found.steps) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({"exact": True}, 1),
+        ({"everything": True}, 1),
+        ({"everything": True, "keep": True}, 1),
+        ({"exact": True, "keep": True}, 0),
+        ({"exact": True, "weight": False}, 0),
+    ],
+    ids=str,
+)
+def test_the_exact_backward_asks_which_rows_have_a_gradient_and_the_forward_nothing(options, reads):
+    steps = head_cost(Batch(), **options).steps
+
+    assert steps.count(HOST) == reads
+    assert not reads or steps.index(HOST) > steps.index("finalise_kernel")
 
 
 def test_what_is_held_and_what_is_done_in_between_is_counted_once_each(monkeypatch):
