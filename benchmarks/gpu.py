@@ -97,7 +97,7 @@ PARTS = (
       for tool in ("memcheck", "racecheck", "initcheck")),
     _part("step", 5, "one update of a real architecture", "bench step", "transformers"),
     _part("rollout", 5, "an engine's cycle: generate, sleep, sync, wake", "bench rollout", "vllm"),
-    _part("tune", 7, "every kernel's sizes, and csrc/ against Triton",
+    _part("tune", 7, "every kernel's sizes",
           "python -m benchmarks.tune --minutes {minutes} --out {json} --log {log} "
           f"--processes {_COMPILERS}"),
 )  # fmt: skip

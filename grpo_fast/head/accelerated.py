@@ -161,10 +161,7 @@ def _sparse(
     usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
 
     def select(row_tiles: int) -> tuple[Live, Callable[[], list[int]]]:
-        live = select_live(
-            problem, coefficients, tile_lse,
-            tolerance=plan.tolerance, row_tiles=row_tiles,
-        )  # fmt: skip
+        live = select_live(problem, coefficients, tile_lse, tolerance=plan.tolerance, row_tiles=row_tiles)
         return live, _read_later(live.found)
 
     def form(live: Live, capacity: int) -> SparseGradients:

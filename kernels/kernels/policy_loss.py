@@ -53,13 +53,11 @@ def policy_loss(
     has_bonus = entropy is not None and loss.entropy_coef != 0
     of_entropy = torch.full_like(logprobs, torch.nan) if has_bonus else logprobs.new_empty(0)
     result, total = logprobs.new_empty(len(RESULTS)), logprobs.new_empty(())
-    constants = {name: value for name, value in loss._asdict().items() if isinstance(value, float)}
+    config = PolicyLoss(*(value if isinstance(value, float) else tl.constexpr(value) for value in loss))
     _find_sequences[(blocks,)](sequence_ids, loss_mask, bounds, tokens, num_sequences, count, BLOCK=_BLOCK)
     _sequence_loss[(num_sequences,)](
         logprobs, advantages, loss_mask, old_logprobs, ref_logprobs, sampler_logprobs, entropy,
-        bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks, **constants,
-        SURROGATE=loss.surrogate, LEVEL=loss.level, AGGREGATION=loss.aggregation, KL=loss.kl,
-        CORRECT_KL=loss.correct_kl, CORRECTION=loss.correction_level, MASKS=loss.correction_masks,
+        bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks, config,
         HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK,
     )  # fmt: skip
     _add_up[(len(RESULTS),)](
@@ -133,42 +131,24 @@ def _sequence_loss(
     entropy_gradient,  # (N,) float32, written when HAS_BONUS
     sequences,
     blocks,
-    low,
-    high,
-    cap,
-    beta,
-    entropy_coef,
-    correction_min,
-    correction_max,
-    drift_max,
-    ratio_band,
-    num_tokens,
-    num_sequences,
-    measured_tokens,
-    measured_sequences,
-    max_completion_length,
-    SURROGATE: tl.constexpr,
-    LEVEL: tl.constexpr,
-    AGGREGATION: tl.constexpr,
-    KL: tl.constexpr,
-    CORRECT_KL: tl.constexpr,
-    CORRECTION: tl.constexpr,
-    MASKS: tl.constexpr,
+    config,  # `PolicyLoss`: numbers, and constants that choose the code
     HAS_BONUS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    SHARED: tl.constexpr = LEVEL == "sequence" or LEVEL == "product"
+    SHARED: tl.constexpr = config.level == "sequence" or config.level == "product"
     sequence = tl.program_id(0)
     first, last = tl.load(bounds + sequence), tl.load(bounds + sequences + sequence)
     lane = tl.arange(0, BLOCK)
     in_batch = 0
     for start in range(0, blocks, BLOCK):
         in_batch += tl.sum(tl.load(tokens + start + lane, mask=start + lane < blocks, other=0))
-    in_step = tl.where(num_tokens < 0, in_batch.to(tl.float32), num_tokens)
-    in_measure = tl.maximum(tl.where(measured_tokens < 0, in_step, measured_tokens), 1.0)
+    in_step = tl.where(config.num_tokens < 0, in_batch.to(tl.float32), config.num_tokens)
+    in_measure = tl.maximum(tl.where(config.measured_tokens < 0, in_step, config.measured_tokens), 1.0)
     in_step = tl.maximum(in_step, 1.0)
-    sequences_in_step = tl.where(num_sequences < 0, sequences.to(tl.float32), num_sequences)
-    sequences_in_measure = tl.where(measured_sequences < 0, sequences_in_step, measured_sequences)
+    sequences_in_step = tl.where(config.num_sequences < 0, sequences.to(tl.float32), config.num_sequences)
+    sequences_in_measure = tl.where(
+        config.measured_sequences < 0, sequences_in_step, config.measured_sequences
+    )
 
     length, moved, mismatch, drift = 0.0, 0.0, 0.0, 0.0
     for start in range(first, last, BLOCK):
@@ -182,17 +162,17 @@ def _sequence_loss(
         mismatch += tl.sum(old - sampled)
         drift += tl.sum(sampled - logprob)
     length = tl.maximum(length, 1.0)
-    shared_log_ratio = moved if LEVEL == "product" else moved / length
-    shared_mismatch = mismatch if CORRECTION == "sequence" else mismatch / length
+    shared_log_ratio = moved if config.level == "product" else moved / length
+    shared_mismatch = mismatch if config.correction_level == "sequence" else mismatch / length
     drift /= length
-    if AGGREGATION == "token_mean":
+    if config.aggregation == "token_mean":
         weight = 1.0 / in_step
     else:
         weight = 1.0 / tl.maximum(sequences_in_step, 1.0)
-        if AGGREGATION == "sequence_mean":
+        if config.aggregation == "sequence_mean":
             weight /= length
-        elif AGGREGATION == "constant_length":
-            weight /= max_completion_length
+        elif config.aggregation == "constant_length":
+            weight /= config.max_completion_length
     token_mean = 1.0 / in_measure
     mean = 1.0 / tl.maximum(sequences_in_measure, 1.0) / length if SHARED else token_mean
 
@@ -208,25 +188,27 @@ def _sequence_loss(
         advantage = _load(advantages, place, counted)
         old = _load(old_logprobs, place, counted) if old_logprobs is not None else logprob
         own_log_ratio = logprob - old
-        log_ratio = own_log_ratio if LEVEL == "token" else shared_log_ratio + tl.zeros_like(logprob)
+        log_ratio = own_log_ratio if config.level == "token" else shared_log_ratio + tl.zeros_like(logprob)
         term, slope, ratio, is_low, is_high, is_delta = surrogate_term(
-            logprob, old, log_ratio, advantage, low, high, cap, SURROGATE
+            logprob, old, log_ratio, advantage, config.low, config.high, config.cap, config.surrogate
         )
         if sampler_logprobs is not None:
             difference = old - _load(sampler_logprobs, place, counted)
             corrected = tl.exp(difference)
             distance = tl.abs(difference)
-            outside = (corrected < 1.0 - ratio_band) | (corrected > 1.0 + ratio_band)
-            if CORRECTION == "none":
+            outside = (corrected < 1.0 - config.ratio_band) | (corrected > 1.0 + config.ratio_band)
+            if config.correction_level == "none":
                 corrected = tl.full(logprob.shape, 1.0, tl.float32)
             else:
-                if CORRECTION != "token":
+                if config.correction_level != "token":
                     corrected = tl.exp(shared_mismatch + tl.zeros_like(logprob))
-                below, above = corrected < correction_min, corrected > correction_max
-                if MASKS:
+                below, above = corrected < config.correction_min, corrected > config.correction_max
+                if config.correction_masks:
                     corrected = tl.where(below | above, 0.0, corrected)
                 else:
-                    corrected = tl.where(below, correction_min, at_most(corrected, correction_max))
+                    corrected = tl.where(
+                        below, config.correction_min, at_most(corrected, config.correction_max)
+                    )
                 term *= corrected
                 slope *= corrected
             differences += tl.sum(tl.where(counted, distance, 0.0))
@@ -238,7 +220,7 @@ def _sequence_loss(
             weight_min = tl.minimum(weight_min, _smallest(corrected, counted))
             weight_max = tl.maximum(weight_max, _largest(corrected, counted))
             rejected += tl.sum(((corrected == 0.0) & counted).to(tl.float32))
-        allowed = tl.where(advantage >= 0, float("inf"), drift_max)
+        allowed = tl.where(advantage >= 0, float("inf"), config.drift_max)
         kept = counted & ((drift <= allowed) | (allowed == float("inf")))
         loss += weight * tl.sum(tl.where(kept, term, 0.0))
         slope = tl.where(kept, weight * slope, 0.0)
@@ -246,17 +228,17 @@ def _sequence_loss(
             shared_slope += tl.sum(slope)
             slope = tl.zeros_like(slope)
         if ref_logprobs is not None:
-            kl, kl_slope = kl_term(logprob - _load(ref_logprobs, place, counted), KL)
+            kl, kl_slope = kl_term(logprob - _load(ref_logprobs, place, counted), config.kl)
             kl_sum += tl.sum(tl.where(counted, kl, 0.0))
-            if CORRECT_KL:
+            if config.correct_kl:
                 own_ratio = tl.exp(own_log_ratio)
                 kl, kl_slope = own_ratio * kl, own_ratio * (kl + kl_slope)
-            if beta > 0:
-                loss += weight * beta * tl.sum(tl.where(counted, kl, 0.0))
-                slope += tl.where(counted, weight * beta * kl_slope, 0.0)
+            if config.beta > 0:
+                loss += weight * config.beta * tl.sum(tl.where(counted, kl, 0.0))
+                slope += tl.where(counted, weight * config.beta * kl_slope, 0.0)
         tl.store(gradient + place, slope, mask=place < last)
         if HAS_BONUS:
-            bonus = tl.where(counted, -entropy_coef / in_step, 0.0)
+            bonus = tl.where(counted, -config.entropy_coef / in_step, 0.0)
             tl.store(entropy_gradient + place, bonus, mask=place < last)
         if entropies is not None:
             entropy_sum += tl.sum(_load(entropies, place, counted))
@@ -268,7 +250,7 @@ def _sequence_loss(
         highs += tl.sum((is_high & counted).to(tl.float32))
         deltas += tl.sum((is_delta & counted).to(tl.float32))
     if SHARED:
-        if LEVEL == "sequence":
+        if config.level == "sequence":
             shared_slope /= length
         tl.debug_barrier()
         for start in range(first, last, BLOCK):
@@ -277,31 +259,19 @@ def _sequence_loss(
             own = tl.load(gradient + place, mask=counted, other=0.0)
             tl.store(gradient + place, own + shared_slope, mask=counted)
     if HAS_BONUS:
-        loss -= entropy_coef / in_step * entropy_sum
+        loss -= config.entropy_coef / in_step * entropy_sum
     nothing = ratio_max == float("-inf")
-    out = partial + sequence
-    tl.store(out + 0 * sequences, loss)
-    tl.store(out + 1 * sequences, ratio_sum * mean)
-    tl.store(out + 2 * sequences, masked * token_mean)
-    tl.store(out + 3 * sequences, lows * mean)
-    tl.store(out + 4 * sequences, highs * mean)
-    tl.store(out + 5 * sequences, deltas * mean)
-    tl.store(out + 6 * sequences, (lows + highs) * mean)
-    tl.store(out + 7 * sequences, entropy_sum * token_mean)
-    tl.store(out + 8 * sequences, kl_sum * token_mean)
-    tl.store(out + 9 * sequences, differences * token_mean)
-    tl.store(out + 10 * sequences, sampling_kl * token_mean)
-    tl.store(out + 11 * sequences, sampling_k1 * token_mean)
-    tl.store(out + 12 * sequences, outside_sum * token_mean)
-    tl.store(out + 13 * sequences, weight_sum * token_mean)
-    tl.store(out + 14 * sequences, rejected * token_mean)
-    tl.store(out + 15 * sequences, ratio_min)
-    tl.store(out + 16 * sequences, tl.where(nothing, float("inf"), lows / length))
-    tl.store(out + 17 * sequences, weight_min)
-    tl.store(out + 18 * sequences, ratio_max)
-    tl.store(out + 19 * sequences, tl.where(nothing, float("-inf"), highs / length))
-    tl.store(out + 20 * sequences, difference_max)
-    tl.store(out + 21 * sequences, weight_max)
+    of_sequence = (  # `RESULTS`
+        loss, ratio_sum * mean, masked * token_mean,
+        lows * mean, highs * mean, deltas * mean, (lows + highs) * mean,
+        entropy_sum * token_mean, kl_sum * token_mean,
+        differences * token_mean, sampling_kl * token_mean, sampling_k1 * token_mean,
+        outside_sum * token_mean, weight_sum * token_mean, rejected * token_mean,
+        ratio_min, tl.where(nothing, float("inf"), lows / length), weight_min,
+        ratio_max, tl.where(nothing, float("-inf"), highs / length), difference_max, weight_max,
+    )  # fmt: skip
+    for which in tl.static_range(len(of_sequence)):
+        tl.store(partial + which * sequences + sequence, of_sequence[which])
 
 
 @triton.jit(do_not_specialize=["sequences", "count"])
