@@ -12,8 +12,6 @@ the row of W that the program holds anyway: rounding to half precision would cos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,6 @@ from . import BF16_ROUNDING, LEVELS, TILE
 from .balance import balance, count_octaves, is_below, level_of, store_curve
 from .product import transform_arguments
 from .sparse_pairs import SparseOperands, logit_gradient
-
-if TYPE_CHECKING:
-    pass
 
 
 def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
