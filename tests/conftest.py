@@ -103,7 +103,13 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
         builder = interpreter.InterpreterBuilder
         patch.setattr(builder, "create_maxnumf", lambda self, *pair: self.binary_op(*pair, np.fmax))
         patch.setattr(builder, "create_minnumf", lambda self, *pair: self.binary_op(*pair, np.fmin))
+        patch.setattr(builder, "create_splat", _splat)
         yield
+
+
+def _splat(builder: Any, kind: Any, scalar: Any) -> Any:
+    """A comparison's booleans stay booleans, as Triton 3.9 demands of a mask."""
+    return type(scalar)(np.full(kind.shape, scalar.data, dtype=scalar.data.dtype), scalar.dtype.scalar)
 
 
 def bf16_to_float32(bits: np.ndarray) -> np.ndarray:

@@ -40,6 +40,22 @@ def _sum(x, out, SIZE: tl.constexpr):
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, SIZE))))
 
 
+@triton.jit
+def _load_some(x, out, size, enough, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(out + index, tl.load(x + index, mask=(index < size) & (tl.load(enough) > 0), other=2.0))
+
+
+def test_a_mask_may_hang_on_a_loaded_number(device):
+    out = torch.empty(2, 8, device=device)
+
+    for enough in (0, 1):
+        found = torch.tensor(enough, dtype=torch.int32, device=device)
+        _load_some[(1,)](torch.ones(8, device=device), out[enough], 5, found, SIZE=8)
+
+    assert out.tolist() == [[2.0] * 8, [1.0] * 5 + [2.0] * 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bf16_arithmetic_rounds_as_torch_does_and_a_maximum_takes_the_number_beside_a_nan(device, rng, dtype):
     x, y = (torch.randn(64, generator=rng).to(device, dtype) for _ in range(2))
