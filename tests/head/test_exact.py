@@ -27,7 +27,7 @@ def make_hard(make_call, hopper, rng):
 
     def make(dtype: torch.dtype, rows: int = 150):
         call = make_call((rows,), 300, 40, dtype=dtype, spread=6.0, bias=True)
-        targets = torch.where(call.targets < 0, call.targets, call.targets % 7)
+        targets = torch.where(call.targets < 0, call.targets, call.targets % 7 * 47)
         upstream = 1e-4 * torch.randn(rows, generator=rng)
         upstream[::5] = 0
         with torch.no_grad():
@@ -59,15 +59,15 @@ def test_stored_exponentials_give_gradients_no_worse_than_a_rounded_logit_gradie
     found = torch.autograd.grad(logprob, parameters, upstream)
 
     for got, expected in zip(found, exact, strict=False):
-        assert oracle.relative(got, expected) < (
-            limit if got.dim() == 2 else 2 * limit
-        )  # a bias of few entries
+        few = got.dim() == 1  # large entries, whose own rounding counts
+        assert oracle.relative(got, expected) < limit * (1 + few)
 
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("names", [("logprob", "logsumexp"), DIFFERENTIABLE])
 def test_other_statistics_may_be_differentiated_too(hopper, make_call, make_upstream, oracle, names):
-    call = hopper(make_call((30,), 300, 40))
+    call = make_call((30,), 300, 40)
+    call = hopper(replace(call, targets=call.targets.abs() % 7))  # no row is ignored
     upstream = {name: hopper(gradient) for name, gradient in make_upstream((30,), names).items()}
 
     found = oracle.gradients(call, call.outputs(names, recompute=False), upstream)
