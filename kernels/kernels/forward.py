@@ -216,7 +216,7 @@ def gather_kernel(
     z = transform_logits(
         product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
     )
-    tl.store(target_out + row[:, None], tl.where(here[:, None], z, 0.0), mask=live[:, None])
+    tl.store(target_out + row[:, None], z, mask=live[:, None])
     if inv_temperature_out is not None:
         tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
 
