@@ -29,10 +29,11 @@ from grpo_fast.head.problem import (
     Wanted,
 )
 from grpo_fast.kernels import TILE
+from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
 from grpo_fast.kernels.exponentials import Kept, kept_backward, settle
 from grpo_fast.kernels.forward import gather_rows, row_results, tile_statistics
-from grpo_fast.kernels.select import Live, row_coefficients, select_live
+from grpo_fast.kernels.select import Live, select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 

@@ -35,24 +35,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, SparseConfig, cuda
+from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, cuda
 from .balance import balance, count_octaves, is_below, level_of, store_curve
-from .policy_terms import expm1
+from .coefficients import RowCoefficients
 from .product import LOG2E
 
 if TYPE_CHECKING:
-    from grpo_fast.head.problem import HeadProblem, RowGradients, RowStatistics
-
-
-@dataclass(frozen=True)
-class RowCoefficients:
-    """What makes the logit gradients of N rows: g·onehot(target) − c·p, before the slope of the logit."""
-
-    logsumexp: Tensor  # (N,) float32, as the next three
-    target: Tensor  # dL/dz of the target
-    mass: Tensor  # c; dL/dz is −c·p elsewhere
-    scale: Tensor  # largest |dL/d(x·w)| per probability: |c| times the steepest slope of the logit
-    squares: Tensor  # (P,) float32, their sum: Σ_i (Σ_v|G_iv|)²
+    from grpo_fast.head.problem import HeadProblem
 
 
 @dataclass(frozen=True)
@@ -67,46 +56,6 @@ class Live:
     dense: Tensor  # (N,) bool: set apart
     left_out: Tensor  # (N,) float32: μ, the probability in no live pair; zero for rows set apart
     found: Tensor  # (2,) int64: live pairs, rows set apart
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The live pairs, by tile and then row, and each one's place in the order by row and then tile.
-
-    Where there are more than `capacity`, `fits` is zero and the lists hold nothing.
-    """
-
-    rows: Tensor  # (capacity,) int32
-    places: Tensor  # (capacity,) int32
-    tiles: Tensor  # (capacity,) int32, by place
-    offsets: Tensor  # (T + 1,) int32: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
-    block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
-    block_tile: Tensor  # (blocks,) int32: tile of every block
-    fits: Tensor  # (1,) int32
-
-    @property
-    def capacity(self) -> int:
-        return self.rows.numel()
-
-
-def row_coefficients(
-    problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
-) -> RowCoefficients:
-    """Of upstream gradients of the log-probability and the log-sum-exp.
-
-    Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
-    """
-    rows = problem.targets.numel()
-    programs = triton.cdiv(rows, _ROWS)
-    upstream = (None if g is None else g.contiguous() for g in gradients[:2])  # autograd expands
-    target, mass, scale = (statistics.logprob.new_empty(rows) for _ in range(3))
-    squares = statistics.logprob.new_empty(programs)
-    if rows:
-        _row_coefficients[(programs,)](
-            problem.targets, statistics.logprob, *upstream, problem.inv_temperature,
-            float(problem.logit_scale), target, mass, scale, squares, rows, problem.vocabulary, BLOCK=_ROWS,
-        )  # fmt: skip
-    return RowCoefficients(statistics.logsumexp, target, mass, scale, squares)
 
 
 def select_live(
@@ -170,74 +119,7 @@ def counted_curve(tile_lse: Tensor, *rows: Tensor, vocabulary: int) -> Tensor:
     return curve
 
 
-def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
-    """The lists of at most `capacity` live pairs."""
-    rows, tiles = live.count.numel(), live.tile_counts.numel()
-
-    def empty(size: int) -> Tensor:
-        return live.bits.new_empty(size)
-
-    blocks = capacity // config.pair_rows + tiles  # every tile's last block may be partly filled
-    pairs = Pairs(
-        empty(capacity), empty(capacity), empty(capacity),
-        empty(tiles + 1), empty(tiles + 1), empty(blocks), empty(1),
-    )  # fmt: skip
-    _lay_out[(1,)](
-        live.tile_counts, live.found, pairs.offsets, pairs.block_offsets, pairs.fits, tiles, capacity,
-        PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
-    )  # fmt: skip
-    _list_tile[(tiles,)](
-        live.bits, live.rank_base, live.count, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
-        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_SCAN,
-    )  # fmt: skip
-    return pairs
-
-
-_ROWS = 1024
 _SCAN = 2048
-
-
-@triton.jit(do_not_specialize=["logit_scale", "rows", "vocabulary"])
-def _row_coefficients(
-    targets,  # (N,) int64
-    logprob,  # (N,) float32
-    of_logprob,  # (N,) float32 or None, as the next: upstream gradients
-    of_logsumexp,
-    inv_temperature,  # (N,) float32 or None
-    logit_scale,
-    target_out,  # (N,) float32, written, as the next two
-    mass_out,
-    scale_out,
-    squares,  # (programs,) float32, written
-    rows,
-    vocabulary,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    target = tl.load(targets + row, mask=inside, other=-1)
-    works = target >= 0  # a row without work may hold NaN
-    logp = tl.load(logprob + row, mask=works, other=0.0)
-    mass = tl.zeros((BLOCK,), dtype=tl.float32)
-    of_target = tl.zeros((BLOCK,), dtype=tl.float32)
-    rest = -expm1(logp)  # near p = 1, 1 − p is rounding noise
-    if of_logprob is not None:
-        g = tl.load(of_logprob + row, mask=works & (target < vocabulary), other=0.0)
-        mass += g
-        of_target += g * rest
-    if of_logsumexp is not None:
-        g = tl.load(of_logsumexp + row, mask=works, other=0.0)
-        mass -= g
-        of_target += tl.where(g == 0.0, 0.0, g * tl.exp(logp))
-    scale = tl.abs(mass) * tl.abs(logit_scale)
-    if inv_temperature is not None:
-        scale *= tl.load(inv_temperature + row, mask=works, other=0.0)
-    tl.store(target_out + row, of_target, mask=inside)
-    tl.store(mass_out + row, mass, mask=inside)
-    tl.store(scale_out + row, scale, mask=inside)
-    # A row's entries beside the target's sum to |c|·(1 − p). A row of NaN is not counted.
-    norm = tl.abs(of_target) + tl.abs(mass) * rest
-    tl.store(squares + tl.program_id(0), tl.sum(tl.where(norm == norm, norm * norm, 0.0)))
 
 
 @triton.jit
@@ -335,7 +217,7 @@ def _mark_live(
 
 
 @triton.jit
-def _bits_of_tile(bits, tile, row, rows):
+def bits_of_tile(bits, tile, row, rows):
     """The word of these rows that holds the tile."""
     return tl.load(bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
 
@@ -345,7 +227,7 @@ def _count_tile(bits, tile_counts, rows, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     live = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, rows, BLOCK):
-        live += (_bits_of_tile(bits, tile, start + tl.arange(0, BLOCK), rows) >> (tile % 32)) & 1
+        live += (bits_of_tile(bits, tile, start + tl.arange(0, BLOCK), rows) >> (tile % 32)) & 1
     tl.store(tile_counts + tile, tl.sum(live))
 
 
@@ -361,79 +243,3 @@ def _count_all(tile_counts, dense_rows, found, tiles, rows, BLOCK: tl.constexpr)
         dense += tl.load(dense_rows + row, mask=row < rows, other=0).to(tl.int64)
     tl.store(found, tl.sum(pairs))
     tl.store(found + 1, tl.sum(dense))
-
-
-@triton.jit(do_not_specialize=["tiles", "capacity"])
-def _lay_out(
-    tile_counts,  # (T,) int32
-    found,  # (2,) int64
-    offsets,  # (T + 1,) int32, written
-    block_offsets,  # (T + 1,) int32, written
-    fits,  # (1,) int32, written
-    tiles,
-    capacity,
-    PAIR_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One program: where every tile's pairs and blocks begin."""
-    enough = tl.load(found) <= capacity
-    tl.store(fits, enough.to(tl.int32))
-    tile = tl.arange(0, BLOCK)
-    count = tl.load(tile_counts + tile, mask=(tile < tiles) & enough, other=0)
-    tl.store(offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
-    tl.store(block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
-    tl.store(offsets, 0)
-    tl.store(block_offsets, 0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _list_tile(
-    bits,
-    rank_base,
-    live_count,
-    row_ends,
-    offsets,
-    block_offsets,
-    fits,
-    pair_rows,  # written, as all that follow
-    pair_places,
-    pair_tiles,
-    block_tile,
-    rows,
-    BLOCK: tl.constexpr,
-):
-    """The tile's live rows in ascending order with their places, and the tile beside each of its blocks."""
-    if tl.load(fits) == 0:
-        return
-    tile = tl.program_id(0)
-    at = tl.load(offsets + tile)
-    lower = (1 << (tile % 32)) - 1
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        word = _bits_of_tile(bits, tile, row, rows)
-        live = (word >> (tile % 32)) & 1
-        mask = live != 0
-        first = tl.load(row_ends + row, mask=mask, other=0).to(tl.int32)
-        first -= tl.load(live_count + row, mask=mask, other=0)
-        rank = tl.load(rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
-        place = first + rank + _popcount(word & lower)
-        index = at + tl.cumsum(live) - live
-        tl.store(pair_rows + index, row, mask=mask)
-        tl.store(pair_places + index, place, mask=mask)
-        tl.store(pair_tiles + place, tile, mask=mask)
-        at += tl.sum(live)
-    first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
-    for start in range(first_block, last_block, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
-
-
-@triton.jit
-def _popcount(bits):
-    """Set bits of every int32."""
-    value = bits.to(tl.uint32, bitcast=True)
-    value = value - ((value >> 1) & 0x55555555)
-    value = (value & 0x33333333) + ((value >> 2) & 0x33333333)
-    value = (value + (value >> 4)) & 0x0F0F0F0F
-    value = value + (value >> 8)
-    return ((value + (value >> 16)) & 0x3F).to(tl.int32)

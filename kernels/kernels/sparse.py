@@ -17,7 +17,9 @@ from torch import Tensor
 
 from . import BF16_ROUNDING
 from .balance import total_of
-from .select import Live, RowCoefficients, list_pairs
+from .coefficients import RowCoefficients
+from .pairs import list_pairs
+from .select import Live
 from .sparse_pairs import SparseOperands, pair_gradients
 from .sparse_rows import hidden_gradient, keep_entries
 from .sparse_weight import bias_gradient, weight_gradient

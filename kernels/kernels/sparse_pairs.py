@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import TILE
+from .coefficients import RowCoefficients
+from .pairs import Pairs
 from .product import (
     gathered_products,
     precision,
@@ -24,7 +26,7 @@ from .product import (
     transform_logits,
     untransform_gradient,
 )
-from .select import Live, Pairs, RowCoefficients
+from .select import Live
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem

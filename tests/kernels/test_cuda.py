@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from grpo_fast.kernels import BF16_ROUNDING, LEVELS, PAIR_SHARE, TILE, cuda, select
+from grpo_fast.kernels.coefficients import row_coefficients
 from torch import Tensor
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -153,7 +154,7 @@ def test_nothing_is_checked_and_triton_used_where(monkeypatch, tmp_path, cause):
 @pytest.mark.usefixtures("emulated")
 def test_the_exact_curve_leaves_pairs_out_that_the_counted_one_keeps_and_adds_none(make_head, monkeypatch):
     head = make_head(24, 60 * TILE, 16, spread=4.0)
-    coefficients = select.row_coefficients(head.problem, *head.upstream)
+    coefficients = row_coefficients(head.problem, *head.upstream)
     inputs = head.problem, coefficients, head.tile_lse
 
     by_triton = select.select_live(*inputs, tolerance=1.0)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from grpo_fast.kernels import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, SparseConfig, balance
-from grpo_fast.kernels.select import Live, Pairs, RowCoefficients, list_pairs, row_coefficients, select_live
+from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
+from grpo_fast.kernels.pairs import Pairs, list_pairs
+from grpo_fast.kernels.select import Live, select_live
 from grpo_fast.kernels.sparse import certify
 from grpo_fast.kernels.sparse_pairs import SparseOperands
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from grpo_fast.kernels import SparseConfig, sparse_rows
-from grpo_fast.kernels.select import Live, RowCoefficients, row_coefficients, select_live
+from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
+from grpo_fast.kernels.select import Live, select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 from grpo_fast.head.problem import Wanted

@@ -1,0 +1,137 @@
+"""The live pairs as lists: by vocabulary tile, as products take them, and by row, as sums over a row do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .select import Live, bits_of_tile
+
+if TYPE_CHECKING:
+    from . import SparseConfig
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The live pairs, by tile and then row, and each one's place in the order by row and then tile.
+
+    Where there are more than `capacity`, `fits` is zero and the lists hold nothing.
+    """
+
+    rows: Tensor  # (capacity,) int32
+    places: Tensor  # (capacity,) int32
+    tiles: Tensor  # (capacity,) int32, by place
+    offsets: Tensor  # (T + 1,) int32: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
+    block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
+    block_tile: Tensor  # (blocks,) int32: tile of every block
+    fits: Tensor  # (1,) int32
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.numel()
+
+
+def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
+    """The lists of at most `capacity` live pairs."""
+    rows, tiles = live.count.numel(), live.tile_counts.numel()
+
+    def empty(size: int) -> Tensor:
+        return live.bits.new_empty(size)
+
+    blocks = capacity // config.pair_rows + tiles  # every tile's last block may be partly filled
+    pairs = Pairs(
+        empty(capacity), empty(capacity), empty(capacity),
+        empty(tiles + 1), empty(tiles + 1), empty(blocks), empty(1),
+    )  # fmt: skip
+    _lay_out[(1,)](
+        live.tile_counts, live.found, pairs.offsets, pairs.block_offsets, pairs.fits, tiles, capacity,
+        PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
+    )  # fmt: skip
+    _list_tile[(tiles,)](
+        live.bits, live.rank_base, live.count, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
+        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_ROWS,
+    )  # fmt: skip
+    return pairs
+
+
+_ROWS = 2048
+
+
+@triton.jit(do_not_specialize=["tiles", "capacity"])
+def _lay_out(
+    tile_counts,  # (T,) int32
+    found,  # (2,) int64
+    offsets,  # (T + 1,) int32, written
+    block_offsets,  # (T + 1,) int32, written
+    fits,  # (1,) int32, written
+    tiles,
+    capacity,
+    PAIR_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: where every tile's pairs and blocks begin."""
+    enough = tl.load(found) <= capacity
+    tl.store(fits, enough.to(tl.int32))
+    tile = tl.arange(0, BLOCK)
+    count = tl.load(tile_counts + tile, mask=(tile < tiles) & enough, other=0)
+    tl.store(offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
+    tl.store(block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
+    tl.store(offsets, 0)
+    tl.store(block_offsets, 0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _list_tile(
+    bits,
+    rank_base,
+    live_count,
+    row_ends,
+    offsets,
+    block_offsets,
+    fits,
+    pair_rows,  # written, as all that follow
+    pair_places,
+    pair_tiles,
+    block_tile,
+    rows,
+    BLOCK: tl.constexpr,
+):
+    """The tile's live rows in ascending order with their places, and the tile beside each of its blocks."""
+    if tl.load(fits) == 0:
+        return
+    tile = tl.program_id(0)
+    at = tl.load(offsets + tile)
+    lower = (1 << (tile % 32)) - 1
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        word = bits_of_tile(bits, tile, row, rows)
+        live = (word >> (tile % 32)) & 1
+        mask = live != 0
+        first = tl.load(row_ends + row, mask=mask, other=0).to(tl.int32)
+        first -= tl.load(live_count + row, mask=mask, other=0)
+        rank = tl.load(rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
+        place = first + rank + _popcount(word & lower)
+        index = at + tl.cumsum(live) - live
+        tl.store(pair_rows + index, row, mask=mask)
+        tl.store(pair_places + index, place, mask=mask)
+        tl.store(pair_tiles + place, tile, mask=mask)
+        at += tl.sum(live)
+    first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
+    for start in range(first_block, last_block, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
+
+
+@triton.jit
+def _popcount(bits):
+    """Set bits of every int32."""
+    value = bits.to(tl.uint32, bitcast=True)
+    value = value - ((value >> 1) & 0x55555555)
+    value = (value & 0x33333333) + ((value >> 2) & 0x33333333)
+    value = (value + (value >> 4)) & 0x0F0F0F0F
+    value = value + (value >> 8)
+    return ((value + (value >> 16)) & 0x3F).to(tl.int32)
