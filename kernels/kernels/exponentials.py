@@ -107,7 +107,8 @@ def hidden_kernel(
     for start in range(0, hidden_size, WIDTH):
         column = start + tl.arange(0, WIDTH)
         inside = column < hidden_size
-        w = tl.load(weight + target * weight_stride + column, mask=inside & here, other=0.0)
+        found = column < tl.where(here, hidden_size, 0)
+        w = tl.load(weight + target * weight_stride + column, mask=found, other=0.0)
         product = tl.load(products + row * hidden_size + column, mask=inside, other=0.0)
         gradient = scale * product + at_target * w.to(tl.float32)
         tl.store(

@@ -77,7 +77,7 @@ def _lay_out(
     enough = tl.load(found) <= capacity
     tl.store(fits, enough.to(tl.int32))
     tile = tl.arange(0, BLOCK)
-    count = tl.load(tile_counts + tile, mask=(tile < tiles) & enough, other=0)
+    count = tl.load(tile_counts + tile, mask=tile < tl.where(enough, tiles, 0), other=0)
     tl.store(offsets + tile + 1, tl.cumsum(count), mask=tile < tiles)
     tl.store(block_offsets + tile + 1, tl.cumsum(tl.cdiv(count, PAIR_ROWS)), mask=tile < tiles)
     tl.store(offsets, 0)

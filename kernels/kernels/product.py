@@ -127,7 +127,7 @@ def transform_logits(
     vocabulary,
 ):
     """z of every product, (ROWS, COLUMNS) float32."""
-    z = _biased(products, bias, column, vocabulary)
+    z = biased(products, bias, column, vocabulary)
     factor = logit_scale
     if softcap is not None:
         z = softcap * _tanh(z * (logit_scale / softcap))
@@ -152,7 +152,7 @@ def untransform_gradient(
 ):
     """dL/d(x·w + bias) from dL/dz: multiplied by dz/d(x·w)."""
     if softcap is not None:
-        u = tl.abs(_biased(products, bias, column, vocabulary) * (logit_scale / softcap))
+        u = tl.abs(biased(products, bias, column, vocabulary) * (logit_scale / softcap))
         tail = tl.exp2(u * -LOG2E)
         sech = 2.0 * tail * _reciprocal(tl.fma(tail, tail, 1.0))
         gradient *= sech * sech  # 1 - tanh² cancels where it saturates
@@ -163,7 +163,8 @@ def untransform_gradient(
 
 
 @triton.jit
-def _biased(products, bias, column, vocabulary):
+def biased(products, bias, column, vocabulary):
+    """x·w + bias."""
     if bias is not None:
         products += tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32)[None, :]
     return products

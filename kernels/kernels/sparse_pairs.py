@@ -19,6 +19,8 @@ from . import TILE
 from .coefficients import RowCoefficients
 from .pairs import Pairs
 from .product import (
+    LOG2E,
+    biased,
     gathered_products,
     precision,
     program_count,
@@ -66,9 +68,9 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     problem, rows, pairs, config = operands.problem, operands.rows, operands.pairs, operands.config
     hidden, weight = problem.hidden, problem.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
-    # A softcap, and rows not known to be aligned, need the registers of half a block.
+    # A bias, a softcap, and rows not known to be aligned need the registers of half a block.
     aligned = all(size % 16 == 0 for size in (hidden.shape[1], hidden.stride(0), weight.stride(0)))
-    whole = aligned and problem.softcap is None
+    whole = aligned and problem.bias is None and problem.softcap is None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         **transform_arguments(problem),
         hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
@@ -79,7 +81,8 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
-        num_warps=config.pair_warps, num_stages=config.pair_stages, maxnreg=config.pair_registers,
+        num_warps=config.pair_warps, num_stages=config.pair_stages,
+        maxnreg=config.pair_registers if whole else None,
     )  # fmt: skip
     return gradients
 
@@ -129,7 +132,7 @@ def _pair_gradients(
 
         products = gathered_products(
             hidden + row.to(tl.int64)[:, None] * hidden_stride,
-            # Columns past the end read the last row of the weight; their gradient is set to zero below.
+            # Columns past the end read the last row of the weight: nobody reads their gradients.
             weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
             hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
@@ -140,7 +143,6 @@ def _pair_gradients(
         )  # fmt: skip
         if unit is not None:
             gradient *= tl.load(unit)
-        gradient = tl.where((column < vocabulary)[None, :], gradient, 0.0)
         place = gradients + tl.load(pair_places + index, mask=valid, other=0).to(tl.int64) * TILE
         stored = gradient.to(gradients.dtype.element_ty)
         tl.store(place[:, None] + tl.arange(0, TILE)[None, :], stored, mask=valid[:, None])
@@ -163,6 +165,14 @@ def logit_gradient(
     vocabulary,
 ):
     """dL/d(x·w) of every product, (ROWS, COLUMNS) float32."""
+    if softcap is None:
+        slope = tl.zeros_like(logsumexp) + 1.0  # a row's: multiplying a tile by it would spill
+        if inv_temperature is not None:
+            slope = tl.load(inv_temperature + row, mask=row < rows, other=1.0) * logit_scale
+        z = biased(products, bias, column, vocabulary)
+        octaves = tl.fma(z, (slope * LOG2E)[:, None], (-logsumexp * LOG2E)[:, None])
+        gradient = (-mass_gradient * slope)[:, None] * tl.exp2(octaves)
+        return tl.where(target[:, None] == column[None, :], (target_gradient * slope)[:, None], gradient)
     logits = transform_logits(
         products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
     )

@@ -43,7 +43,7 @@ def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) 
     rounded = 1 + BF16_ROUNDING if half else 1.0  # by which a stored gradient can be less than its entry
     inputs = (
         gradients, pairs.tiles, live.row_ends, live.count, pairs.fits, live.left_out,
-        operands.problem.targets, scale,
+        operands.problem.targets, scale, operands.problem.vocabulary,
     )  # fmt: skip
     if count:
         _entry_curve[(count,)](*inputs, curve, TILE=TILE, BLOCK=_SCAN, ROUNDED=rounded, num_warps=4)
@@ -98,6 +98,7 @@ def _row_shares(
     elements,
     target,
     scale,
+    vocabulary,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -105,12 +106,13 @@ def _row_shares(
     element = start + tl.arange(0, BLOCK)
     present = element < elements
     value = tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32)
-    tile = tl.load(pair_tiles + first + element // TILE, mask=present, other=0)
+    column = tl.load(pair_tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
     share = tl.where(scale == 0.0, 0.0, tl.abs(value) / scale)  # only the target's gradient
-    return tl.log2(share), present, present & (tile * TILE + element % TILE == target)
+    present &= column < vocabulary
+    return tl.log2(share), present, present & (column == target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def _entry_curve(
     gradients,
     pair_tiles,
@@ -120,6 +122,7 @@ def _entry_curve(
     left_out,  # (N,) float32: by the pairs
     targets,  # (N,) int64
     row_scale,  # (N,) float32
+    vocabulary,
     curve,  # (N, LEVELS) float32, written
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -131,18 +134,18 @@ def _entry_curve(
     first = tl.load(row_ends + row) - pairs
     target, scale = tl.load(targets + row), tl.load(row_scale + row)
     log2_share, present, is_target = _row_shares(
-        gradients, pair_tiles, first, 0, pairs * TILE, target, scale, TILE, BLOCK
+        gradients, pair_tiles, first, 0, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
     )
     counts = count_octaves(log2_share, present & ~is_target)
     for start in range(BLOCK, pairs * TILE, BLOCK):
         log2_share, present, is_target = _row_shares(
-            gradients, pair_tiles, first, start, pairs * TILE, target, scale, TILE, BLOCK
+            gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
         )
         counts += count_octaves(log2_share, present & ~is_target)
     store_curve(curve, row, counts, tl.load(left_out + row), FACTOR=ROUNDED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocabulary"])
 def _keep_entries(
     gradients,
     pair_tiles,
@@ -152,6 +155,7 @@ def _keep_entries(
     left_out,
     targets,
     row_scale,
+    vocabulary,
     mass_gradient,  # (N,) float32
     curve,
     kappa,  # (1,) float32
@@ -172,7 +176,7 @@ def _keep_entries(
     dropped = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, pairs * TILE, BLOCK):
         log2_share, present, is_target = _row_shares(
-            gradients, pair_tiles, first, start, pairs * TILE, target, scale, TILE, BLOCK
+            gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
         )
         below = is_below(log2_share, level) & ~is_target
         dropped += tl.where(present & below, tl.exp2(log2_share), 0.0)
