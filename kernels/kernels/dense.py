@@ -112,12 +112,11 @@ def logit_gradient_kernel(
             gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
         )
         # One 64-bit address per row, 32-bit steps within it: a tile of 64-bit addresses would spill.
-        line = gradient_out + row.to(tl.int64) * gradient_stride
-        kept = live[:, None] & (column < start + width)[None, :]
+        line = gradient_out + (first_column - start) + row.to(tl.int64) * gradient_stride
+        kept = live[:, None] & (offset < start + width - first_column)[None, :]
         if inv_scale is not None:
             gradient *= tl.load(inv_scale)
-        at = line[:, None] + (column - start)[None, :]
-        tl.store(at, gradient.to(gradient_out.dtype.element_ty), mask=kept)
+        tl.store(line[:, None] + offset[None, :], gradient.to(gradient_out.dtype.element_ty), mask=kept)
 
 
 def dense_backward(

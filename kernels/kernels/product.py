@@ -166,7 +166,7 @@ def untransform_gradient(
 def biased(products, bias, column, vocabulary):
     """x·w + bias."""
     if bias is not None:
-        products += tl.load(bias + column, mask=column < vocabulary, other=0.0).to(tl.float32)[None, :]
+        products += tl.load(bias + tl.minimum(column, vocabulary - 1)).to(tl.float32)[None, :]
     return products
 
 
