@@ -13,7 +13,8 @@ given a wild threshold.
 
 A curve is a histogram: what lies in each quarter octave is counted and taken for the octave's upper edge. So
 it is an upper bound, loose by at most 2^(1/4) = 19 %, and the budget holds; what is left out in the end is
-summed exactly where it is left out. Summing the masses themselves takes a comparison for each threshold.
+summed exactly where it is left out. Triton has no histogram that sums; the tiles' curve has one where `csrc/`
+was built.
 
 The same balance is struck twice: over the masses of vocabulary tiles (`select`), and over the single
 entries of the hidden gradient (`sparse_rows`), whose curves start at what is already left out.
