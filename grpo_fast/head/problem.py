@@ -82,8 +82,9 @@ class HeadProblem(NamedTuple):
             slope = slope * self.inv_temperature.to(products.dtype)[:, None]
         if self.softcap is None:
             return slope
-        tail = (products.abs() * (-2 * abs(self.logit_scale) / self.softcap)).exp_()
-        return slope * (4 * tail / (1 + tail).square())  # 1 - tanh², which cancels where it saturates
+        tail = products.abs().mul_(-2 * abs(self.logit_scale) / self.softcap).exp_()
+        # 1 - tanh² cancels where it saturates.
+        return tail.div_((1 + tail).square_()).mul_(4 * slope)
 
     def targets_within(self, columns: slice) -> tuple[Tensor, Tensor]:
         """Row and column, inside the chunk, of each target that lies in it."""
