@@ -49,6 +49,12 @@ def is_below(log2_mass, level):
 
 
 @triton.jit
+def threshold_of(level):
+    """Of a level; an ulp or two less than where `octave` ends, so that what is below it has been counted."""
+    return tl.where(level < _LEVELS - 1, tl.exp2(-4.0 - 0.5 * level.to(tl.float32)) * (1 - 2.0**-20), 1e-38)
+
+
+@triton.jit
 def count_octaves(log2_mass, counted):
     """(BINS,) int32: how many of the masses that count lie in each quarter octave below 2^-4."""
     place = octave(log2_mass)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import BF16_ROUNDING, LEVELS, TILE
-from .balance import balance, count_octaves, is_below, level_of, store_curve
+from .balance import balance, count_octaves, level_of, store_curve, threshold_of
 from .product import transform_arguments
 from .sparse_pairs import SparseOperands, logit_gradient
 
@@ -102,14 +102,14 @@ def _row_shares(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2 of the probability that BLOCK elements of a row count as, which are there, which is the target."""
+    """The probability that BLOCK elements of a row count as, which are there, which is the target."""
     element = start + tl.arange(0, BLOCK)
     present = element < elements
     value = tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32)
     column = tl.load(pair_tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
     share = tl.where(scale == 0.0, 0.0, tl.abs(value) / scale)  # only the target's gradient
     present &= column < vocabulary
-    return tl.log2(share), present, present & (column == target)
+    return share, present, present & (column == target)
 
 
 @triton.jit(do_not_specialize=["vocabulary"])
@@ -133,15 +133,15 @@ def _entry_curve(
     pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
     first = tl.load(row_ends + row) - pairs
     target, scale = tl.load(targets + row), tl.load(row_scale + row)
-    log2_share, present, is_target = _row_shares(
+    share, present, is_target = _row_shares(
         gradients, pair_tiles, first, 0, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
     )
-    counts = count_octaves(log2_share, present & ~is_target)
+    counts = count_octaves(tl.log2(share), present & ~is_target)
     for start in range(BLOCK, pairs * TILE, BLOCK):
-        log2_share, present, is_target = _row_shares(
+        share, present, is_target = _row_shares(
             gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
         )
-        counts += count_octaves(log2_share, present & ~is_target)
+        counts += count_octaves(tl.log2(share), present & ~is_target)
     store_curve(curve, row, counts, tl.load(left_out + row), FACTOR=ROUNDED)
 
 
@@ -171,15 +171,15 @@ def _keep_entries(
     pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
     first = tl.load(row_ends + row) - pairs
     target, scale = tl.load(targets + row), tl.load(row_scale + row)
-    level = level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa))
+    threshold = threshold_of(level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa)))
     kept = 0
     dropped = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, pairs * TILE, BLOCK):
-        log2_share, present, is_target = _row_shares(
+        share, present, is_target = _row_shares(
             gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
         )
-        below = is_below(log2_share, level) & ~is_target
-        dropped += tl.where(present & below, tl.exp2(log2_share), 0.0)
+        below = (share < threshold) & ~is_target  # NaN is not
+        dropped += tl.where(present & below, share, 0.0)
         keep = (present & ~below).to(tl.int32)
         rank = kept + tl.cumsum(keep, axis=0) - keep
         tl.debug_barrier()  # what is overwritten has been read, by other threads too
