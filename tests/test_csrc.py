@@ -30,9 +30,9 @@ def test_the_mass_curve_keeps_its_histogram_in_shared_memory_and_a_row_short(tmp
     command = [compiler, *options, "-arch=sm_90", "-cubin", ROOT / "csrc" / "mass_curve.cu", "-o", output]
     subprocess.run(command, check=True)
 
-    code, found = cuobjdump("-sass", str(output)), read(output.read_bytes(), disassemble=True)
-    assert not found.stack and not re.search(r"\b(?:LDL|STL|ATOMS|RED)\b", code)
-    assert found.loops.instructions < 600  # of them 143 for 256 tiles
+    _, spills, _, loops = read(output.read_bytes(), disassemble=True)
+    assert not spills and not re.search(r"\b(?:ATOMS|RED)\b", cuobjdump("-sass", str(output)))
+    assert 0 < loops.instructions < 600  # of them 143 for 256 tiles
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])

@@ -58,7 +58,7 @@ def levels_of(curve: torch.Tensor, c: torch.Tensor, squares: torch.Tensor, share
     return levels
 
 
-def mixed_masses(rng: torch.Generator, rows: int = 150) -> torch.Tensor:
+def mixed_masses(rng: torch.Generator, rows: int = 80) -> torch.Tensor:
     """Rows from peaked to flat, (N, 400) float32."""
     spread = 1 + 7 * torch.rand(rows, 1, generator=rng)
     return (spread * torch.randn(rows, 400, generator=rng)).softmax(1)
@@ -95,7 +95,7 @@ def test_below_a_level_is_less_than_its_threshold(rng, device):
 
 @pytest.mark.parametrize("share", [1e-3, 0.03, 0.5])
 def test_what_is_left_out_is_within_the_budget_and_spends_most_of_it(rng, device, share):
-    masses, c = mixed_masses(rng).to(device), torch.randn(150, generator=rng).to(device)
+    masses, c = mixed_masses(rng).to(device), torch.randn(80, generator=rng).to(device)
     parts = torch.rand(70, generator=rng).to(device)
     parts /= parts.sum()  # of a norm of one
 
@@ -108,7 +108,7 @@ def test_what_is_left_out_is_within_the_budget_and_spends_most_of_it(rng, device
 
 @pytest.mark.parametrize("share", [0.0, 1e-2, 1.0])
 def test_a_rows_level_is_that_of_the_torch_path(rng, device, share):
-    masses, c = mixed_masses(rng).to(device), torch.logspace(-2, 2, 150, device=device)
+    masses, c = mixed_masses(rng).to(device), torch.logspace(-2, 2, 80, device=device)
     c[::9] = 0
     curve, norm = curve_of(masses), torch.ones(1, device=device)
 
@@ -122,13 +122,13 @@ def test_a_rows_level_is_that_of_the_torch_path(rng, device, share):
 
 
 def test_a_row_of_nan_leaves_out_nothing_and_does_not_spoil_the_others(rng, device):
-    curve, c = curve_of(mixed_masses(rng).to(device)), torch.ones(150, device=device)
+    curve, c = curve_of(mixed_masses(rng).to(device)), torch.ones(80, device=device)
     c[7] = torch.nan
     curve[9] = torch.nan
-    others = torch.ones(150, dtype=torch.bool, device=device)
+    others = torch.ones(80, dtype=torch.bool, device=device)
     others[[7, 9]] = False
 
     found = levels_of(curve, c, torch.ones(1, device=device), 0.03)
 
     assert (found[~others] == LEVELS - 1).all()
-    assert (found[others] < LEVELS - 1).sum() > 100
+    assert (found[others] < LEVELS - 1).sum() > 50

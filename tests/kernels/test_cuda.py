@@ -152,20 +152,18 @@ def test_nothing_is_checked_and_triton_used_where(monkeypatch, tmp_path, cause):
 
 
 @pytest.mark.usefixtures("emulated")
-def test_the_exact_curve_leaves_pairs_out_that_the_counted_one_keeps_and_adds_none(make_head, monkeypatch):
+def test_the_exact_curve_is_used_where_it_can_be_and_spends_no_more_than_the_budget(make_head, monkeypatch):
     head = make_head(24, 60 * TILE, 16, spread=4.0)
     coefficients = row_coefficients(head.problem, *head.upstream)
-    inputs = head.problem, coefficients, head.tile_lse
-
-    by_triton = select.select_live(*inputs, tolerance=1.0)
     monkeypatch.setattr(cuda, "usable", lambda device: True)
     monkeypatch.setattr(select, "counted_curve", None)
-    by_csrc = select.select_live(*inputs, tolerance=1.0)
 
-    assert 0 < by_csrc.found[0] < by_triton.found[0]
-    assert not (by_csrc.bits & ~by_triton.bits).any()
-    spent = (coefficients.mass * by_csrc.left_out).nan_to_num().double().square().sum()
-    assert spent <= (PAIR_SHARE * BF16_ROUNDING) ** 2 * coefficients.squares.double().sum()
+    live = select.select_live(head.problem, coefficients, head.tile_lse, tolerance=1.0)
+
+    spent = (coefficients.mass * live.left_out).nan_to_num().double().square().sum()
+    budget = (PAIR_SHARE * BF16_ROUNDING) ** 2 * coefficients.squares.double().sum()
+    assert live.found[0] > 0
+    assert 0.05 * budget < spent <= budget
 
 
 @pytest.mark.gpu

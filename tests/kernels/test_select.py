@@ -75,7 +75,7 @@ def working_rows(head) -> torch.Tensor:
 def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_tolerance(
     make_head, shape, tolerance
 ):
-    head = make_head(90, 2000, **SHAPES[shape])
+    head = make_head(50, 2000, **SHAPES[shape])
 
     selected = select(head, tolerance)
 
@@ -98,7 +98,7 @@ def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_toler
 
 
 def test_lists_agree_with_the_bits_and_both_orders_with_each_other(make_head):
-    head = make_head(150, 4500, peak=30.0, g_logsumexp=True)
+    head = make_head(70, 4500, peak=30.0, g_logsumexp=True)
 
     selected = select(head, 10.0)
 
@@ -125,7 +125,7 @@ def test_lists_agree_with_the_bits_and_both_orders_with_each_other(make_head):
 
 
 def test_a_curve_is_at_most_a_quarter_octave_above_the_masses_below_each_level(make_head, rng, monkeypatch):
-    head = make_head(60, 9000, peak=0.0)
+    head = make_head(24, 9000, peak=0.0)
     head.tile_lse.sub_(18 * torch.rand(head.tile_lse.shape, generator=rng).to(head.tile_lse.device))
     head.tile_lse[:, 3], head.tile_lse[:, 5] = head.logsumexp - 9.5 * 0.6931471805599453, -torch.inf
     curves = []
@@ -151,7 +151,7 @@ def test_a_curve_is_at_most_a_quarter_octave_above_the_masses_below_each_level(m
 
 
 def test_tolerance_zero_leaves_out_only_what_is_zero_in_float32(make_head):
-    head = make_head(60, 2000, peak=40.0)
+    head = make_head(30, 2000, peak=40.0)
     head.tile_lse[:, 1] = -torch.inf
 
     selected = select(head, 0.0)
@@ -164,7 +164,7 @@ def test_tolerance_zero_leaves_out_only_what_is_zero_in_float32(make_head):
 
 
 def test_a_row_of_nan_is_live_everywhere_and_its_neighbours_are_not_touched(make_head):
-    head = make_head(60, 2000, peak=40.0)
+    head = make_head(30, 2000, peak=40.0)
     # A row that is sure of its target leaves out nothing either, and weighs as little with the others.
     head.tile_lse[8], head.logsumexp[8], head.logprob[8] = -torch.inf, 0.0, 0.0
     before = live_matrix(select(head))
@@ -174,7 +174,7 @@ def test_a_row_of_nan_is_live_everywhere_and_its_neighbours_are_not_touched(make
 
     after = live_matrix(select(head))
 
-    others = torch.arange(60) != 8
+    others = torch.arange(30) != 8
     assert after[8].all()
     assert torch.equal(after[others], before[others])
 
@@ -203,7 +203,7 @@ def test_a_target_in_another_shard_is_live_nowhere(make_head):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_pairs_that_do_not_fit_are_flagged_and_leave_the_lists_empty(make_head, missing):
-    head = make_head(60, 3000, peak=0.0)
+    head = make_head(24, 3000, peak=0.0)
     total = select(head).live.found[0].item()
 
     pairs = select(head, capacity=total - missing).pairs
@@ -213,7 +213,7 @@ def test_pairs_that_do_not_fit_are_flagged_and_leave_the_lists_empty(make_head, 
 
 
 def test_selected_rows_are_bit_equal_from_run_to_run(make_head):
-    head = make_head(90, 2000, peak=30.0)
+    head = make_head(40, 2000, peak=30.0)
 
     first, second = select(head), select(head)
 

@@ -104,7 +104,7 @@ def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_ed
     [({"peak": 60.0, "spread": 1.0}, 1.0), ({"peak": 30.0}, 50.0), ({"peak": 0.0}, 1.0)],
 )
 def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, tolerance):
-    head = make_head(40, 700, transformed=tolerance > 1, **shape)
+    head = make_head(24, 700, transformed=tolerance > 1, **shape)
 
     ran = run(head, tolerance)
 
@@ -122,7 +122,7 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
 def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
 ):
-    head = make_head(40, 700, dtype=dtype, peak=30.0)
+    head = make_head(24, 700, dtype=dtype, peak=30.0)
     head = replace(
         head, g=head.g * magnitude, logit_gradient=head.logit_gradient * magnitude,
         d_hidden=head.d_hidden * magnitude, d_weight=head.d_weight * magnitude,
@@ -174,7 +174,7 @@ def test_strided_rows_and_the_shipped_float32_configuration(make_head):
 
 
 def test_neither_the_room_for_pairs_nor_another_run_changes_a_bit(make_head):
-    head = make_head(40, 384, peak=20.0, dtype=torch.bfloat16)
+    head = make_head(14, 384, peak=20.0, dtype=torch.bfloat16)
     room = run(head, 1.0).live.found[0].item()
 
     results = [run(head, 1.0, capacity=capacity) for capacity in (None, None, room)]
@@ -195,7 +195,7 @@ def test_long_rows_go_first_and_change_no_bit(make_head, monkeypatch):
 
 
 def test_rows_longer_than_a_scan_keep_what_a_shorter_scan_keeps(make_head, monkeypatch):
-    head = make_head(20, 700, peak=20.0)
+    head = make_head(8, 700, peak=20.0)
     whole = run(head, 1.0)
     monkeypatch.setattr(sparse_rows, "_SCAN", 128)
 
@@ -206,7 +206,7 @@ def test_rows_longer_than_a_scan_keep_what_a_shorter_scan_keeps(make_head, monke
 
 
 def test_a_row_of_nan_reaches_its_own_hidden_gradient_alone(make_head):
-    head = make_head(20, 700, peak=20.0)
+    head = make_head(10, 700, peak=20.0)
     expected = run(head, 1.0, weight=False).got.hidden
     row = int(head.gradient.live().nonzero()[0])
     head.hidden[row], head.tile_lse[row] = torch.nan, torch.nan
@@ -233,7 +233,7 @@ def test_columns_that_the_bias_rules_out_get_no_gradient(make_head):
 
 
 def test_pairs_that_do_not_fit_leave_existing_gradients_alone(make_head):
-    head = make_head(40, 900, transformed=True)
+    head = make_head(12, 300, transformed=True)
     weight, bias = torch.ones_like(head.weight), torch.ones_like(head.bias)
     room = run(head).live.found[0].item() - 1
 
