@@ -93,7 +93,7 @@ def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_toler
     assert ((mass * ~live).amax(1) <= lightest_live)[working].all()
     assert live[target_tiles(head) & working[:, None]].all()
     assert not live[~working].any() and (~working).any()
-    density = {"peaked": (0, 0.4), "mixed": (0, 1), "flat": (0.9, 1), "target": (0, 1)}[shape]
+    density = {"peaked": (0, 0.6), "mixed": (0, 1), "flat": (0.9, 1), "target": (0, 1)}[shape]
     assert density[0] <= live[working].float().mean() <= density[1]
 
 
