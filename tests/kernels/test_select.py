@@ -246,7 +246,7 @@ def test_rows_have_the_coefficients_of_their_logit_gradient(make_head, transform
 def test_rows_with_more_live_tiles_than_asked_for_or_than_16_bits_number_are_set_apart(
     make_head, monkeypatch, asked
 ):
-    head = make_head(60, 900, peak=30.0, spread=1.0)
+    head = make_head(28, 900, peak=30.0, spread=1.0)
     whole = select(head).live
     assert ROW_TILES * TILE == 1 << 16
     if not asked:
@@ -262,7 +262,7 @@ def test_rows_with_more_live_tiles_than_asked_for_or_than_16_bits_number_are_set
     assert not live.left_out[dense].any()
     assert torch.equal(live.left_out[~dense], whole.left_out[~dense])
     numbers = selected.certificate
-    assert torch.isclose(numbers[0] * 60 * 8, (live.found[0] + 8 * dense.sum()).float())
+    assert torch.isclose(numbers[0] * 28 * 8, (live.found[0] + 8 * dense.sum()).float())
     active = working_rows(head)
     torch.testing.assert_close(numbers[1].cpu(), live.left_out.cpu()[active].sum() / active.sum())
     assert numbers[2] == live.left_out.max()

@@ -76,7 +76,7 @@ def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_ed
     make_head, rng, vocabulary, depth, transformed, dtype
 ):
     peak = 8.0 if transformed else 1.0
-    head = make_head(30, vocabulary, depth, peak=peak, transformed=transformed, g_logsumexp=not transformed)
+    head = make_head(15, vocabulary, depth, peak=peak, transformed=transformed, g_logsumexp=not transformed)
     exact, into = {"weight": head.d_weight} | ({"bias": head.d_bias} if transformed else {}), {}
     if dtype is not None:
         for name, gradient in exact.items():
@@ -104,7 +104,7 @@ def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_ed
     [({"peak": 60.0, "spread": 1.0}, 1.0), ({"peak": 30.0}, 50.0), ({"peak": 0.0}, 1.0)],
 )
 def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, tolerance):
-    head = make_head(24, 700, transformed=tolerance > 1, **shape)
+    head = make_head(18, 700, transformed=tolerance > 1, **shape)
 
     ran = run(head, tolerance)
 
@@ -122,7 +122,7 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
 def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
 ):
-    head = make_head(24, 700, dtype=dtype, peak=30.0)
+    head = make_head(18, 700, dtype=dtype, peak=30.0)
     head = replace(
         head, g=head.g * magnitude, logit_gradient=head.logit_gradient * magnitude,
         d_hidden=head.d_hidden * magnitude, d_weight=head.d_weight * magnitude,
