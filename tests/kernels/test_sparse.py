@@ -134,9 +134,10 @@ def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance
     got = ran.got
     certified = (row_bound(ran, got.left_out) * head.weight.double().norm(dim=1).max()).norm()
     rounded = relative(head.d_hidden.to(dtype), head.d_hidden)
-    assert relative(got.hidden, head.d_hidden) <= rounded + certified / head.d_hidden.norm() + 1e-5
+    # The log-probability of a sure row is a float32.
+    assert relative(got.hidden, head.d_hidden) <= rounded + certified / head.d_hidden.norm() + 5e-5
     certified = (row_bound(ran, ran.live.left_out) * head.hidden.double().norm(dim=1)).sum()
-    assert relative(got.weight, head.d_weight) <= dense["weight"] + certified / head.d_weight.norm() + 1e-5
+    assert relative(got.weight, head.d_weight) <= dense["weight"] + certified / head.d_weight.norm() + 5e-5
 
 
 def _unscaled(head, magnitude: float) -> dict[str, torch.Tensor]:
