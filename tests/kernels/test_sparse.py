@@ -119,7 +119,10 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
 
 @pytest.mark.parametrize(  # at zero: by rounding the result alone
     ("dtype", "magnitude", "tolerance"),
-    [(torch.bfloat16, 1.0, 0.0), (torch.bfloat16, 1.0, 1.0), (torch.float16, 1e-6, 1.0)],
+    [
+        *((torch.bfloat16, 1.0, 0.0), (torch.bfloat16, 1.0, 1.0)),
+        *((torch.float16, 2.0**-20, 0.0), (torch.float16, 2.0**-20, 1.0)),
+    ],
 )
 def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
