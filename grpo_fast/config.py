@@ -14,6 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
+from grpo_fast.methods import MethodName, comes_from_method, with_method
 from grpo_fast.objective.catalog import GRPOLossConfig
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
@@ -28,7 +29,7 @@ from grpo_fast.stages import PART, StageConfig, resolve_stages
 _OF_ANY_TRAINING = ("window", "clear_margin", "divergence", "kl")
 # What only training on the policy's own completions reads.
 _SAMPLING = (
-    *("rewards", "rollout", "memory", "advantage", "loss"),
+    *("method", "rewards", "rollout", "memory", "advantage", "loss"),
     *("num_iterations", "minibatches", "old_logprobs"),
     *("groups", "curriculum", "adaptive_weights", "stages"),
     *(f"evaluation.{key}" for key in ("num_samples", "temperature", "threshold", "reward")),
@@ -42,6 +43,11 @@ class TrainConfig(Section):
 
     algorithm: Literal["grpo", "dpo", "rank"] = Field(
         "grpo", description="dpo: preference pairs; rank: ranked groups; both on fixed completions"
+    )
+    method: MethodName | None = Field(
+        None,
+        description="a method of docs/methods.md: sets `loss` and `advantage` as its paper says, but for "
+        "what is set here; null: the surrogate that loss.loss_type names, and `advantage` as it is",
     )
     output_dir: str = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")
@@ -89,6 +95,11 @@ class TrainConfig(Section):
     )
     hub: HubConfig | None = Field(None, description="where the trained model is pushed to")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _over_its_method(cls, settings: Any) -> Any:
+        return with_method(settings)
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if self.algorithm == "grpo" and not self.rewards:
@@ -134,6 +145,7 @@ class TrainConfig(Section):
                 input=value,
             )
             for name, (value, why) in unread(self).items()
+            if not comes_from_method(self, name)
         ]
         if errors:
             raise ValidationError.from_exception_data(type(self).__name__, errors)

@@ -6,6 +6,7 @@ One `ConfigError` lists everything that is wrong, with the nearest names to a na
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import Rule, translate
 from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
+from grpo_fast.methods import method_remarks, without_sections
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.section import short
 from grpo_fast.stages import PART
 
+logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
 FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names that serve here as well
 Pairs = list[tuple[str, Any]]
@@ -81,6 +84,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     # What a name means beside others, as a share of max_steps, depends on what is in force in the end.
     siblings = {**dict(file), **dict(pairs)}
     below = _apply(file, {}, siblings, problems)
+    if (method := dict(pairs).get("method")) not in (None, below.get("method")):
+        below = _for_another_method(below, method)
     tree = _without_idle(_apply(pairs, below, siblings, problems), below)
     return _validated(tree, str(path or source), problems)
 
@@ -150,8 +155,17 @@ def check_filled_in(config: TrainConfig) -> None:
 
 
 def dump_config(config: TrainConfig) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` gives the same one back."""
-    return _dump_yaml(config.model_dump())
+    """The whole configuration as YAML, defaults included; `load_config` gives the same one back.
+
+    A comment marks what came from the method, and what is set otherwise.
+    """
+    lines, section, remarks = [], "", method_remarks(config)
+    for line in _dump_yaml(config.model_dump()).splitlines():
+        key = line.partition(":")[0]
+        section = section if line.startswith(" ") else f"{key}."
+        remark = remarks.get(key if section == f"{key}." else f"{section}{key.removeprefix('  ')}")
+        lines.append(f"{line}  # {remark}" if remark else line)
+    return "\n".join([*lines, ""])
 
 
 def config_path(name: str | Path) -> Path:
@@ -263,6 +277,16 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
         except (ValueError, TypeError) as error:
             problems.append(Problem(name, str(error), value))
     return tree
+
+
+def _for_another_method(tree: dict[str, Any], method: Any) -> dict[str, Any]:
+    """A file's settings without what a method that is given beside it replaces."""
+    kept = without_sections(tree)
+    replaced = flatten({key: tree[key] for key in tree.keys() - kept.keys()})
+    if replaced:
+        listed = " ".join(f"{key}={short(value)}" for key, value in replaced.items())
+        logger.warning("method = %s replaces %s", method, listed)
+    return kept
 
 
 def _without_idle(tree: Any, before: Any) -> Any:

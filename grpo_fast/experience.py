@@ -17,6 +17,7 @@ from grpo_fast.lookup import load_callable
 from grpo_fast.objective.types import StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
+from grpo_fast.rewards.builtins import BUILTINS
 from grpo_fast.rollout.types import Completion, Engine, Sampling
 
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
@@ -145,6 +146,13 @@ def penalized(groups: Sequence[Group], penalties: Tensor) -> list[Group]:
     """The groups with `penalties` (G, n) taken from their rewards."""
     pairs = zip(groups, penalties, strict=True)
     return [replace(group, rewards=group.rewards - row.to(group.rewards)) for group, row in pairs]
+
+
+def overlong_penalties(groups: Sequence[Group], limit: int, share: float) -> Tensor:
+    """(G, n) DAPO's soft punishment: rises from 0 to 1 over the last `share` of the `limit` in tokens."""
+    punish = BUILTINS["soft_overlong"](max_length=limit, cache=share * limit)
+    ids = [[completion.token_ids for completion in group.completions] for group in groups]
+    return -torch.tensor([punish([], completion_ids=row) for row in ids])
 
 
 def bare_samples(groups: Sequence[Group]) -> list[Sample]:

@@ -2,7 +2,8 @@
 
 A stage overrides sections of the configuration and leaves the rest: `loss: {beta: 0.05}` changes one key.
 An override that names what a section is made of (`dataset.source`, `loss.loss_type`, `groups.strategy`,
-`adaptive_weights.method`) replaces the whole section, since the other keys belonged to the old choice.
+`adaptive_weights.method`) replaces the whole section, since the other keys belonged to the old choice;
+another `method` replaces all that methods set.
 The stage follows from the step, so a resumed run is in the right one.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from grpo_fast.methods import without_sections
 from grpo_fast.section import PositiveInt, Section
 
 if TYPE_CHECKING:
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
 
 # One engine, one model and one record of the run serve all stages.
 OVERRIDABLE = (
-    *("dataset", "rewards", "rollout", "advantage", "loss", "groups", "curriculum", "adaptive_weights"),
+    *(
+        "method",
+        "dataset",
+        "rewards",
+        "rollout",
+        "advantage",
+        "loss",
+        "groups",
+        "curriculum",
+        "adaptive_weights",
+    ),
     *("optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
 )
 # The engine is made once; a stage changes only how it samples.
@@ -149,7 +161,10 @@ def _check_warmup(stages: Sequence[Stage]) -> None:
 def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:
     try:
         _check_overrides(stage)
-        merged = {**base, **{key: _merge(key, base[key], value) for key, value in stage.overrides.items()}}
+        if stage.overrides.get("method", base["method"]) != base["method"]:
+            base = without_sections(base)
+        changes = {key: _merge(key, base.get(key, {}), value) for key, value in stage.overrides.items()}
+        merged = {**base, **changes}
         return kind.model_validate(merged, context=PART)
     except ValidationError as error:
         problems = "; ".join(_problem(item) for item in error.errors(include_url=False))

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
@@ -27,6 +28,7 @@ from grpo_fast.experience import (
     describe,
     generate,
     make_samples,
+    overlong_penalties,
     penalized,
     score,
 )
@@ -146,17 +148,28 @@ class Trainer:
             drawn = self.compared(drawn + self.rollout(self.prompts.next(), draw, clock), clock)
             if sum(not group.flat for group in drawn) >= wanted:
                 break
+        earned, penalties = drawn, self.penalties(drawn, clock)
+        if penalties is not None:
+            drawn = self.compared(penalized(drawn, penalties), clock)
+        metrics = describe(drawn, self.rewards.names) | self.learn(earned)
+        if not config.dynamic_sampling:
+            return drawn, metrics
+        # A penalty makes no group worth training that the rewards left flat.
+        live = [group for group, before in zip(drawn, earned, strict=True) if not before.flat]
+        metrics |= {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
+        return live[:wanted], metrics
+
+    def penalties(self, groups: Sequence[Group], clock: Clock) -> Tensor | None:
+        """(G, n) taken from the rewards for length and for KL; None where nothing is."""
+        penalties = None
+        if self.config.advantage.soft_overlong is not None:
+            penalties = overlong_penalties(groups, self.length.limit, self.config.advantage.soft_overlong)
         if self.config.loss.kl_in_reward:
             self.handover.to_trainer()
             with clock("logprobs"):
-                penalties = self.update.kl_penalties(bare_samples(drawn)).view(len(drawn), -1)
-            drawn = self.compared(penalized(drawn, penalties), clock)
-        metrics = describe(drawn, self.rewards.names) | self.learn(drawn)
-        if not config.dynamic_sampling:
-            return drawn, metrics
-        live = [group for group in drawn if not group.flat]
-        metrics |= {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
-        return live[:wanted], metrics
+                kl = self.update.kl_penalties(bare_samples(groups)).view(len(groups), -1)
+            penalties = kl if penalties is None else penalties + kl
+        return penalties
 
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
         """Completions of each prompt, and what they earned."""

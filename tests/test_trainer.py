@@ -85,6 +85,18 @@ def test_dynamic_sampling_gives_up_after_its_bound_and_says_how_many_are_missing
     assert all(torch.equal(p, before[name]) for name, p in trainer.policy.trainable().items())
 
 
+def test_groups_are_drawn_and_learnt_from_by_their_rewards_before_any_penalty(make_trainer, own):
+    trainer = make_trainer(
+        rewards=[{"reward": own("never")}],
+        advantage={"dynamic_sampling": True, "max_draws": 2, "soft_overlong": 1.0},
+        curriculum={"threshold": 0.0},
+    )
+    groups, metrics = trainer.collect(Clock())
+    assert not groups and metrics["groups/missing"] == 4 and metrics["reward/mean"] < 0
+    _, metrics = trainer.collect(Clock())
+    assert metrics["curriculum/pass_rate"] > 0.5  # where it starts
+
+
 def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(make_trainer, seed):
     loss = {"beta": 0.5, "kl_in_reward": True}
     trainer = make_trainer(loss=loss, optimizer={"learning_rate": 1e-2}, seed=seed)

@@ -174,6 +174,11 @@ class AdvantageConfig(Section):
     max_draws: Annotated[int, Field(ge=1, le=1000)] = Field(
         3, description="batches that dynamic sampling may draw for one step"
     )
+    soft_overlong: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="the last share of the length limit, over which a completion's reward falls by up to 1 "
+        "(DAPO); null: by nothing",
+    )
     mask_truncated: bool = Field(False, description="truncated completions leave the loss")
     function: str | None = Field(
         None,

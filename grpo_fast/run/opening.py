@@ -8,16 +8,18 @@ import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
+from grpo_fast.methods import account
 from grpo_fast.plan import device_budget, step_sizes, traces_of
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.prediction import Predictor
 from grpo_fast.run_record.recorder import Algorithm
 from grpo_fast.run_record.summary import bytes_text, duration_text
+from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import Trainer
 
 
 def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
-    """At most five, each with its name in front; the plan's on a GPU only."""
+    """At most six and one for each further stage, with a name in front; the plan's on a GPU only."""
     lines = {"model": _model(config, trainer), "data": _data(config, trainer)}
     if isinstance(trainer, Trainer):
         rollout, prompts = trainer.config.rollout, trainer.config.prompts_per_step
@@ -29,6 +31,9 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     else:
         kind = "ranked groups" if config.algorithm == "rank" else "comparisons"
         lines["groups"] = f"{config.prompts_per_step} {kind} a step"
+    told = {account(stage.config): stage.name for stage in reversed(resolve_stages(config))}
+    methods = [f"{stage}: {text}" if stage else text for text, stage in reversed(told.items()) if text]
+    lines |= {"method": "; ".join(methods)} if methods else {}
     lines["run"] = _run(config)
     if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
         lines["plan"] = expected(trainer, device_budget())
