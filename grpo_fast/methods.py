@@ -31,7 +31,7 @@ ESTIMATOR = (
     *("advantage.scale_rewards", "advantage.baseline", "advantage.multi_objective_aggregation"),
     "advantage.rescale_flat_groups",
 )
-# Follow from the engine, from lengths and from cost, and belong to a method only where it names them.
+# Follow from the engine, from lengths and from cost: with another value of them a method is still itself.
 _OF_THE_RUN = {
     *("loss.sampler_correction", "loss.sampler_clip_min", "loss.sampler_clip_max"),
     *("loss.max_completion_length", "advantage.max_draws", "advantage.skip_flat_groups"),
@@ -76,11 +76,10 @@ def departures(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Keys by which a configuration is not its method's: the value in force, and the method's."""
     if config.method is None:
         return {}
-    own = METHODS[config.method]
     return {
         key: (value, wanted)
-        for key, value, wanted in _beside(config, own)
-        if value != wanted and (key in own or key not in _OF_THE_RUN)
+        for key, value, wanted in _beside(config, METHODS[config.method])
+        if value != wanted and key not in _OF_THE_RUN
     }
 
 

@@ -139,11 +139,8 @@ def test_a_print_marks_what_is_the_methods_and_what_is_not():
     lines = dump_config(run_of(method="rloo", loss={"beta": 0.1})).splitlines()
     marked = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in lines if "#" in line}
     assert marked == {
-        "loss_type": "by method rloo",
+        **{key.rpartition(".")[2]: "by method rloo" for key in METHODS["rloo"]},
         "beta": f"rloo: {METHODS['rloo']['loss.beta']}",
-        "kl_in_reward": "by method rloo",
-        "baseline": "by method rloo",
-        "scale_rewards": "by method rloo",
     }
     assert "#" not in dump_config(run_of())
 
