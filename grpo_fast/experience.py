@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from grpo_fast.data.types import Prompt
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages, length_reward_correlation
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import load_callable
-from grpo_fast.objective.types import StepTotals
+from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rewards.builtins import BUILTINS
@@ -110,14 +109,21 @@ def compare(
         ValueError: the configured advantage function returns something of the wrong shape.
     """
     totals = torch.stack([group.rewards for group in groups])
-    options: dict[str, Any] = {name: getattr(config, name) for name in ("baseline", "scale_rewards")}
-    options["baseline_groups"] = baseline_groups
     if config.multi_objective_aggregation == "normalize_then_sum":
         table = torch.stack([group.reward_table for group in groups])
-        found = decoupled_advantages(table, weights, **options)
+        found = decoupled_advantages(table, weights, baseline_groups=baseline_groups)
     else:
-        found = group_advantages(totals, **options)
-    rows = zip(groups, found.advantages.tolist(), found.flat.tolist(), strict=True)
+        found = group_advantages(
+            totals,
+            scale_rewards=config.scale_rewards,
+            baseline=config.baseline,
+            baseline_groups=baseline_groups,
+            lengths=torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups]),
+        )
+    advantages = found.advantages
+    if config.rescale_flat_groups:
+        advantages = advantages * (len(groups) / max(1, int((~found.flat).sum())))
+    rows = zip(groups, advantages.tolist(), found.flat.tolist(), strict=True)
     compared = [replace(group, advantages=tuple(row), flat=flat) for group, row, flat in rows]
     return compared if config.function is None else own_advantages(compared, totals, config.function)
 
@@ -170,13 +176,18 @@ def _sample(group_id: int, group: Group, completion: Completion, advantage: Adva
     )
 
 
-def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list[Sample], StepTotals]:
+def make_samples(
+    groups: Sequence[Group], config: AdvantageConfig, loss: GRPOLossConfig
+) -> tuple[list[Sample], StepTotals]:
     """The update's samples, and the counts that its loss is divided by.
 
-    Groups without spread have no policy gradient. They leave the samples but stay in the counts, so
-    that skipping them changes the cost of a step and not its policy gradient; terms that act on every
-    token, a KL in the loss or an entropy bonus, then act on the other groups only.
+    A group without spread has no policy gradient. Where it is skipped it leaves the samples but stays in the
+    counts, so that the policy gradient is the same; terms that act on every token, a KL in the loss or an
+    entropy bonus, then act on the other groups only.
     """
+    skips = config.skip_flat_groups
+    if skips is None:  # whitened, a flat group's advantages are not zero
+        skips = not loss.reads_every_token and config.scale_rewards != "whiten"
     samples: list[Sample] = []
     num_tokens = num_sequences = 0
     for group_id, group in enumerate(groups):
@@ -184,7 +195,7 @@ def make_samples(groups: Sequence[Group], config: AdvantageConfig) -> tuple[list
             masked = config.mask_truncated and completion.truncated
             num_sequences += 1
             num_tokens += 0 if masked else len(completion.token_ids)
-            if masked or (group.flat and config.skip_flat_groups):
+            if masked or (group.flat and skips):
                 continue
             samples.append(_sample(group_id, group, completion, advantage))
     return samples, StepTotals(num_tokens=num_tokens, num_sequences=num_sequences)

@@ -126,7 +126,7 @@ class Trainer:
         clock = Clock()
         with clock("step"):
             groups, metrics = self.collect(clock)
-            samples, totals = make_samples(groups, self.config.advantage)
+            samples, totals = make_samples(groups, self.config.advantage, self.config.loss)
             self.handover.to_trainer()
             metrics |= self.update.run(samples, totals, clock)
         self.step += 1

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from grpo_fast.data import Prompt
-from grpo_fast.experience import compare, describe, generate, score
+from grpo_fast.experience import compare, describe, generate, make_samples, score
 from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.groups.config import AdvantageConfig
+from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.rewards import Reward, RewardSet
 from grpo_fast.rollout import Completion, Sampling
 
@@ -48,7 +49,8 @@ PLAIN = {"baseline": "leave_one_out", "scale_rewards": "none"}
     [
         ({}, None, None),
         (PLAIN, (1.0, 3.0), [0, 1, 0, 2]),
-        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"}, None, [0, 0, 1, 1]),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, None, [0, 0, 1, 1]),
+        ({"scale_rewards": "whiten"}, None, None),
     ],
 )
 def test_rewards_are_weighted_and_compared_within_each_baseline_group(
@@ -58,14 +60,47 @@ def test_rewards_are_weighted_and_compared_within_each_baseline_group(
 
     totals = (table * torch.tensor(weights or (2.0, -0.5))).sum(-1)
     torch.testing.assert_close(torch.stack([group.rewards for group in groups]), totals)
-    if config.get("scale_rewards") == "batch":
-        expected = decoupled_advantages(
-            table, (2.0, -0.5), scale_rewards="batch", baseline_groups=baseline_groups
-        )
+    if "multi_objective_aggregation" in config:
+        expected = decoupled_advantages(table, (2.0, -0.5), baseline_groups=baseline_groups)
     else:
-        options = {name: config[name] for name in PLAIN if name in config}
-        expected = group_advantages(totals, **options, baseline_groups=baseline_groups)
+        lengths = torch.arange(1, 5)[:, None] + torch.arange(3)
+        expected = group_advantages(totals, **config, baseline_groups=baseline_groups, lengths=lengths)
     torch.testing.assert_close(torch.tensor([group.advantages for group in groups]), expected.advantages)
+
+
+def test_gpg_makes_up_for_flat_groups(scored, table):
+    table[1] = table[3] = 0.25  # two of four
+    plain, rescaled = scored(AdvantageConfig()), scored(AdvantageConfig(rescale_flat_groups=True))
+    for group, own in zip(plain, rescaled, strict=True):
+        assert own.advantages == pytest.approx([2 * a for a in group.advantages])
+    table[:] = 0.25
+    assert not any(any(group.advantages) for group in scored(AdvantageConfig(rescale_flat_groups=True)))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "kept"),
+    [
+        ({}, {}, False),
+        ({}, {"beta": 0.1, "kl_in_reward": True}, False),
+        ({}, {"beta": 0.1}, True),
+        ({}, {"entropy_coef": 0.01}, True),
+        ({}, {"use_adaptive_entropy": True}, True),
+        ({}, {"top_entropy_quantile": 0.2}, True),
+        ({}, {"loss_type": "clip_cov"}, True),
+        ({}, {"loss_type": "kl_cov"}, True),
+        ({}, {"loss_type": "my.module:loss"}, True),
+        ({"scale_rewards": "whiten"}, {}, True),
+        ({"skip_flat_groups": True}, {"beta": 0.1}, False),
+        ({"skip_flat_groups": False}, {}, True),
+    ],
+    ids=str,
+)
+def test_a_flat_group_leaves_where_it_would_change_nothing_but_the_cost(scored, table, advantage, loss, kept):
+    table[1] = 0.25
+    config = AdvantageConfig(**advantage)
+    samples, totals = make_samples(scored(config), config, GRPOLossConfig(**loss))
+    assert {sample.group_id for sample in samples} == {0, 2, 3} | ({1} if kept else set())
+    assert (totals.num_sequences, totals.num_tokens) == (12, 42)  # of all groups
 
 
 def test_metrics_tell_how_length_and_reward_go_together(scored):

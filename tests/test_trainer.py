@@ -54,7 +54,7 @@ def test_training_raises_the_reward(make_trainer, seed):
 def test_truncated_completions_leave_the_loss_on_request(make_trainer):
     trainer = make_trainer(advantage={"mask_truncated": True}, rollout={"max_completion_length": 3})
     groups, _ = trainer.collect(Clock())
-    samples, totals = make_samples(groups, trainer.config.advantage)
+    samples, totals = make_samples(groups, trainer.config.advantage, trainer.config.loss)
     finished = [c for g in groups for c in g.completions if not c.truncated]
     assert totals.num_tokens == sum(len(c.token_ids) for c in finished)
     assert all(1 in sample.completion_ids for sample in samples)
@@ -121,7 +121,7 @@ def test_a_kl_in_the_reward_takes_each_completions_sum_from_its_reward(make_trai
 def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
     trainer = make_trainer(advantage={"function": own("last_token")})
     groups, _ = trainer.collect(Clock())
-    samples, _ = make_samples(groups, trainer.config.advantage)
+    samples, _ = make_samples(groups, trainer.config.advantage, trainer.config.loss)
     expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
     torch.testing.assert_close(torch.tensor([s.token_advantages[-1] for s in samples]), expected)
     assert not any(any(s.token_advantages[:-1]) for s in samples)

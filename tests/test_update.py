@@ -31,7 +31,7 @@ Gradients = dict[str, torch.Tensor]
 def collected(trainer: Trainer) -> tuple[list[Sample], StepTotals]:
     """One batch's samples, and the counts that their loss is divided by."""
     groups, _ = trainer.collect(Clock())
-    return make_samples(groups, trainer.config.advantage)
+    return make_samples(groups, trainer.config.advantage, trainer.config.loss)
 
 
 def minibatch_of(trainer: Trainer, samples: Any, totals: Any) -> Minibatch:
@@ -122,9 +122,9 @@ def test_skipping_groups_without_spread_changes_no_gradient_and_metrics_are_of_w
         replace(g, flat=True, advantages=(0.0,) * len(g.advantages)) if i % 2 else g
         for i, g in enumerate(groups)
     ]
-    config = trainer.config.advantage
-    skipped, totals = make_samples(flat, config)
-    kept, same_totals = make_samples(flat, config.model_copy(update={"skip_flat_groups": False}))
+    config, loss = trainer.config.advantage, trainer.config.loss
+    skipped, totals = make_samples(flat, config, loss)
+    kept, same_totals = make_samples(flat, config.model_copy(update={"skip_flat_groups": False}), loss)
     assert len(skipped) < len(kept) and totals == same_totals
     assert_same(gradients(trainer, skipped, totals), gradients(trainer, kept, totals))
 

@@ -16,7 +16,6 @@ FILL_IN = "FILL_IN"
 REQUIRED = {"model.path": FILL_IN, "dataset.source": FILL_IN, "rewards": [{"reward": FILL_IN}]}
 # Sections that only training on the policy's own completions reads.
 SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations", "minibatches"})
-FLAT = "advantage.skip_flat_groups"
 _LOSS_SPECIFIC = frozenset().union(*(facts.fields for facts in CATALOG.values()))
 
 Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
@@ -150,10 +149,6 @@ def convert_entries(
         rows.append(Row(entry.key, entry.value, outcome, tuple(found), reason))
         places |= found
         set_by |= dict.fromkeys(found, entry.key)
-    if not preference and FLAT not in places and (places.get("loss.beta") or places.get("loss.entropy_coef")):
-        reason = "KL and entropy terms act on groups without spread there"
-        rows.append(Row(FLAT, False, "written for a default", (FLAT,), reason))
-        places[FLAT] = False
     return Conversion(source, places, tuple(rows), ()).filled_in()
 
 

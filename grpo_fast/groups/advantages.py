@@ -15,7 +15,7 @@ from grpo_fast.rewards.types import weighted_sum
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
 
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "whiten", "none"]
 Baseline = Literal["mean", "leave_one_out"]
 
 
@@ -23,10 +23,10 @@ Baseline = Literal["mean", "leave_one_out"]
 class Advantages:
     """G prompts with n completions each. A group: a prompt's completions, or all that share its baseline."""
 
-    advantages: Tensor  # (G, n) float32, zero where the reward is not a number
+    advantages: Tensor  # (G, n) float, zero where the reward is not a number
     flat: Tensor  # (G,) bool: every reward of the group is the same, nothing to learn
-    mean: Tensor  # (G,) float32, of the group's rewards
-    std: Tensor  # (G,) float32, of the group's rewards, unbiased
+    mean: Tensor  # (G,) float, of the group's rewards
+    std: Tensor  # (G,) float, of the group's rewards, unbiased
 
 
 def group_advantages(
@@ -36,31 +36,42 @@ def group_advantages(
     baseline: Baseline = "mean",
     eps: float = 1e-4,
     baseline_groups: Sequence[int] | Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Advantages:
     """Advantage of each completion over its group.
 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2) subtracts the group's mean and divides by its
     standard deviation; Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) drops the division (`"none"`); the
     batch's deviation is Lite PPO's (Liu et al. 2025, arXiv:2508.08221). RLOO (Ahmadian et al. 2024,
-    arXiv:2402.14740) takes the mean of the *other* completions as baseline.
+    arXiv:2402.14740) takes the mean of the *other* completions as baseline. REINFORCE++-baseline (Hu et al.
+    2025, arXiv:2501.03262) whitens what is left over all tokens of the batch, as verl 0.9 does: minus their
+    mean, over the square root of their unbiased variance plus eps². (The authors' OpenRLHF divides by the
+    tokens, not by one less.) A flat group's advantage is then not zero but minus that mean, scaled.
 
     Args:
-        rewards: (G, n) float, NaN where no reward applies to a completion.
-        scale_rewards: divide by the group's deviation, the whole batch's, or not at all.
+        rewards: (G, n) float, NaN where no reward applies to a completion. float64 stays float64, all else
+            becomes float32.
+        scale_rewards: divide by the group's deviation, the whole batch's, or not at all; or whiten.
         baseline: the group's mean, or for each completion the mean of the others.
         eps: added to the deviation before dividing.
         baseline_groups: G integers; prompts with the same one are one group of all their completions. None:
             each prompt is its own.
+        lengths: (G, n) tokens of each completion, its weight in "whiten"; None: every completion counts one.
 
     Raises:
-        ValueError: `rewards` is not (G, n) with n >= 2, or `baseline_groups` has not G entries.
+        ValueError: `rewards` is not (G, n) with n >= 2, `baseline_groups` has not G entries, or `lengths` is
+            not (G, n).
     """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(
             f"rewards has shape {tuple(rewards.shape)}; a group needs at least two completions: pass "
             "(groups, n >= 2)"
         )
-    rewards = rewards.float()
+    if lengths is not None and lengths.shape != rewards.shape:
+        raise ValueError(
+            f"lengths has shape {tuple(lengths.shape)} for rewards of {tuple(rewards.shape)}; give one each"
+        )
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     of_prompt, groups = _group_index(baseline_groups, rewards)
     valid = rewards.isfinite()
     filled = rewards.where(valid, 0.0)
@@ -91,6 +102,11 @@ def group_advantages(
         advantages = advantages / (std + eps)
     elif scale_rewards == "batch":
         advantages = advantages / (_deviation(rewards[valid]) + eps)
+    elif scale_rewards == "whiten":
+        tokens = (torch.ones_like(rewards) if lengths is None else lengths.to(rewards)).where(valid, 0.0)
+        shifted = advantages - (tokens * advantages).sum() / tokens.sum().clamp(min=1)
+        variance = (tokens * shifted.square()).sum() / (tokens.sum() - 1).clamp(min=1)
+        advantages = shifted.where(valid, 0.0) * (variance + eps**2).rsqrt()
     return Advantages(
         advantages=advantages,
         flat=flat,
@@ -103,12 +119,10 @@ def decoupled_advantages(
     table: Tensor,
     weights: Sequence[float],
     *,
-    scale_rewards: Literal["group", "batch"] = "group",
-    baseline: Baseline = "mean",
     eps: float = 1e-4,
     baseline_groups: Sequence[int] | Tensor | None = None,
 ) -> Advantages:
-    """Each reward normalised by itself, then summed with its weight, then scaled by the batch's deviation.
+    """Each reward normalised in its group, then summed with its weight, then scaled by the batch's deviation.
 
     GDPO (Liu et al. 2026, arXiv:2601.05242, section 3): summing first lets different combinations of rewards
     fall on the same total, and lets a reward of large spread drown the others. The batch's mean is not
@@ -117,8 +131,7 @@ def decoupled_advantages(
     Args:
         table: (G, n, F) float, NaN where a function does not apply to a completion.
         weights: F numbers.
-        scale_rewards: what each reward is divided by before they are summed.
-        baseline, eps, baseline_groups: as for `group_advantages`.
+        eps, baseline_groups: as for `group_advantages`.
 
     Returns:
         `mean` and `std` are those of the weighted sum of the raw rewards; a group is `flat` when every reward
@@ -133,10 +146,7 @@ def decoupled_advantages(
             "rewards) with one weight a reward"
         )
     parts = [
-        group_advantages(
-            column, scale_rewards=scale_rewards, baseline=baseline, eps=eps, baseline_groups=baseline_groups
-        )
-        for column in table.unbind(-1)
+        group_advantages(column, eps=eps, baseline_groups=baseline_groups) for column in table.unbind(-1)
     ]
     counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     summed = sum(

@@ -157,8 +157,10 @@ class AdaptiveWeightsConfig(Section):
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages, and which completions train."""
 
-    scale_rewards: Literal["group", "batch", "none"] = Field(
-        "group", description="whose standard deviation of rewards divides advantages"
+    scale_rewards: Literal["group", "batch", "whiten", "none"] = Field(
+        "group",
+        description="whose standard deviation of rewards divides advantages; whiten: minus their mean over "
+        "the batch's tokens, divided by their deviation there (REINFORCE++-baseline)",
     )
     baseline: Literal["mean", "leave_one_out"] = Field(
         "mean", description="what is taken from a reward: the group's mean, or the mean of the others (RLOO)"
@@ -167,8 +169,13 @@ class AdvantageConfig(Section):
         "sum_then_normalize",
         description="normalize_then_sum scales each reward by itself before they are added (GDPO)",
     )
-    skip_flat_groups: bool = Field(
-        True, description="groups whose rewards are all equal leave the update, KL and entropy terms too"
+    rescale_flat_groups: bool = Field(
+        False, description="advantages times B / (B - M), where M of a step's B groups are flat (GPG)"
+    )
+    skip_flat_groups: bool | None = Field(
+        None,
+        description="groups whose rewards are all equal leave the update, KL and entropy terms too; null: "
+        "where that changes nothing but the cost",
     )
     dynamic_sampling: bool = Field(False, description="draw until the batch is full of groups with spread")
     max_draws: Annotated[int, Field(ge=1, le=1000)] = Field(
@@ -188,9 +195,16 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AdvantageConfig:
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.scale_rewards == "none":
+        gdpo = self.multi_objective_aggregation == "normalize_then_sum"
+        if gdpo and (self.scale_rewards, self.baseline) != ("group", "mean"):
             raise ValueError(
-                "advantage.multi_objective_aggregation = 'normalize_then_sum' contradicts scale_rewards = "
-                "'none', which normalises nothing; set scale_rewards to group or batch, or sum_then_normalize"
+                "advantage.multi_objective_aggregation = 'normalize_then_sum' is GDPO, which takes a group's "
+                f"mean and deviation, not baseline = {self.baseline!r} and scale_rewards = "
+                f"{self.scale_rewards!r}; leave them out, or set sum_then_normalize"
+            )
+        if self.rescale_flat_groups and self.dynamic_sampling:
+            raise ValueError(
+                "advantage.rescale_flat_groups makes up for flat groups, of which dynamic_sampling leaves "
+                "none; set one of them to false"
             )
         return self

@@ -207,7 +207,7 @@ def linear_grpo_loss(
         hidden: (N, H).
         weight: (V, H).
         targets: (N,) int64.
-        advantages: (N,) float.
+        advantages: (N,) float, made as the loss's paper says: see `help(GRPOLossConfig)`.
         sequence_ids: (N,) int64 in [0, num_sequences), a sequence's tokens contiguous and in order. Checked
             on a CPU only.
         old_logprobs: (N,) the policy's log-probabilities before this step's updates; None: exactly on-policy.

@@ -34,11 +34,13 @@ class LossFacts:
     paper: str
     aggregation: Aggregation
     surrogate: str  # its name in `surrogates.SURROGATES`
-    epsilon: tuple[float | None, float | None] | None = None  # the paper's (low, high); None: no clipping
+    epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
     fields: tuple[str, ...] = ()  # configuration fields that this loss alone, or few, read
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
+    holds_back: bool = False  # some of the step's tokens, by their covariance
+    advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
 
     @property
     def level(self) -> RatioLevel:
@@ -51,6 +53,7 @@ _VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 _CLIP_COV = ("clip_cov_ratio", "clip_cov_low", "clip_cov_high")
 _KL_COV = ("kl_cov_ratio", "kl_cov_coef")
 _DPPO = (*_RANGE, "dppo_ratio_max")
+_CENTRED = "reward minus the group's mean"
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
 _clip = partial(LossFacts, surrogate="clip", epsilon=(0.2, 0.2), fields=(*_RANGE, "delta"))
 _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
@@ -58,7 +61,12 @@ _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
 CATALOG: dict[str, LossFacts] = {
     "grpo": _clip("DeepSeekMath, arXiv 2402.03300, eq. 3", "sequence_mean", choosable_levels=_ANY),
     "bnpo": _clip("as in TRL: over a batch what dapo is over a step", "token_mean", choosable_levels=_ANY),
-    "dr_grpo": _clip("Dr. GRPO, arXiv 2503.20783, section 3.2", "constant_length", choosable_levels=_ANY),
+    "dr_grpo": _clip(
+        "Dr. GRPO, arXiv 2503.20783, section 3.2",
+        "constant_length",
+        choosable_levels=_ANY,
+        advantages=_CENTRED,
+    ),
     "dapo": _clip("DAPO, arXiv 2503.14476, eq. 8", "token_mean", choosable_levels=_ANY),
     "gspo": _gspo("GSPO, arXiv 2507.18071, eq. 5 and 7", choosable_levels=("sequence",)),
     "gspo_token": _gspo("GSPO-token, arXiv 2507.18071, eq. 13 and 14", choosable_levels=("sequence_token",)),
@@ -72,9 +80,14 @@ CATALOG: dict[str, LossFacts] = {
         "RLOO, arXiv 2402.14740, eq. 8, with PPO's clip on the ratio of the whole completion",
         aggregation="sequence_mean",
         choosable_levels=("product",),
+        advantages="reward, the KL already taken from it, minus the mean of the group's others",
     ),
     "reinforce_plus_plus_baseline": _clip(
-        "REINFORCE++-baseline, arXiv 2501.03262", "token_mean", choosable_levels=_ANY, kl_estimator="k2"
+        "REINFORCE++-baseline, arXiv 2501.03262",
+        aggregation="token_mean",
+        choosable_levels=_ANY,
+        kl_estimator="k2",
+        advantages=f"{_CENTRED}, whitened over the batch's tokens",
     ),
     "gmpo": LossFacts("GMPO, arXiv 2507.20673, eq. 4", "sequence_mean", "geometric_mean", (0.4, 0.4), _RANGE),
     "cispo": LossFacts(
@@ -91,12 +104,21 @@ CATALOG: dict[str, LossFacts] = {
         aggregation="token_mean",
         surrogate="reinforce",
         forbids_kl="GPG is defined without a reference model; use loss_type='reinforce' to add one",
+        advantages=f"{_CENTRED}, times B / (B - M), M of the B groups flat",
     ),
-    "reinforce": LossFacts("REINFORCE, Williams 1992", "sequence_sum", "reinforce"),
+    "reinforce": LossFacts(
+        "REINFORCE, Williams 1992", "sequence_sum", "reinforce", advantages="reward minus any baseline"
+    ),
     "clip_cov": _clip(
-        "Clip-Cov, arXiv 2505.22617, eq. 11", "token_mean", surrogate="clip_cov", fields=(*_RANGE, *_CLIP_COV)
+        "Clip-Cov, arXiv 2505.22617, eq. 11",
+        "token_mean",
+        surrogate="clip_cov",
+        fields=(*_RANGE, *_CLIP_COV),
+        holds_back=True,
     ),
-    "kl_cov": LossFacts("KL-Cov, arXiv 2505.22617, eq. 12", "token_mean", "kl_cov", fields=_KL_COV),
+    "kl_cov": LossFacts(
+        "KL-Cov, arXiv 2505.22617, eq. 12", "token_mean", "kl_cov", fields=_KL_COV, holds_back=True
+    ),
     "dppo_tv": LossFacts("DPPO-Binary-TV, arXiv 2602.04879", "token_mean", "dppo_tv", (0.15, 0.15), _DPPO),
     "dppo_kl": LossFacts("DPPO-Binary-KL, arXiv 2602.04879", "token_mean", "dppo_kl", (0.05, 0.05), _DPPO),
 }
@@ -155,11 +177,11 @@ class GRPOLossConfig:
         "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
     )
     epsilon_low: float | None = option(
-        None, "how far the ratio may fall below 1; null: the paper's value for this loss, 0.2 for most"
+        None, "how far the ratio may fall below 1; null: the catalogue's value for this loss, 0.2 for most"
     )
     epsilon_high: float | None = option(
         None,
-        "how far it may rise above 1; null: as epsilon_low, else the paper's; cispo: the ceiling itself",
+        "how far it may rise above 1; null: as epsilon_low, else the catalogue's; cispo: the ceiling itself",
     )
     delta: float | None = option(
         None,
@@ -263,6 +285,12 @@ class GRPOLossConfig:
         return self.entropy_coef != 0 or self.use_adaptive_entropy or self.top_entropy_quantile < 1
 
     @property
+    def reads_every_token(self) -> bool:
+        """Whether a token without an advantage may change the loss: by KL, entropy, or what is held back."""
+        in_loss = self.needs_reference and not self.kl_in_reward
+        return self.is_custom or in_loss or self.needs_entropy or self.facts.holds_back
+
+    @property
     def needs_sampler(self) -> bool:
         """Whether `LossInputs.sampler_logprobs` must be there."""
         return self.sampler_correction != "none"
@@ -325,6 +353,11 @@ class GRPOLossConfig:
                 "sampler_clip_max are both null; set at least one"
             )
         ceiling = 1 + (self.epsilon_high or 0.0)
+        if self.loss_type == "cispo" and (self.epsilon_high or 0.0) <= 1:
+            raise ValueError(
+                f"epsilon_high = {self.epsilon_high} would bound every weight of loss_type = 'cispo', whose "
+                f"ceiling is absolute here; what verl writes as {self.epsilon_high} is {ceiling}"
+            )
         if self.delta is not None and self.delta <= ceiling:
             raise ValueError(
                 f"delta = {self.delta} must exceed 1 + epsilon_high = {ceiling}, or it undoes the clip; "
@@ -339,3 +372,14 @@ class GRPOLossConfig:
             low, high = getattr(self, lower), getattr(self, upper)
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")
+
+
+_KINDS = dict.fromkeys(facts.advantages for facts in CATALOG.values())
+_TAKEN = (
+    f"        {kind}: {', '.join(name for name, facts in CATALOG.items() if facts.advantages == kind)}\n"
+    for kind in _KINDS
+)
+GRPOLossConfig.__doc__ = (
+    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, as each paper takes them:\n"
+    f"{''.join(_TAKEN)}    "
+)

@@ -135,7 +135,7 @@ def test_a_nemo_rl_run_finds_its_places_and_every_leaf_is_in_the_account():
     expected |= {"rewards": [{"reward": "math_verify"}], "rollout.vllm.gpu_memory_utilization": 0.6}
     check_places(converted(NEMO), flatten(sections) | expected)
     rows = outcomes(NEMO)
-    assert set(flatten(yaml.safe_load(NEMO))) == set(rows) - {"advantage.skip_flat_groups"}
+    assert set(flatten(yaml.safe_load(NEMO))) == set(rows)
     assert rows["made_up.key"] == "needs a decision"
     assert rows["policy.megatron_cfg.optimizer.lr"] == "not applicable"
 

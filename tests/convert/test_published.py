@@ -77,8 +77,11 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
         ("{max_steps: 33, warmup_ratio: 0.1}", {"optimizer.warmup_steps": 4}),  # rounded up, as HF does
         ("{max_steps: 5, num_train_epochs: 3}", {"max_steps": 5}),
         ("{vllm_gpu_memory_utilization: 0.3}", {"rollout.vllm.gpu_memory_utilization": 0.3}),
+        (
+            "{scale_rewards: batch, multi_objective_aggregation: normalize_then_sum}",
+            {"advantage.multi_objective_aggregation": "normalize_then_sum"},
+        ),
         ("{loss_type: cispo, epsilon_high: 5.0}", {"loss.epsilon_high": 5.0}),  # absolute there too
-        ("{beta: 0.04}", {"loss.beta": 0.04, "advantage.skip_flat_groups": False}),
     ],
 )
 def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_path):
@@ -324,7 +327,6 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
         "loss.beta": 0.001,
         "loss.kl_estimator": "k3",
         "loss.delta": 3.0,
-        "advantage.skip_flat_groups": False,
         "checkpoint.every": 0,
         "logging.wandb": True,
         "rewards": [{"reward": "FILL_IN"}],
@@ -359,6 +361,7 @@ ACTOR = "actor_rollout_ref.actor"
             "algorithm.adv_estimator=rloo",
             {"advantage.baseline": "leave_one_out", "advantage.scale_rewards": "none"},
         ),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", {"advantage.scale_rewards": "whiten"}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"advantage.scale_rewards": "none"}),
         ("data.truncation=left", {"dataset.overlong_prompts": "truncate"}),
         ("actor_rollout_ref.model.lora_rank=8", {"model.lora.r": 8, "model.lora.alpha": 16}),

@@ -69,6 +69,24 @@ def test_an_advantage_compares_a_reward_with_those_that_share_its_baseline(
     assert not result.flat.any()
 
 
+def test_whitening_counts_every_token_once_and_leaves_a_flat_group_what_the_mean_leaves_it(rng):
+    rewards = torch.randn(5, 4, generator=rng, dtype=torch.float64)
+    lengths = torch.randint(1, 30, (5, 4), generator=rng)
+    rewards[1], rewards[3, 2] = 0.7, NAN
+
+    result = group_advantages(rewards, scale_rewards="whiten", eps=EPS, lengths=lengths)
+
+    centred = torch.nan_to_num(rewards - rewards.nanmean(1, keepdim=True)).flatten().tolist()
+    valid, counts = rewards.isfinite().flatten().tolist(), lengths.flatten().tolist()
+    tokens = [c for c, n, v in zip(centred, counts, valid, strict=True) if v for _ in range(n)]
+    mean, spread = sum(tokens) / len(tokens), math.hypot(deviation(tokens), EPS)
+    expected = [(c - mean) / spread if v else 0.0 for c, v in zip(centred, valid, strict=True)]
+    torch.testing.assert_close(result.advantages.flatten().tolist(), expected)
+    assert result.flat.tolist() == [False, True, False, False, False] and result.advantages[1].all()
+    alone = group_advantages(rewards, scale_rewards="whiten")
+    torch.testing.assert_close(alone.advantages[rewards.isfinite()].std().item(), 1.0, rtol=1e-6, atol=0)
+
+
 def test_a_group_of_equal_rewards_or_none_is_flat_and_has_no_advantage():
     result = group_advantages(torch.tensor([[0.9, 0.9, 0.9], [0.0, 1.0, 0.0], [NAN, NAN, NAN]]))
     assert result.flat.tolist() == [True, False, True]
@@ -118,6 +136,7 @@ def test_without_weight_or_reward_nothing_is_learnt_when_each_reward_is_scaled_b
     [
         (lambda: group_advantages(torch.zeros(4)), "at least two completions"),
         (lambda: group_advantages(torch.zeros(4, 1)), "at least two completions"),
+        (lambda: group_advantages(torch.zeros(5, 2), lengths=torch.ones(10)), "lengths has shape"),
         (lambda: group_advantages(torch.zeros(5, 2), baseline_groups=[0, 1]), "2 entries for 5 prompts"),
         (lambda: decoupled_advantages(torch.zeros(2, 3), [1.0, 1.0]), "2 weights"),
         (lambda: decoupled_advantages(torch.zeros(2, 3, 3), [1.0, 1.0]), "2 weights"),

@@ -9,6 +9,7 @@ from grpo_fast.config_io import ConfigError, dump_config, load_config
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 
 MINIMAL = ["model.path=some/model", "dataset.source=rows.jsonl", "rewards=[{reward: exact_match}]"]
+GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
 
 
@@ -33,11 +34,9 @@ SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
         (AdaptiveWeightsConfig, {"method": "inverse_std", "targets": {"a": 1.0}}, "targets"),
         (AdaptiveWeightsConfig, {"method": "inverse_std", "min_factor": 2.0}, "min_factor"),
         (AdaptiveWeightsConfig, {"method": "inverse_std", "max_factor": 0.5}, "max_factor"),
-        (
-            AdvantageConfig,
-            {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
-            "scale_rewards",
-        ),
+        (AdvantageConfig, GDPO | {"scale_rewards": "batch"}, "scale_rewards = 'batch'"),
+        (AdvantageConfig, GDPO | {"baseline": "leave_one_out"}, "baseline = 'leave_one_out'"),
+        (AdvantageConfig, {"rescale_flat_groups": True, "dynamic_sampling": True}, "rescale_flat_groups"),
     ],
 )
 def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):

@@ -158,7 +158,8 @@ def test_tools_empty_completions_and_a_samplers_ratio_enter_as_in_trl(
 
         monkeypatch.setattr(trl.GRPOTrainer, "__init__", with_sampler)
 
-    mine = compare(model_folder, tmp_path, batch, {"loss_type": loss_type, "beta": 0.1})
+    options = {"loss_type": loss_type, "beta": 0.1, "epsilon_high": 1.2}
+    mine = compare(model_folder, tmp_path, batch, options)
 
     assert (mine.fallback_reason is None) == (ratio is None or loss_type != "vespo")
 

@@ -19,6 +19,12 @@ def test_one_word_is_enough_and_survives_being_written_and_read(loss_type):
     assert adapter.validate_json(adapter.dump_json(config)) == config
 
 
+def test_help_names_the_advantages_of_every_loss_once():
+    lines = [line.strip().partition(": ") for line in GRPOLossConfig.__doc__.splitlines()]
+    named = {name: kind for kind, _, names in lines for name in names.split(", ")}
+    assert {name: named.get(name) for name in LOSS_TYPES} == {n: f.advantages for n, f in CATALOG.items()}
+
+
 def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others():
     assert GRPOLossConfig("gspo", epsilon_low=0.1).epsilon_high == 0.1
     config = replace(GRPOLossConfig("dr_grpo", epsilon_high=0.3), max_completion_length=7)
@@ -37,6 +43,8 @@ FIXED_LEVEL = ("cispo", "sapo", "vespo", "gpg", "reinforce", "gmpo", "kl_cov", "
         ({"epsilon_high": float("nan")}, "epsilon_high = nan", "finite"),
         ({"beta": -0.04}, "beta = -0.04", "zero or more"),
         ({"delta": 1.1}, "delta = 1.1", "raise delta"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high = 0.2", "what verl writes as 0.2 is 1.2"),
+        ({"loss_type": "cispo", "epsilon_high": 1.0}, "epsilon_high = 1.0", "is 2.0"),
         ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5", "between 0 and 1"),
         ({"max_completion_length": 0}, "max_completion_length = 0", "above zero"),
         ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0", "above zero"),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig, policy_loss
 from grpo_fast.objective.loss import kl_estimate
 
@@ -291,6 +292,20 @@ def test_reinforce_and_kl_estimates_are_verls(make_batch, assert_same, verl):
     for estimator in ("k1", "k2", "k3"):
         kl = verl.kl_penalty(batch.logprobs, batch.ref, estimator)
         torch.testing.assert_close(kl_estimate(batch.logprobs, batch.ref, estimator), kl)
+
+
+def test_whitened_advantages_are_verls(verl, rng):
+    rewards = torch.randn(4, 3, generator=rng, dtype=torch.float64)
+    lengths = torch.randint(1, MAX_LENGTH + 1, (4, 3), generator=rng)
+    mask = (torch.arange(MAX_LENGTH) < lengths.view(-1, 1)).double()
+    last = torch.nn.functional.one_hot(lengths.view(-1) - 1, MAX_LENGTH) * rewards.view(-1, 1)
+
+    theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
+        last, mask, torch.arange(4).repeat_interleave(3).tolist()
+    )
+
+    ours = group_advantages(rewards, scale_rewards="whiten", lengths=lengths).advantages
+    torch.testing.assert_close(ours.view(-1, 1) * mask, theirs)
 
 
 def test_verl_leaves_empty_completions_out_of_the_mean_and_trl_and_we_count_them(

@@ -34,7 +34,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     use_ref_model: bool = True  # whether there is a reference; without one the KL is zero
     chunk_size: int = 1  # of no effect
     epsilon_low: float = 0.2
-    epsilon_high: float = 0.2  # absolute for `cispo`
+    epsilon_high: float = 0.2  # for `cispo` the ceiling itself, above 1
     loss_type: str = "dapo"  # grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo or vespo
     max_completion_length: int | None = None  # needed by dr_grpo
     importance_sampling_level: Literal["token", "sequence"] = "token"  # token for cispo, sapo and vespo
