@@ -170,9 +170,8 @@ class RewardSet:
         """The first sample that raises the same when it is scored alone, searched for one timeout long."""
         deadline = time.monotonic() + reward.timeout
         for index in range(len(batch)):
-            left = max(0.0, deadline - time.monotonic())
             try:
-                self._runner.finish(self._start(reward, batch.one(index), left))
+                self._runner.finish(self._start(reward, batch.one(index), deadline - time.monotonic()))
             except CallFailed as failure:
                 if failure.__cause__ is None:
                     return None

@@ -78,8 +78,9 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, by_topic):
     a, b, c, d = grouping.baseline_groups([first[0], second[0], first[1], first[2]])
 
     assert a == c == d != b
-    both = grouping.baseline_groups([first[0], second[0], second[1]])  # two suffice
-    assert both[1] == both[2] != both[0]
+    for one, two in ((first, second), (second, first)):  # two suffice, and a place is no group's number
+        both = grouping.baseline_groups([one[0], two[0], two[1]])
+        assert both[1] == both[2] != both[0]
     alone = grouping.baseline_groups([first[0], second[0]])
     assert len(set(alone)) == 2 and min(alone) < 0 <= a
 

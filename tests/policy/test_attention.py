@@ -186,6 +186,15 @@ def test_what_flash_attention_cannot_compute_is_known_from_the_configuration(
     assert found == obstacle if obstacle is None else obstacle in str(found)
 
 
+@pytest.mark.parametrize("attention", [None, "sdpa", "flex_attention"])
+def test_attention_sinks_reach_flex_attention_alone(attention: str | None) -> None:
+    tokens, (batch,) = torch.zeros(1, 2, 4, 8), packed([sample(0, 3, 2)])
+    layout = attention and PackedLayout(batch, attention)
+    transformers_own, ours = "sinks cannot be run on CPU", "use model.attention = flex_attention"
+    with pytest.raises(ValueError, match=transformers_own if attention == "flex_attention" else ours):
+        packed_attention(torch.nn.Module(), *[tokens] * 3, None, packed_layout=layout, s_aux=torch.zeros(2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 300])
 def test_flash_attention_on_a_gpu_is_as_near_to_float32_as_flex_attention(

@@ -2,6 +2,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -181,6 +182,17 @@ class TestFailures:
 
         with pytest.raises(RewardError, match=r"raised SystemExit: 3.*\nsample 0") as caught:
             score(Reward("r", reward))
+        assert caught.value.sample is None
+
+    def test_the_sample_that_raises_alone_is_searched_for_no_longer_than_one_call_may_take(self):
+        def reward(completions):
+            if completions[0] == "333" or len(completions) > 1:
+                raise ValueError
+            time.sleep(0.3)
+            return [0]
+
+        with pytest.raises(RewardError) as caught:
+            score(Reward("r", reward, timeout=0.5))
         assert caught.value.sample is None
 
     @pytest.mark.parametrize(
