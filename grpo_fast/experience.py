@@ -156,7 +156,7 @@ def penalized(groups: Sequence[Group], penalties: Tensor) -> list[Group]:
 
 def overlong_penalties(groups: Sequence[Group], limit: int, share: float) -> Tensor:
     """(G, n) DAPO's soft punishment: rises from 0 to 1 over the last `share` of the `limit` in tokens."""
-    punish = BUILTINS["soft_overlong"](max_length=limit, cache=share * limit)
+    punish = BUILTINS["soft_overlong"](max_length=limit, cache=max(1, round(share * limit)))
     ids = [[completion.token_ids for completion in group.completions] for group in groups]
     return -torch.tensor([punish([], completion_ids=row) for row in ids])
 

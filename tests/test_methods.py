@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -169,3 +170,12 @@ def test_a_soft_punishment_falls_over_the_last_share_of_the_limit(make_trainer):
         lengths = torch.tensor([len(completion.token_ids) for completion in group.completions])
         torch.testing.assert_close(row, ((lengths - 4).clamp(min=0) / 4).float())  # DAPO, arXiv 2503.14476
         torch.testing.assert_close(group.rewards, group.reward_table.sum(1) - row)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains(name, make_trainer, seed):
+    trainer = make_trainer(method=name, seed=seed, minibatches=2, rollout={"num_generations": 2})
+    before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
+    metrics = trainer.train_step().metrics
+    assert math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.policy.trainable().items())
