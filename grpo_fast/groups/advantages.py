@@ -124,7 +124,7 @@ def decoupled_advantages(
 ) -> Advantages:
     """Each reward normalised in its group, then summed with its weight, then scaled by the batch's deviation.
 
-    GDPO (Liu et al. 2026, arXiv:2601.05242, section 3): summing first lets different combinations of rewards
+    GDPO (Liu et al. 2026, arXiv:2601.05242): summing first lets different combinations of rewards
     fall on the same total, and lets a reward of large spread drown the others. The batch's mean is not
     subtracted, for it is zero: each reward's advantages add up to zero in every group.
 

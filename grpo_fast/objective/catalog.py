@@ -56,6 +56,7 @@ _DPPO = (*_RANGE, "dppo_ratio_max")
 _CENTRED = "reward minus the group's mean"
 _ANY: tuple[RatioLevel, ...] = ("token", "sequence", "sequence_token")
 _clip = partial(LossFacts, surrogate="clip", epsilon=(0.2, 0.2), fields=(*_RANGE, "delta"))
+_dppo = partial(LossFacts, aggregation="token_mean", fields=_DPPO, advantages=_CENTRED)
 _gspo = partial(_clip, aggregation="sequence_mean", epsilon=(3e-4, 4e-4))
 
 CATALOG: dict[str, LossFacts] = {
@@ -77,19 +78,19 @@ CATALOG: dict[str, LossFacts] = {
         choosable_levels=("sequence", "sequence_token"),
     ),
     "rloo": _clip(
-        "RLOO, arXiv 2402.14740, eq. 8, with PPO's clip on the ratio of the whole completion",
+        "RLOO, arXiv 2402.14740, section 2.3, with PPO's clip on the ratio of the whole completion",
         aggregation="sequence_mean",
         choosable_levels=("product",),
         advantages="reward, the KL already taken from it, minus the mean of the group's others",
     ),
     "reinforce_plus_plus_baseline": _clip(
-        "REINFORCE++-baseline, arXiv 2501.03262",
+        "REINFORCE++-baseline, arXiv 2501.03262, eq. 6 to 8",
         aggregation="token_mean",
         choosable_levels=_ANY,
         kl_estimator="k2",
         advantages=f"{_CENTRED}, whitened over the batch's tokens",
     ),
-    "gmpo": LossFacts("GMPO, arXiv 2507.20673, eq. 4", "sequence_mean", "geometric_mean", (0.4, 0.4), _RANGE),
+    "gmpo": LossFacts("GMPO, arXiv 2507.20673", "sequence_mean", "geometric_mean", (0.4, 0.4), _RANGE),
     "cispo": LossFacts(
         "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; the ceiling is absolute as in arXiv 2510.13786",
         aggregation="token_mean",
@@ -110,17 +111,17 @@ CATALOG: dict[str, LossFacts] = {
         "REINFORCE, Williams 1992", "sequence_sum", "reinforce", advantages="reward minus any baseline"
     ),
     "clip_cov": _clip(
-        "Clip-Cov, arXiv 2505.22617, eq. 11",
+        "Clip-Cov, arXiv 2505.22617, eq. 11 and 12",
         "token_mean",
         surrogate="clip_cov",
         fields=(*_RANGE, *_CLIP_COV),
         holds_back=True,
     ),
     "kl_cov": LossFacts(
-        "KL-Cov, arXiv 2505.22617, eq. 12", "token_mean", "kl_cov", fields=_KL_COV, holds_back=True
+        "KL-Cov, arXiv 2505.22617, eq. 13 and 14", "token_mean", "kl_cov", fields=_KL_COV, holds_back=True
     ),
-    "dppo_tv": LossFacts("DPPO-Binary-TV, arXiv 2602.04879", "token_mean", "dppo_tv", (0.15, 0.15), _DPPO),
-    "dppo_kl": LossFacts("DPPO-Binary-KL, arXiv 2602.04879", "token_mean", "dppo_kl", (0.05, 0.05), _DPPO),
+    "dppo_tv": _dppo("DPPO-Binary-TV, arXiv 2602.04879", surrogate="dppo_tv", epsilon=(0.15, 0.15)),
+    "dppo_kl": _dppo("DPPO-Binary-KL, arXiv 2602.04879", surrogate="dppo_kl", epsilon=(0.05, 0.05)),
 }
 
 LOSS_TYPES = tuple(CATALOG)
@@ -185,7 +186,8 @@ class GRPOLossConfig:
     )
     delta: float | None = option(
         None,
-        "ceiling of the ratio where the advantage is negative (dual clip), above 1 + epsilon_high",
+        "ceiling of the ratio where the advantage is negative, above 1 + epsilon_high (INTELLECT-2, arXiv "
+        "2505.07291; dual clip)",
     )
     importance_sampling_level: ImportanceLevel | None = option(
         None, "of the importance ratio; null: the loss's own"

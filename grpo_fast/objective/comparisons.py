@@ -43,10 +43,12 @@ PREFERENCE_LOSSES: dict[str, PreferenceFacts] = {
     "hinge": PreferenceFacts("RSO, arXiv 2309.06657: SLiC's hinge on normalised likelihoods"),
     "aot": _sorted("AOT, arXiv 2406.05882, paired"),
     "aot_unpaired": _sorted("AOT, arXiv 2406.05882, unpaired"),
-    "kto": PreferenceFacts("KTO, arXiv 2402.01306, section 4", _WEIGHTS, paired=False, takes_margins=False),
+    "kto": PreferenceFacts("KTO, arXiv 2402.01306", _WEIGHTS, paired=False, takes_margins=False),
     "simpo": _alone("SimPO, arXiv 2405.14734, eq. 6", _EPSILON | {"gamma"}, beta=2.0, averaged=True),
-    "orpo": _alone("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its λ", averaged=True),
-    "cpo": _alone("CPO, arXiv 2401.08417, eq. 3", _EPSILON | {"cpo_alpha"}),
+    "orpo": _alone("ORPO, arXiv 2403.07691, eq. 7; beta is its λ", averaged=True),
+    "cpo": _alone(
+        "CPO, arXiv 2401.08417, eq. 3, and the likelihood of the chosen completions", _EPSILON | {"cpo_alpha"}
+    ),
     "sft": _alone("likelihood of the chosen completions, as in TRL", beta=None, takes_margins=False),
 }
 

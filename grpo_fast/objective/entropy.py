@@ -13,7 +13,7 @@ from grpo_fast.objective.catalog import GRPOLossConfig
 def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> float:
     """The entropy from which a token is among the top `quantile` of those that count.
 
-    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 5. Give it a whole step's tokens and put the result in
+    Beyond the 80/20 Rule, arXiv 2506.01939, eq. 6. Give it a whole step's tokens and put the result in
     `StepTotals.entropy_threshold`: then the choice does not depend on how the step is cut into micro-batches.
 
     Args:
@@ -34,7 +34,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> float:
 
 @dataclass
 class EntropyController:
-    """Steers `entropy_coef` between optimiser steps. Skywork-OR1, arXiv 2505.22312, section 4.
+    """Steers `entropy_coef` between optimiser steps. Skywork-OR1, arXiv 2505.22312, section 3.2.5.
 
     The coefficient rises by `entropy_coef_delta` after a step whose mean entropy was at or below
     `entropy_target`, falls by it after any other, and acts only while the last step's was at or below it.

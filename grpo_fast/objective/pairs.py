@@ -81,7 +81,7 @@ def preference_loss(inputs: PreferenceInputs, config: PreferenceLossConfig) -> L
 def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """(): KTO's z₀, an estimate of KL(π_θ ‖ π_ref) from (K,) completions paired with prompts not theirs.
 
-    Clamped at zero and without gradient, as the paper has it (section 4).
+    Clamped at zero and without gradient, as the paper has it.
     """
     return (logprobs - ref_logprobs).detach().mean().clamp(min=0)
 

@@ -125,8 +125,8 @@ def test_trls_cpo_trainer_computes_the_same_preference_term(
 
 
 def test_trls_orpo_trainer_computes_the_same_odds_ratio_term(make_pairs, accelerator):
-    """TRL's likelihood term differs: the mean over the batch's prompt and chosen tokens. We follow the paper
-    (eq. 1 and 6): the mean over completions of the mean over their tokens."""
+    """TRL's likelihood term differs: the mean over the batch's prompt and chosen tokens. We follow the
+    paper: the mean over completions of the mean over their tokens."""
     module, inputs = pytest.importorskip("trl.experimental.orpo", reason=TRL), make_pairs()
     chosen, rejected = per_token(inputs)
     trainer = SimpleNamespace(beta=0.4, accelerator=accelerator)
