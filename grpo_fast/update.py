@@ -16,6 +16,7 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 from grpo_fast.objective.loss import kl_penalty
 from grpo_fast.objective.metrics import sum_metrics
+from grpo_fast.objective.surrogates import held_back
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
 from grpo_fast.run_record.logs import Clock
@@ -32,8 +33,8 @@ class Minibatch:
     batches: tuple[PackedBatch, ...]
     max_tokens: int  # the budget they were packed within
 
-    def with_logprobs(self, name: str, values: Sequence[Tensor | None]) -> Minibatch:
-        """`old_logprobs` or `ref_logprobs` set to these, (N,) for each micro-batch."""
+    def with_values(self, name: str, values: Sequence[Tensor | None]) -> Minibatch:
+        """`old_logprobs`, `ref_logprobs` or `held_back` set to these, (N,) for each micro-batch."""
         changes: list[Any] = [{name: value} for value in values]
         batches = [replace(batch, **change) for batch, change in zip(self.batches, changes, strict=True)]
         return replace(self, batches=tuple(batches))
@@ -49,7 +50,7 @@ class Minibatch:
                 known |= zip(ids, getattr(batch, name).split(lengths), strict=True)
             if known:
                 values = [torch.cat([known[i] for i in batch.sample_ids.tolist()]) for batch in batches]
-                moved = moved.with_logprobs(name, values)
+                moved = moved.with_values(name, values)
         return moved
 
 
@@ -157,15 +158,15 @@ class PolicyUpdate:
         """
         batches = minibatch.batches
         if self.config.old_logprobs == "sampler":
-            minibatch = minibatch.with_logprobs("old_logprobs", [b.sampler_logprobs for b in batches])
+            minibatch = minibatch.with_values("old_logprobs", [b.sampler_logprobs for b in batches])
         elif stale:
             old = [self.head_outputs(self.policy, batch).logprob for batch in batches]
-            minibatch = minibatch.with_logprobs("old_logprobs", old)
+            minibatch = minibatch.with_values("old_logprobs", old)
         if self.config.loss.needs_reference and not self.config.loss.kl_in_reward:
             self._ready()
             with self.policy.reference() as reference:
                 logprobs = [self.head_outputs(reference, batch).logprob for batch in batches]
-            minibatch = minibatch.with_logprobs("ref_logprobs", logprobs)
+            minibatch = minibatch.with_values("ref_logprobs", logprobs)
         return minibatch
 
     def backward(
@@ -176,21 +177,18 @@ class PolicyUpdate:
         Before the first update the policy is the old one: its log-probabilities are kept for later epochs.
         """
         self.optimizer.zero_grad()  # of an attempt that failed
-        totals = minibatch.totals
-        if config.top_entropy_quantile < 1 and len(minibatch.batches) > 1:
-            threshold, kept = self.entropy_threshold(minibatch.batches)
-            totals = replace(totals, entropy_threshold=threshold, entropy_tokens=kept)
+        chosen = self.with_choices(minibatch, config)
         # As old log-probabilities they leave nothing to compare; of a truncated distribution they are biased.
         hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
         shares, logprobs = [], []
-        for batch in minibatch.batches:
+        for batch in chosen.batches:
             head = self.policy.head
             out = packed_loss(
                 head,
                 self.policy.hidden_states(batch),  # no name: nothing keeps it during the next forward
                 replace(batch, sampler_logprobs=None) if hides_sampler else batch,
                 config,
-                totals=totals,
+                totals=chosen.totals,
                 temperature=self.config.rollout.temperature,
                 weight_grad=self.optimizer.gradient_of(head.weight),
             )
@@ -198,7 +196,7 @@ class PolicyUpdate:
             shares.append(out.metrics | {"loss": out.loss.detach()})
             logprobs.append(out.logprobs)
         if minibatch.batches[0].old_logprobs is None:
-            minibatch = minibatch.with_logprobs("old_logprobs", logprobs)
+            minibatch = minibatch.with_values("old_logprobs", logprobs)
         return minibatch, shares
 
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
@@ -233,17 +231,36 @@ class PolicyUpdate:
         )
 
     @torch.no_grad()
-    def entropy_threshold(self, batches: Sequence[PackedBatch]) -> tuple[float, int]:
-        """The cut of `top_entropy_quantile` over the whole step, so that micro-batching does not move it.
+    def with_choices(self, minibatch: Minibatch, config: GRPOLossConfig) -> Minibatch:
+        """The minibatch with what is chosen over all its tokens, so that micro-batching does not move it.
 
-        Returns:
-            The entropy in nats, and the number of tokens at or above it.
+        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back: both of one
+        forward. A single micro-batch needs none, for it chooses by itself.
         """
-        outputs = [self.head_outputs(self.policy, batch, "entropy") for batch in batches]
-        entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
-        every = torch.ones_like(entropies, dtype=torch.bool)
-        threshold = entropy_threshold(entropies, every, self.config.loss.top_entropy_quantile)
-        return threshold, int((entropies >= threshold).sum())
+        cuts, holds = config.top_entropy_quantile < 1, not config.is_custom and config.facts.holds_back
+        batches = minibatch.batches
+        if len(batches) == 1 or not (cuts or holds):
+            return minibatch
+        outputs = [self.head_outputs(self.policy, batch, *["entropy"] * cuts) for batch in batches]
+        if cuts:
+            entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
+            every = torch.ones_like(entropies, dtype=torch.bool)
+            threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
+            kept = int((entropies >= threshold).sum())
+            totals = replace(minibatch.totals, entropy_threshold=threshold, entropy_tokens=kept)
+            minibatch = replace(minibatch, totals=totals)
+        if holds:
+            logprobs = torch.cat([out.logprob for out in outputs])
+            before = [b.old_logprobs for b in batches if b.old_logprobs is not None]
+            old = torch.cat(before) if before else logprobs
+            advantages = torch.cat([batch.advantages for batch in batches])
+            # In the order of one micro-batch: then the same tokens are drawn, too.
+            order = torch.cat([b.sample_ids[b.sequence_ids] for b in batches]).argsort(stable=True)
+            every = torch.ones_like(order, dtype=torch.bool)
+            held = torch.empty_like(every)
+            held[order] = held_back(logprobs[order], old[order], advantages[order], every, config)
+            minibatch = minibatch.with_values("held_back", held.split([len(b.targets) for b in batches]))
+        return minibatch
 
     def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
@@ -302,6 +319,7 @@ def packed_loss(
         group_ids=batch.group_ids,
         old_logprobs=batch.old_logprobs,
         ref_logprobs=batch.ref_logprobs,
+        held_back=batch.held_back,
         sampler_logprobs=batch.sampler_logprobs,
         totals=totals,
         config=config or GRPOLossConfig(),

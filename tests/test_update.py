@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -77,6 +78,38 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
         counts.append(len(minibatch_of(trainer, samples, totals).batches))
         results.append(gradients(trainer, samples, totals))
     assert 1 == counts[0] < counts[1] < counts[2]
+    for found in results[1:]:
+        assert_same(found, results[0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"loss_type": "kl_cov", "kl_cov_ratio": 0.1, "kl_cov_coef": 3.0},
+        {"loss_type": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_low": 0.0, "top_entropy_quantile": 0.6},
+    ],
+    ids=lambda loss: loss["loss_type"],
+)
+def test_a_steps_tokens_are_held_back_by_one_forward_however_the_step_is_cut(
+    make_trainer, monkeypatch, seed, loss
+):
+    trainer = make_trainer(loss=loss, seed=seed, old_logprobs="sampler")
+    samples, totals = collected(trainer)
+    dice = random.Random(seed)  # ratios off one, so that a penalty has a gradient
+    samples = [
+        replace(s, sampler_logprobs=tuple(value + dice.gauss(0, 0.1) for value in s.sampler_logprobs))
+        for s in samples
+    ]
+    results, batches = [], []
+    for budget in (4096, 64, 16):
+        trainer.update.configure(trainer.config.model_copy(update={"micro_batch_tokens": budget}))
+        batches.append(len(minibatch_of(trainer, samples, totals).batches))
+        torch.manual_seed(seed)  # clip_cov draws
+        with monkeypatch.context() as patch:
+            calls = count_forwards(trainer, patch)
+            results.append(gradients(trainer, samples, totals))
+        assert calls.count(False) == (batches[-1] if batches[-1] > 1 else 0)
+    assert 1 == batches[0] < batches[1] < batches[2]
     for found in results[1:]:
         assert_same(found, results[0])
 
@@ -361,7 +394,7 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer)
     trainer = make_trainer(micro_batch_tokens=4096)
     minibatch = trainer.update.minibatch(*collected(trainer))
     codes = [1000 * batch.sample_ids[batch.sequence_ids] + batch.targets for batch in minibatch.batches]
-    minibatch = minibatch.with_logprobs("old_logprobs", [code.float() for code in codes])
+    minibatch = minibatch.with_values("old_logprobs", [code.float() for code in codes])
 
     trainer.update.budget.limit = 30
     smaller = trainer.update.fitted(minibatch, Attempt())

@@ -22,6 +22,7 @@ _MASKS = (torch.bool, torch.uint8, *_INTEGERS, *_FLOATS)  # trainers keep masks 
 _PER_TOKEN = {
     "targets": _INTEGERS, "advantages": _FLOATS, "sequence_ids": _INTEGERS, "old_logprobs": _FLOATS,
     "ref_logprobs": _FLOATS, "sampler_logprobs": _FLOATS, "loss_mask": _MASKS, "group_ids": _INTEGERS,
+    "held_back": (torch.bool,),
 }  # fmt: skip
 _NEEDED = ("targets", "advantages", "sequence_ids")
 

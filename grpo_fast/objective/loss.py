@@ -12,7 +12,7 @@ from grpo_fast.objective.catalog import GRPOLossConfig, KLEstimator
 from grpo_fast.objective.correction import off_policy_keep, sampler_weights
 from grpo_fast.objective.entropy import entropy_threshold
 from grpo_fast.objective.metrics import mismatch_metrics, policy_metrics
-from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, PreparedBatch
+from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, PreparedBatch, held_back
 from grpo_fast.objective.types import (
     LossFunction,
     LossInputs,
@@ -173,12 +173,15 @@ def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
     correction = None
     if sampler_logprobs is not None:
         correction = sampler_weights(old_logprobs, sampler_logprobs, segments, config)
+    held = None if inputs.held_back is None else inputs.held_back & mask
+    if held is None and config.facts.holds_back:
+        held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
     measured = StepTotals(
         totals.num_tokens if totals.measured_tokens is None else totals.measured_tokens,
         totals.num_sequences if totals.measured_sequences is None else totals.measured_sequences,
     )
     return PreparedBatch(
-        tokens=PolicyTokens(logprobs, old_logprobs, advantages, segments, correction),
+        tokens=PolicyTokens(logprobs, old_logprobs, advantages, segments, correction, held),
         ref_logprobs=optional(inputs.ref_logprobs),
         sampler_logprobs=sampler_logprobs,
         entropy=optional(inputs.entropy),

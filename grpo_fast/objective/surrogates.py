@@ -25,6 +25,7 @@ class PolicyTokens:
     advantages: Tensor  # (N,)
     segments: Segments
     sampler_weight: Tensor | None = None  # (N,) π_old/π_sampler, bounded; see `correction.py`
+    held_back: Tensor | None = None  # (N,) bool, where the loss holds tokens back
 
     @property
     def log_ratio(self) -> Tensor:
@@ -85,7 +86,7 @@ def clip(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     cap = math.inf if config.delta is None else math.log(config.delta)
     bounded = _clamp_by_sign(log_ratio, negative, low, cap, high)
     loss = -bounded.exp() * tokens.advantages
-    clipped = {"low": (log_ratio < low) & negative, "high": (log_ratio > high) & (tokens.advantages > 0)}
+    clipped = _clipped(log_ratio, tokens.advantages, low, high)
     if config.delta is not None:
         clipped["delta"] = (log_ratio > math.log(config.delta)) & negative
     return Surrogate(loss, log_ratio.detach().exp(), clipped)
@@ -98,7 +99,7 @@ def geometric_mean(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
     low, high = -present(config.epsilon_low), present(config.epsilon_high)
     bounded = _clamp_by_sign(log_ratio, negative, low, math.inf, high)
     mean = segments.spread(segments.mean(bounded))
-    clipped = {"low": (log_ratio < low) & negative, "high": (log_ratio > high) & (tokens.advantages > 0)}
+    clipped = _clipped(log_ratio, tokens.advantages, low, high)
     return Surrogate(-mean.exp() * tokens.advantages, log_ratio.detach().exp(), clipped)
 
 
@@ -143,52 +144,61 @@ def reinforce(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
 
 # ------------------------------------------------------------------------------------ Clip-Cov and KL-Cov
 # They keep the entropy up by holding back the few tokens that would lower it most: those of high covariance
-# between advantage and log-probability. Mean, share and choice are taken over the batch they see, so these
-# two losses depend on how a step is cut into micro-batches.
+# between advantage and log-probability.
+
+
+def held_back(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, config: GRPOLossConfig
+) -> Tensor:
+    """The tokens that `clip_cov` or `kl_cov` holds back: their share of the step's, one at least.
+
+    A token's covariance is (A − mean A)(log π − mean log π). kl_cov takes the highest; clip_cov draws, from
+    torch's default CPU generator, among those within its bounds whose ratio is not clipped.
+
+    Args:
+        logprobs, old_logprobs, advantages: (N,), of a whole optimiser step.
+        mask: (N,) bool: tokens that count; means and share are of these.
+
+    Returns:
+        (N,) bool.
+    """
+    count = max(int(mask.sum()), 1)
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(mask, values, 0).sum() / count
+
+    covariance = centred(advantages) * centred(logprobs)
+    if config.facts.surrogate == "kl_cov":
+        ranked, share = (
+            covariance.masked_fill(~mask, -torch.inf).argsort(descending=True),
+            config.kl_cov_ratio,
+        )
+    else:
+        cut = _clipped(logprobs - old_logprobs, advantages, *_log_bounds(config))
+        within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+        places = (within & mask & ~cut["low"] & ~cut["high"]).nonzero().squeeze(1)
+        ranked, share = places[torch.randperm(places.numel()).to(places.device)], config.clip_cov_ratio
+    chosen = torch.zeros_like(mask)
+    chosen[ranked[: max(int(share * count), 1)]] = True
+    return chosen & mask
 
 
 def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """GRPO's clip, and no gradient for a random few of the tokens with covariance within the bounds.
-
-    Drawn from torch's default CPU generator.
-    """
-    surrogate = clip(tokens, config)
-    covariance = _covariance(tokens)
-    candidates = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
-    candidates &= tokens.segments.mask & ~surrogate.clipped["low"] & ~surrogate.clipped["high"]
-    places = candidates.nonzero().squeeze(1)
-    order = torch.randperm(places.numel()).to(places.device)
-    dropped = torch.zeros_like(candidates)
-    dropped[places[order[: _share(config.clip_cov_ratio, tokens)]]] = True
+    """GRPO's clip, and no gradient for the tokens held back."""
+    surrogate, dropped = clip(tokens, config), present(tokens.held_back)
     loss = torch.where(dropped, 0, surrogate.loss)
     return Surrogate(loss, surrogate.ratio, surrogate.clipped | {"covariance": dropped})
 
 
 def kl_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:
-    """−r·A without a clip, plus kl_cov_coef·|log r| on the tokens of highest covariance.
+    """−r·A without a clip, plus kl_cov_coef·|log r| on the tokens held back.
 
     The paper writes KL(π_old ‖ π_θ); |log r| is what its authors compute for it.
     """
-    mask, log_ratio = tokens.segments.mask, tokens.log_ratio
-    covariance = _covariance(tokens).masked_fill(~mask, -torch.inf)
-    chosen = torch.zeros_like(mask)
-    chosen[covariance.topk(min(_share(config.kl_cov_ratio, tokens), covariance.numel())).indices] = True
-    chosen &= mask
+    log_ratio, penalised = tokens.log_ratio, present(tokens.held_back)
     ratio = log_ratio.exp()
-    loss = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
-    return Surrogate(loss, ratio.detach(), {"covariance": chosen})
-
-
-def _covariance(tokens: PolicyTokens) -> Tensor:
-    """(N,) detached: (A − mean A)(log π − mean log π), means over the tokens that count."""
-    mask, logprobs = tokens.segments.mask, tokens.logprobs.detach()
-    count = mask.sum().clamp(min=1)
-    # Entries that do not count are zero already, so plain sums are sums over those that do.
-    return (tokens.advantages - tokens.advantages.sum() / count) * (logprobs - logprobs.sum() / count)
-
-
-def _share(ratio: float, tokens: PolicyTokens) -> int:
-    return max(int(ratio * int(tokens.segments.mask.sum())), 1)
+    loss = torch.where(penalised, config.kl_cov_coef * log_ratio.abs(), 0) - ratio * tokens.advantages
+    return Surrogate(loss, ratio.detach(), {"covariance": penalised})
 
 
 # --------------------------------------------------------------------------------------------------- DPPO
@@ -236,6 +246,11 @@ SURROGATES: dict[str, Callable[[PolicyTokens, GRPOLossConfig], Surrogate]] = {
 def _clamp_by_sign(values: Tensor, negative: Tensor, floor: float, cap: float, ceiling: float) -> Tensor:
     """To [floor, cap] where `negative`, to (−∞, ceiling] elsewhere."""
     return values.clamp(_choose(negative, floor, -math.inf, values), _choose(negative, cap, ceiling, values))
+
+
+def _clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """Where the ratio is beyond the bound that the advantage pushes it to."""
+    return {"low": (log_ratio < low) & (advantages < 0), "high": (log_ratio > high) & (advantages > 0)}
 
 
 def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class PackedBatch:
     sample_ids: Tensor  # (S,) int64: which of the samples given to `pack` each sequence is
     old_logprobs: Tensor | None = None  # (N,) float32
     ref_logprobs: Tensor | None = None  # (N,) float32
+    held_back: Tensor | None = None  # (N,) bool, chosen over the step: see `LossInputs`
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""

@@ -38,8 +38,9 @@ class PaddedBatch:
         with_sampler: bool = True,
         with_ref: bool = True,
         dtype: torch.dtype = torch.float64,
+        held_back: Tensor | None = None,
     ) -> LossInputs:
-        """The packed batch of the given completions, in the given order."""
+        """The packed batch of the given completions, in the given order; `held_back` is (B, T)."""
         rows = list(range(len(self.lengths))) if rows is None else rows
 
         def pack(values: Tensor) -> Tensor:
@@ -60,6 +61,7 @@ class PaddedBatch:
             entropy=pack(self.entropy),
             group_ids=torch.tensor(rows)[sequence_ids] // self.group_size,
             totals=totals,
+            held_back=None if held_back is None else pack(held_back),
         )
 
     @property

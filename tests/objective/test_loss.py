@@ -13,6 +13,7 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals, policy_loss, resolve
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 from grpo_fast.objective.entropy import entropy_threshold
 from grpo_fast.objective.loss import kl_estimate, kl_penalty
+from grpo_fast.objective.surrogates import held_back
 
 PER_TOKEN = ("logprobs", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")
 
@@ -40,22 +41,32 @@ def combine(shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     return {name: float(pick.get(name[-4:], sum)([share[name] for share in shares])) for name in shares[0]}
 
 
-@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "clip_cov"])
+SHARES = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_low": 0.0}}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("entropy", [BONUS, BONUS | HIGH_ENTROPY], ids=["bonus", "high entropy"])
 def test_losses_gradients_and_metrics_of_micro_batches_in_any_order_add_up_to_the_steps(
     loss_type, entropy, make_batch, rng
 ):
-    batch, config = make_batch(spread=0.6, empty=True), full_config(loss_type, **entropy)
+    batch = make_batch(spread=0.6, empty=True)
+    config = full_config(loss_type, **entropy, **SHARES.get(loss_type, {}))
     rows = torch.randperm(len(batch.lengths), generator=rng).tolist()
-    # kl_cov is centred over the batch it sees, as its paper has it.
-    parts = [rows] if loss_type == "kl_cov" else [rows[:1], rows[1:3], rows[3:]]
+    held = None
+    if CATALOG[loss_type].holds_back:
+        advantages = batch.advantages[:, None].expand_as(batch.old)
+        columns = [c.detach().flatten() for c in (batch.logprobs, batch.old, advantages, batch.mask)]
+        torch.manual_seed(len(rows))  # clip_cov draws
+        held = held_back(*columns, config).view_as(batch.mask)
+        torch.manual_seed(len(rows))
     whole = batch.inputs()
     threshold = entropy_threshold(whole.entropy, whole.loss_mask, 0.6)
     kept = int((whole.loss_mask & (whole.entropy >= threshold)).sum())
     totals = replace(batch.totals, entropy_threshold=threshold, entropy_tokens=kept)
 
     expected = policy_loss(whole, config)
-    found = [policy_loss(batch.inputs(part, totals), config) for part in parts]
+    parts = (rows[:1], rows[1:3], rows[3:])
+    found = [policy_loss(batch.inputs(part, totals, held_back=held), config) for part in parts]
 
     torch.testing.assert_close(sum(part.loss for part in found), expected.loss)
     of_parts, of_whole = gradients(batch, *(part.loss for part in found)), gradients(batch, expected.loss)
