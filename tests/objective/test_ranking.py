@@ -59,6 +59,7 @@ def ranked(rng):
 
     lengths = torch.randint(1, 30, (len(ids),), generator=rng).double()
     logprobs = -lengths * (0.1 + random())
+    logprobs[1], grades[1] = logprobs[0], 5.0  # of different grade and as likely: not told apart
     reference = logprobs + 4 * random() - 2
     written = reference + 2 * lengths * (random() - 0.5)
     written[::2] = torch.nan

@@ -87,10 +87,12 @@ def test_scores_are_those_of_calls_for_the_whole_batch(score) -> None:
     torch.testing.assert_close(found.total, expected.total, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_group_is_scored_before_the_next_one_is_complete(score) -> None:
+def test_a_group_is_scored_before_the_next_one_is_complete_and_not_again(score) -> None:
     called: dict[str, threading.Event] = {str(i): threading.Event() for i in range(len(PROMPTS))}
+    calls: list[str] = []
 
     def noticed(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
+        calls.append(answer[0])
         called[answer[0]].set()
         return [1.0] * len(completions)
 
@@ -98,7 +100,7 @@ def test_a_group_is_scored_before_the_next_one_is_complete(score) -> None:
         assert called[str(index)].wait(30), "nobody scored it"
 
     known, _ = score(rewards(noticed, early=(noticed,)), after)
-    assert known == {"noticed": [1.0] * 18}
+    assert known == {"noticed": [1.0] * 18} and sorted(calls) == list(called)
 
 
 @pytest.mark.parametrize("function", [failing, short, missing_column])
