@@ -87,8 +87,8 @@ def test_lengths_are_compared_over_their_range():
 def test_a_users_embedding_and_criterion_are_called_with_the_prompts(make_prompts, write_function, by):
     prompts = make_prompts(6)
     body = {
-        "embedding": "[[len(t), 1.0] for t in these]",
-        "vector": "[[len(p.prompt), 1.0] for p in these]",
+        "embedding": "[[len(t) - 35, 1.0] for t in these]",
+        "vector": "[[len(p.prompt) - 35, 1.0] for p in these]",
         "number": "[p.columns['level'] for p in these]",
     }[by]
     path = write_function("these", body)
@@ -96,8 +96,9 @@ def test_a_users_embedding_and_criterion_are_called_with_the_prompts(make_prompt
 
     found = distances(prompts, SIMILAR.model_copy(update={"embedding": path}) if by == "embedding" else mine)
 
-    vectors = torch.tensor([[len(p.prompt), 1.0] for p in prompts])
-    expected = 1 - torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
+    vectors = torch.tensor([[len(p.prompt) - 35, 1.0] for p in prompts])
+    likeness = torch.nn.functional.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
+    expected = (1 - likeness).clamp(max=1)  # opposed is as far as unlike
     expected = distances(prompts, combined(column_level=1.0)) if by == "number" else expected
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 

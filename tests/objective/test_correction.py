@@ -78,13 +78,14 @@ def test_mismatch_metrics_describe_sampler_against_trainer(make_batch):
 
 
 def test_only_drifted_sequences_of_negative_advantage_leave(make_batch):
-    batch = make_batch(spread=0.6)
-    inputs, threshold = batch.inputs(), 0.02
+    batch, threshold = make_batch(spread=0.6), 0.02
+    drift = ((batch.sampler - batch.logprobs.detach()) * batch.mask).sum(1) / batch.mask.sum(1)
+    batch.advantages[drift.argmax()] = 0.0  # has no gradient, and stays
+    inputs = batch.inputs()
 
     keep = off_policy_keep(
         inputs.logprobs, inputs.sampler_logprobs, inputs.advantages, segments_of(inputs), threshold
     )
 
-    drift = (batch.sampler - batch.logprobs.detach()) * batch.mask
-    stays = (batch.advantages >= 0) | (drift.sum(1) / batch.mask.sum(1) <= threshold)
+    stays = (batch.advantages >= 0) | (drift <= threshold)
     assert torch.equal(keep, stays[inputs.sequence_ids])
