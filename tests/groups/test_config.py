@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from grpo_fast.config_io import ConfigError, dump_config, load_config
+from grpo_fast.config_io import ConfigError, load_config
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 
 MINIMAL = ["model.path=some/model", "dataset.source=rows.jsonl", "rewards=[{reward: exact_match}]"]
@@ -47,14 +47,3 @@ def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):
 def test_a_curriculum_and_shared_baselines_are_refused_together():
     with pytest.raises(ConfigError, match="curriculum"):
         load_config(None, [*MINIMAL, "curriculum={}", "groups.strategy=similarity"])
-
-
-def test_group_settings_survive_a_round_trip(tmp_path):
-    path = tmp_path / "config.yaml"
-    overrides = ["groups.strategy=combined", "groups.criteria=[{by: 'column:level', weight: 2}]"]
-    config = load_config(None, [*MINIMAL, *overrides, "groups.similarity_threshold=0.7"])
-
-    path.write_text(dump_config(config))
-
-    assert config.groups.criteria[0].weight == 2
-    assert load_config(path) == config

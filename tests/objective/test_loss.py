@@ -106,6 +106,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
 
     gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
     assert outputs.metrics["policy/ratio_max"] == outputs.metrics["policy/ratio_min"] == 1.0
+    assert outputs.metrics["policy/ratio_mean"].item() == pytest.approx(1.0)
     if loss_type != "clip_cov":
         counts, size = batch.mask.sum(1, keepdim=True).double(), len(batch.lengths)
         # rloo: the ratio is of the whole completion, so that its gradient is a sum over tokens.

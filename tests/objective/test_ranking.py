@@ -127,10 +127,7 @@ def test_plackett_luce_is_the_sum_over_all_orders_that_ties_allow(spread, rng):
             torch.testing.assert_close(found.item(), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_plackett_luce_of_two_responses_is_dpos_loss_and_takes_any_number_of_ties():
-    two = plackett_luce(torch.tensor([1.0, -0.5]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), 1)
-    torch.testing.assert_close(two.item(), math.log1p(math.exp(-1.5)), rtol=1e-6, atol=0)
-
+def test_plackett_luce_takes_any_number_of_ties():
     # 60 equal winners against one loser of the same strength: it comes last with probability 1 / 61.
     scores, grades = torch.zeros(61, dtype=torch.float64), torch.tensor([1.0] * 60 + [0.0])
     many = plackett_luce(scores, grades, torch.zeros(61, dtype=torch.int64), 1)

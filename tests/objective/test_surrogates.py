@@ -112,7 +112,7 @@ def constant_length(rows: list[list[float]]) -> float:
 # constant that is not read shows. gspo and gspo_token differ in their gradients only.
 PAPERS: dict[str, tuple[Callable[..., float], Callable[..., float], dict[str, float]]] = {
     "grpo": (of_token, over_completions, {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 3.0}),
-    "bnpo": (of_token, over_tokens, {}),
+    "bnpo": (of_token, over_tokens, {"epsilon_low": 1.0, "epsilon_high": 0.2}),  # no ratio is as low
     "dr_grpo": (of_token, constant_length, {}),
     "dapo": (of_token, over_tokens, {"epsilon_low": 0.3, "epsilon_high": 0.6}),
     "reinforce_plus_plus_baseline": (of_token, over_tokens, {}),
