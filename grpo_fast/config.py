@@ -229,8 +229,8 @@ _READ: list[Condition] = [
     ),
     (
         ("loss.max_completion_length",),
-        lambda c: c.loss.is_custom or c.loss.facts.aggregation == "constant_length",
-        "by loss.loss_type = {0.loss.loss_type!r}",
+        lambda c: c.loss.is_custom or c.loss.aggregation_kind == "constant_length",
+        "by loss.loss_type = {0.loss.loss_type!r} without aggregation = 'constant_length'",
     ),
     (
         ("optimizer.min_learning_rate_ratio",),

@@ -212,7 +212,8 @@ class PolicyUpdate:
     def loss_config(self) -> GRPOLossConfig:
         """The configured loss with what only the run knows."""
         config = self.config.loss
-        if config.loss_type == "dr_grpo" and config.max_completion_length is None:
+        constant = not config.is_custom and config.aggregation_kind == "constant_length"
+        if constant and config.max_completion_length is None:
             config = replace(config, max_completion_length=self.config.rollout.length_limit)
         if config.use_adaptive_entropy:
             config = replace(config, entropy_coef=self.entropy_controller.active_coef)

@@ -66,10 +66,16 @@ def weights(trainer: Trainer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "beta"), [("grpo", 0.1), ("bnpo", 0.0), ("dr_grpo", 0.1), ("dapo", 0.0)]
+    "loss",
+    [
+        {"loss_type": "grpo", "beta": 0.1},
+        {"loss_type": "dr_grpo", "beta": 0.1},
+        {"aggregation": "constant_length"},
+        {},
+    ],
 )
-def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, loss_type, beta):
-    trainer = make_trainer(loss={"loss_type": loss_type, "beta": beta}, seed=seed)
+def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, loss):
+    trainer = make_trainer(loss=loss, seed=seed)
     trainer.train_step()  # off the reference, so that the KL term has a gradient
     samples, totals = collected(trainer)
     counts, results = [], []

@@ -14,13 +14,13 @@ from grpo_fast.objective.catalog import CATALOG
 Leaves = Mapping[str, Any]
 ACTOR = "actor_rollout_ref.actor"
 MODE, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
-# How a loss is averaged -> verl's name for it, and the loss that is so averaged in its `vanilla` mode.
+# verl's name for how a loss is averaged -> ours, and the loss that is so averaged in its `vanilla` mode.
 AGGREGATIONS = {
-    "token_mean": ("token-mean", "dapo"),
-    "sequence_mean": ("seq-mean-token-mean", "grpo"),
-    "constant_length": ("seq-mean-token-sum-norm", "dr_grpo"),
+    "token-mean": ("token_mean", "dapo"),
+    "seq-mean-token-mean": ("sequence_mean", "grpo"),
+    "seq-mean-token-sum": ("sequence_sum", "grpo"),
+    "seq-mean-token-sum-norm": ("constant_length", "dr_grpo"),
 }
-VANILLA = dict(AGGREGATIONS.values())
 
 
 def read_verl(document: Mapping[str, Any]) -> Conversion:
@@ -35,17 +35,18 @@ def read_verl(document: Mapping[str, Any]) -> Conversion:
 def loss_type(_: Any, leaves: Leaves) -> Places:
     """The loss that verl's mode and aggregation make together."""
     mode, averaged = leaves.get(MODE, "vanilla"), leaves.get(AGGREGATION, "token-mean")
-    name = VANILLA.get(averaged) if mode == "vanilla" else {"geo_mean": "gmpo"}.get(mode, mode)
-    name = (name or "").removeprefix("grpo_fast_")
-    if name not in CATALOG:
-        raise ValueError(f"{mode} averaged by {averaged} is no loss here; see loss.loss_type")
-    own = AGGREGATIONS.get(CATALOG[name].aggregation, ("",))[0]
-    if averaged != own and name not in ("gspo", "gmpo"):  # these two average in their own way there too
-        raise ValueError(f"loss_type = {name} is averaged by {own} here; choose it, or another loss")
-    if name != "dr_grpo":
-        return {"loss.loss_type": name}
-    length = leaves.get(f"{ACTOR}.loss_scale_factor") or leaves.get("data.max_response_length")
-    return {"loss.loss_type": name, "loss.max_completion_length": length}
+    ours, vanilla = AGGREGATIONS.get(str(averaged), ("", ""))
+    name = vanilla if mode == "vanilla" else {"geo_mean": "gmpo"}.get(mode, str(mode))
+    name = name.removeprefix("grpo_fast_")
+    if name not in CATALOG or not ours:
+        raise ValueError(f"{mode} averaged by {averaged} is no loss here; see loss.loss_type and aggregation")
+    places: Places = {"loss.loss_type": name}
+    if ours != CATALOG[name].aggregation and mode not in ("gspo", "geo_mean"):  # whose way is their own there
+        places["loss.aggregation"] = ours
+    if ours == "constant_length":
+        length = leaves.get(f"{ACTOR}.loss_scale_factor") or leaves.get("data.max_response_length")
+        places["loss.max_completion_length"] = length
+    return places
 
 
 def clip_ratio(value: Any, leaves: Leaves) -> Places:

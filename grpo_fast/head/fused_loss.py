@@ -44,7 +44,7 @@ def fuses(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     if config.is_custom or config.facts.surrogate not in _CUTS:
         return False
     plain = config.top_entropy_quantile == 1 and inputs.policy_weights is None
-    length_known = config.facts.aggregation != "constant_length" or config.max_completion_length is not None
+    length_known = config.aggregation_kind != "constant_length" or config.max_completion_length is not None
     given = (
         (inputs.ref_logprobs is not None or not config.needs_reference or config.kl_in_reward)
         and (inputs.entropy is not None or not config.needs_entropy)
@@ -75,7 +75,7 @@ def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyL
 
     in_loss = not config.kl_in_reward
     return PolicyLoss(
-        surrogate, config.ratio_level, config.facts.aggregation, low, high, cap,
+        surrogate, config.ratio_level, config.aggregation_kind, low, high, cap,
         kl=config.kl_kind, beta=config.beta if in_loss else 0.0, correct_kl=config.use_bias_correction_kl,
         entropy_coef=config.entropy_coef, correction_level=level, correction_masks=action == "mask",
         correction_min=_or(config.sampler_clip_min, -math.inf),

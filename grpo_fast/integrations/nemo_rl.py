@@ -61,7 +61,7 @@ class PolicyLoss:
         # NeMo-RL's name: its trainer then skips the forward that would compute them.
         self.force_on_policy_ratio = exactly_on_policy
         self.input_type = LossInputType.LOGPROB
-        per_token = config.is_custom or config.facts.aggregation == "token_mean"
+        per_token = config.is_custom or config.aggregation_kind == "token_mean"
         self.loss_type = LossType.TOKEN_LEVEL if per_token else LossType.SEQUENCE_LEVEL
         tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
         self.metric_normalizations = dict.fromkeys(_TOKEN_METRICS, tokens)

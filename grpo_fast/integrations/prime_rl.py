@@ -41,10 +41,10 @@ def policy_loss(inputs: Any, **config: Any) -> Any:
     outputs = _host_outputs()
     loss = GRPOLossConfig(**config)
     require_loss(loss, "prime-rl", "entropy", "sampler")
-    if not loss.is_custom and loss.facts.aggregation != "token_mean":
+    if not loss.is_custom and loss.aggregation_kind != "token_mean":
         raise ValueError(
             f"loss_type = {loss.loss_type!r} averages over sequences, but prime-rl divides a sum by the "
-            "step's tokens; use 'dapo', with importance_sampling_level = 'sequence' for a ratio of sequences"
+            "step's tokens; set aggregation = 'token_mean'"
         )
     if loss.beta and inputs.loss_weights is not None:
         raise ValueError(

@@ -19,15 +19,15 @@ from grpo_fast.integrations.head_tap import logprob_and_entropy
 from grpo_fast.integrations.host import Replacements, require
 from grpo_fast.integrations.padded import local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 
 PREFIX = "grpo_fast_"
 
-_AGGREGATION = {
-    "token_mean": "token-mean",
-    "sequence_mean": "seq-mean-token-mean",
-    "sequence_sum": "seq-mean-token-sum",
-    "constant_length": "seq-mean-token-sum-norm",
+_AGGREGATION: dict[str, Aggregation] = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant_length",
 }
 _KERNEL = "linear_cross_entropy"
 _patch = Replacements()
@@ -92,16 +92,16 @@ def fused_linear_cross_entropy(
 
 
 def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int) -> GRPOLossConfig:
-    """The loss `name` with the constants of verl's `ActorConfig`.
+    """The loss `name` with the constants of verl's `ActorConfig`, aggregated as verl is told to.
 
     Raises:
-        ValueError: `loss_agg_mode` is not the loss's own.
+        ValueError: `loss_agg_mode` has no equivalent.
     """
     facts = CATALOG[name]
-    if loss_agg_mode != _AGGREGATION[facts.aggregation]:
+    if loss_agg_mode not in _AGGREGATION:
         raise ValueError(
-            f"loss_agg_mode = {loss_agg_mode!r} contradicts loss_mode = '{PREFIX}{name}', which averages by "
-            f"{_AGGREGATION[facts.aggregation]!r}; set actor.loss_agg_mode to that"
+            f"loss_agg_mode = {loss_agg_mode!r} has no equivalent with loss_mode = '{PREFIX}{name}'; set "
+            f"actor.loss_agg_mode to one of {', '.join(_AGGREGATION)}"
         )
     clip, low, high = actor.clip_ratio, actor.clip_ratio_low, actor.clip_ratio_high
     high = clip if high is None else high
@@ -119,9 +119,9 @@ def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int)
     if facts.level == "token":
         options["delta"] = actor.clip_ratio_c
     chosen = {field: value for field, value in options.items() if field in facts.fields}
-    if facts.aggregation == "constant_length":
+    if _AGGREGATION[loss_agg_mode] == "constant_length":
         chosen["max_completion_length"] = actor.loss_scale_factor or response_length
-    return GRPOLossConfig(loss_type=name, **chosen)
+    return GRPOLossConfig(loss_type=name, aggregation=_AGGREGATION[loss_agg_mode], **chosen)
 
 
 def _policy_loss(

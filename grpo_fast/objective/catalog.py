@@ -189,11 +189,16 @@ class GRPOLossConfig:
         "ceiling of the ratio where the advantage is negative, above 1 + epsilon_high (INTELLECT-2, arXiv "
         "2505.07291; dual clip)",
     )
+    aggregation: Aggregation | None = option(
+        None, "a token's weight in the loss, see docs/methods.md; null: the loss's own"
+    )
     importance_sampling_level: ImportanceLevel | None = option(
         None, "of the importance ratio; null: the loss's own"
     )
     max_completion_length: int | None = option(
-        None, "tokens, dr_grpo's constant length; null: rollout.max_completion_length", le=LARGEST
+        None,
+        "tokens, the length of aggregation constant_length (dr_grpo's); null: rollout.max_completion_length",
+        le=LARGEST,
     )
 
     beta: float = option(0.0, "weight of the KL to the reference model; 0: no KL, and no reference model")
@@ -270,6 +275,11 @@ class GRPOLossConfig:
     def ratio_level(self) -> RatioLevel:
         """The level of the importance ratio in force."""
         return self.importance_sampling_level or self.facts.level
+
+    @property
+    def aggregation_kind(self) -> Aggregation:
+        """The aggregation in force."""
+        return self.aggregation or self.facts.aggregation
 
     @property
     def kl_kind(self) -> KLEstimator:

@@ -186,7 +186,7 @@ def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
         sampler_logprobs=sampler_logprobs,
         entropy=optional(inputs.entropy),
         keep=keep,
-        weights=token_weights(config.facts.aggregation, segments, totals, config.max_completion_length),
+        weights=token_weights(config.aggregation_kind, segments, totals, config.max_completion_length),
         entropy_mean=entropy_mean,
         measured_token_mean=token_weights("token_mean", segments, measured),
         measured_sequence_mean=token_weights("sequence_mean", segments, measured),

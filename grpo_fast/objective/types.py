@@ -121,8 +121,8 @@ def token_weights(
         return per_sequence
     if max_completion_length is None:
         raise ValueError(
-            "max_completion_length = None, but loss_type 'dr_grpo' divides by it; set it to the rollout's "
-            "max_completion_length"
+            "max_completion_length = None, but aggregation 'constant_length' divides by it; set it to the "
+            "rollout's max_completion_length"
         )
     return per_sequence / max_completion_length
 

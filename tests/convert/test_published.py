@@ -346,6 +346,8 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.clip_ratio_low=0.1 {ACTOR}.clip_ratio_high=0.28", {"loss.epsilon_high": 0.28}),
         (f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=null", {"loss.epsilon_low": 0.1}),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", {"loss.loss_type": "grpo", "loss.delta": 3.0}),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", {"loss.aggregation": "sequence_sum"}),
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", {"loss.loss_type": "sapo", "loss.aggregation": "token_mean"}),
         (
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=77",
             {"loss.loss_type": "dr_grpo", "loss.max_completion_length": 77},
@@ -354,7 +356,7 @@ ACTOR = "actor_rollout_ref.actor"
             f"{ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.clip_ratio_low=3e-4",
             {"loss.loss_type": "gspo", "loss.epsilon_low": 3e-4, "loss.delta": ...},
         ),
-        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", {"loss.loss_type": "gmpo"}),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", {"loss.loss_type": "gmpo", "loss.aggregation": ...}),
         (f"{ACTOR}.policy_loss.loss_mode=dppo_tv", {"loss.dppo_ratio_max": 3.0}),
         ("algorithm.use_kl_in_reward=True", {"loss.beta": 0.001, "loss.kl_estimator": "k1"}),
         (
@@ -388,8 +390,7 @@ def test_verls_terms_find_their_places(overrides, expected, tmp_path):
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
         (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio"),  # verl reads the other two
         (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low"),  # the floor of its default
-        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.policy_loss.loss_mode"),  # averaged by tokens there
-        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", f"{ACTOR}.loss_agg_mode"),
+        (f"{ACTOR}.loss_agg_mode=token-sum", f"{ACTOR}.loss_agg_mode"),
         (f"{ACTOR}.ppo_mini_batch_size=7", f"{ACTOR}.ppo_mini_batch_size"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files"),
         ("data.shuffle=False", "data.shuffle"),

@@ -78,9 +78,7 @@ def assert_same(inputs: LossInputs, config: GRPOLossConfig) -> None:
 
 
 def config_of(name: str, **changes) -> GRPOLossConfig:
-    if CATALOG[name].aggregation == "constant_length":
-        changes["max_completion_length"] = 50
-    return GRPOLossConfig(loss_type=name, **changes)
+    return GRPOLossConfig(loss_type=name, max_completion_length=50, **changes)
 
 
 CORRECTED = {"sampler_clip_max": 1.3}
@@ -101,6 +99,7 @@ CASES: list[tuple[str, dict, dict]] = [
     ("dapo", {"sampler_correction": "geometric_truncate", "sampler_clip_min": 0.7} | CORRECTED, {}),
     ("dapo", {"sampler_correction": "geometric_mask"} | CORRECTED, {}),
     ("dapo", {"delta": 1.5}, {}),
+    ("dapo", {"aggregation": "constant_length"}, {"totals": STEP}),
     ("dapo", {"entropy_coef": 0.01}, {}),
     ("dapo", {"off_policy_mask_threshold": 0.123}, {}),
     ("dapo", {"importance_sampling_level": "sequence"}, {}),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from grpo_fast.objective import GRPOLossConfig, StepTotals, policy_loss, resolve_loss
-from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
+from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 from grpo_fast.objective.entropy import entropy_threshold
 from grpo_fast.objective.loss import kl_estimate, kl_penalty
 from grpo_fast.objective.surrogates import held_back
@@ -97,26 +97,29 @@ def test_tokens_that_do_not_count_are_never_read(loss_type, make_batch):
     assert all(torch.isfinite(value) for value in outputs.metrics.values())
 
 
+@pytest.mark.parametrize("aggregation", [None, *get_args(Aggregation)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(loss_type, make_batch):
+def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient(
+    loss_type, aggregation, make_batch
+):
     batch = make_batch()
-    config = GRPOLossConfig(loss_type, max_completion_length=12)
+    config = GRPOLossConfig(loss_type, aggregation=aggregation, max_completion_length=12)
 
     outputs = policy_loss(batch.inputs(on_policy=True, with_ref=False), config)
 
     gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
     assert outputs.metrics["policy/ratio_max"] == outputs.metrics["policy/ratio_min"] == 1.0
     assert outputs.metrics["policy/ratio_mean"].item() == pytest.approx(1.0)
-    if loss_type != "clip_cov":
+    if loss_type != "clip_cov" and not (loss_type == "rloo" and aggregation):
         counts, size = batch.mask.sum(1, keepdim=True).double(), len(batch.lengths)
         # rloo: the ratio is of the whole completion, so that its gradient is a sum over tokens.
-        aggregation = "sequence_sum" if loss_type == "rloo" else CATALOG[loss_type].aggregation
+        own = "sequence_sum" if loss_type == "rloo" else CATALOG[loss_type].aggregation
         weights = {
             "sequence_mean": 1 / (size * counts),
             "token_mean": 1 / batch.mask.sum(),
             "sequence_sum": 1 / size,
             "constant_length": 1 / (size * 12),
-        }[aggregation]
+        }[aggregation or own]
         torch.testing.assert_close(gradient, -weights * batch.advantages[:, None] * batch.mask)
 
 

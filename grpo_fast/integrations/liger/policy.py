@@ -144,7 +144,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         else:
             count = self._step_tokens(mask, num_items_in_batch)
             weights = token_weights(
-                config.facts.aggregation, segments, StepTotals(count, len(mask)), config.max_completion_length
+                config.aggregation_kind, segments, StepTotals(count, len(mask)), config.max_completion_length
             )
         live = mask.sum().clamp(min=1)
         return (weights * terms).sum(), tuple(segments.sum(metric).sum() / live for metric in metrics)
