@@ -207,7 +207,7 @@ class RankingLossConfig:
     temperature: float | None = option(
         None, "divides scores, as 1 / beta of DPO; null: 10, and 1 for scores per token"
     )
-    epsilon_low: float = option(0.2, "advantage: how far the ratio may fall below 1")
+    epsilon_low: float = option(0.2, "advantage: how far the ratio may fall below 1 in the whole training")
     epsilon_high: float = option(0.2, "advantage: how far it may rise above 1")
 
     def __post_init__(self) -> None:

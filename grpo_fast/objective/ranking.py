@@ -25,6 +25,7 @@ class RankedInputs:
     logprobs: Tensor  # (S,) float, differentiable: log π_θ(y | x), summed over the completion
     lengths: Tensor  # (S,) completion tokens
     grades: Tensor  # (S,) float64: higher is better, equal is a tie
+    advantages: Tensor  # (S,) float: grades with mean 0 and standard deviation 1 in their group
     group_ids: Tensor  # (S,) int64 in [0, G)
     num_groups: int  # G
     ref_logprobs: Tensor | None = None  # (S,) of the reference model
@@ -101,18 +102,6 @@ def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_gro
     return _group_mean(-logsigmoid(scores[better] - scores[worse]), group_ids[better], num_groups)
 
 
-def grade_advantages(grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(S,) float64: grades with mean 0 and standard deviation 1 in their group, 0 in one that is all ties."""
-    centred = grades - _group_mean(grades, group_ids, num_groups)[group_ids]
-    deviation = _group_mean(centred.square(), group_ids, num_groups).sqrt()[group_ids]
-    lowest, highest = (
-        grades.new_zeros(num_groups).scatter_reduce(0, group_ids, grades, extreme, include_self=False)
-        for extreme in ("amin", "amax")
-    )
-    spread = (lowest < highest)[group_ids]  # equal grades whose mean is rounded have a deviation
-    return torch.where(spread, centred / torch.where(spread, deviation, 1.0), 0.0)
-
-
 def _listwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     return plackett_luce(_scores(inputs, config), inputs.grades, inputs.group_ids, inputs.num_groups)
 
@@ -125,13 +114,15 @@ def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     """GSPO's clipped sequence ratio (arXiv 2507.18071, eq. 5 and 7) to the policy that wrote the responses.
 
     Where the data do not hold that policy's log-probability the reference stands in for it: training starts
-    there, and the clip keeps the policy where the ratio still says something.
+    there, and the clip keeps the policy where the ratio still says something. Here it bounds how far a whole
+    training may move a response, 0.2 by default. GSPO's 3e-4 and 4e-4 bound one rollout's few updates, after
+    which new responses are drawn: of fixed ones they would stop every response after the first steps.
     """
     behaviour = present(inputs.ref_logprobs)
     if inputs.behaviour_logprobs is not None:
         behaviour = torch.where(inputs.behaviour_logprobs.isnan(), behaviour, inputs.behaviour_logprobs)
     ratio = torch.exp((inputs.logprobs - behaviour) / inputs.lengths)
-    advantages = _advantages(inputs)
+    advantages = inputs.advantages
     clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     return _group_mean(losses, inputs.group_ids, inputs.num_groups)
@@ -143,7 +134,7 @@ def _advantage_likelihood(inputs: RankedInputs, config: RankingLossConfig) -> Te
     Every weight is positive, so the loss is a likelihood and needs no correction for who wrote the
     responses; a group that is all ties is left out, for it would only imitate.
     """
-    advantages = _advantages(inputs)
+    advantages = inputs.advantages
     weights = torch.exp(advantages / present(config.temperature))
     weights = weights / _group_sum(weights, inputs.group_ids, inputs.num_groups)[inputs.group_ids]
     flat = _group_mean(advantages.abs(), inputs.group_ids, inputs.num_groups) == 0
@@ -167,10 +158,6 @@ def _scores(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     if config.length_normalised:
         scores = scores / inputs.lengths
     return scores / present(config.temperature)
-
-
-def _advantages(inputs: RankedInputs) -> Tensor:
-    return grade_advantages(inputs.grades, inputs.group_ids, inputs.num_groups).to(inputs.logprobs.dtype)
 
 
 def _group_sum(values: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.data.types import Prompt
+from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceTotals
 from grpo_fast.objective.ranking import RankedInputs
 
@@ -110,7 +112,8 @@ def ranked_inputs(
     """Groups of any sizes; arguments as `preference_inputs` has them, `total_groups` of the whole step."""
     device = logprobs.device
     sizes = torch.tensor([len(comparison.completion_ids) for comparison in comparisons], device=device)
-    grades = [grade for comparison in comparisons for grade in comparison.grades]
+    padded = pad_sequence([torch.tensor(c.grades, dtype=torch.float64) for c in comparisons], True, math.nan)
+    given = padded.isfinite()
     behaviour = [
         math.nan if logprob is None else logprob  # NaN where the data do not say
         for c in comparisons
@@ -119,7 +122,8 @@ def ranked_inputs(
     return RankedInputs(
         logprobs=logprobs,
         lengths=logprobs.new_tensor(_lengths(comparisons)),
-        grades=torch.tensor(grades, dtype=torch.float64, device=device),
+        grades=padded[given].to(device),
+        advantages=group_advantages(padded).advantages[given].to(logprobs),
         group_ids=torch.repeat_interleave(torch.arange(len(comparisons), device=device), sizes),
         num_groups=len(comparisons),
         ref_logprobs=reference,

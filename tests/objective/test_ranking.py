@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise, permutations
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import pytest
 import torch
@@ -63,8 +63,10 @@ def ranked(rng):
     reference = logprobs + 4 * random() - 2
     written = reference + 2 * lengths * (random() - 0.5)
     written[::2] = torch.nan
+    tied = torch.tensor([grades[ids == group].unique().numel() == 1 for group in range(5)])
+    advantages = torch.where(tied[ids], 0.0, 4 * random() - 2)
     return RankedInputs(
-        logprobs.requires_grad_(), lengths, grades, ids, 5, reference, written, weights=random(5)
+        logprobs.requires_grad_(), lengths, grades, advantages, ids, 5, reference, written, weights=random(5)
     )
 
 
@@ -78,8 +80,7 @@ def definition(i: RankedInputs, c: RankingLossConfig) -> tuple[float, float]:
         per = [n if c.length_normalised else 1.0 for _, n, _, _, _ in rows]
         pairs = [(a, b) for a in range(len(rows)) for b in range(len(rows)) if grades[a] > grades[b]]
         accuracies.append(fmean(rows[a][0] > rows[b][0] for a, b in pairs) if pairs else 0.0)
-        spread = pstdev(grades) if pairs else math.inf
-        advantages = [(grade - fmean(grades)) / spread for grade in grades]
+        advantages = i.advantages[i.group_ids == group].tolist()
         loss = 0.0
         if c.objective in ("plackett_luce", "pairwise"):
             against = [ref if c.score == "logratio" else 0.0 for _, _, _, ref, _ in rows]
@@ -154,6 +155,7 @@ def test_gradients_agree_with_finite_differences_and_micro_batches_add_up(config
             ranked.logprobs[own],
             ranked.lengths[own],
             ranked.grades[own],
+            ranked.advantages[own],
             ranked.group_ids[own] - first,
             last - first,
             ranked.ref_logprobs[own],

@@ -59,4 +59,7 @@ def test_groups_are_flat_with_their_ids_and_what_is_not_recorded_is_nan():
     assert (found.lengths.tolist(), found.grades.tolist()) == ([1, 2, 3, 4], [3, 2, 2, 0])
     assert (found.group_ids.tolist(), found.num_groups, found.total_groups) == ([0, 0, 0, 1], 2, 9)
     assert found.weights.tolist() == [1, 0.5]
+    ranks = torch.tensor([3.0, 2.0, 2.0])
+    expected = (ranks - ranks.mean()) / (ranks.std() + 1e-4)
+    torch.testing.assert_close(found.advantages, torch.cat([expected, torch.zeros(1)]))
     assert [None if x != x else x for x in found.behaviour_logprobs.tolist()] == [-1.5, None, -2.5, None]
