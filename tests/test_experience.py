@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -103,13 +105,53 @@ def test_a_flat_group_leaves_where_it_would_change_nothing_but_the_cost(scored, 
     assert (totals.num_sequences, totals.num_tokens) == (12, 42)  # of all groups
 
 
-def test_metrics_tell_how_length_and_reward_go_together(scored):
+@pytest.fixture
+def function(tmp_path):
+    """The import path of a user's function of groups and rewards that returns `row` for each group i."""
+
+    def function(row: str) -> str:
+        file = tmp_path / "own.py"
+        file.write_text(f"def own(groups, rewards):\n    return [{row} for i in range(len(groups))]\n")
+        return f"{file}:own"
+
+    return function
+
+
+def test_groups_are_flat_where_a_users_function_gives_nothing_but_zeros(scored, function):
+    row = "[float(i == 0), [0.0] * (1 + i) + [float(i == 2)], 0]"  # of the 1 + i + j tokens of completion j
+    groups = scored(AdvantageConfig(function=function(row)))
+    assert [group.flat for group in groups] == [False, True, False, True]
+    assert groups[2].advantages == (0.0, (0.0, 0.0, 0.0, 1.0), 0.0)
+
+
+@pytest.mark.parametrize("row", ["[0.0] * 2", "[0.0] * 4", "[0.0, [0.0] * 2, [0.0] * 2]"])
+def test_advantages_of_the_wrong_shape_are_refused(scored, function, row):
+    with pytest.raises(ValueError, match=r"advantage\.function = .* values for completions of \[1, 2, 3\]"):
+        scored(AdvantageConfig(function=function(row)))
+
+
+def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(scored, table):
     groups = scored(AdvantageConfig())
-    metrics = describe(groups, ("first", "second"))
-    ranks = torch.tensor([-1.0, 0.0, 1.0]).repeat(4)
-    rewards = torch.cat([group.rewards - group.rewards.mean() for group in groups])
-    expected = torch.corrcoef(torch.stack([ranks, rewards]))[0, 1].item()
-    assert metrics["completion/length_reward_correlation"] == pytest.approx(expected, abs=1e-4)
+    first, _, third = groups[1].completions
+    groups[1] = replace(groups[1], flat=True, completions=(first, first, replace(third, truncated=True)))
+    lengths = torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups]).double()
+    rewards = torch.stack([group.rewards for group in groups]).double()
+    centred = [(values - values.mean(1, keepdim=True)).flatten() for values in (lengths, rewards)]
+    assert describe(groups, ("first", "second")) == pytest.approx(
+        {
+            "reward/mean": rewards.mean().item(),
+            "reward/std": rewards.std(1).mean().item(),
+            "reward/first/mean": table[..., 0].mean().item(),
+            "reward/second/mean": table[..., 1].mean().item(),
+            "groups/flat": 1 / 4,
+            "groups/unique_completions": (3 + 1 / 2) / 4,
+            "completion/length_mean": lengths.mean().item(),
+            "completion/length_max": 6,
+            "completion/truncated": 1 / 12,
+            "completion/length_reward_correlation": torch.corrcoef(torch.stack(centred))[0, 1].item(),
+        },
+        abs=1e-4,
+    )
 
 
 def test_the_prefill_counts_as_generation_and_an_engine_that_fails_is_heard() -> None:

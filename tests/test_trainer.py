@@ -30,9 +30,6 @@ def last_token(groups, rewards):
         [[0.0] * (len(c.token_ids) - 1) + [a] for c, a in zip(group.completions, row)]
         for group, row in zip(groups, centred.tolist())
     ]
-
-def one_too_few(groups, rewards):
-    return [row[:-1] for row in rewards.tolist()]
 """
 
 
@@ -125,11 +122,6 @@ def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
     expected = torch.cat([group.rewards - group.rewards.mean() for group in groups if not group.flat])
     torch.testing.assert_close(torch.tensor([s.token_advantages[-1] for s in samples]), expected)
     assert not any(any(s.token_advantages[:-1]) for s in samples)
-
-
-def test_an_advantage_function_of_the_wrong_shape_is_named(make_trainer, own):
-    with pytest.raises(ValueError, match="one_too_few"):
-        make_trainer(advantage={"function": own("one_too_few")}).collect(Clock())
 
 
 def test_the_length_limit_follows_the_completions_and_a_resumed_trainer_goes_on_with_it(make_trainer):

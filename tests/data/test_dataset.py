@@ -5,6 +5,7 @@ import pytest
 
 from grpo_fast.data import LoadReport, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.render import Renderer
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
 BEGUN = [{**CONVERSATION[0], "name": "me"}, {"role": "assistant", "content": "one is"}]
@@ -68,6 +69,14 @@ class TestForm:
         assert prompt.columns == {"question": "one", "answer": 1}
         (prompt,) = load_prompts(DatasetConfig(source=source, rename={"question": "prompt"}), tokenizer)
         assert (prompt.prompt, prompt.columns) == ("one", {"answer": 1})
+
+    def test_an_answer_is_what_follows_the_prompts_text_to_the_end_of_the_turn(self, make_tokenizer):
+        turns = "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + ' <end> ' }}{% endfor %}"
+        tokenizer = make_tokenizer(turns + "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}")
+        chat, plain = (Renderer(DatasetConfig(source="d", chat=chat), tokenizer) for chat in ("auto", False))
+        assert plain.answer("what is one", "two") == "two"
+        assert chat.answer("what is one", "two") == chat.answer(CONVERSATION, "two") == "two <end> "
+        assert chat.answer(BEGUN, " two") == " two <end> "
 
 
 class TestRefusals:

@@ -166,7 +166,9 @@ def test_the_policy_loss_is_the_objective_s_of_full_logits(make_call, oracle, ba
     expected = policy_loss(inputs, config).loss
     given = batch | {"loss_mask": batch["loss_mask"].to(mask_dtype)}
 
-    out = linear_grpo_loss(call.hidden, call.weight, call.targets, **given, config=config, entropy=True)
+    out = linear_grpo_loss(
+        call.hidden, call.weight, call.targets, **given, config=config, entropy=config.beta > 0
+    )
 
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
     found = torch.autograd.grad(out.loss, call.parameters)
@@ -175,6 +177,16 @@ def test_the_policy_loss_is_the_objective_s_of_full_logits(make_call, oracle, ba
     torch.testing.assert_close(out.logprobs, torch.where(mask, exact["logprob"], 0))
     torch.testing.assert_close(out.entropy, torch.where(mask, exact["entropy"], 0))
     assert not out.logprobs.requires_grad and not out.entropy.requires_grad
+
+
+def test_a_policy_loss_of_no_token_is_zero_with_zero_gradient(make_call):
+    call = make_call((0,))
+    operands = (call.hidden, call.weight, call.targets)
+
+    out = linear_grpo_loss(*operands, torch.zeros(0), sequence_ids=call.targets)
+
+    assert out.loss == 0 and out.logprobs.shape == (0,)
+    assert not torch.autograd.grad(out.loss, call.weight)[0].any()
 
 
 def test_masked_tokens_cost_nothing_and_may_hold_anything(make_call, batch):

@@ -109,7 +109,7 @@ CASES: list[tuple[str, dict, dict]] = [
     ("dapo", {}, {"totals": MEASURED}),
     ("dr_grpo", {}, {"totals": STEP}),
     ("gspo", {}, {"totals": MEASURED}),
-    ("cispo", {}, {"ref_logprobs": None}),
+    ("cispo", {"beta": 0.2, "kl_in_reward": True}, {"ref_logprobs": None}),
     ("cispo", {}, {"sampler_logprobs": None}),
     ("cispo", {}, {"entropy": None}),
 ]

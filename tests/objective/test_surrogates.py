@@ -205,6 +205,21 @@ def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_vespo_bounds_each_tokens_log_ratio_by_20_before_it_adds_them_up():
+    logprobs = torch.full((8,), -1.0, dtype=torch.float64, requires_grad=True)
+    log_ratio = torch.tensor(
+        [-20.0, 18, -21, 18, 20, -19, 21, -19], dtype=torch.float64
+    )  # of pairs of tokens
+    ones, old = torch.ones_like(log_ratio), logprobs.detach() - log_ratio
+    inputs = LossInputs(logprobs, ones, torch.arange(8) // 2, ones.bool(), 4, old_logprobs=old)
+    config = GRPOLossConfig("vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0)
+
+    (gradient,) = torch.autograd.grad(policy_loss(inputs, config).loss, logprobs)
+
+    weights = [math.exp(3 * (1 - math.exp(w)) + 2 * w) for w in (-2, -2, 1, 1)]
+    torch.testing.assert_close(-8 * gradient, torch.tensor(weights).double().repeat_interleave(2))
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounded(loss_type):
     logprobs = torch.tensor([-0.5, -300.0, -0.5], requires_grad=True)
