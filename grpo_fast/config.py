@@ -46,8 +46,8 @@ class TrainConfig(Section):
     )
     method: MethodName | None = Field(
         None,
-        description="a method of docs/methods.md: sets `loss` and `advantage` as its paper says, but for "
-        "what is set here; null: the surrogate that loss.loss_type names, and `advantage` as it is",
+        description="what its paper sets in `loss` and `advantage`, below what is set there: a name of "
+        "docs/methods.md; null: nothing, and loss.loss_type names a surrogate alone",
     )
     output_dir: str = Field("runs/default", description="the run's folder")
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")

@@ -27,7 +27,7 @@ from grpo_fast.convert.references import flatten, with_defaults
 from grpo_fast.convert.rules import Rule, translate
 from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
-from grpo_fast.methods import method_remarks, without_sections
+from grpo_fast.methods import METHODS, method_remarks, without_sections
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 from grpo_fast.section import short
 from grpo_fast.stages import PART
@@ -84,7 +84,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     # What a name means beside others, as a share of max_steps, depends on what is in force in the end.
     siblings = {**dict(file), **dict(pairs)}
     below = _apply(file, {}, siblings, problems)
-    if (method := dict(pairs).get("method")) not in (None, below.get("method")):
+    method = dict(pairs).get("method", below.get("method"))
+    if method in METHODS and method != below.get("method"):
         below = _for_another_method(below, method)
     tree = _without_idle(_apply(pairs, below, siblings, problems), below)
     return _validated(tree, str(path or source), problems)
