@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import AfterValidator
+from pydantic import AfterValidator, WithJsonSchema
 
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.lookup import choices
@@ -44,7 +44,7 @@ def _known(name: str) -> str:
     return name
 
 
-MethodName = Annotated[str, AfterValidator(_known)]
+MethodName = Annotated[str, AfterValidator(_known), WithJsonSchema({"enum": [*METHODS]})]
 
 
 def with_method(settings: Any) -> Any:
