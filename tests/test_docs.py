@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import yaml
 
 from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
+from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
+from grpo_fast.methods import METHODS
 from grpo_fast.objective.catalog import CATALOG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,18 +96,94 @@ def test_its_tables_are_those_of_the_checked_in_records(capsys):
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"
 
 
-def test_the_table_of_losses_is_the_catalogue():
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (\w+) \| (\w+) \| (.+?) \| (\w+) \|$", PAGES["methods"], re.M)
-    shown = {name: rest for name, *rest in rows[1:]}
+# ------------------------------------------------------------------------------------------- the methods
 
-    assert list(shown) == list(CATALOG)
-    for name, facts in CATALOG.items():
-        low, high = facts.epsilon or (None, None)
-        clip = (
-            "\N{EN DASH}" if high is None else f"ceiling {high:g}" if low is None else f"{low:g} / {high:g}"
-        )
-        kl = "none" if facts.forbids_kl else facts.kl_estimator
-        assert shown[name] == [facts.paper, facts.aggregation, facts.level, clip, kl]
+TOLD = {
+    *("loss_type", "epsilon_low", "epsilon_high", "delta", "kl_cov_ratio", "dppo_ratio_max", "old_logprobs"),
+    *("beta", "kl_estimator", "kl_in_reward", "baseline", "scale_rewards", "multi_objective_aggregation"),
+    *("rescale_flat_groups", "skip_flat_groups", "dynamic_sampling", "max_draws", "soft_overlong"),
+    *("use_adaptive_entropy", "entropy_target", "entropy_coef_max", "entropy_coef_delta"),
+}
+SECTIONS = re.split(r"^##+ ", PAGES["methods"], flags=re.M)[1:]
+
+
+def rows_of(section: str) -> list[list[str]]:
+    return [row.split(" | ") for row in re.findall(r"^\| (\w.*) \|$", section, re.M)]
+
+
+def told(name: str) -> dict[str, str]:
+    """The rows of docs/methods.md about ours, from the configuration that a method's name makes."""
+    settings = {"model": {"path": "m"}, "dataset": {"source": "d"}, "rewards": [{"reward": "exact_match"}]}
+    config = TrainConfig.model_validate(settings | {"method": name})
+    loss, made, facts = config.loss, config.advantage, config.loss.facts
+
+    def named(*fields: str) -> list[str]:
+        return [f"{f} {getattr(loss, f):g}" for f in fields if getattr(loss, f) is not None]
+
+    ratio = {"reinforce": "none", "vespo": "product"}.get(facts.surrogate, loss.ratio_level)
+    centred = "r - mean of the others" if made.baseline == "leave_one_out" else "r - mean"
+    divided = {"group": f"({centred}) / std", "batch": f"({centred}) / batch std", "none": centred}
+    advantages = divided.get(made.scale_rewards, f"{centred}, whitened over tokens")
+    if made.multi_objective_aggregation == "normalize_then_sum":
+        advantages = f"each reward {advantages}, summed, / batch std"
+    low, high = loss.epsilon_low, loss.epsilon_high
+    bounds = [] if high is None else [f"ceiling {high:g}" if low is None else f"{low:g} / {high:g}"]
+    clip = bounds + named(*(f for f in facts.fields if not f.startswith("epsilon")))
+    entropy = named("entropy_target", "entropy_coef_max", "entropy_coef_delta")
+    kl = f"{loss.kl_kind}, {loss.beta:g}, in the {'reward' if loss.kl_in_reward else 'loss'}"
+    flat = {
+        made.dynamic_sampling: f"drawn again, {made.max_draws} batches at most",
+        made.rescale_flat_groups: "times B / (B - M)",
+        bool(made.skip_flat_groups): "left out",
+    }
+    rows = {
+        "ratio, average": f"{ratio}, {facts.aggregation}",
+        "advantages": advantages,
+        "clip": ", ".join(clip) or "none",
+        "KL": kl if loss.beta else "none",
+        "flat groups": flat.get(True, "advantage 0"),
+        "length": made.soft_overlong and f"soft punishment over the last {made.soft_overlong:g} of the limit",
+        "old policy": config.old_logprobs == "sampler" and "the sampler",
+        "entropy": loss.use_adaptive_entropy and ", ".join(["adaptive", *entropy]),
+    }
+    return {row: cell for row, cell in rows.items() if cell}
+
+
+def test_the_methods_page_tells_what_each_method_sets_and_the_papers_of_the_catalogue():
+    assert {key.rpartition(".")[2] for own in METHODS.values() for key in own} <= TOLD
+    seen = []
+    for section in SECTIONS:
+        if names := re.findall(r"`(\w+)`", section.partition("\n")[0]):
+            cells, seen = [told(name) for name in names], seen + names
+            joined = {row: "; ".join(dict.fromkeys(of[row] for of in cells)) for row in cells[0]}
+            assert {row[0]: row[4] for row in rows_of(section)} == joined, names
+            head = " ".join(section.partition("\n\n|")[0].split())
+            assert all(CATALOG[name].paper in head for name in names if name in CATALOG), names
+    assert sorted(seen) == sorted(METHODS)
+
+
+def test_the_methods_page_names_the_defaults_of_trl_and_verl():
+    """`name` and value, in the last column but two and the last but one."""
+    found = [find_spec("trl"), find_spec("verl")]
+    if not all(found):
+        pytest.skip("TRL and verl are not both installed")
+    trl, verl = (Path(spec.origin).parent for spec in found)
+    own = {"`rloo`": "trainer/rloo_config.py", "`gmpo`": "experimental/gmpo/gmpo_config.py"}
+    config = [verl / "trainer/config/ppo_trainer.yaml", verl / "trainer/config/actor/actor.yaml"]
+    theirs = {name: value for path in config for name, value in defaults(path, r"^ *(\w+): (\S+)$")}
+    for section in SECTIONS:
+        files = ["trainer/grpo_config.py", *(own[name] for name in own if section.startswith(name))]
+        pattern = r"^    (\w+):[^=\n]*= field\(\s*default=(\S+),$"
+        fields = {name: value for file in files for name, value in defaults(trl / file, pattern)}
+        for row in rows_of(section):
+            for cell, known in zip(row[-3:-1], (fields, theirs), strict=False):
+                for name, value in re.findall(r"`(\w+)` ([\w.-]+)", cell):
+                    assert known[name] == value.lower(), (section.partition("\n")[0], name)
+
+
+def defaults(path: Path, pattern: str) -> list[tuple[str, str]]:
+    text = path.read_text(encoding="utf-8")
+    return [(name, value.strip('"').lower()) for name, value in re.findall(pattern, text, re.M)]
 
 
 def test_every_message_of_troubleshooting_is_one_of_ours():
