@@ -157,7 +157,8 @@ class Trainer:
         # A penalty makes no group worth training that the rewards left flat.
         live = [group for group, before in zip(drawn, earned, strict=True) if not before.flat]
         metrics |= {"groups/drawn": len(drawn), "groups/missing": max(0, wanted - len(live))}
-        return live[:wanted], metrics
+        # Again, for a deviation of the batch is that of the groups that train.
+        return self.compared(live[:wanted], clock) if live else [], metrics
 
     def penalties(self, groups: Sequence[Group], clock: Clock) -> Tensor | None:
         """(G, n) taken from the rewards for length and for KL; None where nothing is."""

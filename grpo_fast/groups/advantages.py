@@ -10,8 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_fast.rewards.types import weighted_sum
-
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
 
@@ -25,8 +23,6 @@ class Advantages:
 
     advantages: Tensor  # (G, n) float, zero where the reward is not a number
     flat: Tensor  # (G,) bool: every reward of the group is the same, nothing to learn
-    mean: Tensor  # (G,) float, of the group's rewards
-    std: Tensor  # (G,) float, of the group's rewards, unbiased
 
 
 def group_advantages(
@@ -92,14 +88,13 @@ def group_advantages(
     flat = ~(highest - extreme(rewards.where(valid, torch.inf), "amin") > FLAT_SPREAD)
     # A flat group's deviations from its rounded mean are noise that the division would blow up.
     centred = (rewards - mean).where(valid & ~flat[:, None], 0.0)
-    std = (total(centred.square()) / (count - 1).clamp(min=1)).sqrt()
 
     advantages = centred
     if baseline == "leave_one_out":
         # r_i minus the mean of the others is the centred reward times n / (n - 1).
         advantages = advantages * (count / (count - 1).clamp(min=1))
     if scale_rewards == "group":
-        advantages = advantages / (std + eps)
+        advantages = advantages / ((total(centred.square()) / (count - 1).clamp(min=1)).sqrt() + eps)
     elif scale_rewards == "batch":
         advantages = advantages / (_deviation(rewards[valid]) + eps)
     elif scale_rewards == "whiten":
@@ -107,12 +102,7 @@ def group_advantages(
         shifted = advantages - (tokens * advantages).sum() / tokens.sum().clamp(min=1)
         variance = (tokens * shifted.square()).sum() / (tokens.sum() - 1).clamp(min=1)
         advantages = shifted.where(valid, 0.0) * (variance + eps**2).rsqrt()
-    return Advantages(
-        advantages=advantages,
-        flat=flat,
-        mean=mean.squeeze(1),
-        std=std.squeeze(1),
-    )
+    return Advantages(advantages, flat)
 
 
 def decoupled_advantages(
@@ -134,8 +124,7 @@ def decoupled_advantages(
         eps, baseline_groups: as for `group_advantages`.
 
     Returns:
-        `mean` and `std` are those of the weighted sum of the raw rewards; a group is `flat` when every reward
-        of non-zero weight is.
+        A group is `flat` when every reward of non-zero weight is.
 
     Raises:
         ValueError: `table` is not (G, n >= 2, F), or there are not F weights.
@@ -154,9 +143,8 @@ def decoupled_advantages(
     )
     flat = torch.stack([part.flat for part, _ in counting] or [torch.ones_like(parts[0].flat)]).all(0)
     scored = table.isfinite().any(-1)
-    raw = group_advantages(weighted_sum(table, weights), baseline_groups=baseline_groups)
     advantages = summed.where(scored & ~flat[:, None], 0.0) / (_deviation(summed[scored]) + eps)
-    return Advantages(advantages=advantages, flat=flat, mean=raw.mean, std=raw.std)
+    return Advantages(advantages, flat)
 
 
 def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:

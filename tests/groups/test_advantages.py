@@ -62,9 +62,6 @@ def test_an_advantage_compares_a_reward_with_those_that_share_its_baseline(
         expected = by_hand(rewards[rows].flatten().tolist(), everything, scale_rewards, baseline)
         found = result.advantages[rows].flatten()
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
-        valid = rewards[rows][rewards[rows].isfinite()]
-        torch.testing.assert_close(result.mean[rows], valid.mean().expand(len(rows)))
-        torch.testing.assert_close(result.std[rows], valid.std().expand(len(rows)))
     assert not result.flat.any()
 
 
