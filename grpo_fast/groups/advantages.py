@@ -143,8 +143,7 @@ def decoupled_advantages(
     )
     flat = torch.stack([part.flat for part, _ in counting] or [torch.ones_like(parts[0].flat)]).all(0)
     scored = table.isfinite().any(-1)
-    advantages = summed.where(scored & ~flat[:, None], 0.0) / (_deviation(summed[scored]) + eps)
-    return Advantages(advantages, flat)
+    return Advantages(summed / (_deviation(summed[scored]) + eps), flat)
 
 
 def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:

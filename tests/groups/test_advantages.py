@@ -89,6 +89,12 @@ def test_a_group_of_equal_rewards_or_none_is_flat_and_has_no_advantage():
     assert not result.advantages[0].any() and not result.advantages[2].any() and result.advantages[1].any()
 
 
+def test_the_batchs_deviation_needs_two_rewards():
+    two = group_advantages(torch.tensor([[0.0, 1.0]]), scale_rewards="batch", eps=EPS).advantages
+    torch.testing.assert_close(two, torch.tensor([[-0.5, 0.5]]) / (0.5**0.5 + EPS))
+    assert not group_advantages(torch.tensor([[1.0, NAN]]), scale_rewards="batch").advantages.any()
+
+
 def test_a_shared_baseline_lets_prompts_learn_whose_own_completions_all_earn_the_same():
     result = group_advantages(torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]), baseline_groups=[0, 0, 1])
     assert result.flat.tolist() == [False, False, True]
