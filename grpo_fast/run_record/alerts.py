@@ -60,6 +60,9 @@ class AlertsConfig(Section):
         description="nats a token between the sampler's log-probabilities and the trainer's, at most; vLLM "
         "is asked for its own at every tenth step where no loss reads them",
     )
+    correction_weight: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        0.5, description="mean weight that loss.sampler_correction leaves a token, at least"
+    )
 
 
 @dataclass(frozen=True)
