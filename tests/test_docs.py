@@ -99,10 +99,11 @@ def test_its_tables_are_those_of_the_checked_in_records(capsys):
 # ------------------------------------------------------------------------------------------- the methods
 
 TOLD = {
-    *("loss_type", "epsilon_low", "epsilon_high", "delta", "kl_cov_ratio", "dppo_ratio_max", "old_logprobs"),
+    *("loss_type", "aggregation", "epsilon_low", "epsilon_high", "delta", "kl_cov_ratio", "dppo_ratio_max"),
     *("beta", "kl_estimator", "kl_in_reward", "baseline", "scale_rewards", "multi_objective_aggregation"),
     *("rescale_flat_groups", "skip_flat_groups", "dynamic_sampling", "max_draws", "soft_overlong"),
-    *("use_adaptive_entropy", "entropy_target", "entropy_coef_max", "entropy_coef_delta"),
+    *("use_adaptive_entropy", "entropy_target", "entropy_coef", "entropy_coef_max", "entropy_coef_delta"),
+    "old_logprobs",
 }
 SECTIONS = re.split(r"^##+ ", PAGES["methods"], flags=re.M)[1:]
 
@@ -137,14 +138,16 @@ def told(name: str) -> dict[str, str]:
         bool(made.skip_flat_groups): "left out",
     }
     rows = {
-        "ratio, average": f"{ratio}, {facts.aggregation}",
+        "ratio, average": f"{ratio}, {loss.aggregation_kind}",
         "advantages": advantages,
         "clip": ", ".join(clip) or "none",
         "KL": kl if loss.beta else "none",
         "flat groups": flat.get(True, "advantage 0"),
         "length": made.soft_overlong and f"soft punishment over the last {made.soft_overlong:g} of the limit",
         "old policy": config.old_logprobs == "sampler" and "the sampler",
-        "entropy": loss.use_adaptive_entropy and ", ".join(["adaptive", *entropy]),
+        "entropy": ", ".join(["adaptive", *entropy])
+        if loss.use_adaptive_entropy
+        else loss.entropy_coef and f"bonus {loss.entropy_coef:g}",
     }
     return {row: cell for row, cell in rows.items() if cell}
 
