@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -15,7 +16,7 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.methods import MethodName, comes_from_method, with_method
-from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.catalog import GRPOLossConfig, SamplerCorrection
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
@@ -109,14 +110,14 @@ class TrainConfig(Section):
                 f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a "
                 "group is never split over optimiser steps; lower minibatches or raise prompts_per_step"
             )
-        if self.old_logprobs == "sampler" and self.loss.sampler_correction != "none":
+        if self.old_logprobs == "sampler" and self.loss.needs_sampler:
             raise ValueError(
                 "old_logprobs = 'sampler' makes the loss's ratio that to the sampler: nothing is left for "
                 f"loss.sampler_correction = {self.loss.sampler_correction!r} to correct; set it to 'none' "
                 "(loss.delta bounds the ratio on both sides), or old_logprobs to 'recompute'"
             )
         reader = "old_logprobs" if self.old_logprobs == "sampler" else "loss.sampler_correction"
-        if at(self, reader) not in ("recompute", "none") and self.rollout.truncations:
+        if at(self, reader) not in (None, "recompute", "none") and self.rollout.truncations:
             cut = " and ".join(f"rollout.{key} = {value}" for key, value in self.rollout.truncations.items())
             raise ValueError(
                 f"{reader} = {at(self, reader)!r} takes ratios to the sampler, and {cut} would bias each of "
@@ -133,6 +134,17 @@ class TrainConfig(Section):
                 f"{self.max_steps} at the full rate; lower it, or give warmup_ratio, a share of max_steps"
             )
         return self
+
+    def with_engine(self, name: str) -> TrainConfig:
+        """Where the engine `name` samples: a null `loss.sampler_correction` has become a value."""
+        loss = self.loss
+        if loss.sampler_correction is not None or loss.is_custom:
+            return self
+        correction: SamplerCorrection = "token_truncate" if loss.loss_type == "vespo" else "sequence_mask"
+        # The transformers engine draws with the trainer's own forward.
+        if name != "vllm" or self.old_logprobs == "sampler" or self.rollout.truncations:
+            correction = "none"
+        return self.model_copy(update={"loss": replace(loss, sampler_correction=correction)})
 
     @model_validator(mode="after")
     def _reads_all(self, info: ValidationInfo) -> TrainConfig:
@@ -224,7 +236,7 @@ _READ: list[Condition] = [
     ),
     (
         ("loss.sampler_clip_min", "loss.sampler_clip_max"),
-        lambda c: c.loss.needs_sampler,
+        lambda c: c.rollout.engine == "auto" or c.with_engine(c.rollout.engine).loss.needs_sampler,
         "without loss.sampler_correction",
     ),
     (

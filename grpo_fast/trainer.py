@@ -101,7 +101,7 @@ class Trainer:
         """Go on with a stage's configuration, rewards and prompts."""
         parts = self.stages[index]
         self.stage = index
-        self.config = parts.stage.config
+        self.config = parts.stage.config.with_engine(self.engine.name)
         self.rewards = parts.rewards
         self.prompts = parts.prompts
         self.adaptive_weights = parts.adaptive_weights

@@ -361,7 +361,6 @@ UNREAD = {
     "advantage={function: 'a:b', baseline: leave_one_out}": "beside advantage.function",
     "loss.kl_in_reward=true": "without loss.beta",
     "loss.entropy_target=1": "without loss.use_adaptive_entropy",
-    "loss.sampler_clip_max=2": "without loss.sampler_correction",
     "loss.max_completion_length=64": "by loss.loss_type = 'dapo'",
     "optimizer.min_learning_rate_ratio=0.1": "by optimizer.schedule = 'constant'",
     "logging.project=mine": "without logging.wandb",
@@ -374,6 +373,30 @@ UNREAD = {
 def test_what_is_set_and_not_read_is_refused_with_the_reason(write, override, why):
     (problem,) = problems_of(write(MINIMAL), [override]).values()
     assert "is not read " in problem and why in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "correction"),
+    [
+        ("loss.loss_type=gspo", "sequence_mask"),
+        ("loss.loss_type=vespo", "token_truncate"),
+        ("old_logprobs=sampler", "none"),
+        ("rollout.top_p=0.9", "none"),
+        ("loss.loss_type=mine:loss", None),
+    ],
+)
+def test_vllms_completions_are_corrected_where_nothing_forbids_it(write, override, correction):
+    config = load_config(write(MINIMAL), [override])
+    assert config.with_engine("vllm").loss.sampler_correction == correction
+    by_trainer = config.with_engine("transformers").loss.sampler_correction
+    assert by_trainer == (correction and "none")
+
+
+def test_a_bound_of_the_correction_is_read_where_vllm_may_sample(write):
+    bound = "loss.sampler_clip_max=2"
+    assert load_config(write(MINIMAL), [bound, "rollout.engine=vllm"]).loss.sampler_clip_max == 2
+    (problem,) = problems_of(write(MINIMAL), [bound, "rollout.engine=transformers"]).values()
+    assert "without loss.sampler_correction" in problem
 
 
 def test_a_key_that_one_stage_alone_reads_is_read(write):

@@ -246,6 +246,17 @@ def test_an_on_policy_step_takes_the_truncated_ratio_to_the_sampler_without_a_fo
         make_trainer(old_logprobs="sampler", loss={"sampler_correction": "token_truncate"})
 
 
+def test_a_trainer_around_vllm_corrects_for_it_without_being_told(make_trainer):
+    trainer = make_trainer()
+    trainer.engine.name = "vllm"
+    trainer.enter(0)
+    samples, totals = collected(trainer)
+    for shift, rejected in ((0.0, 0), (-10.0, 1)):
+        minibatch = minibatch_of(trainer, shifted(samples, shift), totals)
+        metrics = sum_metrics(trainer.update.backward(minibatch, trainer.update.loss_config())[1])
+        assert metrics["sampling/rejected_mean"] == pytest.approx(rejected)
+
+
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.01}], ids=str)
 def test_no_ratio_is_taken_to_a_truncated_distribution(make_trainer, cut):
     trainer = make_trainer(rollout=cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_fast.convert.conversion import Conversion, Entry, convert_entries
+from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import NAMES, betas, clip
 from grpo_fast.convert.references import flatten, resolve
 from grpo_fast.convert.rules import (
@@ -20,6 +20,8 @@ from grpo_fast.convert.rules import (
 from grpo_fast.convert.trl import PREFERENCE
 
 Leaves = Mapping[str, Any]
+# What a missing key means there, where ours would mean something else.
+DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 
 
 def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
@@ -40,6 +42,7 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
         if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
             rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
+    entries += default_entries("NeMo-RL", DEFAULTS, siblings, RULES)
     # Several keys of this section say together what the loss is.
     entries.sort(key=lambda entry: not entry.key.startswith("loss_fn."))
     return convert_entries("NeMo-RL", entries, siblings, preference=preference)

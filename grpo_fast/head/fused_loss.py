@@ -68,7 +68,7 @@ def fused_policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs
 def loss_constants(config: GRPOLossConfig, totals: StepTotals | None) -> PolicyLoss:
     surrogate = config.facts.surrogate
     low, high, cap = _bounds(surrogate, config)
-    level, _, action = config.sampler_correction.partition("_")
+    level, _, action = (config.sampler_correction or "none").partition("_")
 
     def of_step(name: str) -> float:
         return float(_or(getattr(totals, name, None), _UNKNOWN))

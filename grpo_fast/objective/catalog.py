@@ -227,9 +227,10 @@ class GRPOLossConfig:
         None,
         "nats a token to the old policy, that drop a completion of negative advantage; null: never",
     )
-    sampler_correction: SamplerCorrection = option(
-        "none",
-        "of the policy's ratio to the sampler: at which level, and what happens beyond bounds",
+    sampler_correction: SamplerCorrection | None = option(
+        None,
+        "of the policy's ratio to the sampler: at which level, and what happens beyond bounds; null: "
+        "sequence_mask where vLLM samples (vespo: token_truncate), else none",
     )
     sampler_clip_min: float | None = option(None, "lower bound of that ratio; null: none")
     sampler_clip_max: float | None = option(3.0, "upper bound of that ratio; null: none")
@@ -305,7 +306,7 @@ class GRPOLossConfig:
     @property
     def needs_sampler(self) -> bool:
         """Whether `LossInputs.sampler_logprobs` must be there."""
-        return self.sampler_correction != "none"
+        return self.sampler_correction not in (None, "none")
 
     @property
     def reads_sampler(self) -> bool:
@@ -331,7 +332,8 @@ class GRPOLossConfig:
             raise ValueError(
                 f"beta = {self.beta} with loss_type = {self.loss_type!r}: {facts.forbids_kl}, or set beta = 0"
             )
-        if self.loss_type == "vespo" and not self.sampler_correction.startswith(("none", "token_")):
+        level = (self.sampler_correction or "none").partition("_")[0]
+        if self.loss_type == "vespo" and level not in ("none", "token"):
             raise ValueError(
                 f"sampler_correction = {self.sampler_correction!r} contradicts loss_type = 'vespo', which "
                 "multiplies token ratios into a sequence weight of its own; use 'token_truncate', "

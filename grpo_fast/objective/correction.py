@@ -29,11 +29,11 @@ def sampler_weights(
         sampler_logprobs: (N,) what the sampler reported.
 
     Returns:
-        (N,), detached; one everywhere when the correction is "none".
+        (N,), detached; one everywhere when the correction is None or "none".
     """
-    if config.sampler_correction == "none":
+    level, _, action = (config.sampler_correction or "none").partition("_")
+    if level == "none":
         return torch.ones_like(sampler_logprobs)
-    level, _, action = config.sampler_correction.partition("_")
     log_ratio = (trainer_logprobs - sampler_logprobs).detach()
     if level == "sequence":
         log_ratio = segments.spread(segments.sum(log_ratio))

@@ -28,10 +28,10 @@ from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_device
-from grpo_fast.rollout.vllm import installed_version, version_problem
+from grpo_fast.rollout import chosen_engine
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.run_record.summary import bytes_text
-from grpo_fast.stages import resolve_stages
+from grpo_fast.stages import PART, resolve_stages
 
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
@@ -61,18 +61,21 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
     """
     if config.algorithm != "grpo":
         return with_constants(config)
+    on = resolve_device(config.model.device)
+    engine = chosen_engine(config.rollout, on)
+    config = _with_corrections(config, engine)
     saved = None if run_dir is None else run_dir / CONFIG_FILE
     if saved is not None and saved.exists():
         started = [rollout.get("num_generations") for rollout in _rollouts(load_config(saved).model_dump())]
         config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
     constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
-    if resolve_device(config.model.device).type == "cpu":
+    if on.type == "cpu":
         return constants
     device, lengths = device_budget(), _longest_prompts(config)
     try:
-        found = [search.generations() or 2 for search in _searches(config, device, lengths)]
+        found = [search.generations() or 2 for search in _searches(config, device, lengths, engine)]
         with_groups = _with_groups(config, [min(_inherited(config, found) or found), *found])
-        searches = _searches(with_groups, device, lengths)
+        searches = _searches(with_groups, device, lengths, engine)
         choices = [search.fastest(search.generations() or 2) for search in searches]
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
@@ -104,15 +107,15 @@ def traces_of(path: str, revision: str | None) -> Traces:
     return Traces(model_config(path, revision=revision))
 
 
-def _searches(config: TrainConfig, device: DeviceBudget, lengths: dict[str, int]) -> list[Search]:
-    """One for each stage, with the engine that is installed."""
+def _searches(
+    config: TrainConfig, device: DeviceBudget, lengths: dict[str, int], engine: str
+) -> list[Search]:
+    """One for each stage."""
     traces = traces_of(config.model.path, config.model.revision)
     found = []
     for stage in resolve_stages(config):
         run, questions = stage.config, stage.config.evaluation.dataset
-        if run.rollout.engine == "auto" and version_problem(installed_version()):
-            rollout = run.rollout.model_copy(update={"engine": "transformers"})
-            run = run.model_copy(update={"rollout": rollout})
+        run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
         sizes = step_sizes(
             run,
             prompt_length=lengths[run.dataset.model_dump_json()],
@@ -132,6 +135,17 @@ def _longest_prompts(config: TrainConfig) -> dict[str, int]:
 def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:
     """The run's section and what each stage overrides of it: each may name a group's size."""
     return [tree["rollout"], *(stage["overrides"].get("rollout", {}) for stage in tree["stages"])]
+
+
+def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
+    """With what a null `loss.sampler_correction` means for this engine, of the run and of each stage."""
+    tree = config.model_dump()
+    value = tree["loss"]["sampler_correction"] = config.with_engine(engine).loss.sampler_correction
+    for stage, resolved in zip(tree["stages"], resolve_stages(config), strict=False):
+        own, overrides = resolved.config.with_engine(engine).loss.sampler_correction, stage["overrides"]
+        if own != value or "loss" in overrides:  # which may replace the section
+            overrides["loss"] = overrides.get("loss", {}) | {"sampler_correction": own}
+    return TrainConfig.model_validate(tree, context=PART)
 
 
 def _with_groups(config: TrainConfig, sizes: Sequence[int | None]) -> TrainConfig:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
+    import torch
+
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.config import RolloutConfig
 
@@ -16,6 +18,7 @@ __all__ = [
     "Engine",
     "RolloutObserver",
     "Sampling",
+    "chosen_engine",
     "make_engine",
     "require_engine",
     "sampling_of",
@@ -26,6 +29,19 @@ def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
     """How a run's completions are drawn; who reads log-probabilities asks for them."""
     keys = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "stop")
     return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed, logprobs=False)
+
+
+def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
+    """`config.engine`, where `auto` is vLLM on a GPU where it is installed, else transformers."""
+    if config.engine != "auto" or device.type != "cuda":
+        return "vllm" if config.engine == "vllm" else "transformers"
+    from grpo_fast.rollout.vllm import installed_version, version_problem
+
+    version = installed_version()
+    problem = version_problem(version)
+    if version is not None and problem is not None:
+        warnings.warn(f"rollout.engine = 'auto' takes transformers: {problem}", stacklevel=2)
+    return "vllm" if problem is None else "transformers"
 
 
 def require_engine(config: RolloutConfig) -> None:
@@ -54,7 +70,7 @@ def make_engine(
     *,
     max_length: int | None = None,
 ) -> Engine:
-    """The engine that `config.engine` names; `auto` is vLLM on a GPU where it is installed.
+    """The engine that `chosen_engine` names.
 
     Args:
         max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
@@ -63,7 +79,7 @@ def make_engine(
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
     """
     require_engine(config)
-    if config.engine == "vllm" or (config.engine == "auto" and policy.device.type == "cuda" and _has_vllm()):
+    if chosen_engine(config, policy.device) == "vllm":
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length)
@@ -75,13 +91,3 @@ def make_engine(
         eos_ids=policy.eos_token_ids,
         max_batch_tokens=config.max_batch_tokens,
     )
-
-
-def _has_vllm() -> bool:
-    from grpo_fast.rollout.vllm import installed_version, version_problem
-
-    version = installed_version()
-    problem = version_problem(version)
-    if version is not None and problem is not None:
-        warnings.warn(f"rollout.engine = 'auto' takes transformers: {problem}", stacklevel=3)
-    return problem is None

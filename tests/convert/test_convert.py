@@ -186,6 +186,7 @@ def test_nemo_rls_one_section_form_takes_both_its_own_and_the_common_names():
     text = "algorithm: {name: grpo, num_generations_per_prompt: 4, ratio_clip_min: 0.1, beta: 0.02, odd: 1}\n"
     text += "policy: {model_name: a/b}"
     expected = {"rollout.num_generations": 4, "loss.epsilon_low": 0.1, "loss.beta": 0.02}
+    expected |= {"loss.sampler_correction": "none"}  # a missing key's
     check_places(converted(text), expected)
     assert outcomes(text)["algorithm.odd"] == "needs a decision"
 

@@ -327,6 +327,7 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
         "loss.beta": 0.001,
         "loss.kl_estimator": "k3",
         "loss.delta": 3.0,
+        "loss.sampler_correction": "none",
         "checkpoint.every": 0,
         "logging.wandb": True,
         "rewards": [{"reward": "FILL_IN"}],

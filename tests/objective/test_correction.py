@@ -46,6 +46,41 @@ def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch)
         torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("updates", [0, 1])
+def test_the_ratio_of_whole_completions_gives_the_gradient_of_the_policys_own_ones(rng, updates):
+    """Over all completions of three tokens as the sampler draws them. After an update, rloo's ratio, of whole
+    completions too, takes the old policy to the current one."""
+    completions = torch.cartesian_prod(*[torch.arange(3)] * 3)  # (27, 3)
+    tables = torch.randn(3, 3, 3, 3, generator=rng, dtype=torch.float64)  # policy, place, token before, token
+    current = tables[0].requires_grad_()
+
+    def logprobs(table: torch.Tensor) -> torch.Tensor:
+        before = completions.roll(1, 1) * torch.tensor([0, 1, 1])
+        return table.log_softmax(-1)[torch.arange(3), before, completions].flatten()
+
+    policy, sampler = logprobs(current), logprobs(tables[2]).detach()
+    rewards, ids = torch.randn(27, generator=rng, dtype=torch.float64), torch.arange(27).repeat_interleave(3)
+    share = sampler.view(27, 3).sum(1).exp()
+    inputs = LossInputs(
+        logprobs=policy,
+        old_logprobs=logprobs(tables[updates]).detach(),
+        sampler_logprobs=sampler,
+        advantages=(27 * share * rewards)[ids],  # the loss takes a mean
+        sequence_ids=ids,
+        loss_mask=ids >= 0,
+        num_sequences=27,
+    )
+    expected = -(policy.view(27, 3).sum(1).exp() * rewards).sum()
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, current, retain_graph=True)[0]
+
+    for correction, exact in (("sequence_mask", True), ("sequence_truncate", True), ("token_mask", False)):
+        bounds = {"epsilon_low": 1e9, "sampler_correction": correction, "sampler_clip_max": 1e9}
+        found = gradient(policy_loss(inputs, GRPOLossConfig("rloo", **bounds)).loss)
+        assert torch.allclose(found, gradient(expected)) == exact
+
+
 def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
     # Every token is rejected: its upper bound lies below any ratio.
     config = GRPOLossConfig(

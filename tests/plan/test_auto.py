@@ -17,7 +17,9 @@ from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import Search
 from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
+from grpo_fast.rollout import vllm
 from grpo_fast.run import train
+from grpo_fast.stages import resolve_stages
 
 GPU = replace(device_budget("H200"), name="a small GPU")
 LENGTHS = {"max_completion_length": 8}
@@ -40,7 +42,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, toy: dict[str, Any], traces: Traces)
     """`memory(10**6)`: there are vLLM and a GPU with so much more than the toy's smallest step takes."""
     monkeypatch.setattr(auto, "traces_of", lambda *_: traces)
     monkeypatch.setattr(auto, "resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(auto, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(vllm, "installed_version", lambda: "0.33.0")
 
     def give(more: int) -> None:
         search = Search(auto_run(toy), traces, GPU, step_sizes(auto_run(toy)))
@@ -63,7 +65,7 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
     assert (preference.micro_batch_tokens, preference.rollout.num_generations) == (16_384, "auto")
     mlp = own["model"] | {"gradient_checkpointing": "mlp"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
-    assert resolve_auto(set_by_hand) == set_by_hand
+    assert resolve_auto(set_by_hand) == set_by_hand.with_engine("transformers")
 
 
 def test_a_gpu_takes_what_the_plan_chooses_and_what_is_set_by_hand_stays(
@@ -88,12 +90,26 @@ def test_the_engine_that_is_installed_is_the_one_planned_for(
     toy: dict[str, Any], memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory(3 * 10**5)
-    monkeypatch.setattr(auto, "installed_version", lambda: None)
+    monkeypatch.setattr(vllm, "installed_version", lambda: None)
 
     found = resolve_auto(auto_run(toy))
 
     assert (found.rollout.engine, found.rollout.vllm.max_sequences) == ("auto", None)
     assert found.rollout.num_generations == 64
+
+
+def test_what_corrects_the_sampler_is_shown_for_the_run_and_for_each_stage(
+    toy: dict[str, Any], memory: Any
+) -> None:
+    memory(10**9)
+    own = {"cut": {"rollout": {"top_p": 0.9}}, "vespo": {"loss": {"loss_type": "vespo"}}, "as the run": {}}
+    stages = [{"name": name, "steps": 2, "overrides": overrides} for name, overrides in own.items()]
+
+    found = resolve_auto(auto_run(toy, stages=stages))
+
+    assert found.loss.sampler_correction == "sequence_mask"
+    in_force = [stage.config.loss.sampler_correction for stage in resolve_stages(found)]
+    assert in_force == ["none", "token_truncate", "sequence_mask"]
 
 
 def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:
