@@ -52,7 +52,13 @@ def with_usual(defaults: Mapping[str, Any], document: Mapping[str, Any]) -> dict
     defaults = {"num_generations": 8, **defaults}
     correction = {"vllm_importance_sampling_correction": True} if document.get("use_vllm") else {}
     kl = {"use_bias_correction_kl": True} if document.get("beta") else {}
-    return {**defaults, **batch, **correction, **kl}
+    # Ours are the papers'.
+    clip = {
+        "cispo": {"epsilon_high": document.get("epsilon", 0.2)},
+        "luspo": {"epsilon": 0.2, "importance_sampling_level": "token"},
+    }
+    own = clip.get(str(document.get("loss_type")), {})
+    return {**defaults, **batch, **correction, **kl, **own}
 
 
 def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, Rule], dict[str, str]]:

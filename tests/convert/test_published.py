@@ -82,6 +82,7 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
             {"advantage.multi_objective_aggregation": "normalize_then_sum"},
         ),
         ("{loss_type: cispo, epsilon_high: 5.0}", {"loss.epsilon_high": 5.0}),  # absolute there too
+        ("{loss_type: luspo, importance_sampling_level: sequence}", {"loss.epsilon_low": 0.2}),
     ],
 )
 def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_path):
@@ -112,6 +113,15 @@ def test_a_trl_value_without_an_equivalent_asks_for_a_decision_and_the_rest_is_c
     assert found.places["max_steps"] == 20
     if words:
         assert all(word in decisions(found)[key] for word in words)
+
+
+def test_trls_default_bound_of_cispo_and_its_ratio_of_luspo_are_asked_about(tmp_path):
+    asked = {
+        name: decisions(run(tmp_path, f"num_generations: 8\nloss_type: {name}"))
+        for name in ("cispo", "luspo")
+    }
+    assert "would bound every weight" in asked["cispo"]["epsilon_high"]
+    assert "importance_sampling_level" in asked["luspo"]
 
 
 def test_the_think_format_of_trl_and_of_open_r1_score_every_text_alike(tmp_path):
