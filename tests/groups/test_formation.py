@@ -78,9 +78,12 @@ def test_a_batch_shares_what_of_its_groups_it_holds(make_prompts, by_topic):
     a, b, c, d = grouping.baseline_groups([first[0], second[0], first[1], first[2]])
 
     assert a == c == d != b
-    for one, two in ((first, second), (second, first)):  # two suffice, and a place is no group's number
-        both = grouping.baseline_groups([one[0], two[0], two[1]])
-        assert both[1] == both[2] != both[0]
+    for one, two, place in ((first, second, 0), (second, first, 0), (first, second, 1), (second, first, 1)):
+        batch = two[:2]
+        batch.insert(place, one[0])
+        both = grouping.baseline_groups(batch)
+        alone = both.pop(place)  # no group's number, wherever it stands
+        assert both[0] == both[1] != alone  # two suffice
     alone = grouping.baseline_groups([first[0], second[0]])
     assert len(set(alone)) == 2 and min(alone) < 0 <= a
 
