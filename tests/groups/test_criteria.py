@@ -67,6 +67,8 @@ def test_equal_prompts_are_at_no_distance_and_unlike_ones_at_the_largest():
 
 def test_criteria_add_up_with_normalised_weights_those_without_spread_aside(make_prompts):
     prompts = make_prompts(20)
+    for prompt in prompts:
+        prompt.columns["level"] += 1e6  # of which float32 would keep one digit
     levels = [prompt.columns["level"] for prompt in prompts]
     topics = [prompt.columns["topic"] for prompt in prompts]
 

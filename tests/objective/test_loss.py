@@ -9,7 +9,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from grpo_fast.objective import GRPOLossConfig, StepTotals, policy_loss, resolve_loss
+from grpo_fast.lookup import given
+from grpo_fast.objective import GRPOLossConfig, LossOutputs, StepTotals, policy_loss, resolve_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 from grpo_fast.objective.entropy import entropy_threshold
 from grpo_fast.objective.loss import kl_estimate, kl_penalty
@@ -254,6 +255,9 @@ def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(make_batch,
     assert set(outputs.metrics) == {"groups"}
     with pytest.raises(TypeError, match=r"return grpo_fast\.objective\.LossOutputs"):
         resolve_loss("my_own_losses:wrong")(inputs)
+    for value in (1.0, 2.0):  # a Python program's objects, of one name from call to call
+        with given({"mine:loss@digest": lambda _, loss=torch.tensor(value): LossOutputs(loss)}):
+            assert resolve_loss("mine:loss@digest")(inputs).loss == value
     for path in ("my_own_losses:absent", "no_such_module:loss"):
         with pytest.raises(ValueError, match=path):
             resolve_loss(path)
