@@ -255,9 +255,9 @@ def test_a_loss_is_found_by_its_name_and_ones_own_by_its_import_path(make_batch,
     assert set(outputs.metrics) == {"groups"}
     with pytest.raises(TypeError, match=r"return grpo_fast\.objective\.LossOutputs"):
         resolve_loss("my_own_losses:wrong")(inputs)
-    for value in (1.0, 2.0):  # a Python program's objects, of one name from call to call
-        with given({"mine:loss@digest": lambda _, loss=torch.tensor(value): LossOutputs(loss)}):
-            assert resolve_loss("mine:loss@digest")(inputs).loss == value
+    for own in (LossOutputs(inputs.logprobs.sum()), LossOutputs(inputs.logprobs.mean())):
+        with given({"mine:loss@digest": lambda _, own=own: own}):  # a Python program's objects of one name
+            assert resolve_loss("mine:loss@digest")(inputs) is own
     for path in ("my_own_losses:absent", "no_such_module:loss"):
         with pytest.raises(ValueError, match=path):
             resolve_loss(path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import avg_pool2d
+from torch.nn.functional import avg_pool2d, scaled_dot_product_attention
 from transformers import AutoConfig
 
 from grpo_fast.plan.measure import peak_bytes
@@ -61,6 +61,8 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     ("kind", "completion", "pieces"),
     [
         ("sdpa", 10, [(83 + 3 * 10, 0, 4)]),  # the first with its prompt
+        ("sdpa", 74, [(73 + 2 * 74, 0, 2), (2 * 74, 73, 2)]),  # pairs of 74 · 221 more are below 2^14, of 75
+        ("sdpa", 75, [(73 + 75, 0, 1), (2 * 75, 73, 2), (75, 73, 1)]),  # · 223 above
         ("sdpa", 400, [(73 + 400, 0, 1), (400, 73, 1), (400, 73, 1), (400, 73, 1)]),
         ("flash_attention_2", 10, [(83, 0, 1), (10, 73, 1), (10, 73, 1), (10, 73, 1)]),
     ],
@@ -184,6 +186,13 @@ def test_what_flash_attention_cannot_compute_is_known_from_the_configuration(
 ) -> None:
     found = flash_obstacle(AutoConfig.for_model(kind, **sizes))
     assert found == obstacle if obstacle is None else obstacle in str(found)
+
+
+def test_a_high_softcap_and_no_scale_is_plain_attention(rng: torch.Generator) -> None:
+    query, key, value = (torch.randn(3, heads, 5, 8, generator=rng) for heads in (4, 2, 2))
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, None, softcap=1e3)
+    plain = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(output, plain.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", [None, "sdpa", "flex_attention"])
