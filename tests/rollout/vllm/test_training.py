@@ -39,7 +39,8 @@ def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_n
 ):
     monkeypatch.setattr("grpo_fast.trainer.COMPARE_EVERY", 2)
     run, whole = tmp_path / "run", tmp_path / "whole"
-    config = TrainConfig(**vllm_toy, checkpoint={"every": 1, "keep": STEPS}, output_dir=str(run))
+    uncorrected = vllm_toy | {"loss": {"sampler_correction": "none"}}
+    config = TrainConfig(**uncorrected, checkpoint={"every": 1, "keep": STEPS}, output_dir=str(run))
     train(config, display=False)
     shutil.copytree(run, whole)
     for later in CheckpointStore(run / "checkpoints").paths()[1:]:
@@ -58,9 +59,8 @@ def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_n
 
 
 def test_a_run_on_shared_weights_trains_saves_and_goes_on_and_the_weights_outlive_the_engine(
-    vllm_toy, plain_layouts, tmp_path: Path, largest_difference, monkeypatch
+    vllm_toy, plain_layouts, tmp_path: Path, largest_difference
 ):
-    monkeypatch.setattr("grpo_fast.trainer.COMPARE_EVERY", 1)
     rollout = {**vllm_toy["rollout"], "vllm": {"kv_cache_gib": 0.05, "share_weights": True}}
     model = {**vllm_toy["model"], "dtype": "bfloat16"}
     with plain_layouts():
