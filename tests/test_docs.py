@@ -165,28 +165,26 @@ def test_the_methods_page_tells_what_each_method_sets_and_the_papers_of_the_cata
     assert sorted(seen) == sorted(METHODS)
 
 
-def test_the_methods_page_names_the_defaults_of_trl_and_verl():
-    """`name` and value, in the last column but two and the last but one."""
-    found = [find_spec("trl"), find_spec("verl")]
-    if not all(found):
-        pytest.skip("TRL and verl are not both installed")
-    trl, verl = (Path(spec.origin).parent for spec in found)
-    own = {"`rloo`": "trainer/rloo_config.py", "`gmpo`": "experimental/gmpo/gmpo_config.py"}
-    config = [verl / "trainer/config/ppo_trainer.yaml", verl / "trainer/config/actor/actor.yaml"]
-    theirs = {name: value for path in config for name, value in defaults(path, r"^ *(\w+): (\S+)$")}
+PEERS = {  # its column, what a default looks like, where they are
+    "trl": (-3, r"^    (\w+):[^=\n]*= field\(\s*default=(\S+),$", "trainer/grpo_config.py"),
+    "verl": (-2, r"^ *(\w+): (\S+)$", "trainer/config/ppo_trainer.yaml", "trainer/config/actor/actor.yaml"),
+}
+OWN = {"`rloo`": "trainer/rloo_config.py", "`gmpo`": "experimental/gmpo/gmpo_config.py"}  # of TRL
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_name_and_a_value_in_a_peers_column_of_the_methods_page_are_a_default_of_the_peer(peer):
+    column, pattern, *files = PEERS[peer]
+    spec = find_spec(peer)
+    if spec is None:
+        pytest.skip(f"{peer} is not installed")
     for section in SECTIONS:
-        files = ["trainer/grpo_config.py", *(own[name] for name in own if section.startswith(name))]
-        pattern = r"^    (\w+):[^=\n]*= field\(\s*default=(\S+),$"
-        fields = {name: value for file in files for name, value in defaults(trl / file, pattern)}
-        for row in rows_of(section):
-            for cell, known in zip(row[-3:-1], (fields, theirs), strict=False):
-                for name, value in re.findall(r"`(\w+)` ([\w.-]+)", cell):
-                    assert known[name] == value.lower(), (section.partition("\n")[0], name)
-
-
-def defaults(path: Path, pattern: str) -> list[tuple[str, str]]:
-    text = path.read_text(encoding="utf-8")
-    return [(name, value.strip('"').lower()) for name, value in re.findall(pattern, text, re.M)]
+        own = [file for name, file in OWN.items() if peer == "trl" and section.startswith(name)]
+        text = "".join((Path(spec.origin).parent / file).read_text(encoding="utf-8") for file in files + own)
+        known = {name: value.strip('"').lower() for name, value in re.findall(pattern, text, re.M)}
+        for row in (row for row in rows_of(section) if len(row) > 3):
+            for name, value in re.findall(r"`(\w+)` ([\w.-]+)", row[column]):
+                assert known[name] == value.lower(), (section.partition("\n")[0], name)
 
 
 def test_every_message_of_troubleshooting_is_one_of_ours():
