@@ -143,7 +143,7 @@ def _with_corrections(config: TrainConfig, engine: str) -> TrainConfig:
     value = tree["loss"]["sampler_correction"] = config.with_engine(engine).loss.sampler_correction
     for stage, resolved in zip(tree["stages"], resolve_stages(config), strict=False):
         own, overrides = resolved.config.with_engine(engine).loss.sampler_correction, stage["overrides"]
-        if own != value or "loss" in overrides:  # which may replace the section
+        if own != value or overrides.keys() & {"loss", "method"}:  # which may replace the section
             overrides["loss"] = overrides.get("loss", {}) | {"sampler_correction": own}
     return TrainConfig.model_validate(tree, context=PART)
 

@@ -103,13 +103,15 @@ def test_what_corrects_the_sampler_is_shown_for_the_run_and_for_each_stage(
 ) -> None:
     memory(10**9)
     own = {"cut": {"rollout": {"top_p": 0.9}}, "vespo": {"loss": {"loss_type": "vespo"}}, "as the run": {}}
-    stages = [{"name": name, "steps": 2, "overrides": overrides} for name, overrides in own.items()]
+    own |= {"method": {"method": "dr_grpo"}}
+    stages = [{"name": name, "steps": 1, "overrides": overrides} for name, overrides in own.items()]
+    stages[0]["steps"] = 3
 
     found = resolve_auto(auto_run(toy, stages=stages))
 
     assert found.loss.sampler_correction == "sequence_mask"
     in_force = [stage.config.loss.sampler_correction for stage in resolve_stages(found)]
-    assert in_force == ["none", "token_truncate", "sequence_mask"]
+    assert in_force == ["none", "token_truncate", "sequence_mask", "sequence_mask"]
 
 
 def test_keys_and_values_hold_the_longest_question_of_evaluation(toy: dict[str, Any], memory: Any) -> None:
