@@ -16,6 +16,7 @@ COMMANDS = {
     "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
     "group": ("group", "the largest group whose update fits the memory"),
     "train": ("train", "whole training steps, our trainer and TRL's"),
+    "mismatch": ("sampler_mismatch", "training on what rounded weights draw, under each correction"),
     "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
     "rows": ("sample_rows", "sample a model's own rows, and the histogram of their live tiles"),
