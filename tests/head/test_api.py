@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,15 +9,6 @@ import torch.nn.functional as F
 from grpo_fast import GRPOLossConfig, LossInputs, linear_cross_entropy, linear_grpo_loss, linear_logprob
 from grpo_fast.head.checks import OUTPUTS
 from grpo_fast.objective import policy_loss
-
-
-def test_strongly_negative_logits_give_no_positive_logprob_and_no_nan(make_call):
-    call = make_call()
-
-    logprob = replace(call, bias=torch.full((300,), -1e4)).outputs()["logprob"]
-
-    assert (logprob <= 0).all()
-    torch.testing.assert_close(logprob, call.outputs()["logprob"], rtol=0, atol=5e-3)
 
 
 def test_a_sure_target_keeps_the_digits_of_its_small_gradient(oracle):
@@ -95,14 +84,14 @@ def test_a_compiled_caller_may_change_the_temperature_from_call_to_call(make_cal
         torch.testing.assert_close(compiled(call.hidden, temperature), total(call.hidden, temperature))
 
 
-def test_the_certificate_is_pending_until_the_backward_has_run(make_call):
-    call = make_call()
+def test_the_certificate_is_pending_until_the_backward_has_run_which_is_exact_without_kernels(make_call):
+    call = make_call((12,), 600, 16, spread=8.0)
 
-    out = linear_logprob(call.hidden, call.weight, call.targets)
+    sparse, out = (linear_logprob(call.hidden, call.weight, call.targets, tolerance=t) for t in (1.0, None))
     before = out.certificate.density.clone()
-    out.logprob.sum().backward()
+    (sparse.logprob + out.logprob).sum().backward()
 
-    assert before.isnan()
+    assert before.isnan() and sparse.certificate.density < 1
     assert out.certificate.density == 1 and out.certificate.error_bound == 0
     assert repr(out.certificate) == "Certificate(density=1, left_out_mean=0, left_out_max=0, error_bound=0)"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_fast import GRPOLossConfig, linear_grpo_loss, linear_logprob
+from grpo_fast import GRPOLossConfig, linear_cross_entropy, linear_grpo_loss, linear_logprob
 from grpo_fast.head import operator
 from grpo_fast.head.plan import Device
 from grpo_fast.objective import StepTotals
@@ -104,6 +104,21 @@ def test_a_frozen_side_costs_the_other_nothing(
 
         torch.testing.assert_close(getattr(call, name).grad, gradient, rtol=1e-4, atol=1e-5)
         assert sum(parameter.grad is not None for parameter in call.parameters) == 1
+
+
+def test_a_frozen_heads_z_loss_has_its_gradient(on_path, make_call, oracle):
+    call = on_path(make_call((9,), 200))
+    call.weight.requires_grad_(False)
+    exact = oracle.statistics(call)
+    worked = call.targets != -100
+
+    loss = linear_cross_entropy(
+        call.hidden, call.weight, call.targets, z_loss=0.1, reduction="sum", tolerance=0.0
+    )
+
+    expected = (0.1 * exact["logsumexp"].square() - exact["logprob"])[worked].sum()
+    found, wanted = (torch.autograd.grad(value, call.hidden)[0] for value in (loss, expected))
+    assert oracle.relative(found, wanted) < 2e-5
 
 
 @pytest.mark.parametrize(("frozen", "recompute"), [(False, False), (True, True)])

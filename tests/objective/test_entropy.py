@@ -9,7 +9,7 @@ from grpo_fast.objective import GRPOLossConfig, policy_loss
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
 
 
-@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("quantile", [0.0, 0.01, 0.2, 0.5, 0.9, 1.0])
 def test_the_threshold_is_the_quantile_of_the_tokens_that_count(quantile: float, make_batch):
     inputs = make_batch().inputs()
     entropy = inputs.entropy.detach()
@@ -25,8 +25,10 @@ def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch):
     batch.advantages[:] = 1.0
     config = GRPOLossConfig("reinforce", top_entropy_quantile=0.0)
 
-    gradient = torch.autograd.grad(policy_loss(batch.inputs(), config).loss, batch.logprobs)[0]
+    outputs = policy_loss(batch.inputs(), config)
+    gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
 
+    assert outputs.metrics["policy/masked_mean"].item() == pytest.approx(1 - 1 / batch.mask.sum().item())
     highest = batch.entropy.detach().masked_fill(~batch.mask, -1.0).argmax()
     assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
 
