@@ -70,15 +70,6 @@ def test_rewards_are_weighted_and_compared_within_each_baseline_group(
     torch.testing.assert_close(torch.tensor([group.advantages for group in groups]), expected.advantages)
 
 
-def test_gpg_makes_up_for_flat_groups(scored, table):
-    table[1] = table[3] = 0.25  # two of four
-    plain, rescaled = scored(AdvantageConfig()), scored(AdvantageConfig(rescale_flat_groups=True))
-    for group, own in zip(plain, rescaled, strict=True):
-        assert own.advantages == pytest.approx([2 * a for a in group.advantages])
-    table[:] = 0.25
-    assert not any(any(group.advantages) for group in scored(AdvantageConfig(rescale_flat_groups=True)))
-
-
 @pytest.mark.parametrize(
     ("advantage", "loss", "kept"),
     [

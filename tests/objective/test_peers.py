@@ -294,18 +294,26 @@ def test_reinforce_and_kl_estimates_are_verls(make_batch, assert_same, verl):
         torch.testing.assert_close(kl_estimate(batch.logprobs, batch.ref, estimator), kl)
 
 
-def test_whitened_advantages_are_verls(verl, rng):
+@pytest.mark.parametrize(
+    ("estimator", "theirs", "ours"),
+    [
+        ("grpo", {"epsilon": 1e-4}, {}),
+        ("grpo", {"norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
+        ("rloo", {}, {"scale_rewards": "none", "baseline": "leave_one_out"}),
+        ("reinforce_plus_plus_baseline", {}, {"scale_rewards": "whiten"}),
+    ],
+)
+def test_advantages_are_verls(estimator, theirs, ours, verl, rng):
     rewards = torch.randn(4, 3, generator=rng, dtype=torch.float64)
     lengths = torch.randint(1, MAX_LENGTH + 1, (4, 3), generator=rng)
     mask = (torch.arange(MAX_LENGTH) < lengths.view(-1, 1)).double()
     last = torch.nn.functional.one_hot(lengths.view(-1) - 1, MAX_LENGTH) * rewards.view(-1, 1)
 
-    theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
-        last, mask, torch.arange(4).repeat_interleave(3).tolist()
-    )
+    function = getattr(verl, f"compute_{estimator}_outcome_advantage")
+    expected, _ = function(last, mask, torch.arange(4).repeat_interleave(3).tolist(), **theirs)
 
-    ours = group_advantages(rewards, scale_rewards="whiten", lengths=lengths).advantages
-    torch.testing.assert_close(ours.view(-1, 1) * mask, theirs)
+    found = group_advantages(rewards, lengths=lengths, **ours).advantages
+    torch.testing.assert_close(found.view(-1, 1) * mask, expected)
 
 
 def test_verl_leaves_empty_completions_out_of_the_mean_and_trl_and_we_count_them(

@@ -1,123 +1,153 @@
-"""Each policy loss against its paper, written again as loops over completions and tokens."""
+"""Each policy loss against its paper, and each method's whole update, written again for one completion."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from grpo_fast.data import Prompt
+from grpo_fast.experience import Group, make_samples
+from grpo_fast.methods import METHODS
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 from grpo_fast.objective.surrogates import SURROGATES
+from grpo_fast.rollout import Completion
+from grpo_fast.run_record.logs import Clock
 
-L_MAX = 12  # dr_grpo's constant
-Tokens = list[tuple[float, float]]  # (log π, log π_old) of a completion's tokens that count
+L_MAX = 8  # dr_grpo's constant; the limit of a completion in tokens
+Completions = list[
+    tuple[float, Any]
+]  # the advantage of each, and its tokens t: t.new is (C,) log π, t.old log π_old
 
-
-def completions(batch: Any) -> list[tuple[float, Tokens]]:
-    """For each completion: its advantage and its tokens."""
-    rows = zip(batch.logprobs.tolist(), batch.old.tolist(), batch.mask.tolist(), strict=True)
-    tokens = [[(n, o) for n, o, counts in zip(*row, strict=True) if counts] for row in rows]
-    return list(zip(batch.advantages.tolist(), tokens, strict=True))
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+# Terms of a completion's tokens (C,): its advantage a, the constants c.
 
 
-# Terms of a token with log-probabilities n and o, of a completion with advantage a and tokens `own`.
+def ppo(ratio: Tensor, a: float, c: Any) -> Tensor:
+    capped = ratio if c.delta is None else ratio.clamp(max=c.delta)
+    return -torch.minimum(capped * a, ratio.clamp(1 - c.epsilon_low, 1 + c.epsilon_high) * a)
 
 
-def ppo(ratio: float, a: float, c: GRPOLossConfig) -> float:
-    clipped = min(max(ratio, 1 - c.epsilon_low), 1 + c.epsilon_high)
-    capped = ratio if c.delta is None else min(ratio, c.delta)
-    return -min(capped * a, clipped * a)
+def of_token(t: Any, a: float, c: Any) -> Tensor:
+    return ppo((t.new - t.old).exp(), a, c)
 
 
-def of_token(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    return ppo(math.exp(n - o), a, c)
+def of_sequence(t: Any, a: float, c: Any) -> Tensor:
+    return ppo((t.new.sum().exp() / t.old.sum().exp()).pow(1 / max(len(t.new), 1)).expand_as(t.new), a, c)
 
 
-def of_sequence(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    product = math.exp(sum(n for n, _ in own)) / math.exp(sum(o for _, o in own))
-    return ppo(product ** (1 / len(own)), a, c)
+def of_sequence_and_token(t: Any, a: float, c: Any) -> Tensor:
+    return ppo((t.new - t.old).mean().detach().exp() * t.new.exp() / t.new.detach().exp(), a, c)
 
 
-def of_product(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    return ppo(math.prod(math.exp(n - o) for n, o in own), a, c)
+def of_product(t: Any, a: float, c: Any) -> Tensor:
+    return ppo((t.new - t.old).exp().prod().expand_as(t.new), a, c)
 
 
-def gmpo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    product, sign = 1.0, math.copysign(1, a)
-    for new, old in own:
-        ratio = math.exp(new - old)
-        clipped = min(max(ratio, math.exp(-c.epsilon_low)), math.exp(c.epsilon_high))
-        product *= abs(min(sign * ratio, sign * clipped))
-    return -a * product ** (1 / len(own))
+def gmpo(t: Any, a: float, c: Any) -> Tensor:
+    ratio, sign = (t.new - t.old).exp(), math.copysign(1, a)
+    clipped = ratio.clamp(math.exp(-c.epsilon_low), math.exp(c.epsilon_high))
+    product = torch.minimum(sign * ratio, sign * clipped).abs().prod()
+    return -a * product.pow(1 / max(len(ratio), 1)).expand_as(ratio)
 
 
-def cispo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    return -min(math.exp(n - o), c.epsilon_high) * a * n
+def cispo(t: Any, a: float, c: Any) -> Tensor:
+    return -(t.new - t.old).exp().clamp(max=c.epsilon_high).detach() * a * t.new
 
 
-def sapo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+def sapo(t: Any, a: float, c: Any) -> Tensor:
     tau = c.sapo_temperature_pos if a > 0 else c.sapo_temperature_neg
-    return -a * 4 / tau / (1 + math.exp(-tau * (math.exp(n - o) - 1)))
+    return -a * 4 / tau / (1 + (-tau * ((t.new - t.old).exp() - 1)).exp())
 
 
-def vespo(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
+def vespo(t: Any, a: float, c: Any) -> Tensor:
     k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)
-    log_weight = min(max(sum(n - o for n, o in own), math.log(1e-8)), 20)
-    return -math.exp(rate * (1 - math.exp(log_weight)) + k * log_weight) * a * n
+    log_weight = min(max((t.new - t.old).sum().item(), math.log(1e-8)), 20)
+    return -math.exp(rate * (1 - math.exp(log_weight)) + k * log_weight) * a * t.new
 
 
-def reinforce(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    return -a * n
+def reinforce(t: Any, a: float, c: Any) -> Tensor:
+    return -a * t.new
 
 
-def dppo_tv(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    moved = math.exp(n) - math.exp(o)
-    kept = moved <= c.epsilon_high if a > 0 else moved >= -c.epsilon_low
-    return -min(math.exp(n - o), c.dppo_ratio_max) * a * n * kept
+def clip_cov(t: Any, a: float, c: Any) -> Tensor:
+    return of_token(t, a, c) * ~t.held
 
 
-def dppo_kl(a: float, n: float, o: float, own: Tokens, c: GRPOLossConfig) -> float:
-    p, q = math.exp(n), math.exp(o)
-    divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    kept = (divergence <= c.epsilon_high or p <= q) if a > 0 else (divergence <= c.epsilon_low or p >= q)
-    return -min(p / q, c.dppo_ratio_max) * a * n * kept
+def kl_cov(t: Any, a: float, c: Any) -> Tensor:
+    return -(t.new - t.old).exp() * a + c.kl_cov_coef * (t.new - t.old).abs() * t.held
 
 
-def over_completions(rows: list[list[float]]) -> float:
-    return mean([mean(row) for row in rows])
+def dppo_tv(t: Any, a: float, c: Any) -> Tensor:
+    return trust_region(t, a, c, (t.new.exp() - t.old.exp()).abs())
 
 
-def over_tokens(rows: list[list[float]]) -> float:
-    return mean([term for row in rows for term in row])
+def dppo_kl(t: Any, a: float, c: Any) -> Tensor:
+    p, q = t.new.exp(), t.old.exp()
+    return trust_region(t, a, c, q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log())
 
 
-def sum_of_tokens(rows: list[list[float]]) -> float:
-    return mean([sum(row) for row in rows])
+def trust_region(t: Any, a: float, c: Any, distance: Tensor) -> Tensor:
+    away = (t.new - t.old) * a > 0
+    kept = ~(away & (distance > (c.epsilon_high if a > 0 else c.epsilon_low)))
+    return -(t.new - t.old).exp().clamp(max=c.dppo_ratio_max).detach() * a * t.new * kept
 
 
-def constant_length(rows: list[list[float]]) -> float:
-    return mean([sum(row) / L_MAX for row in rows])
+def hold_back(completions: Completions, c: Any) -> None:
+    """Sets t.held: of all tokens, those that Clip-Cov draws, or those of KL-Cov's highest covariance."""
+    rows = [(a, *pair) for a, t in completions for pair in zip(t.new.tolist(), t.old.tolist(), strict=True)]
+    mean_a, mean_new = fmean(a for a, _, _ in rows), fmean(new for _, new, _ in rows)
+    covariances = [(a - mean_a) * (new - mean_new) for a, new, _ in rows]
+    if c.loss_type == "kl_cov":
+        order, share = sorted(range(len(rows)), key=lambda i: -covariances[i]), c.kl_cov_ratio
+    else:
+        ratios = [math.exp(new - old) for _, new, old in rows]
+        clipped = [
+            r > 1 + c.epsilon_high if a > 0 else a < 0 and r < 1 - c.epsilon_low
+            for r, (a, _, _) in zip(ratios, rows, strict=True)
+        ]
+        within = [
+            i for i, v in enumerate(covariances) if c.clip_cov_low < v < c.clip_cov_high and not clipped[i]
+        ]
+        order, share = [within[i] for i in torch.randperm(len(within))], c.clip_cov_ratio
+    chosen = set(order[: max(1, int(share * len(rows)))])
+    places = iter(range(len(rows)))
+    for _, t in completions:
+        t.held = torch.tensor([next(places) in chosen for _ in t.new], dtype=torch.bool)
+
+
+def over_completions(rows: list[Tensor]) -> Tensor:
+    return torch.stack([row.sum() / max(len(row), 1) for row in rows]).mean()
+
+
+def over_tokens(rows: list[Tensor]) -> Tensor:
+    return torch.cat(rows).mean()
+
+
+def sum_of_tokens(rows: list[Tensor]) -> Tensor:
+    return torch.stack([row.sum() for row in rows]).mean()
+
+
+def constant_length(rows: list[Tensor]) -> Tensor:
+    return sum_of_tokens(rows) / L_MAX
 
 
 # The term, what is done with the terms of all completions, and constants away from the defaults, so that a
-# constant that is not read shows. gspo and gspo_token differ in their gradients only.
-PAPERS: dict[str, tuple[Callable[..., float], Callable[..., float], dict[str, float]]] = {
+# constant that is not read shows.
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, float]]] = {
     "grpo": (of_token, over_completions, {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 3.0}),
     "bnpo": (of_token, over_tokens, {"epsilon_low": 1.0, "epsilon_high": 0.2}),  # no ratio is as low
     "dr_grpo": (of_token, constant_length, {}),
     "dapo": (of_token, over_tokens, {"epsilon_low": 0.3, "epsilon_high": 0.6}),
     "reinforce_plus_plus_baseline": (of_token, over_tokens, {}),
     "gspo": (of_sequence, over_completions, {"epsilon_low": 0.1, "epsilon_high": 0.4}),
-    "gspo_token": (of_sequence, over_completions, {"epsilon_low": 0.1, "epsilon_high": 0.4}),
+    "gspo_token": (of_sequence_and_token, over_completions, {"epsilon_low": 0.1, "epsilon_high": 0.4}),
     "luspo": (of_sequence, sum_of_tokens, {"delta": 4.0, "epsilon_low": 0.5}),
     "rloo": (of_product, over_completions, {}),
     "gmpo": (gmpo, over_completions, {"epsilon_low": 0.3, "epsilon_high": 0.7}),
@@ -130,79 +160,43 @@ PAPERS: dict[str, tuple[Callable[..., float], Callable[..., float], dict[str, fl
     ),
     "gpg": (reinforce, over_tokens, {}),
     "reinforce": (reinforce, sum_of_tokens, {}),
+    "clip_cov": (
+        clip_cov,
+        over_tokens,
+        {"clip_cov_ratio": 0.2, "clip_cov_low": 0.05, "clip_cov_high": 2.0, "epsilon_high": 0.4},
+    ),
+    "kl_cov": (kl_cov, over_tokens, {"kl_cov_ratio": 0.3, "kl_cov_coef": 0.5}),
     "dppo_tv": (dppo_tv, over_tokens, {"epsilon_low": 0.1, "epsilon_high": 0.2, "dppo_ratio_max": 5.0}),
     "dppo_kl": (dppo_kl, over_tokens, {"epsilon_low": 0.02, "epsilon_high": 0.1, "dppo_ratio_max": 5.0}),
 }
-KL_COV = {"kl_cov_ratio": 0.3, "kl_cov_coef": 0.5}
-TRANSCRIBED = (*PAPERS, "kl_cov")
 
 
 def config_for(loss_type: str) -> GRPOLossConfig:
-    constants = PAPERS[loss_type][2] if loss_type in PAPERS else KL_COV if loss_type == "kl_cov" else {}
-    return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **constants)
+    return GRPOLossConfig(loss_type, max_completion_length=L_MAX, **LOSSES[loss_type][2])
 
 
-def transcription(batch: Any, c: GRPOLossConfig) -> float:
-    if c.loss_type == "kl_cov":
-        return kl_cov(batch, c)
-    term, aggregate, _ = PAPERS[c.loss_type]
-    return aggregate([[term(a, n, o, own, c) for n, o in own] for a, own in completions(batch)])
+def terms(completions: Completions, c: Any) -> list[Tensor]:
+    if c.loss_type in ("clip_cov", "kl_cov"):
+        hold_back(completions, c)
+    return [LOSSES[c.loss_type][0](t, a, c) for a, t in completions]
 
 
-def kl_cov(batch: Any, c: GRPOLossConfig) -> float:
-    tokens = [(a, n, o) for a, own in completions(batch) for n, o in own]
-    covariances = centred_products(tokens)
-    count = max(int(c.kl_cov_ratio * len(tokens)), 1)
-    highest = set(sorted(range(len(tokens)), key=lambda i: -covariances[i])[:count])
-    penalty = [c.kl_cov_coef * abs(n - o) if i in highest else 0.0 for i, (_, n, o) in enumerate(tokens)]
-    return mean([p - a * math.exp(n - o) for p, (a, n, o) in zip(penalty, tokens, strict=True)])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("empty", [False, True], ids=["full", "one empty"])
+def test_loss_and_gradient_are_the_papers(loss_type, empty, make_batch, assert_same):
+    batch, config = make_batch(empty=empty), config_for(loss_type)
+    rows = zip(batch.advantages.tolist(), batch.logprobs, batch.old, batch.mask, strict=True)
+    completions = [(a, SimpleNamespace(new=new[mask], old=old[mask])) for a, new, old, mask in rows]
 
+    torch.manual_seed(0)  # clip_cov draws
+    expected = LOSSES[loss_type][1](terms(completions, config))
+    torch.manual_seed(0)
+    found = policy_loss(batch.inputs(), config)
 
-def centred_products(tokens: list[tuple[float, float, float]]) -> list[float]:
-    mean_advantage, mean_logprob = mean([a for a, _, _ in tokens]), mean([n for _, n, _ in tokens])
-    return [(a - mean_advantage) * (n - mean_logprob) for a, n, _ in tokens]
-
-
-@pytest.mark.parametrize("loss_type", TRANSCRIBED)
-def test_the_loss_is_its_papers(loss_type, make_batch):
-    for empty in (False, True):
-        batch, config = make_batch(empty=empty), config_for(loss_type)
-        loss = policy_loss(batch.inputs(), config).loss
-        assert loss.item() == pytest.approx(transcription(batch, config), rel=1e-9, abs=1e-12)
-
-
-DETACHED_RATIO = ("cispo", "vespo", "dppo_tv", "dppo_kl")
-
-
-@pytest.mark.parametrize("loss_type", [name for name in TRANSCRIBED if name != "gspo_token"])
-def test_the_gradient_is_the_finite_difference_of_the_papers_loss(loss_type, make_batch):
-    batch, config = make_batch(spread=1.5), config_for(loss_type)
-
-    def shifted(row: int, column: int, step: float) -> float:
-        logprobs, old = batch.logprobs.detach().clone(), batch.old.clone()
-        logprobs[row, column] += step
-        if loss_type in DETACHED_RATIO:
-            old[row, column] += step  # the ratio stays, as under a stop-gradient
-        return transcription(replace(batch, logprobs=logprobs, old=old), config)
-
-    policy_loss(batch.inputs(), config).loss.backward()
-
-    step = 1e-6
-    expected = torch.zeros_like(batch.logprobs)
-    for row, column in batch.mask.nonzero().tolist():
-        expected[row, column] = (shifted(row, column, step) - shifted(row, column, -step)) / (2 * step)
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(batch.logprobs.grad, expected, rtol=1e-5, atol=1e-6 * scale + 1e-9)
-
-
-def test_gspo_token_has_the_gradient_of_gspo_when_a_completion_has_one_advantage(make_batch):
-    batch, gradients = make_batch(spread=0.5), []
-    for name in ("gspo", "gspo_token"):
-        loss = policy_loss(batch.inputs(), config_for(name)).loss
-        gradients += torch.autograd.grad(loss, batch.logprobs)
-
-    assert gradients[0].abs().max() > 0
-    torch.testing.assert_close(gradients[0], gradients[1])
+    assert_same(batch, found.loss, expected)
+    if "cov" in loss_type:
+        held = torch.cat([t.held for _, t in completions]).double().mean()
+        torch.testing.assert_close(found.metrics["clip_ratio/covariance_mean"], held)
 
 
 def test_vespo_bounds_each_tokens_log_ratio_by_20_before_it_adds_them_up():
@@ -239,30 +233,169 @@ def test_ratios_beyond_the_range_of_floats_leave_no_nan_where_the_loss_is_bounde
     assert unbounded or (torch.isfinite(loss) and torch.isfinite(logprobs.grad).all())
 
 
-def test_clip_cov_drops_a_share_of_unclipped_tokens_within_the_covariance_bounds(make_batch):
-    batch = make_batch(spread=0.5)
-    config = GRPOLossConfig("clip_cov", clip_cov_ratio=0.2, clip_cov_low=0.05, clip_cov_high=2.0)
-    tokens = [(a, n, o) for a, own in completions(batch) for n, o in own]
-    terms = [ppo(math.exp(n - o), a, config) for a, n, o in tokens]
-    clipped = [(a > 0 and math.exp(n - o) > 1.2) or (a < 0 and math.exp(n - o) < 0.8) for a, n, o in tokens]
-    allowed = {
-        i
-        for i, covariance in enumerate(centred_products(tokens))
-        if 0.05 < covariance < 2.0 and not clipped[i]
-    }
-    expected_drops = min(max(int(0.2 * len(tokens)), 1), len(allowed))
-
-    outputs = policy_loss(batch.inputs(), config)
-    gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0][batch.mask]
-
-    # Of the tokens that would have a gradient, exactly the dropped ones have none.
-    silent = {i for i in range(len(tokens)) if gradient[i] == 0 and not clipped[i] and terms[i] != 0}
-    assert silent <= allowed
-    assert outputs.metrics["clip_ratio/covariance_mean"].item() * len(tokens) == pytest.approx(expected_drops)
-    kept = sum(term for i, term in enumerate(terms) if i not in silent)
-    assert outputs.loss.item() == pytest.approx(kept / len(tokens))
-
-
 def test_every_loss_type_has_a_transcription_and_a_function():
-    assert {*TRANSCRIBED, "clip_cov"} == set(LOSS_TYPES)
+    assert LOSSES.keys() == set(LOSS_TYPES) and PAPERS.keys() == METHODS.keys()
     assert {facts.surrogate for facts in CATALOG.values()} == set(SURROGATES)
+
+
+# -------------------------------------------------------------------------------------- whole updates
+# Rewards and lengths in, gradient out, each method with the numbers of its paper or its authors' recipe.
+
+Rows = list[list[float]]  # (G, n): a number of each completion
+
+
+def centred(rewards: Rows, *_: Rows) -> Rows:
+    return [[r - fmean(group) for r in group] for group in rewards]
+
+
+def leave_one_out(rewards: Rows, *_: Rows) -> Rows:
+    return [[r - (sum(group) - r) / (len(group) - 1) for r in group] for group in rewards]
+
+
+def by_group(rewards: Rows, *_: Rows) -> Rows:
+    rows = zip(centred(rewards), rewards, strict=True)
+    return [[a / (stdev(group) + 1e-4) for a in row] for row, group in rows]
+
+
+def by_batch(rewards: Rows, *_: Rows) -> Rows:
+    return [[a / (stdev(flat(rewards)) + 1e-4) for a in row] for row in centred(rewards)]
+
+
+def whitened(rewards: Rows, lengths: Rows, *_: Rows) -> Rows:
+    pairs = zip(flat(centred(rewards)), flat(lengths), strict=True)
+    tokens = [a for a, length in pairs for _ in range(int(length))]
+    return [[(a - fmean(tokens)) / math.hypot(stdev(tokens), 1e-4) for a in row] for row in centred(rewards)]
+
+
+def gpg(rewards: Rows, *_: Rows) -> Rows:
+    live = sum(len(set(group)) > 1 for group in rewards)
+    return [[a * len(rewards) / live for a in row] for row in centred(rewards)]
+
+
+def gdpo(_: Rows, __: Rows, first: Rows, second: Rows) -> Rows:
+    pairs = zip(flat(by_group(first)), flat(by_group(second)), strict=True)
+    summed = [2 * a - b / 2 for a, b in pairs]
+    return by_three([a / (stdev(summed) + 1e-4) for a in summed])
+
+
+def flat(rows: Rows) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def by_three(values: list[float]) -> Rows:
+    return [values[i : i + 3] for i in range(0, len(values), 3)]
+
+
+def k2(t: Any) -> Tensor:
+    return (t.new - t.ref) ** 2 / 2
+
+
+def k3(t: Any) -> Tensor:
+    return (t.ref - t.new).exp() - 1 - (t.ref - t.new)
+
+
+def clip(low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"epsilon_low": low, "epsilon_high": high, **more}
+
+
+# The surrogate's loss_type, advantages, constants, and where there is one the KL in the loss.
+DPPO = {"dppo_ratio_max": 1e4, "aggregation": constant_length}
+PAPERS: dict[str, tuple[Any, ...]] = {
+    "grpo": ("grpo", by_group, clip(0.2, 0.2), 0.04, k3),
+    "bnpo": ("bnpo", by_group, clip(0.2, 0.2)),
+    "dr_grpo": ("dr_grpo", centred, clip(0.2, 0.2)),
+    "dapo": ("dapo", by_group, clip(0.2, 0.28)),
+    "gspo": ("gspo", by_group, clip(3e-4, 4e-4)),
+    "gspo_token": ("gspo_token", by_group, clip(3e-4, 4e-4)),
+    "luspo": ("luspo", by_group, clip(2e-3, 2.5e-3)),
+    "rloo": ("rloo", leave_one_out, clip(0.2, 0.2)),
+    "reinforce_plus_plus_baseline": ("dapo", whitened, clip(0.2, 0.2), 1e-5, k2),
+    "gmpo": ("gmpo", by_group, clip(0.4, 0.4)),
+    "cispo": ("cispo", by_group, {"epsilon_high": 5.0}),
+    "sapo": ("sapo", by_group, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
+    "vespo": (
+        "vespo",
+        by_group,
+        {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+    ),
+    "gpg": ("gpg", gpg, {}),
+    "reinforce": ("reinforce", leave_one_out, {}),
+    "clip_cov": (
+        "clip_cov",
+        by_group,
+        clip(1.0, 1.0, clip_cov_ratio=2e-4, clip_cov_low=1.0, clip_cov_high=5.0),
+    ),
+    "kl_cov": ("kl_cov", by_group, {"kl_cov_ratio": 2e-3, "kl_cov_coef": 1.0}),
+    "dppo_tv": ("dppo_tv", centred, clip(0.15, 0.15, **DPPO)),
+    "dppo_kl": ("dppo_kl", centred, clip(0.05, 0.05, **DPPO)),
+    "lite_ppo": ("dapo", by_batch, clip(0.2, 0.2)),
+    "gdpo": ("dapo", gdpo, clip(0.2, 0.2)),
+    "intellect_2": ("dapo", by_group, clip(0.2, 0.2, delta=4.0), 0.001, k3),
+    "skywork_or1": ("dapo", by_group, clip(0.2, 0.2), -1e-4, lambda t: t.entropy),
+}
+DRAWN_AGAIN = ("dapo", "cispo", "reinforce_plus_plus_baseline", "clip_cov", "kl_cov", "intellect_2")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same, monkeypatch, toy, rng):
+    loss_type, estimator, constants, *kl = PAPERS[method]
+    lengths = torch.randint(1, L_MAX + 1, (15,), generator=rng).tolist()
+    ids = torch.arange(sum(lengths)).split(lengths)
+
+    def random(low: float, high: float) -> Tensor:  # few digits, so that float32 holds them
+        return torch.randint(int(64 * low), int(64 * high), (sum(lengths),), generator=rng).double() / 64
+
+    old, ref, entropy = random(-4, -0.5), random(-4, -0.5), random(0, 3)
+    new = old + random(-0.4, 0.4)
+    old[0], new[0] = -4, -0.5  # a ratio of 33 in the completion that earns least
+    tokens = SimpleNamespace(new=new.requires_grad_(), old=old, ref=ref, entropy=entropy)
+    table = torch.randint(0, 8, (5, 3, 2), generator=rng).double() / 4
+    table[:, :2] = torch.tensor([[0.0, 2.0], [3.0, 1.0]])
+    table[2] = 0.5  # the one flat group
+    weighted = table @ torch.tensor([2.0, -0.5], dtype=torch.float64)
+
+    totals = flat(weighted.tolist())
+    if method in ("dapo", "cispo"):  # the last fifth of the limit, in whole tokens, is punished softly
+        totals = [r - max(0, n - 6) / 2 for r, n in zip(totals, lengths, strict=True)]
+    if method == "rloo":
+        totals = [r - 0.03 * (old - ref)[own].sum().item() for r, own in zip(totals, ids, strict=True)]
+    drawn = [i for i in range(15) if i // 3 != 2 or method not in DRAWN_AGAIN]
+    columns = (totals, lengths, *(flat(table[..., k].tolist()) for k in (0, 1)))
+    advantages = flat(estimator(*(by_three([column[i] for i in drawn]) for column in columns)))
+    own = [SimpleNamespace(**{name: v[ids[i]] for name, v in vars(tokens).items()}) for i in drawn]
+    completions = list(zip(advantages, own, strict=True))
+    torch.manual_seed(0)  # clip_cov draws
+    rows = terms(completions, SimpleNamespace(**{"loss_type": loss_type, "delta": None} | constants))
+    for i, t in enumerate(own):
+        if kl and (method != "skywork_or1" or drawn[i] // 3 != 2):  # whose batch has no flat group
+            rows[i] = rows[i] + kl[0] * kl[1](t)
+    expected = constants.get("aggregation", LOSSES[loss_type][1])(rows)
+
+    rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": -0.5}]
+    trainer = make_trainer(method=method, rewards=rewards)
+    answers = [Completion(tuple(own.tolist()), None, "", False) for own in ids]
+    groups = [
+        Group(Prompt(g, "?", (1,), {}), tuple(answers[3 * g : 3 * g + 3]), weighted[g], table[g])
+        for g in range(5)
+    ]
+
+    def logprobs_of(policy: Any, batch: Any) -> Any:
+        return SimpleNamespace(logprob=(old if policy is trainer.policy else ref)[batch.targets].float())
+
+    monkeypatch.setattr(trainer, "rollout", lambda *_: groups)
+    monkeypatch.setattr(trainer.update, "head_outputs", logprobs_of)
+    trainer.update.entropy_controller.update(0.1)  # below its target: then it acts
+    samples, step = make_samples(trainer.collect(Clock())[0], trainer.config.advantage, trainer.config.loss)
+    targets = torch.tensor([i for sample in samples for i in sample.completion_ids])
+    sequences = [s for s, sample in enumerate(samples) for _ in sample.completion_ids]
+    inputs = LossInputs(
+        tokens.new[targets],
+        torch.tensor([a for sample in samples for a in sample.token_advantages], dtype=torch.float64),
+        torch.tensor(sequences),
+        torch.ones_like(targets, dtype=torch.bool),
+        len(samples),
+        **{"old_logprobs": old[targets], "ref_logprobs": ref[targets], "entropy": entropy[targets]},
+        totals=step,
+    )
+    torch.manual_seed(0)
+    assert_same(tokens, policy_loss(inputs, trainer.update.loss_config()).loss, expected, rtol=1e-6)
