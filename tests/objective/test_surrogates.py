@@ -294,14 +294,18 @@ def k3(t: Any) -> Tensor:
     return (t.ref - t.new).exp() - 1 - (t.ref - t.new)
 
 
+def entropy(t: Any) -> Tensor:
+    return t.entropy
+
+
 def clip(low: float, high: float, **more: Any) -> dict[str, Any]:
     return {"epsilon_low": low, "epsilon_high": high, **more}
 
 
-# The surrogate's loss_type, advantages, constants, and where there is one the KL in the loss.
+# The surrogate's loss_type, advantages, constants, and other terms with their coefficients.
 DPPO = {"dppo_ratio_max": 1e4, "aggregation": constant_length}
 PAPERS: dict[str, tuple[Any, ...]] = {
-    "grpo": ("grpo", by_group, clip(0.2, 0.2), 0.04, k3),
+    "grpo": ("grpo", by_group, clip(0.2, 0.2), (0.04, k3)),
     "bnpo": ("bnpo", by_group, clip(0.2, 0.2)),
     "dr_grpo": ("dr_grpo", centred, clip(0.2, 0.2)),
     "dapo": ("dapo", by_group, clip(0.2, 0.28)),
@@ -309,7 +313,7 @@ PAPERS: dict[str, tuple[Any, ...]] = {
     "gspo_token": ("gspo_token", by_group, clip(3e-4, 4e-4)),
     "luspo": ("luspo", by_group, clip(2e-3, 2.5e-3)),
     "rloo": ("rloo", leave_one_out, clip(0.2, 0.2)),
-    "reinforce_plus_plus_baseline": ("dapo", whitened, clip(0.2, 0.2), 1e-5, k2),
+    "reinforce_plus_plus_baseline": ("dapo", whitened, clip(0.2, 0.2), (1e-5, k2)),
     "gmpo": ("gmpo", by_group, clip(0.4, 0.4)),
     "cispo": ("cispo", by_group, {"epsilon_high": 5.0}),
     "sapo": ("sapo", by_group, {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}),
@@ -330,25 +334,25 @@ PAPERS: dict[str, tuple[Any, ...]] = {
     "dppo_kl": ("dppo_kl", centred, clip(0.05, 0.05, **DPPO)),
     "lite_ppo": ("dapo", by_batch, clip(0.2, 0.2)),
     "gdpo": ("dapo", gdpo, clip(0.2, 0.2)),
-    "intellect_2": ("dapo", by_group, clip(0.2, 0.2, delta=4.0), 0.001, k3),
-    "skywork_or1": ("dapo", by_group, clip(0.2, 0.2), -1e-4, lambda t: t.entropy),
+    "intellect_2": ("dapo", by_group, clip(0.2, 0.2, delta=4.0), (0.001, k3), (-0.001, entropy)),
+    "skywork_or1": ("dapo", by_group, clip(0.2, 0.2), (-1e-4, entropy)),
 }
 DRAWN_AGAIN = ("dapo", "cispo", "reinforce_plus_plus_baseline", "clip_cov", "kl_cov", "intellect_2")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same, monkeypatch, toy, rng):
-    loss_type, estimator, constants, *kl = PAPERS[method]
+    loss_type, estimator, constants, *others = PAPERS[method]
     lengths = torch.randint(1, L_MAX + 1, (15,), generator=rng).tolist()
     ids = torch.arange(sum(lengths)).split(lengths)
 
     def random(low: float, high: float) -> Tensor:  # few digits, so that float32 holds them
         return torch.randint(int(64 * low), int(64 * high), (sum(lengths),), generator=rng).double() / 64
 
-    old, ref, entropy = random(-4, -0.5), random(-4, -0.5), random(0, 3)
+    old, ref, nats = random(-4, -0.5), random(-4, -0.5), random(0, 3)
     new = old + random(-0.4, 0.4)
     old[0], new[0] = -4, -0.5  # a ratio of 33 in the completion that earns least
-    tokens = SimpleNamespace(new=new.requires_grad_(), old=old, ref=ref, entropy=entropy)
+    tokens = SimpleNamespace(new=new.requires_grad_(), old=old, ref=ref, entropy=nats)
     table = torch.randint(0, 8, (5, 3, 2), generator=rng).double() / 4
     table[:, :2] = torch.tensor([[0.0, 2.0], [3.0, 1.0]])
     table[2] = 0.5  # the one flat group
@@ -367,8 +371,8 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
     torch.manual_seed(0)  # clip_cov draws
     rows = terms(completions, SimpleNamespace(**{"loss_type": loss_type, "delta": None} | constants))
     for i, t in enumerate(own):
-        if kl and (method != "skywork_or1" or drawn[i] // 3 != 2):  # whose batch has no flat group
-            rows[i] = rows[i] + kl[0] * kl[1](t)
+        if method != "skywork_or1" or drawn[i] // 3 != 2:  # whose batch has no flat group
+            rows[i] = rows[i] + sum(coefficient * of(t) for coefficient, of in others)
     expected = constants.get("aggregation", LOSSES[loss_type][1])(rows)
 
     rewards = [toy["rewards"][0] | {"weight": 2.0}, {"reward": "tag_format", "weight": -0.5}]
@@ -394,7 +398,7 @@ def test_a_methods_whole_update_is_its_papers(method, make_trainer, assert_same,
         torch.tensor(sequences),
         torch.ones_like(targets, dtype=torch.bool),
         len(samples),
-        **{"old_logprobs": old[targets], "ref_logprobs": ref[targets], "entropy": entropy[targets]},
+        **{"old_logprobs": old[targets], "ref_logprobs": ref[targets], "entropy": nats[targets]},
         totals=step,
     )
     torch.manual_seed(0)
