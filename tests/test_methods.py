@@ -90,6 +90,8 @@ def test_a_name_that_is_no_method_is_told_with_the_nearest(caplog):
     assert not caplog.records
     with pytest.raises(ValueError, match="by algorithm = 'dpo'"):
         TrainConfig(model=MINIMAL["model"], dataset=MINIMAL["dataset"], algorithm="dpo", method="rloo")
+    with pytest.raises(ValueError, match="valid dictionary"):
+        TrainConfig.model_validate([])
 
 
 def test_a_method_on_the_command_line_replaces_what_the_file_says_of_another(tmp_path, caplog):

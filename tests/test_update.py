@@ -19,7 +19,7 @@ from grpo_fast.objective import StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.policy import PolicyOptimizer, Sample
+from grpo_fast.policy import PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
 from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
 from grpo_fast.run_record.logs import Clock
@@ -414,8 +414,10 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer)
     minibatch = minibatch.with_values("old_logprobs", [code.float() for code in codes])
 
     trainer.update.budget.limit = 30
-    smaller = trainer.update.fitted(minibatch, Attempt())
+    smaller = trainer.update.fitted(minibatch, attempt := Attempt())
 
+    alone = [pack([s], max_tokens=1, device="cpu")[0].input_ids.numel() for s in minibatch.samples]
+    assert (attempt.largest, attempt.longest) == (smaller.batches[0].input_ids.numel(), max(alone))
     assert len(smaller.batches) > len(minibatch.batches)
     for batch in smaller.batches:
         expected = 1000 * batch.sample_ids[batch.sequence_ids] + batch.targets

@@ -77,10 +77,12 @@ def test_whitening_without_lengths_counts_every_completion_once_and_no_missing_r
     torch.testing.assert_close(found, expected.nan_to_num(0.0))
 
 
-def test_a_group_of_equal_rewards_or_none_is_flat_and_has_no_advantage():
-    result = group_advantages(torch.tensor([[0.9, 0.9, 0.9], [0.0, 1.0, 0.0], [NAN, NAN, NAN]]))
-    assert result.flat.tolist() == [True, False, True]
-    assert not result.advantages[0].any() and not result.advantages[2].any() and result.advantages[1].any()
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_a_group_of_equal_rewards_or_of_one_or_none_is_flat_and_has_no_advantage(baseline):
+    rewards = torch.tensor([[0.9, 0.9, 0.9], [NAN, 1.0, NAN], [NAN, NAN, NAN], [0.0, 1.0, 0.0]])
+    result = group_advantages(rewards, baseline=baseline)
+    assert result.flat.tolist() == [True, True, True, False]
+    assert not result.advantages[:3].any() and result.advantages[3].any()
 
 
 def test_the_batchs_deviation_needs_two_rewards():
@@ -115,6 +117,7 @@ def test_without_weight_or_reward_nothing_is_learnt_when_each_reward_is_scaled_b
     table = randn(2, 3, 2)
     table[0, 1] = NAN
     advantages = decoupled_advantages(table, [1.0, 1.0]).advantages
+    assert decoupled_advantages(table[..., :1], [1.0]).advantages.isfinite().all()  # of one reward
     assert weightless.flat.all() and not weightless.advantages.any()
     assert advantages[0, 1] == 0 and advantages.isfinite().all()
 
