@@ -13,32 +13,22 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy import Policy, PolicyOptimizer, pack
-from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy import Policy, Sample, pack
 from grpo_fast.update import packed_loss
 
 from .machine import environment
 from .record import write_json
 from .step import LOSS
-from .tolerance_training import (
-    GROUP,
-    LENGTH,
-    PROMPTS,
-    draw_prompt,
-    make_toy,
-    reward,
-    sample,
-    samples_of,
-    warm_start,
-)
+from .tolerance_training import LENGTH, draw_prompt, learn, make_toy, reward, sample, warm_start
 
 ICEPOP = {"sampler_correction": "token_mask", "sampler_clip_min": 0.5, "sampler_clip_max": 5.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -67,10 +57,9 @@ def main(options: argparse.Namespace) -> int:
         warm_start(start, random.Random(seed))
         for bits, correction in [(None, "none"), *((b, name) for b in options.bits for name in CORRECTIONS)]:
             policy, config = copy.deepcopy(start), replace(LOSS, **CORRECTIONS[correction])
-            history = train(policy, config, bits, options.steps, seed)
-            run: dict[str, Any] = {"bits": bits, "correction": correction, "seed": seed}
-            run["score"] = score(policy, options.questions)
-            runs.append(run | {name: fmean(values) for name, values in history.items()})
+            run = {"bits": bits, "correction": correction, "seed": seed}
+            run |= train(policy, config, bits, options.steps, seed)
+            runs.append(run | {"score": score(policy, options.questions)})
             print(" ".join(f"{key}={value}" for key, value in runs[-1].items()), flush=True)
         if options.json is not None:
             write_json(options.json, document | {"samplers": list(summary(runs))})
@@ -79,38 +68,31 @@ def main(options: argparse.Namespace) -> int:
 
 def train(
     policy: Policy, config: GRPOLossConfig, bits: int | None, steps: int, seed: int
-) -> dict[str, list[float]]:
-    """Train on what the rounded weights draw; of every step how far they were from the policy."""
-    chance, sampler = random.Random(seed), copy.deepcopy(policy)
-    settings = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.0)
-    optimizer = PolicyOptimizer(policy.trainable(), settings, total_steps=steps)
-    history: dict[str, list[float]] = {name: [] for name in METRICS}
-    for step in range(steps):
-        round_weights(sampler, policy, bits)
-        prompts = [draw_prompt(chance) for _ in range(PROMPTS)]
-        groups = sample(sampler, prompts, GROUP, LENGTH + 1, seed=1000 * seed + step)
-        drawn = zip(prompts, groups, strict=True)
-        rewards = torch.tensor([[reward(prompt, one) for one in group] for prompt, group in drawn])
-        samples = samples_of(prompts, groups, group_advantages(rewards).advantages)
+) -> dict[str, float]:
+    """Train on what the rounded weights draw; how far they were from the policy, the mean over the steps."""
+    found = dict.fromkeys(METRICS, 0.0)
+
+    def loss(samples: list[Sample], _: int) -> Tensor:
         (batch,) = pack(samples, max_tokens=1 << 20, device=policy.device)
         out = packed_loss(policy.head, policy.hidden_states(batch), batch, config)
-        out.loss.backward()
-        optimizer.step()
-        for name, values in history.items():
-            values.append(out.metrics[f"sampling/{name}"].item())
-    return history
+        for name in METRICS:
+            found[name] += out.metrics[f"sampling/{name}"].item() / steps
+        return out.loss
+
+    learn(policy, partial(rounded, copy.deepcopy(policy), policy, bits), loss, steps, seed)
+    return found
 
 
 @torch.no_grad()
-def round_weights(sampler: Policy, policy: Policy, bits: int | None) -> None:
-    """Hand the policy's weights to the sampler; matrices in `bits` signed bits, a scale for each row."""
+def rounded(sampler: Policy, policy: Policy, bits: int | None) -> Policy:
+    """The sampler with the policy's weights; matrices in `bits` signed bits, a scale for each row."""
     for there, weight in zip(sampler.model.parameters(), policy.model.parameters(), strict=True):
-        if bits is None or weight.dim() < 2:
-            there.copy_(weight)
-        else:
+        there.copy_(weight)
+        if bits is not None and weight.dim() == 2:
             largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # padding's row is zero
             scale = largest / (2 ** (bits - 1) - 1)
             there.copy_((weight / scale).round() * scale)
+    return sampler
 
 
 def score(policy: Policy, questions: int) -> float:

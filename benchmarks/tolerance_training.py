@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +141,39 @@ def difference(policy: Policy, samples: Sequence[Sample]) -> dict[str, float] | 
     }
 
 
-def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]:
-    """Mean rewards of every step, and gradient differences at the run's start, middle and end."""
+def learn(
+    policy: Policy,
+    sampler: Callable[[], Policy],
+    loss: Callable[[list[Sample], int], Tensor],
+    steps: int,
+    seed: int,
+) -> list[float]:
+    """GRPO on what the sampler draws; mean rewards of every step. The loss is told the step."""
     chance = random.Random(seed)
     settings = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.0)
     optimizer = PolicyOptimizer(policy.trainable(), settings, total_steps=steps)
-    history, differences = [], {}
+    history = []
     for step in range(steps):
         prompts = [draw_prompt(chance) for _ in range(PROMPTS)]
-        groups = sample(policy, prompts, GROUP, LENGTH + 1, seed=1000 * seed + step)
+        groups = sample(sampler(), prompts, GROUP, LENGTH + 1, seed=1000 * seed + step)
         pairs = list(zip(prompts, groups, strict=True))
         rewards = torch.tensor([[reward(prompt, found) for found in group] for prompt, group in pairs])
-        samples = samples_of(prompts, groups, group_advantages(rewards).advantages)
-        if step in (0, steps // 2, steps - 1):
-            differences[step] = difference(policy, samples)
-        loss_of(variant, policy, samples).backward()
+        loss(samples_of(prompts, groups, group_advantages(rewards).advantages), step).backward()
         optimizer.step()
         history.append(rewards.mean().item())
+    return history
+
+
+def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]:
+    """Mean rewards of every step, and gradient differences at the run's start, middle and end."""
+    differences = {}
+
+    def loss(samples: list[Sample], step: int) -> Tensor:
+        if step in (0, steps // 2, steps - 1):
+            differences[step] = difference(policy, samples)
+        return loss_of(variant, policy, samples)
+
+    history = learn(policy, lambda: policy, loss, steps, seed)
     return {"rewards": history, "gradient": differences, "final": statistics.mean(history[-10:])}
 
 

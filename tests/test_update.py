@@ -251,10 +251,8 @@ def test_a_trainer_around_vllm_corrects_for_it_without_being_told(make_trainer):
     trainer.engine.name = "vllm"
     trainer.enter(0)
     samples, totals = collected(trainer)
-    for shift, rejected in ((0.0, 0), (-10.0, 1)):
-        minibatch = minibatch_of(trainer, shifted(samples, shift), totals)
-        metrics = sum_metrics(trainer.update.backward(minibatch, trainer.update.loss_config())[1])
-        assert metrics["sampling/rejected_mean"] == pytest.approx(rejected)
+    _, grads = gradients(trainer, shifted(samples, -10.0), totals)  # ratios far beyond the bound
+    assert not any(grad.any() for grad in grads.values())
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.01}], ids=str)
