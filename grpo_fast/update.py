@@ -243,23 +243,22 @@ class PolicyUpdate:
         if len(batches) == 1 or not (cuts or holds):
             return minibatch
         outputs = [self.head_outputs(self.policy, batch, *["entropy"] * cuts) for batch in batches]
+        # In the order of one micro-batch: then the same tokens are drawn, too.
+        order = torch.cat([b.sample_ids[b.sequence_ids] for b in batches]).argsort(stable=True)
+        every = torch.ones_like(order, dtype=torch.bool)
         if cuts:
             entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
-            every = torch.ones_like(entropies, dtype=torch.bool)
             threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
             kept = int((entropies >= threshold).sum())
             totals = replace(minibatch.totals, entropy_threshold=threshold, entropy_tokens=kept)
             minibatch = replace(minibatch, totals=totals)
         if holds:
-            logprobs = torch.cat([out.logprob for out in outputs])
+            logprobs = torch.cat([out.logprob for out in outputs])[order]
+            advantages = torch.cat([batch.advantages for batch in batches])[order]
             before = [b.old_logprobs for b in batches if b.old_logprobs is not None]
-            old = torch.cat(before) if before else logprobs
-            advantages = torch.cat([batch.advantages for batch in batches])
-            # In the order of one micro-batch: then the same tokens are drawn, too.
-            order = torch.cat([b.sample_ids[b.sequence_ids] for b in batches]).argsort(stable=True)
-            every = torch.ones_like(order, dtype=torch.bool)
             held = torch.empty_like(every)
-            held[order] = held_back(logprobs[order], old[order], advantages[order], every, config)
+            old = torch.cat(before)[order] if before else logprobs
+            held[order] = held_back(logprobs, old, advantages, every, config)
             minibatch = minibatch.with_values("held_back", held.split([len(b.targets) for b in batches]))
         return minibatch
 

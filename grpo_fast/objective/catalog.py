@@ -388,12 +388,7 @@ class GRPOLossConfig:
                 raise ValueError(f"{lower} = {low} must be below {upper} = {high}; lower it")
 
 
-_KINDS = dict.fromkeys(facts.advantages for facts in CATALOG.values())
-_TAKEN = (
-    f"        {kind}: {', '.join(name for name, facts in CATALOG.items() if facts.advantages == kind)}\n"
-    for kind in _KINDS
-)
 GRPOLossConfig.__doc__ = (
-    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, as each paper takes them:\n"
-    f"{''.join(_TAKEN)}    "
+    f"{GRPOLossConfig.__doc__}\n    Advantages, which the caller makes, by loss:\n"
+    + "".join(f"        {name}: {facts.advantages}\n" for name, facts in CATALOG.items())
 )

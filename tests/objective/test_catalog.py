@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from grpo_fast.methods import ESTIMATOR, METHODS
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES
 
@@ -19,10 +20,13 @@ def test_one_word_is_enough_and_survives_being_written_and_read(loss_type):
     assert adapter.validate_json(adapter.dump_json(config)) == config
 
 
-def test_help_names_the_advantages_of_every_loss_once():
-    lines = [line.strip().partition(": ") for line in GRPOLossConfig.__doc__.splitlines()]
-    named = {name: kind for kind, _, names in lines for name in names.split(", ")}
-    assert {name: named.get(name) for name in LOSS_TYPES} == {n: f.advantages for n, f in CATALOG.items()}
+def test_help_names_the_advantages_of_every_loss():
+    lines = [line.strip() for line in GRPOLossConfig.__doc__.splitlines()]
+    assert [f"{name}: {facts.advantages}" for name, facts in CATALOG.items()] == lines[-len(CATALOG) :]
+    estimators = {(f.advantages, *map(METHODS[name].get, ESTIMATOR)) for name, f in CATALOG.items()}
+    assert len(estimators) == len(
+        {facts.advantages for facts in CATALOG.values()}
+    )  # as the methods make them
 
 
 def test_the_upper_epsilon_follows_the_lower_and_replacing_a_field_keeps_the_others():
