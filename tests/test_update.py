@@ -101,9 +101,9 @@ def test_a_steps_tokens_are_held_back_by_one_forward_however_the_step_is_cut(
 ):
     trainer = make_trainer(loss=loss, seed=seed, old_logprobs="sampler")
     samples, totals = collected(trainer)
-    dice = random.Random(seed)  # ratios off one, so that a penalty has a gradient
+    dice = random.Random(seed)  # ratios off one: a penalty has a gradient, and some are clipped
     samples = [
-        replace(s, sampler_logprobs=tuple(value + dice.gauss(0, 0.1) for value in s.sampler_logprobs))
+        replace(s, sampler_logprobs=tuple(value + dice.gauss(0, 0.3) for value in s.sampler_logprobs))
         for s in samples
     ]
     results, batches = [], []

@@ -58,13 +58,6 @@ def test_a_token_that_all_prompts_have_weighs_log_two():
     assert (one @ both).item() == pytest.approx(math.log(2) / math.hypot(math.log(2), math.log(3)))
 
 
-def test_equal_prompts_are_at_no_distance_and_unlike_ones_at_the_largest():
-    prompts = [Prompt(i, "", ids, {}) for i, ids in enumerate([(1, 2, 3), (1, 2, 3), (7, 8, 9)])]
-    found = distances(prompts, SIMILAR)
-    assert found[0, 1] == pytest.approx(0, abs=1e-6)
-    assert found[0, 2] > 0.8 and found.max() <= 1
-
-
 def test_criteria_add_up_with_normalised_weights_those_without_spread_aside(make_prompts):
     prompts = make_prompts(20)
     for prompt in prompts:
