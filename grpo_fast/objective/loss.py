@@ -173,7 +173,7 @@ def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
     correction = None
     if sampler_logprobs is not None:
         correction = sampler_weights(old_logprobs, sampler_logprobs, segments, config)
-    held = None if inputs.held_back is None else inputs.held_back & mask
+    held = inputs.held_back
     if held is None and config.facts.holds_back:
         held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
     measured = StepTotals(

@@ -169,18 +169,18 @@ def held_back(
 
     covariance = centred(advantages) * centred(logprobs)
     if config.facts.surrogate == "kl_cov":
-        ranked, share = (
-            covariance.masked_fill(~mask, -torch.inf).argsort(descending=True),
+        share, ranked = (
             config.kl_cov_ratio,
+            covariance.masked_fill(~mask, -torch.inf).argsort(descending=True),
         )
     else:
         cut = _clipped(logprobs - old_logprobs, advantages, *_log_bounds(config))
         within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
         places = (within & mask & ~cut["low"] & ~cut["high"]).nonzero().squeeze(1)
-        ranked, share = places[torch.randperm(places.numel()).to(places.device)], config.clip_cov_ratio
+        share, ranked = config.clip_cov_ratio, places[torch.randperm(places.numel()).to(places.device)]
     chosen = torch.zeros_like(mask)
     chosen[ranked[: max(int(share * count), 1)]] = True
-    return chosen & mask
+    return chosen
 
 
 def clip_cov(tokens: PolicyTokens, config: GRPOLossConfig) -> Surrogate:

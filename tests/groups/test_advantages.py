@@ -65,16 +65,16 @@ def test_an_advantage_compares_a_reward_with_those_that_share_its_baseline(
     assert not result.flat.any()
 
 
-def test_whitening_without_lengths_counts_every_completion_once_and_no_missing_reward(randn):
+def test_whitening_counts_no_missing_reward_and_without_lengths_every_completion_once(randn, rng):
     rewards = randn(5, 4)
     rewards[1], rewards[3, 2] = 0.7, NAN  # a flat group is whitened, too
+    centred, known = rewards - rewards.nanmean(1, keepdim=True), rewards.isfinite()
+    for lengths in (None, torch.randint(1, 30, (5, 4), generator=rng)):
+        found = group_advantages(rewards, scale_rewards="whiten", eps=EPS, lengths=lengths).advantages
 
-    found = group_advantages(rewards, scale_rewards="whiten", eps=EPS).advantages
-
-    centred = rewards - rewards.nanmean(1, keepdim=True)
-    known = centred[rewards.isfinite()]
-    expected = (centred - known.mean()) / (known.var() + EPS**2).sqrt()
-    torch.testing.assert_close(found, expected.nan_to_num(0.0))
+        tokens = centred[known].repeat_interleave(1 if lengths is None else lengths[known])
+        expected = (centred - tokens.mean()) / (tokens.var() + EPS**2).sqrt()
+        torch.testing.assert_close(found, expected.nan_to_num(0.0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
