@@ -96,6 +96,14 @@ def test_a_flat_group_leaves_where_it_would_change_nothing_but_the_cost(scored, 
     assert (totals.num_sequences, totals.num_tokens) == (12, 42)  # of all groups
 
 
+def test_the_last_group_with_spread_makes_up_for_all_and_none_for_none(scored, table):
+    table[1:] = 0.25
+    plain, rescaled = (scored(AdvantageConfig(rescale_flat_groups=on))[0] for on in (False, True))
+    assert rescaled.advantages == pytest.approx([4 * advantage for advantage in plain.advantages])
+    table[:] = 0.25
+    assert not any(any(group.advantages) for group in scored(AdvantageConfig(rescale_flat_groups=True)))
+
+
 @pytest.fixture
 def function(tmp_path):
     """The import path of a user's function of groups and rewards that returns `row` for each group i."""

@@ -132,8 +132,8 @@ def _sizes(grouping: Grouping) -> list[str]:
 
 def _batches(sampler: GroupSampler) -> str:
     """What the batches of the first epoch share: one that ends within a group parts it."""
-    batches = max(1, len(sampler.dataset) // sampler.batch_size)
-    metrics = [sampler.metrics(sampler.next()) for _ in range(batches)]
+    batches = range(len(sampler.dataset) // sampler.batch_size)
+    metrics = [sampler.metrics(sampler.next()) for _ in batches]
     sharing = 100 * fmean(m["groups/sharing"] for m in metrics)
     size = fmean(m["groups/prompts_per_baseline"] for m in metrics)
     return (

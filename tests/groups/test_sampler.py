@@ -144,7 +144,8 @@ def test_describe_shows_sizes_likeness_and_examples(config_file, capsys):
     shown = [line for line in out.splitlines() if line.startswith("  | ")]
     assert len(shown) == 4 and len({line[:12] for line in shown}) == 1
     of_three = config_file(groups=groups | {"max_group_size": 3})
-    assert "12 prompts 75.0 % share a baseline, 2.00" in described(capsys, of_three, "prompts_per_step=12")
+    out = described(capsys, of_three, "prompts_per_step=12")
+    assert "6 groups; 75.0 % of the prompts" in out and "12 prompts 75.0 % share a baseline, 2.00" in out
 
 
 def test_describe_tells_of_nothing_shared_of_a_strategy_that_does_not_fit_and_of_each_stage(

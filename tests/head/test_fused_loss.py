@@ -110,7 +110,8 @@ CASES: list[tuple[str, dict, dict]] = [
     ("dr_grpo", {}, {"totals": STEP}),
     ("gspo", {}, {"totals": MEASURED}),
     ("cispo", {"beta": 0.2, "kl_in_reward": True}, {"ref_logprobs": None}),
-    ("cispo", {}, {"sampler_logprobs": None}),
+    ("cispo", {"epsilon_high": 1.2}, {"sampler_logprobs": None}),
+    ("dppo_tv", {"dppo_ratio_max": 1.2}, {}),
     ("cispo", {}, {"entropy": None}),
 ]
 
