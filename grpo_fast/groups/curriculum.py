@@ -32,7 +32,7 @@ class DifficultySampler(PromptSampler):
         batch_size: int,
         config: CurriculumConfig,
         reward_names: Sequence[str],
-        seed: int = 0,
+        seed: int,
     ) -> None:
         """Raises ValueError for a batch larger than the dataset, a reward or column that is not there."""
         super().__init__(dataset, batch_size, seed)

@@ -131,10 +131,10 @@ def test_known_pass_rates_come_from_a_column(make_prompts):
     rates = [0, 0.25, None, 0.5, 1]
     prompts = [replace(p, columns={"rate": rate}) for p, rate in zip(prompts, rates, strict=True)]
     config = CurriculumConfig(pass_rate_column="rate", initial_pass_rate=0.4)
-    assert DifficultySampler(prompts, 2, config, NAMES).pass_rates == [0, 0.25, 0.4, 0.5, 1]
+    assert DifficultySampler(prompts, 2, config, NAMES, seed=0).pass_rates == [0, 0.25, 0.4, 0.5, 1]
     for wrong in (-0.1, 1.1, "half"):
         with pytest.raises(ValueError, match=f"{wrong!r} in row 1"):
-            DifficultySampler([replace(prompts[0], columns={"rate": wrong})], 1, config, NAMES)
+            DifficultySampler([replace(prompts[0], columns={"rate": wrong})], 1, config, NAMES, seed=0)
 
 
 def test_metrics_show_where_the_dataset_stands(make):

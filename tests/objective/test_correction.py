@@ -96,9 +96,10 @@ def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
 def test_mismatch_metrics_describe_sampler_against_trainer(make_batch):
     batch = make_batch()
     differences = [o - s for tokens in rows(batch) for o, s in tokens]
-    count = len(differences)
+    count, bounded = len(differences), [min(math.exp(d), 1.1) for d in differences]
+    config = GRPOLossConfig(sampler_correction="token_truncate", sampler_clip_max=1.1)
 
-    metrics = policy_loss(batch.inputs(), GRPOLossConfig()).metrics
+    metrics = policy_loss(batch.inputs(), config).metrics
 
     expected = {
         "sampling/logp_difference_mean": sum(map(abs, differences)) / count,
@@ -106,7 +107,9 @@ def test_mismatch_metrics_describe_sampler_against_trainer(make_batch):
         "sampling/kl": sum(math.exp(d) - 1 - d for d in differences) / count,
         "sampling/kl_k1": -sum(differences) / count,
         "sampling/ratio_outside_mean": sum(not 0.9 <= math.exp(d) <= 1.1 for d in differences) / count,
-        "sampling/importance_ratio_mean": 1.0,
+        "sampling/importance_ratio_mean": sum(bounded) / count,
+        "sampling/importance_ratio_min": min(bounded),
+        "sampling/importance_ratio_max": max(bounded),
         "sampling/rejected_mean": 0.0,
     }
     assert {name: metrics[name].item() for name in expected} == pytest.approx(expected)
