@@ -47,6 +47,7 @@ def test_top_entries_are_those_of_the_full_softmax_and_what_is_not_asked_for_is_
     torch.testing.assert_close(out.topk_logprobs[worked], expected.values[worked])
     assert (out.topk_ids[~worked] == -1).all()
     assert out.entropy is not None and out.logsumexp is None and out.mean_logit is None
+    assert linear_logprob(call.hidden, call.weight, call.targets).topk_ids is None
 
 
 def test_autocast_or_the_wider_dtype_decides_and_logits_stay_float32(make_call):
