@@ -133,10 +133,14 @@ def test_an_interrupted_rollout_waits_for_no_reward(score) -> None:
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         score(rewards(slow, early=(slow,)), interrupt)
+
+    def left() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name in ("early rewards", "reward")]
+
+    assert all(thread.daemon for thread in left())  # nor does the end of the program
     release.set()
-    for thread in threading.enumerate():
-        if thread.name in ("early rewards", "reward"):
-            thread.join(30)
+    for thread in left():
+        thread.join(30)
     assert threading.active_count() <= before
 
 
