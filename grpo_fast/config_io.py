@@ -85,7 +85,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     siblings = {**dict(file), **dict(pairs)}
     below = _apply(file, {}, siblings, problems)
     method = dict(pairs).get("method", below.get("method"))
-    if method in METHODS and method != below.get("method"):
+    if method != below.get("method") and str(method) in METHODS:
         below = _for_another_method(below, method)
     tree = _without_idle(_apply(pairs, below, siblings, problems), below)
     return _validated(tree, str(path or source), problems)

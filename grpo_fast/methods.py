@@ -7,6 +7,7 @@ configuration then holds all of them, so what is the method's and what is not fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,7 @@ def departures(config: TrainConfig) -> dict[str, tuple[Any, Any]]:
 def comes_from_method(config: TrainConfig, key: str) -> bool:
     """Whether a key has the value that the configuration's method gives it."""
     own = METHODS.get(config.method or "", {})
-    return key in own and any((key, own[key]) == (name, value) for name, value, _ in _beside(config, own))
+    return key in own and attrgetter(key)(config) == own[key]
 
 
 def method_remarks(config: TrainConfig) -> dict[str, str]:

@@ -87,6 +87,9 @@ def test_what_only_the_method_sets_may_go_unread():
 def test_a_name_that_is_no_method_is_told_with_the_nearest(caplog):
     with pytest.raises(ConfigError, match=r"method = 'rlo': is no method; there are .*did you mean 'rloo'\?"):
         load_config("quickstart", {"method": "rlo"})
+    for wrong in (["rloo"], {"rloo": 1}, 3):
+        with pytest.raises(ConfigError, match="method = "):
+            load_config("quickstart", {"method": wrong})
     assert not caplog.records
     with pytest.raises(ValueError, match="by algorithm = 'dpo'"):
         TrainConfig(model=MINIMAL["model"], dataset=MINIMAL["dataset"], algorithm="dpo", method="rloo")

@@ -169,10 +169,7 @@ def held_back(
 
     covariance = centred(advantages) * centred(logprobs)
     if config.facts.surrogate == "kl_cov":
-        share, ranked = (
-            config.kl_cov_ratio,
-            covariance.masked_fill(~mask, -torch.inf).argsort(descending=True),
-        )
+        share, ranked = config.kl_cov_ratio, covariance.where(mask, -torch.inf).argsort(descending=True)
     else:
         cut = _clipped(logprobs - old_logprobs, advantages, *_log_bounds(config))
         within = (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)

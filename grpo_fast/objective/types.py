@@ -48,9 +48,7 @@ class LossInputs:
     group_ids: Tensor | None = None  # (N,) int64: completions of one prompt share a group
     totals: StepTotals | None = None  # None: this micro-batch is the whole step
     policy_weights: Tensor | None = None  # (N,) float32, detached: factor of each token's policy term
-    held_back: Tensor | None = (
-        None  # (N,) bool: by clip_cov or kl_cov, of the step; None: of this micro-batch
-    )
+    held_back: Tensor | None = None  # (N,) bool, see `surrogates.held_back`; None: chosen of this micro-batch
 
 
 @dataclass(frozen=True)
