@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from grpo_fast.data.config import DatasetConfig
+from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
 from grpo_fast.methods import MethodName, comes_from_method, with_method
@@ -79,6 +80,7 @@ class TrainConfig(Section):
     rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")
     rollout: RolloutConfig = RolloutConfig()
     memory: MemoryConfig = MemoryConfig()
+    distributed: DistributedConfig = DistributedConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: GRPOLossConfig = GRPOLossConfig()
     preference: PreferenceConfig = PreferenceConfig()

@@ -31,7 +31,8 @@ from grpo_fast.trainer import Trainer
 # What a resumed run may do differently and still be the same run: what follows from today's device, and the
 # rate, for one that has diverged.
 CHANGEABLE = (
-    *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "memory", "callbacks", "hub"),
+    *("output_dir", "max_steps", "threads", "checkpoint", "logging", "alerts", "callbacks", "hub"),
+    *("memory", "distributed"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})

@@ -1,0 +1,85 @@
+"""Rows of tensors over ranks: who holds which, and sums and copies of them in few exchanges.
+
+A tensor is dealt by its first dimension in equal parts, the last ones shorter or empty: the layout of FSDP2
+and of DTensor's `Shard(0)`, so that a checkpoint of one is one of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from grpo_fast.distributed.world import World
+
+BUCKET = 2**26  # bytes of one exchange: small tensors wait for each other
+
+
+def rows_of(tensor: Tensor, world: World) -> Tensor:
+    """This rank's rows: a view."""
+    height = -(-len(tensor) // world.size)
+    start = min(len(tensor), height * world.rank)
+    return tensor[start : start + height]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, detached, the same memory; any other tensor as it is."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_sharded(rows: Tensor, shape: torch.Size, world: World) -> Tensor:
+    """This rank's `rows` as part of a tensor of `shape` that is dealt over all ranks."""
+    if world.size == 1:
+        return rows
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, world.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+@torch.no_grad()
+def reduce_scatter(tensors: Sequence[Tensor], world: World) -> list[Tensor]:
+    """This rank's rows of each tensor's sum over all ranks, in memory of their own."""
+    found = []
+    for bucket in _buckets(tensors):
+        blocks = [_blocks(tensor, world) for tensor in bucket]
+        flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, 1)
+        own = flat.new_empty(flat.shape[1])
+        dist.reduce_scatter_tensor(own, flat.view(-1))
+        for tensor, part in zip(bucket, own.split([block.shape[1] for block in blocks]), strict=True):
+            rows = rows_of(tensor, world)
+            found.append(part[: rows.numel()].view(rows.shape))
+    return found
+
+
+@torch.no_grad()
+def all_gather(tensors: Sequence[Tensor], world: World) -> None:
+    """Each tensor becomes that of every rank's rows, in place; each rank's own are as they should be."""
+    for bucket in _buckets(tensors):
+        own = [_blocks(tensor, world)[world.rank] for tensor in bucket]
+        flat = torch.cat(own)
+        whole = flat.new_empty(world.size, len(flat))
+        dist.all_gather_into_tensor(whole.view(-1), flat)
+        for tensor, part in zip(bucket, whole.split([len(block) for block in own], 1), strict=True):
+            tensor.copy_(part.reshape(-1)[: tensor.numel()].view(tensor.shape))
+
+
+def _blocks(tensor: Tensor, world: World) -> Tensor:
+    """(ranks, numbers of each), the last rows padded with zeros."""
+    rows = tensor.reshape(len(tensor), -1)
+    return F.pad(rows, (0, 0, 0, -len(rows) % world.size)).view(world.size, -1)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `BUCKET` bytes."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
