@@ -7,6 +7,7 @@ and of DTensor's `Shard(0)`, so that a checkpoint of one is one of the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from grpo_fast.distributed.world import World
+from grpo_fast.distributed.world import World, mesh_of
 
 BUCKET = 2**26  # bytes of one exchange: small tensors wait for each other
 
 
 def rows_of(tensor: Tensor, world: World) -> Tensor:
-    """This rank's rows: a view."""
+    """What of a tensor is this rank's: a view. All of it where there is one rank."""
+    if world.size == 1 or isinstance(tensor, DTensor):
+        return local(tensor)
+    tensor = tensor.detach()
     height = -(-len(tensor) // world.size)
     start = min(len(tensor), height * world.rank)
     return tensor[start : start + height]
@@ -28,7 +32,7 @@ def rows_of(tensor: Tensor, world: World) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows of a sharded tensor, detached, the same memory; any other tensor as it is."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return cast("Any", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_sharded(rows: Tensor, shape: torch.Size, world: World) -> Tensor:
@@ -36,7 +40,8 @@ def as_sharded(rows: Tensor, shape: torch.Size, world: World) -> Tensor:
     if world.size == 1:
         return rows
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, world.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    mesh = mesh_of(rows.device.type, world.size)  # not the device's where state lives on the host
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

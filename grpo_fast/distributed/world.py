@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -46,10 +46,10 @@ class World:
         """Whether this rank writes the run's folder and speaks to the user."""
         return self.rank == 0
 
-    @cached_property
+    @property
     def mesh(self) -> DeviceMesh:
         """All ranks in a row."""
-        return DeviceMesh(self.device.type, torch.arange(self.size))
+        return mesh_of(self.device.type, self.size)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's part of what all have: contiguous, in rank order, equal but for one."""
@@ -102,6 +102,12 @@ class World:
 ALONE = World()
 
 
+@cache
+def mesh_of(device_type: str, size: int) -> DeviceMesh:
+    """All ranks in a row, for tensors of such devices."""
+    return DeviceMesh(device_type, torch.arange(size))
+
+
 @contextmanager
 def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
     """The ranks that torchrun has started, or this process alone.
@@ -130,5 +136,6 @@ def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
     try:
         yield World(rank, size, device)
     finally:
+        mesh_of.cache_clear()
         if dist.is_initialized():
             dist.destroy_process_group()

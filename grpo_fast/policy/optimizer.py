@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from grpo_fast.distributed.shards import all_gather, as_sharded, local, reduce_scatter, rows_of
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.host_memory import host_like, to_host, visits
@@ -25,11 +28,16 @@ class PolicyOptimizer:
     leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
     them, one parameter after the other.
 
+    Of several ranks, each has masters and moments of its own rows of every parameter. Gradients are summed
+    over the ranks, in `step` or, where a parameter is itself sharded, by FSDP2; of whole parameters all ranks
+    get the updated rows.
+
     Args:
         parameters: by name, as `Policy.trainable` gives them; they stay the model's.
         config: the run's `optimizer` section.
         total_steps: training steps of the whole run, for the schedule.
         on_host: what lives in the host's memory from the start; see `keep_on_host`.
+        world: the ranks that train together.
 
     Raises:
         ValueError: nothing to train.
@@ -42,6 +50,7 @@ class PolicyOptimizer:
         *,
         total_steps: int,
         on_host: Collection[State] = (),
+        world: World = ALONE,
     ) -> None:
         if not parameters:
             raise ValueError("parameters is empty: everything in the model is frozen")
@@ -49,14 +58,17 @@ class PolicyOptimizer:
         self.mid_step = False  # whether the weights have changed since the last training step was over
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
+        self._world = world
         self._on_host: set[State] = set(on_host)
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
         for name, parameter in self._parameters.items():
-            self._masters[name] = master = _master(parameter)
-            if master is not parameter:
-                self._buffers[name] = buffer = torch.empty_like(master, requires_grad=False)
+            self._masters[name] = master = _master(rows_of(parameter, world))
+            if parameter.itemsize < master.itemsize:
+                self._buffers[name] = buffer = torch.empty_like(
+                    local(parameter), dtype=master.dtype, requires_grad=False
+                )
                 parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
                 if self._lives_on_host("master", master):
                     to_host(master)
@@ -104,14 +116,12 @@ class PolicyOptimizer:
             Diverged: the gradient is not finite; the weights are as before.
             torch.OutOfMemoryError: if it is for Adam's moments, weights and gradients are as before.
         """
-        gradients = {
-            name: gradient
-            for name, parameter in self._parameters.items()
-            if (gradient := self._gathered.get(name, parameter.grad)) is not None
-        }
+        gradients = self._summed_gradients()
         if not gradients:
             raise RuntimeError("no parameter has a gradient; run a backward first, or skip the step")
         norm = torch.nn.utils.get_total_norm(gradients.values())
+        if self._world.size > 1:
+            norm = self._world.sum(norm.double().square()).sqrt().to(norm.dtype)
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             self.zero_grad()
@@ -132,7 +142,37 @@ class PolicyOptimizer:
             for name in names:
                 self._masters[name].grad = None
             self._write_back(names)
+        self._exchange_rows([*gradients])
         return grad_norm
+
+    def _summed_gradients(self) -> dict[str, Tensor]:
+        """Of this rank's rows, summed over the ranks, by name: of what a backward of any rank has reached."""
+        found = {
+            name: local(gradient)
+            for name, parameter in self._parameters.items()
+            if (gradient := self._gathered.get(name, parameter.grad)) is not None
+        }
+        whole = self._whole()
+        if not whole:
+            return found
+        reached = torch.tensor([name in found for name in whole], dtype=torch.float32, device=self._device)
+        names = [n for n, count in zip(whole, self._world.sum(reached).tolist(), strict=True) if count]
+        for name in names:
+            if name not in found:  # experts that no token of this rank went to
+                found[name] = torch.zeros_like(whole[name], dtype=self._masters[name].dtype)
+        rows = reduce_scatter([found[name] for name in names], self._world)
+        return found | dict(zip(names, rows, strict=True))
+
+    def _exchange_rows(self, names: Iterable[str]) -> None:
+        """Every rank gets the rows that the others have updated."""
+        if whole := self._whole():
+            all_gather([whole[name] for name in names if name in whole], self._world)
+
+    def _whole(self) -> dict[str, Tensor]:
+        """The parameters, live, of which several ranks update rows and each has all."""
+        if self._world.size == 1:
+            return {}
+        return {n: p.detach() for n, p in self._parameters.items() if not isinstance(p, DTensor)}
 
     def _make_moments(self, names: Iterable[str]) -> None:
         """Adam's state where it is missing: all of it, so that no weight has moved if the memory runs out."""
@@ -206,7 +246,7 @@ class PolicyOptimizer:
             return self._gathered[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+        return local(parameter.grad)
 
     def zero_grad(self) -> None:
         """Forget the gradients gathered so far."""
@@ -224,12 +264,14 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.
 
-        The tensors are live; save them before the next step.
+        The tensors are live; save them before the next step. Of several ranks, each is a DTensor of all rows.
         """
-        tensors = {f"master.{name}": master.detach() for name, master in self._masters.items()}
+        tensors = {}
         for name, master in self._masters.items():
-            for kind, tensor in self._adam.state.get(master, {}).items():
-                tensors[f"{kind}.{name}"] = tensor
+            state = {"master": master.detach()} | self._adam.state.get(master, {})
+            for kind, rows in state.items():
+                shape = self._parameters[name].shape
+                tensors[f"{kind}.{name}"] = as_sharded(rows, shape, self._world) if rows.ndim else rows
         return tensors
 
     def moments(self) -> dict[str, Tensor]:
@@ -270,7 +312,8 @@ class PolicyOptimizer:
     def _write_back(self, names: Iterable[str]) -> None:
         narrow = [name for name in names if name in self._buffers]
         if narrow:
-            torch._foreach_copy_([self._parameters[n] for n in narrow], [self._masters[n] for n in narrow])
+            rows = [rows_of(self._parameters[name], self._world) for name in narrow]
+            torch._foreach_copy_(rows, [self._masters[name] for name in narrow])
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> None:
@@ -284,10 +327,10 @@ def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: M
         )
 
 
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return parameter.detach().to(torch.float32).requires_grad_()
+def _master(rows: Tensor) -> Tensor:
+    if rows.dtype in (torch.float32, torch.float64):
+        return rows
+    return rows.detach().to(torch.float32).requires_grad_()
 
 
 def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Callable[[Tensor], None]:
@@ -297,9 +340,9 @@ def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Call
     """
 
     def absorb(parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
+        if parameter.grad is None:
             return
+        gradient, parameter.grad = local(parameter.grad), None
         if name in gathered:
             _add(gathered[name], gradient)
         else:
