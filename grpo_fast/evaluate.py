@@ -17,6 +17,7 @@ from grpo_fast.section import Count, NotNegative, PositiveInt, Section
 
 if TYPE_CHECKING:
     from grpo_fast.data.types import Prompt
+    from grpo_fast.distributed.world import World
     from grpo_fast.rewards import RewardSet
     from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
@@ -131,6 +132,7 @@ def evaluate(
     config: EvaluationConfig,
     sampling: Sampling,
     *,
+    world: World,
     observer: RolloutObserver | None = None,
 ) -> Evaluation:
     """Answer every question `config.num_samples` times and score the answers.
@@ -139,6 +141,7 @@ def evaluate(
         engine: generates with the weights it holds.
         rewards: all are computed; one decides.
         sampling: how answers are drawn; several answers need a temperature.
+        world: the ranks that answer, each its share.
         observer: told how the generation goes.
 
     Raises:
@@ -155,17 +158,25 @@ def evaluate(
         )
     deciding = rewards.position(config.reward)
     name = rewards.names[deciding]
-    ids = [question.token_ids for question in questions]
-    completions = engine.generate(ids, n, sampling, observer=observer)
-    table = rewards.score_completions(questions, completions).table
-    scores = table[:, deciding].view(-1, n)
-    if scores.isnan().all():
+
+    def answer() -> tuple[list[list[Completion]], list[list[float]]]:
+        own = world.share(questions)
+        completions = engine.generate([q.token_ids for q in own], n, sampling, observer=observer)
+        if not own:
+            return [], []
+        table = rewards.score_completions(own, completions).table
+        return completions, table[:, deciding].view(-1, n).tolist()
+
+    parts = world.together("the evaluation", answer)
+    completions = [group for found, _ in parts for group in found]
+    scores = [row for _, found in parts for row in found]
+    if all(map(isnan, chain.from_iterable(scores))):
         raise ValueError(
             f"the reward {name} applies to no answer; name another one in evaluation.reward "
             f"({', '.join(rewards.names)})"
         )
     return Evaluation(
-        scores=tuple(map(tuple, scores.tolist())),
+        scores=tuple(map(tuple, scores)),
         reward_name=name,
         threshold=config.threshold,
         prompts=tuple(questions),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import (
     Group,
@@ -65,6 +67,8 @@ class Trainer:
         config: the run's; evaluation goes by it in every stage.
         stages: at least one; each brings the configuration, rewards and prompts that it trains with.
         judges: the rewards of evaluation, the same in every stage.
+        world: the ranks that train together. Each answers and scores its share of a step's prompts; then all
+            have all groups, and what follows is the same everywhere up to the update.
     """
 
     def __init__(
@@ -77,7 +81,9 @@ class Trainer:
         stages: Sequence[StageParts],
         judges: RewardSet,
         held_out: Sequence[Prompt] = (),
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.policy = policy
         self.engine = engine
         self.optimizer = optimizer
@@ -87,13 +93,15 @@ class Trainer:
         self.step = 0
         self.on_progress: Progress | None = None  # told how every generation goes
         self.handover = DeviceHandover(engine, policy, optimizer, config.memory)
-        self.update = PolicyUpdate(policy, optimizer, stages[0].stage.config, self.handover.await_reference)
+        self.update = PolicyUpdate(
+            policy, optimizer, stages[0].stage.config, self.handover.await_reference, world
+        )
         self.evaluation = config.evaluation
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
             max_completion_length=config.rollout.length_limit,
             temperature=config.evaluation.temperature,
-            seed=config.seed,
+            seed=world.seed(config.seed),
         )
         self.enter(0)
 
@@ -122,6 +130,7 @@ class Trainer:
 
     def train_step(self) -> StepResult:
         """Rollout, rewards, advantages, update."""
+        self.world.begin(self.step + 1, self.config.seed)
         self.advance()
         clock = Clock()
         with clock("step"):
@@ -174,7 +183,12 @@ class Trainer:
 
     def rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
         """Completions of each prompt, and what they earned."""
-        seed = self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw
+        own = partial(self.own_rollout, self.world.share(prompts), draw, clock)
+        return [group for groups in self.world.together("the rollout", own) for group in groups]
+
+    def own_rollout(self, prompts: Sequence[Prompt], draw: int, clock: Clock) -> list[Group]:
+        """What this rank has of a rollout."""
+        seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
         read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
         asked, limit = read or self.step % COMPARE_EVERY == 0, self.length.limit
@@ -221,7 +235,9 @@ class Trainer:
         self.handover.to_engine()
         questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
         config, sampling = self.evaluation, self.evaluation_sampling
-        return evaluate(self.engine, questions, self.judges, config, sampling, observer=watch)
+        return evaluate(
+            self.engine, questions, self.judges, config, sampling, world=self.world, observer=watch
+        )
 
     def pick_samples(self, groups: Sequence[Group]) -> list[SampleRecord]:
         """Every completion of the first group and the first of each other, for a person to read."""

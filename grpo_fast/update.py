@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import GRPOLossOutput, HeadOutput, HeadParameters, linear_grpo_loss, linear_logprob
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.entropy import EntropyController, entropy_threshold
@@ -19,6 +21,7 @@ from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
+from grpo_fast.policy.packing import deal, empty_batch
 from grpo_fast.run_record.logs import Clock
 
 Result = TypeVar("Result")
@@ -26,9 +29,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The samples of one optimiser step, and the micro-batches they are packed in."""
+    """This rank's samples of one optimiser step, and the micro-batches they are packed in."""
 
     samples: tuple[Sample, ...]
+    numbers: tuple[int, ...]  # of each among those of all ranks
     totals: StepTotals
     batches: tuple[PackedBatch, ...]
     max_tokens: int  # the budget they were packed within
@@ -40,31 +44,50 @@ class Minibatch:
         return replace(self, batches=tuple(batches))
 
     def repacked(self, batches: tuple[PackedBatch, ...], max_tokens: int) -> Minibatch:
-        """The same samples in other micro-batches; log-probabilities that are known move along."""
+        """The same samples in other micro-batches; what is known of their tokens moves along."""
         moved = replace(self, batches=batches, max_tokens=max_tokens)
-        for name in ("old_logprobs", "ref_logprobs"):
-            known: dict[int, Tensor] = {}  # (C,) by sample: a sequence's tokens are contiguous in its batch
-            for batch in self.batches if getattr(self.batches[0], name) is not None else ():
-                ids = batch.sample_ids.tolist()
-                lengths = [len(self.samples[i].completion_ids) for i in ids]
-                known |= zip(ids, getattr(batch, name).split(lengths), strict=True)
-            if known:
-                values = [torch.cat([known[i] for i in batch.sample_ids.tolist()]) for batch in batches]
-                moved = moved.with_values(name, values)
+        for name in ("old_logprobs", "ref_logprobs", "held_back"):
+            values = [getattr(batch, name) for batch in self.batches]
+            if self.samples and values[0] is not None:
+                moved = moved.with_samples(name, self.by_sample(values))
         return moved
+
+    def by_sample(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
+        """(N,) values of each micro-batch as (C,) of each sample, by its number."""
+        found: dict[int, Tensor] = {}  # a sequence's tokens are contiguous in its batch
+        for batch, tokens in zip(self.batches, values, strict=True):
+            ids = batch.sample_ids.tolist()
+            parts = tokens.split([len(self.samples[i].completion_ids) for i in ids])
+            found |= zip([self.numbers[i] for i in ids], parts, strict=True)
+        return found
+
+    def with_samples(self, name: str, known: Mapping[int, Tensor]) -> Minibatch:
+        """`with_values` of what `by_sample` gives, on any device."""
+        none, device = next(iter(known.values()))[:0], self.batches[0].targets.device
+        parts = [[known[self.numbers[i]] for i in batch.sample_ids.tolist()] for batch in self.batches]
+        return self.with_values(name, [torch.cat([none, *found]).to(device) for found in parts])
 
 
 class PolicyUpdate:
     """Optimiser steps over samples. Out of memory, a gradient is computed again in smaller micro-batches.
 
+    Samples, their group ids and totals are those of all ranks; each computes a part of them.
+
     Args:
         config: the run's, or its stage's; `configure` changes it.
         ready: waits for the reference's weights, where they were away.
+        world: the ranks that train together, as the optimizer has them.
     """
 
     def __init__(
-        self, policy: Policy, optimizer: PolicyOptimizer, config: TrainConfig, ready: Callable[[], None]
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        config: TrainConfig,
+        ready: Callable[[], None],
+        world: World = ALONE,
     ) -> None:
+        self.world = world
         self.policy = policy
         self.optimizer = optimizer
         self.config = config
@@ -96,13 +119,17 @@ class PolicyUpdate:
         minibatches = self.split(samples, totals)
         with clock("logprobs"):
             for i, minibatch in enumerate(minibatches):
-                minibatches[i] = self.fit(minibatch, self.with_fixed_logprobs, i > 0)
+                fixed = partial(self.fit, minibatch, self.with_fixed_logprobs, i > 0)
+                minibatches[i] = self.world.agreed("the log-probabilities", fixed)
         steps = []
         with clock("update"):
             for _ in range(self.config.num_iterations):
                 for i, minibatch in enumerate(minibatches):
                     config = self.loss_config()
-                    minibatches[i], shares = self.fit(minibatch, self.backward, config)
+                    if self.world.size > 1:
+                        minibatch = self.with_choices(minibatch, config)
+                    gradient = partial(self.fit, minibatch, self.backward, config)
+                    minibatches[i], shares = self.world.agreed("the gradient", gradient)
                     steps.append(self.step(shares, config))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
@@ -126,9 +153,12 @@ class PolicyUpdate:
         ]
 
     def minibatch(self, samples: Sequence[Sample], totals: StepTotals) -> Minibatch:
-        """The samples of one optimiser step in micro-batches of today's budget."""
+        """This rank's samples of one optimiser step in micro-batches of today's budget."""
         tokens = self.micro_batch_tokens
-        return Minibatch(tuple(samples), totals, self._pack(samples, tokens), tokens)
+        numbers = deal(samples, self.world.size, self.policy.token_costs)[self.world.rank]
+        own = tuple(samples[n] for n in numbers)
+        reported = samples[0].sampler_logprobs is not None
+        return Minibatch(own, tuple(numbers), totals, self._pack(own, tokens, reported), tokens)
 
     def fit(self, minibatch: Minibatch, work: Callable[..., Result], *arguments: Any) -> Result:
         """`work` of the minibatch, again and again in smaller micro-batches until the memory holds it."""
@@ -141,13 +171,23 @@ class PolicyUpdate:
         """The minibatch in micro-batches of today's budget, of which the attempt is told the sizes."""
         tokens = self.micro_batch_tokens
         if tokens < minibatch.max_tokens:
-            minibatch = minibatch.repacked(self._pack(minibatch.samples, tokens), tokens)
-        longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples)
+            reported = minibatch.batches[0].sampler_logprobs is not None
+            minibatch = minibatch.repacked(self._pack(minibatch.samples, tokens, reported), tokens)
+        longest = max((len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples), default=1)
         attempt.sizes(minibatch.batches[0].input_ids.numel(), longest)
         return minibatch
 
-    def _pack(self, samples: Sequence[Sample], max_tokens: int) -> tuple[PackedBatch, ...]:
-        return tuple(pack(samples, max_tokens=max_tokens, device=self.policy.device))
+    def _pack(
+        self, samples: Sequence[Sample], max_tokens: int, sampler_logprobs: bool
+    ) -> tuple[PackedBatch, ...]:
+        """One at least; as many on every rank where a forward is one of all ranks."""
+        device = self.policy.device
+        batches = pack(samples, max_tokens=max_tokens, device=device) if samples else []
+        count = max(1, len(batches))
+        if self.policy.sharded:
+            count = max(self.world.together("the micro-batches", lambda: count))
+        empty = empty_batch(device, sampler_logprobs=sampler_logprobs)
+        return (*batches, *[empty] * (count - len(batches)))
 
     @torch.no_grad()
     def with_fixed_logprobs(self, minibatch: Minibatch, stale: bool = False) -> Minibatch:
@@ -177,7 +217,9 @@ class PolicyUpdate:
         Before the first update the policy is the old one: its log-probabilities are kept for later epochs.
         """
         self.optimizer.zero_grad()  # of an attempt that failed
-        chosen = self.with_choices(minibatch, config)
+        chosen = minibatch
+        if self.world.size == 1 and len(minibatch.batches) > 1:  # a single micro-batch chooses by itself
+            chosen = self.with_choices(minibatch, config)
         # As old log-probabilities they leave nothing to compare; of a truncated distribution they are biased.
         hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
         shares, logprobs = [], []
@@ -203,7 +245,8 @@ class PolicyUpdate:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
         learning_rate = self.optimizer.learning_rate
         grad_norm = optimizer_step(self.optimizer)
-        metrics = sum_metrics(shares) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        of_ranks = self.world.together("the update's metrics", partial(sum_metrics, shares))
+        metrics = sum_metrics(of_ranks) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:
             self.entropy_controller.update(metrics["entropy"])
             metrics["entropy_coef"] = config.entropy_coef
@@ -231,52 +274,65 @@ class PolicyUpdate:
             **head.options,
         )
 
-    @torch.no_grad()
     def with_choices(self, minibatch: Minibatch, config: GRPOLossConfig) -> Minibatch:
-        """The minibatch with what is chosen over all its tokens, so that micro-batching does not move it.
+        """The minibatch with what is chosen over the tokens of all micro-batches and ranks, by one forward.
 
-        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back: both of one
-        forward. A single micro-batch needs none, for it chooses by itself.
+        The cut of `top_entropy_quantile`, and the tokens that clip_cov and kl_cov hold back.
         """
         cuts, holds = config.top_entropy_quantile < 1, not config.is_custom and config.facts.holds_back
-        batches = minibatch.batches
-        if len(batches) == 1 or not (cuts or holds):
+        if not (cuts or holds):
             return minibatch
-        outputs = [self.head_outputs(self.policy, batch, *["entropy"] * cuts) for batch in batches]
-        # In the order of one micro-batch: then the same tokens are drawn, too.
-        order = torch.cat([b.sample_ids[b.sequence_ids] for b in batches]).argsort(stable=True)
-        every = torch.ones_like(order, dtype=torch.bool)
+        tokens: dict[int, Tensor] = {}
+        for found in self.world.together(
+            "the choice of tokens", partial(self.fit, minibatch, self._choice_values, cuts)
+        ):
+            tokens |= found
+        order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
+        logprobs, old_logprobs, advantages, entropies = torch.cat([tokens[n] for n in order]).unbind(1)
+        every = torch.ones_like(logprobs, dtype=torch.bool)
         if cuts:
-            entropies = torch.cat([out.entropy for out in outputs if out.entropy is not None])
             threshold = entropy_threshold(entropies, every, config.top_entropy_quantile)
             kept = int((entropies >= threshold).sum())
             totals = replace(minibatch.totals, entropy_threshold=threshold, entropy_tokens=kept)
             minibatch = replace(minibatch, totals=totals)
         if holds:
-            logprobs = torch.cat([out.logprob for out in outputs])[order]
-            advantages = torch.cat([batch.advantages for batch in batches])[order]
-            before = [b.old_logprobs for b in batches if b.old_logprobs is not None]
-            held = torch.empty_like(every)
-            old = torch.cat(before)[order] if before else logprobs
-            held[order] = held_back(logprobs, old, advantages, every, config)
-            minibatch = minibatch.with_values("held_back", held.split([len(b.targets) for b in batches]))
+            choose = partial(held_back, logprobs, old_logprobs, advantages, every, config)
+            held = self.world.from_lead("the choice of tokens", choose)  # which may draw
+            parts = held.split([len(tokens[n]) for n in order])
+            minibatch = minibatch.with_samples("held_back", dict(zip(order, parts, strict=True)))
         return minibatch
+
+    @torch.no_grad()
+    def _choice_values(self, minibatch: Minibatch, entropy: bool) -> dict[int, Tensor]:
+        """Of each sample (C, 4) on the CPU: log-probabilities, old ones, advantages, entropies or zeros."""
+        values = []
+        for batch in minibatch.batches:
+            out = self.head_outputs(self.policy, batch, *["entropy"] * entropy)
+            old = out.logprob if batch.old_logprobs is None else batch.old_logprobs
+            entropies = torch.zeros_like(old) if out.entropy is None else out.entropy
+            values.append(torch.stack([out.logprob, old, batch.advantages, entropies], 1).cpu())
+        return minibatch.by_sample(values)
 
     def kl_penalties(self, samples: Sequence[Sample]) -> Tensor:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
-        return self.fit(self.minibatch(samples, StepTotals(0, 0)), self._kl_penalties)
+        penalties = torch.zeros(len(samples))
+        work = partial(self.fit, self.minibatch(samples, StepTotals(0, 0)), self._kl_penalties)
+        for found in self.world.together("the KL to the reference", work):
+            for number, penalty in found.items():
+                penalties[number] = penalty
+        return penalties
 
     @torch.no_grad()
-    def _kl_penalties(self, minibatch: Minibatch) -> Tensor:
+    def _kl_penalties(self, minibatch: Minibatch) -> dict[int, float]:
+        """By the sample's number."""
         self._ready()
-        loss, penalties = self.config.loss, torch.zeros(len(minibatch.samples))
+        loss, tokens = self.config.loss, []
         for batch in minibatch.batches:
             logprobs = self.head_outputs(self.policy, batch).logprob
             with self.policy.reference() as reference:
                 ref_logprobs = self.head_outputs(reference, batch).logprob
-            tokens = kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1")
-            penalties.index_add_(0, batch.sample_ids[batch.sequence_ids].cpu(), tokens.cpu())
-        return penalties
+            tokens.append(kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1").cpu())
+        return {number: part.sum().item() for number, part in minibatch.by_sample(tokens).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -63,6 +63,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     from grpo_fast.cli.show import evaluation_record, evaluation_table
     from grpo_fast.data import load_held_out
+    from grpo_fast.distributed.world import ALONE
     from grpo_fast.rewards import load_rewards
     from grpo_fast.run.export import load_policy_of
     from grpo_fast.run_record.alerts import AlertMonitor
@@ -78,7 +79,8 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     sampling = evaluation_sampling(config, num_samples)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     with engine_for(config, policy, questions, sampling) as engine:
-        result, engine_name = score_answers(engine, questions, rewards, asked, sampling), engine.name
+        result = score_answers(engine, questions, rewards, asked, sampling, world=ALONE)
+        engine_name = engine.name
     print(config.model.path if step is None else f"{source}, step {step}", questions.described, sep="; ")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}

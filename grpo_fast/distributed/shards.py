@@ -17,6 +17,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from grpo_fast.distributed.world import World, mesh_of
 
+# Since torch 2.13 under other names.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 BUCKET = 2**26  # bytes of one exchange: small tensors wait for each other
 
 
@@ -52,7 +56,7 @@ def reduce_scatter(tensors: Sequence[Tensor], world: World) -> list[Tensor]:
         blocks = [_blocks(tensor, world) for tensor in bucket]
         flat = blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, 1)
         own = flat.new_empty(flat.shape[1])
-        dist.reduce_scatter_tensor(own, flat.view(-1))
+        _reduce_scatter(own, flat.view(-1))
         for tensor, part in zip(bucket, own.split([block.shape[1] for block in blocks]), strict=True):
             rows = rows_of(tensor, world)
             found.append(part[: rows.numel()].view(rows.shape))
@@ -66,7 +70,7 @@ def all_gather(tensors: Sequence[Tensor], world: World) -> None:
         own = [_blocks(tensor, world)[world.rank] for tensor in bucket]
         flat = torch.cat(own)
         whole = flat.new_empty(world.size, len(flat))
-        dist.all_gather_into_tensor(whole.view(-1), flat)
+        _all_gather(whole.view(-1), flat)
         for tensor, part in zip(bucket, whole.split([len(block) for block in own], 1), strict=True):
             tensor.copy_(part.reshape(-1)[: tensor.numel()].view(tensor.shape))
 

@@ -7,6 +7,7 @@ all results; where one rank fails, all leave the place, so that none waits for a
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class RankError(RuntimeError):
     """Another rank failed, or is at another place."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class World:
     """The ranks of a run.
 
@@ -35,11 +36,13 @@ class World:
         rank: this process' number.
         size: how many there are; 1: no torch.distributed.
         device: of this rank, where its tensors are exchanged.
+        step: that is being trained, for messages.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    step: int = 0
 
     @property
     def leads(self) -> bool:
@@ -56,6 +59,16 @@ class World:
         bounds = [len(items) * rank // self.size for rank in (self.rank, self.rank + 1)]
         return items[slice(*bounds)]
 
+    def begin(self, step: int, seed: int) -> None:
+        """Of several ranks, what a step draws follows from the step: a resumed run may have other ranks."""
+        self.step = step
+        if self.size > 1:
+            torch.manual_seed(self.seed(random.Random(f"{seed}/{step}").getrandbits(62)))
+
+    def seed(self, seed: int) -> int:
+        """One of this rank's own; rank 0's is the same."""
+        return random.Random(f"{seed}/{self.rank}").getrandbits(62) if self.rank else seed
+
     def together(self, place: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, in rank order.
 
@@ -68,6 +81,7 @@ class World:
         """
         if self.size == 1:
             return [work()]
+        place = f"{place} of step {self.step}"
         try:
             result, error = work(), None
         except BaseException as raised:
@@ -86,6 +100,12 @@ class World:
             if where != place:
                 raise RankError(f"rank {rank} is at {where!r}, and rank {self.rank} at {place!r}")
         return [value for _, _, value in found]
+
+    def agreed(self, place: str, work: Callable[[], T]) -> T:
+        """What `work` returns on this rank, once it has succeeded on all."""
+        results: list[T] = []
+        self.together(place, lambda: results.append(work()))
+        return results[0]
 
     def from_lead(self, place: str, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, which alone runs it."""

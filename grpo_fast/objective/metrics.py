@@ -72,11 +72,12 @@ def _sequence_extreme(share: Tensor, batch: PreparedBatch, which: str) -> Tensor
     return masked_extreme(batch.segments.spread(batch.segments.mean(share)), batch.segments.mask, which)
 
 
-def sum_metrics(shares: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """A step's metrics from its micro-batches' shares: they add up, but for extremes (`_max`, `_min`)."""
+def sum_metrics(shares: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """A step's metrics from the shares of its micro-batches, or of its ranks: they add up, but for extremes
+    (`_max`, `_min`)."""
     combined = {}
     for name in {name: None for share in shares for name in share}:
-        values = torch.stack([share[name].float().cpu() for share in shares if name in share])
+        values = torch.stack([torch.as_tensor(s[name]).float().cpu() for s in shares if name in s])
         if name.endswith("_max"):
             combined[name] = values.max().item()
         elif name.endswith("_min"):

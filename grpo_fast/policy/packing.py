@@ -12,6 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_fast.distributed.balance import karmarkar_karp
+
+EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -64,6 +68,60 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True)
+class TokenCosts:
+    """Multiplications of a forward, or in proportion."""
+
+    input: float  # of a token that enters the layers
+    target: float  # of a token that the head predicts
+    pair: float  # of two tokens that see each other
+
+    def more_inputs(self, before: int, inputs: int) -> float:
+        """Of `inputs` tokens, each of which sees those before it."""
+        return inputs * (self.input + self.pair * (before + (inputs + 1) / 2))
+
+
+def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[int]]:
+    """Which samples each rank computes, so that all finish together.
+
+    Samples of one prompt go to one rank, or to as few as keep the busiest rank's work least: each of them
+    computes the prompt. The same samples are dealt alike everywhere.
+    """
+    if ranks == 1:
+        return [[*range(len(samples))]]
+    families = [*_families(samples).values()]
+    own = [
+        costs.more_inputs(len(s.prompt_ids), _inputs(s)) + costs.target * len(s.completion_ids)
+        for s in samples
+    ]
+    found: list[tuple[float, list[list[int]]]] = []
+    pieces, most = 1, max(map(len, families))
+    while True:
+        units = [
+            [members[i] for i in part]
+            for members in families
+            for part in karmarkar_karp([own[i] for i in members], min(pieces, len(members)))
+        ]
+        work = [
+            sum(own[i] for i in unit) + costs.more_inputs(0, len(samples[unit[0]].prompt_ids))
+            for unit in units
+        ]
+        sets = karmarkar_karp(work, ranks)
+        loads = [sum(work[i] for i in part) for part in sets]
+        found.append((max(loads), [sorted(n for i in part for n in units[i]) for part in sets]))
+        if max(loads) <= EVEN * sum(loads) / ranks or pieces >= most:
+            return min(found, key=lambda one: one[0])[1]
+        pieces *= 2
+
+
+def _families(samples: Sequence[Sample]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Indices of the samples that share a prompt."""
+    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for i, sample in enumerate(samples):
+        families.setdefault((sample.group_id, sample.prompt_ids), []).append(i)
+    return families
+
+
 def _inputs(sample: Sample) -> int:
     """Completion tokens that enter the model: all but the last."""
     return len(sample.completion_ids) - 1
@@ -98,6 +156,25 @@ def pack(samples: Sequence[Sample], *, max_tokens: int, device: torch.device | s
     return [_lay_out(samples, [documents[i] for i in batch]).to(device) for batch in batches]
 
 
+def empty_batch(device: torch.device | str, *, sampler_logprobs: bool) -> PackedBatch:
+    """A micro-batch of one input and no target: what a rank computes while another has more than it."""
+    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    return PackedBatch(
+        input_ids=one,
+        position_ids=one,
+        segment_ids=one,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        loss_index=none,
+        targets=none,
+        sequence_ids=none,
+        group_ids=none,
+        advantages=none.float(),
+        sampler_logprobs=none.float() if sampler_logprobs else None,
+        num_sequences=0,
+        sample_ids=none,
+    ).to(device)
+
+
 def _check(sample: Sample, index: int) -> None:
     length = len(sample.completion_ids)
     if not sample.prompt_ids:
@@ -117,12 +194,9 @@ def _check(sample: Sample, index: int) -> None:
 
 def _documents(samples: Sequence[Sample], max_tokens: int) -> tuple[list[list[int]], list[int]]:
     """Indices of samples that share their prompt, as many as the budget holds, and each document's tokens."""
-    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for i, sample in enumerate(samples):
-        families.setdefault((sample.group_id, sample.prompt_ids), []).append(i)
     documents: list[list[int]] = []
     lengths: list[int] = []
-    for (_, prompt_ids), members in families.items():
+    for (_, prompt_ids), members in _families(samples).items():
         for place, i in enumerate(members):
             more = _inputs(samples[i])
             if place and lengths[-1] + more <= max_tokens:

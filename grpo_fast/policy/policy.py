@@ -15,7 +15,7 @@ from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
 from grpo_fast.policy.intact import listed, quietly
 from grpo_fast.policy.optimizer import require_same_shapes
-from grpo_fast.policy.packing import PackedBatch
+from grpo_fast.policy.packing import PackedBatch, TokenCosts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -43,6 +43,7 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
+        self.sharded = False  # whether its weights are dealt over ranks, so that a forward is one of all
         self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
 
     @property
@@ -58,6 +59,15 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return self.base_model.device
+
+    @property
+    def token_costs(self) -> TokenCosts:
+        """Multiplications of a forward, by what it is asked for."""
+        config, table = self.base_model.config.get_text_config(), self.head.weight.numel()
+        tables = table if config.tie_word_embeddings else 2 * table
+        layers = sum(parameter.numel() for parameter in self.base_model.parameters()) - tables
+        pair = 2 * config.hidden_size * config.num_hidden_layers  # scores, and the sum of values
+        return TokenCosts(input=layers, target=table, pair=pair)
 
     @property
     def head(self) -> HeadParameters:

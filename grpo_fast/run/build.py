@@ -14,6 +14,7 @@ import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 SEEDS_PER_STAGE = 10**9
 
 
-def build_trainer(config: TrainConfig) -> Algorithm:
+def build_trainer(config: TrainConfig, world: World = ALONE) -> Algorithm:
     """Every part that the configuration names, at step 0.
 
     Raises:
@@ -53,7 +54,14 @@ def build_trainer(config: TrainConfig) -> Algorithm:
             )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    return build_grpo_trainer(config) if config.algorithm == "grpo" else build_preference_trainer(config)
+    if config.algorithm == "grpo":
+        return build_grpo_trainer(config, world)
+    if world.size > 1:
+        raise ValueError(
+            f"algorithm = {config.algorithm!r} trains on one rank, and torchrun has started {world.size}; "
+            "start it without torchrun"
+        )
+    return build_preference_trainer(config)
 
 
 def build_callbacks(config: TrainConfig) -> Callbacks:
@@ -62,7 +70,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
     return Callbacks([*load_callbacks(config.callbacks), *hub])
 
 
-def build_grpo_trainer(config: TrainConfig) -> Trainer:
+def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
     require_engine(config.rollout)
     judges = load_rewards(config.rewards)
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
@@ -96,6 +104,7 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
             config.optimizer,
             total_steps=schedule_steps(stages, 0),
             on_host=config.memory.state_on_host,
+            world=world,
         )
         trainer = Trainer(
             config,
@@ -105,6 +114,7 @@ def build_grpo_trainer(config: TrainConfig) -> Trainer:
             stages=parts,
             judges=judges,
             held_out=held_out or (),
+            world=world,
         )
         unless_built.pop_all()
     return trainer
