@@ -7,15 +7,20 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
+from grpo_fast.distributed.world import joined
 from grpo_fast.plan import resolve_auto
+from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run.opening import opening_lines
@@ -23,7 +28,7 @@ from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, Checkpo
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, read_jsonl, write_whole
 from grpo_fast.run_record.lock import locked
 from grpo_fast.run_record.logs import METRICS_FILE
-from grpo_fast.run_record.mirrors import require_mirrors
+from grpo_fast.run_record.mirrors import LoggingConfig, require_mirrors
 from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
@@ -69,18 +74,27 @@ def train(
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
     run_dir = Path(config.output_dir)
-    check_writable(run_dir)
     with ExitStack() as stack:
-        stack.enter_context(locked(run_dir))
-        config = resolve_auto(config, run_dir)
+        timeout = timedelta(minutes=config.distributed.timeout)
+        world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
+        world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
+        config = world.from_lead("the plan", partial(resolve_auto, config, run_dir))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
-        checkpoint, changes = find_checkpoint(run_dir, store, config, resume)
-        callbacks = build_callbacks(config)
+        checkpoint, changes = world.from_lead(
+            "the checkpoint", partial(find_checkpoint, run_dir, store, config, resume)
+        )
+        if not world.leads:  # rank 0's are the run's files: what the others write, nobody keeps
+            run_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
+            quiet = {"output_dir": str(run_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
+            config, display = config.model_copy(update=quiet), False
+            if checkpoint is not None:
+                checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}})
+        callbacks = world.agreed("the callbacks", partial(build_callbacks, config))
         require_mirrors(config.logging)
         for name, content in files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)
-        trainer = build_trainer(config)
+        trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
         # A checkpoint has the weights, two float32 moments of each, and the masters of 16-bit ones.
         weights, masters = trainer.policy.trainable().values(), trainer.optimizer.masters().values()
         size = sum(w.numel() * (w.element_size() + 8) for w in weights) + sum(m.nbytes for m in masters)
@@ -101,7 +115,7 @@ def train(
         )
         if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.on_progress
-        for line in opening_lines(config, trainer):
+        for line in opening_lines(config, trainer) if world.leads else ():
             recorder.say(line)
         if resume is not None:
             origin = "the beginning, without a checkpoint" if checkpoint is None else checkpoint.path
@@ -109,11 +123,23 @@ def train(
                 changes += ["all steps are done, raise max_steps to go on"]
             recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
         recorder.begin()
-        while trainer.step < config.max_steps and not (signals or callbacks.stopped_by):
+        stopped_by = None
+        while trainer.step < config.max_steps:
+            heard = world.together("the start", lambda: (signals[:1], callbacks.stopped_by))
+            stopped_by = next((first for received, _ in heard for first in received), None)
+            if stopped_by or any(asked for _, asked in heard):
+                break
             recorder.record(trainer.train_step())
-        stopped_by = signals[0] if signals and trainer.step < config.max_steps else None
         recorder.finish(stopped_by)
     return Ended(run_dir, stopped_by)
+
+
+@contextmanager
+def opened(run_dir: Path) -> Iterator[None]:
+    """The run's folder, there and held against other processes."""
+    check_writable(run_dir)
+    with locked(run_dir):
+        yield
 
 
 @contextmanager
