@@ -8,6 +8,7 @@ import torch
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import PromptDataset
+from grpo_fast.distributed.world import ALONE
 from grpo_fast.methods import account
 from grpo_fast.plan import device_budget, step_sizes, traces_of
 from grpo_fast.plan.devices import DeviceBudget
@@ -49,6 +50,9 @@ def _model(config: TrainConfig, trainer: Algorithm) -> str:
     where = f"CPU, {(threads := torch.get_num_threads())} thread{'s' * (threads > 1)}"
     if policy.device.type == "cuda":
         where = torch.cuda.get_device_name(policy.device)
+    world = getattr(trainer, "world", ALONE)
+    if world.size > 1:
+        where = f"{world.size} ranks ({config.distributed.mode}), each on {where}"
     precision = str(policy.base_model.dtype).removeprefix("torch.")
     return f"{config.model.path}: {parameters:,} parameters, {share}{kind}; {precision} on {where}"
 
