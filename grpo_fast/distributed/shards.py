@@ -39,6 +39,12 @@ def local(tensor: Tensor) -> Tensor:
     return cast("Any", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All rows, detached: of a sharded tensor a copy that all ranks make together, of another its memory."""
+    tensor = tensor.detach()
+    return cast("Any", tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def as_sharded(rows: Tensor, shape: torch.Size, world: World) -> Tensor:
     """This rank's `rows` as part of a tensor of `shape` that is dealt over all ranks."""
     if world.size == 1:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,15 +95,16 @@ class HeadParameters:
     Given whole: `linear_logprob(hidden, head.weight, targets, **head.options)`.
     """
 
-    weight: Tensor  # (V, H), the model's dtype
+    weight: Tensor  # (V, H), the model's dtype; with a process group this rank's rows
     bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0
     softcap: float | None = None
+    process_group: ProcessGroup | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """All but the weight."""
-        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+        return {name: value for name, value in vars(self).items() if name != "weight"}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, H) -> (N, V) float32. For checks on a few rows; the loss never forms them."""

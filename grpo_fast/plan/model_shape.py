@@ -142,7 +142,7 @@ def random_model(
             trust_remote_code=False,
         )
     if found.device.type != "meta":
-        fuse_layers(found, model)
+        fuse_layers(found, model, found.device)
     return prepare_to_train(found, model)
 
 

@@ -157,14 +157,19 @@ def verify_policy(policy: Policy) -> None:
     try:
         samples = _samples(policy.base_model.config.get_text_config().vocab_size)
         (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
-        packed = policy.head.logits(policy.hidden_states(batch))
-        alone = torch.cat([_own_logits(policy, sample) for sample in samples])
+        packed, alone = policy.run(
+            lambda: (
+                policy.head.logits(policy.hidden_states(batch)),
+                torch.cat([_own_logits(policy, sample) for sample in samples]),
+            ),
+            whole_head=True,
+        )
     finally:
         policy.model.train(training)
     # A softmax does not see a constant, so neither should the comparison.
     packed, alone = (logits - logits.mean(dim=-1, keepdim=True) for logits in (packed, alone))
     error = float((packed - alone).norm() / alone.norm())
-    allowed = 1e-3 if policy.head.weight.dtype == torch.float32 else 0.1
+    allowed = 1e-3 if policy.base_model.dtype == torch.float32 else 0.1
     if not error <= allowed:
         raise ValueError(
             f"packed logits of {type(policy.base_model).__name__} differ from the model's own by {error:.2g} "

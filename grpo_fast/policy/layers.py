@@ -46,9 +46,10 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
     return True
 
 
-def fuse_layers(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Patch or compile decoder layers as configured; a copy of a compiled model runs the layers of that."""
-    liger = resolve_liger(config, model.device, model.config.model_type)
+def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
+    """Patch or compile decoder layers as configured, for the device that they will be on; a copy of a
+    compiled model runs the layers of that."""
+    liger = resolve_liger(config, device, model.config.model_type)
     if liger:
         # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -57,7 +58,7 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig) -> None:
     wanted = config.compile
     if wanted == "auto":  # not of experts, which nobody has compiled on a GPU yet
         experts = any("expert" in name for name, _ in model.named_parameters())
-        wanted = model.device.type == "cuda" and not liger and not experts
+        wanted = device.type == "cuda" and not liger and not experts
     if wanted:
         from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.architecture import check_architecture, embedding_rows, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
@@ -26,33 +28,48 @@ if TYPE_CHECKING:
 
 _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as transformers' layers call them
 
+REPLICATE = DistributedConfig(mode="replicate")
 
-def load_policy(config: ModelConfig, *, needs_reference: bool = False) -> Policy:
+
+def load_policy(
+    config: ModelConfig,
+    *,
+    needs_reference: bool = False,
+    world: World = ALONE,
+    distributed: DistributedConfig = REPLICATE,
+) -> Policy:
     """Load model and tokenizer, freeze or adapt as configured, and check that packing suits the model.
 
     Args:
         config: the run's `model` section.
         needs_reference: keep the policy as loaded for a KL term. Costs a second copy of the weights
             when fine-tuning fully, nothing with LoRA.
+        world: the ranks that train together, all of which are here.
+        distributed: the run's section, its `auto` resolved; of mode shard, each rank keeps rows of the
+            weights.
 
     Raises:
         ValueError: a wrong path, device or combination, or a model that cannot be packed.
         ImportError: an optional package is missing; the message names it.
     """
     source = resolve_source(config.path)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device) if world.size == 1 else world.device
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     tokenizer = load_tokenizer(config)
-    model = _load_model(source, config, device)
+    shards = world.size > 1 and distributed.mode == "shard"
+    # On the CPU, from where each layer goes to its ranks by itself.
+    model = _load_model(source, config, torch.device("cpu") if shards else device)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
     for computed in filter(None, (model, reference)):
-        fuse_layers(computed, config)
+        fuse_layers(computed, config, device)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
+    if shards:
+        policy.shard(world, head=distributed.head)
     verify_policy(policy)
     return policy
 

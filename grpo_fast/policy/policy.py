@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from grpo_fast.distributed.shards import whole
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
@@ -20,6 +24,10 @@ from grpo_fast.policy.packing import PackedBatch, TokenCosts
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grpo_fast.policy.sharding import ShardedModel
+
+T = TypeVar("T")
 
 
 class Policy:
@@ -45,6 +53,38 @@ class Policy:
         self.attention = attention
         self.sharded = False  # whether its weights are dealt over ranks, so that a forward is one of all
         self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
+        self._sharded: ShardedModel | None = None
+
+    def shard(self, world: World, *, head: str) -> None:
+        """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
+
+        Args:
+            head: "gathered" or "sharded", as `distributed.head`.
+
+        Raises:
+            ValueError: as `ShardedModel`.
+        """
+        from grpo_fast.policy.sharding import ShardedModel  # imports all of FSDP
+
+        for policy in filter(None, (self, self._reference)):
+            policy._sharded = ShardedModel(
+                policy.model, policy.base_model, world, gathers_head=head == "gathered"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has its rows of each weight only: ranks then compute and read weights together."""
+        return self._sharded is not None
+
+    def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
+        """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
+
+        Where weights are sharded, all ranks are here together, and a backward follows where gradients are on.
+
+        Args:
+            whole_head: all of the head's rows, even where the ranks share its work.
+        """
+        return work() if self._sharded is None else self._sharded.run(work, whole_head=whole_head)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -71,7 +111,13 @@ class Policy:
 
     @property
     def head(self) -> HeadParameters:
-        return head_parameters(self.base_model)
+        """Whole, or of a sharded head this rank's rows, for hidden states as `at_head` gives them."""
+        head = head_parameters(self.base_model)
+        if self._sharded is None or not isinstance(head.weight, DTensor):
+            return head
+        bias = None if head.bias is None else cast("Any", head.bias).to_local()
+        group = self._sharded.world.mesh.get_group()
+        return replace(head, weight=head.weight.to_local(), bias=bias, process_group=group)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -92,6 +138,16 @@ class Policy:
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 
+    def at_head(self, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
+        """`hidden_states` and the batch as the head needs them, and which rows are this batch's: all.
+
+        Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
+        """
+        hidden = self.hidden_states(batch)
+        if self._sharded is None or self.head.process_group is None:
+            return hidden, batch, slice(None)
+        return self._sharded.tokens_of_all(hidden, batch)
+
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
         """The policy as it was loaded, without gradients.
@@ -109,8 +165,10 @@ class Policy:
                 raise RuntimeError("the policy has no reference; load it with needs_reference=True")
 
     def reference_weights(self) -> dict[str, Tensor]:
-        """The frozen copy's weights, live, by name; empty where there is no copy."""
-        return {} if self._reference is None else dict(self._reference.model.named_parameters())
+        """The frozen copy's weights, live, by name; empty where there is none that has whole weights."""
+        if self._reference is None or self.is_sharded:
+            return {}
+        return dict(self._reference.model.named_parameters())
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """What the optimiser changes, by name. A tied weight appears once."""
@@ -142,11 +200,11 @@ class Policy:
         """`base_weights` with adapters merged: what an inference engine loads.
 
         The model itself is untouched: merging in place and back would round bf16 weights each time. Tensors
-        without an adapter are the live ones, not copies.
+        without an adapter are the live ones, not copies; sharded ones are gathered one by one, by all ranks.
         """
         adapted = self._adapted_weights()
         for name, tensor in self.base_weights().items():
-            yield name, _merged(adapted[name]) if name in adapted else tensor.detach()
+            yield name, _merged(adapted[name]) if name in adapted else whole(tensor)
 
     def changing_weights(self) -> set[str]:
         """The names in `named_weights` of what training changes."""
@@ -165,11 +223,15 @@ class Policy:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write safetensors, configuration, generation configuration and tokenizer, adapters merged.
 
-        The folder loads in transformers and vLLM alike.
+        The folder loads in transformers and vLLM alike. Sharded weights are gathered by all ranks, and rank 0
+        writes.
         """
+        world = ALONE if self._sharded is None else self._sharded.world
+        weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
+        if not world.leads:
+            return
         with torch.device("meta"):
             model = type(self.base_model)(self.base_model.config)
-        weights = {name: tensor.to("cpu") for name, tensor in self.named_weights()}
         unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
         model.tie_weights()
         unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
@@ -186,8 +248,8 @@ class Policy:
 
 def _merged(module: Any) -> Tensor:
     """The weight of a layer that LoRA wraps, adapters added in float32."""
-    weight = module.get_base_layer().weight
-    merged = weight.detach().float()
+    weight = whole(module.get_base_layer().weight)
+    merged = weight.float()
     for adapter in module.active_adapters:
         merged = merged + _delta(module, adapter)
     return merged.to(weight.dtype)
@@ -201,5 +263,5 @@ def _delta(module: Any, adapter: str) -> Tensor:
         if embeds
         else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
     )
-    product = b.detach().float() @ a.detach().float() * module.scaling[adapter]
+    product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
     return product.T if embeds or module.fan_in_fan_out else product

@@ -87,7 +87,7 @@ def test_liger_computes_a_layer_as_transformers_does(
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", None)
     for changed in (model, half):
         changed.zero_grad()
-        fuse_layers(changed, ModelConfig(path="-", compile=False))
+        fuse_layers(changed, ModelConfig(path="-", compile=False), torch.device("cpu"))
 
     assert max(distances(outcome(model, ids), plain)) < 1e-5
     assert any("Liger" in module._get_name() for module in model.modules())
@@ -146,11 +146,11 @@ def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them(
     pytest.importorskip("liger_kernel", reason="install liger-kernel")
     monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", lambda **_: None)
     model = torch.nn.Module()
-    model.device, model.config = torch.device(device), SimpleNamespace(model_type=kind)
+    model.config = SimpleNamespace(model_type=kind)
     model.layer = GradientCheckpointingLayer()
     model.layer.register_module(part, torch.nn.Linear(1, 1))
 
-    fuse_layers(model, ModelConfig(path="-", compile=wanted))
+    fuse_layers(model, ModelConfig(path="-", compile=wanted), torch.device(device))
 
     assert ("forward" in vars(model.layer)) == compiled
 

@@ -1,0 +1,139 @@
+"""Mode `shard`: each rank keeps its rows of every weight, and FSDP2 gathers a layer's while it computes.
+
+Gradients are sums over ranks, as losses are divided by the counts of all ranks, and are summed in float32.
+Each layer is a unit that is gathered by itself. So are both vocabulary tables, the largest weights, unless
+they are one: then both modules lie in the root's unit, because a weight of two units would be two weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from grpo_fast.distributed.world import World
+from grpo_fast.policy.packing import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+# Of a PackedBatch, what the loss reads of each token.
+OF_TOKENS = (
+    *("targets", "sequence_ids", "group_ids", "advantages"),
+    *("sampler_logprobs", "old_logprobs", "ref_logprobs", "held_back"),
+)
+
+
+class ShardedModel(nn.Module):
+    """A model's weights over ranks. What reads them runs in `run`, on all ranks alike.
+
+    Each layer goes to the device whole and stays there in rows, so that no device ever holds the model.
+
+    Args:
+        model: with its adapters, on the CPU or the device.
+        base: the transformers model in it.
+        gathers_head: the head's weight is whole in `run`; else the rows of this rank, unless it is tied.
+
+    Raises:
+        ValueError: a model whose weights FSDP2 cannot hold; the message says why.
+    """
+
+    def __init__(self, model: nn.Module, base: PreTrainedModel, world: World, *, gathers_head: bool) -> None:
+        super().__init__()
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        _require_shardable(model)
+        self.model = model
+        self.world = world
+        self.gathers_head = gathers_head
+        self.head: nn.Module = base.get_output_embeddings()
+        embedding: Any = base.get_input_embeddings()
+        units = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not units:
+            raise ValueError(
+                f"distributed.mode = 'shard' finds no layers in {type(base).__name__} to gather one by one; "
+                "give replicate, or a model that transformers itself implements"
+            )
+        tables = [] if embedding.weight is self.head.weight else [embedding, self.head]
+        for unit in (*units, *tables, self):
+            shared: Any = fully_shard(
+                unit, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            )
+            shared.set_gradient_divide_factor(1.0)
+            shared.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+
+    def forward(self, work: Callable[[], T], whole_head: bool) -> T:
+        if isinstance(self.head, FSDPModule) and (whole_head or self.gathers_head):
+            self.head.unshard()
+        return work()
+
+    def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
+        """What `work` returns, with layers gathered as they are called; a backward may follow."""
+        result: T = self(work, whole_head)
+        if not torch.is_grad_enabled():  # else the backward does
+            for unit in (self, self.head):
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+        return result
+
+    def tokens_of_all(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch, slice]:
+        """The micro-batches of all ranks as one, for a head that each rank has rows of.
+
+        Args:
+            hidden: (N, H), this rank's; a gradient of all hidden states comes back as that of these.
+
+        Returns:
+            (M, H) hidden states in rank order; the batch with the fields `OF_TOKENS` of length M, its other
+            tensors this rank's; which of the M are this rank's.
+        """
+        rank, ranks = self.world.rank, self.world.size
+        sizes = torch.tensor([[len(hidden), batch.num_sequences]], device=hidden.device)
+        counts, sequences = _below_each_other(sizes, [1] * ranks).T.tolist()
+        first = sum(sequences[:rank])
+        fields = {n: value for n in OF_TOKENS if (value := getattr(batch, n)) is not None}
+        # float64 holds every id and every float32.
+        columns = [(v + first if n == "sequence_ids" else v).double() for n, v in fields.items()]
+        found = _below_each_other(torch.stack(columns, 1), counts).unbind(1)
+        values: dict[str, Any] = {n: f.to(v.dtype) for (n, v), f in zip(fields.items(), found, strict=True)}
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        everything: Any = _HiddenOfAll.apply(hidden, counts, own)
+        return everything, replace(batch, num_sequences=sum(sequences), **values), own
+
+
+def _require_shardable(model: nn.Module) -> None:
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if len(trained) > 1:
+        found = f"trained weights are of several types, {', '.join(sorted(map(str, trained)))}"
+    elif scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        found = f"{scalars[0]} is a single number, which has no rows"
+    else:
+        return
+    raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {found}; give replicate")
+
+
+class _HiddenOfAll(torch.autograd.Function):
+    """The head sums the gradient of all hidden states over the ranks, so each rank's is a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, counts: list[int], own: slice) -> Tensor:
+        ctx.own = own
+        return _below_each_other(hidden, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient[ctx.own], None, None
+
+
+def _below_each_other(rows: Tensor, counts: list[int]) -> Tensor:
+    """Each rank's rows, `counts` of them, in rank order."""
+    padded = F.pad(rows, (0, 0, 0, max(counts) - len(rows)))  # gloo gathers equal parts alone
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
