@@ -92,7 +92,9 @@ class PolicyUpdate:
         self.optimizer = optimizer
         self.config = config
         self.budget = MicroBatchBudget(
-            unit="one completion with its prompt", remedy="lower rollout.max_completion_length"
+            unit="one completion with its prompt",
+            remedy="lower rollout.max_completion_length",
+            repeats=not policy.sharded,
         )
         self.entropy_controller = EntropyController.of(config.loss)
         self._ready = ready
@@ -120,7 +122,7 @@ class PolicyUpdate:
         with clock("logprobs"):
             for i, minibatch in enumerate(minibatches):
                 fixed = partial(self.fit, minibatch, self.with_fixed_logprobs, i > 0)
-                minibatches[i] = self.world.agreed("the log-probabilities", fixed)
+                minibatches[i] = self.world.agreed("the log-probabilities", self.done(fixed))
         steps = []
         with clock("update"):
             for _ in range(self.config.num_iterations):
@@ -129,9 +131,17 @@ class PolicyUpdate:
                     if self.world.size > 1:
                         minibatch = self.with_choices(minibatch, config)
                     gradient = partial(self.fit, minibatch, self.backward, config)
-                    minibatches[i], shares = self.world.agreed("the gradient", gradient)
+                    minibatches[i], shares = self.world.agreed("the gradient", self.done(gradient))
                     steps.append(self.step(shares, config))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
+
+    def done(self, work: Callable[[], Result]) -> Callable[[], Result]:
+        """Of sharded weights, `work` done before its result is exchanged: its error ends this rank at once,
+        for the others wait in a forward and not where errors are told."""
+        if not self.policy.sharded:
+            return work
+        result = work()
+        return lambda: result
 
     def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
@@ -224,22 +234,31 @@ class PolicyUpdate:
         hides_sampler = self.config.old_logprobs == "sampler" or self.config.rollout.truncations
         shares, logprobs = [], []
         for batch in chosen.batches:
-            head = self.policy.head
-            out = packed_loss(
-                head,
-                self.policy.hidden_states(batch),  # no name: nothing keeps it during the next forward
-                replace(batch, sampler_logprobs=None) if hides_sampler else batch,
-                config,
-                totals=chosen.totals,
-                temperature=self.config.rollout.temperature,
-                weight_grad=self.optimizer.gradient_of(head.weight),
-            )
+            batch = replace(batch, sampler_logprobs=None) if hides_sampler else batch
+            out, own = self.policy.run(partial(self._loss, batch, config, chosen.totals))
             out.loss.backward()
-            shares.append(out.metrics | {"loss": out.loss.detach()})
-            logprobs.append(out.logprobs)
+            if self.world.leads or own == slice(None):  # a sharded head gives every rank those of all
+                shares.append(out.metrics | {"loss": out.loss.detach()})
+            logprobs.append(None if out.logprobs is None else out.logprobs[own])
         if minibatch.batches[0].old_logprobs is None:
             minibatch = minibatch.with_values("old_logprobs", logprobs)
         return minibatch, shares
+
+    def _loss(
+        self, batch: PackedBatch, config: GRPOLossConfig, totals: StepTotals
+    ) -> tuple[GRPOLossOutput, slice]:
+        """Of a micro-batch, and which of the log-probabilities are its own."""
+        hidden, batch, own = self.policy.at_head(batch)
+        out = packed_loss(
+            self.policy.head,
+            hidden,
+            batch,
+            config,
+            totals=totals,
+            temperature=self.config.rollout.temperature,
+            weight_grad=self.optimizer.gradient_of(self.policy.head_weight),
+        )
+        return out, own
 
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
@@ -264,15 +283,21 @@ class PolicyUpdate:
 
     def head_outputs(self, policy: Policy, batch: PackedBatch, *outputs: str) -> HeadOutput:
         """(N,) float32 log-probabilities at the sampling temperature, and `outputs` besides."""
-        head = policy.head
-        return linear_logprob(
-            policy.hidden_states(batch),
-            head.weight,
-            batch.targets,
-            temperature=self.config.rollout.temperature,
-            outputs=("logprob", *outputs),
-            **head.options,
-        )
+
+        def work() -> HeadOutput:
+            hidden, joined, own = policy.at_head(batch)
+            head = policy.head
+            out = linear_logprob(
+                hidden,
+                head.weight,
+                joined.targets,
+                temperature=self.config.rollout.temperature,
+                outputs=("logprob", *outputs),
+                **head.options,
+            )
+            return replace(out, **{name: getattr(out, name)[own] for name in ("logprob", *outputs)})
+
+        return policy.run(work)
 
     def with_choices(self, minibatch: Minibatch, config: GRPOLossConfig) -> Minibatch:
         """The minibatch with what is chosen over the tokens of all micro-batches and ranks, by one forward.
@@ -284,7 +309,7 @@ class PolicyUpdate:
             return minibatch
         tokens: dict[int, Tensor] = {}
         for found in self.world.together(
-            "the choice of tokens", partial(self.fit, minibatch, self._choice_values, cuts)
+            "the choice of tokens", self.done(partial(self.fit, minibatch, self._choice_values, cuts))
         ):
             tokens |= found
         order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
@@ -317,7 +342,7 @@ class PolicyUpdate:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
         penalties = torch.zeros(len(samples))
         work = partial(self.fit, self.minibatch(samples, StepTotals(0, 0)), self._kl_penalties)
-        for found in self.world.together("the KL to the reference", work):
+        for found in self.world.together("the KL to the reference", self.done(work)):
             for number, penalty in found.items():
                 penalties[number] = penalty
         return penalties

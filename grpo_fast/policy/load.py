@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def load_policy(
         fuse_layers(computed, config, device)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
     if shards:
-        policy.shard(world, head=distributed.head)
+        world.agreed("the weights", partial(policy.shard, world, head=distributed.head))
     verify_policy(policy)
     return policy
 

@@ -57,11 +57,13 @@ class MicroBatchBudget:
     Args:
         unit: what is never split, for messages.
         remedy: how the unit becomes smaller.
+        repeats: whether this process may do its work again: not while other ranks wait in the middle of it.
     """
 
-    def __init__(self, *, unit: str, remedy: str) -> None:
+    def __init__(self, *, unit: str, remedy: str, repeats: bool = True) -> None:
         self.unit = unit
         self.remedy = remedy
+        self.repeats = repeats
         self.limit: int | None = None
 
     def tokens(self, configured: int) -> int:
@@ -76,7 +78,7 @@ class MicroBatchBudget:
         failed attempt alive in its own variables.
 
         Raises:
-            torch.OutOfMemoryError: not even one unit fits.
+            torch.OutOfMemoryError: not even one unit fits, or the work must not be repeated.
         """
         random_state = capture_rng()
         while True:
@@ -84,6 +86,12 @@ class MicroBatchBudget:
             yield attempt
             if attempt.error is None:
                 return
+            if not self.repeats:
+                raise torch.OutOfMemoryError(
+                    f"out of memory in a micro-batch of {attempt.largest} tokens, and of sharded weights no "
+                    "rank repeats one alone: lower micro_batch_tokens, or set model.gradient_checkpointing = "
+                    f"true. The allocator said: {attempt.error}"
+                ) from attempt.error
             if attempt.largest <= attempt.longest:
                 raise torch.OutOfMemoryError(
                     f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "

@@ -51,9 +51,8 @@ class Policy:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
-        self.sharded = False  # whether its weights are dealt over ranks, so that a forward is one of all
         self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
-        self._sharded: ShardedModel | None = None
+        self._shards: ShardedModel | None = None
 
     def shard(self, world: World, *, head: str) -> None:
         """Divide the weights, and those of the reference, over the ranks: from now on each has its rows.
@@ -67,14 +66,14 @@ class Policy:
         from grpo_fast.policy.sharding import ShardedModel  # imports all of FSDP
 
         for policy in filter(None, (self, self._reference)):
-            policy._sharded = ShardedModel(
+            policy._shards = ShardedModel(
                 policy.model, policy.base_model, world, gathers_head=head == "gathered"
             )
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether a rank has its rows of each weight only: ranks then compute and read weights together."""
-        return self._sharded is not None
+    def sharded(self) -> bool:
+        """Whether each rank has its rows of every weight only, so that a forward is one of all ranks."""
+        return self._shards is not None
 
     def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
         """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
@@ -84,7 +83,7 @@ class Policy:
         Args:
             whole_head: all of the head's rows, even where the ranks share its work.
         """
-        return work() if self._sharded is None else self._sharded.run(work, whole_head=whole_head)
+        return work() if self._shards is None else self._shards.run(work, whole_head=whole_head)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -103,20 +102,25 @@ class Policy:
     @property
     def token_costs(self) -> TokenCosts:
         """Multiplications of a forward, by what it is asked for."""
-        config, table = self.base_model.config.get_text_config(), self.head.weight.numel()
+        config, table = self.base_model.config.get_text_config(), self.head_weight.numel()
         tables = table if config.tie_word_embeddings else 2 * table
         layers = sum(parameter.numel() for parameter in self.base_model.parameters()) - tables
         pair = 2 * config.hidden_size * config.num_hidden_layers  # scores, and the sum of values
         return TokenCosts(input=layers, target=table, pair=pair)
 
     @property
+    def head_weight(self) -> Tensor:
+        """(V, H), as `trainable` has it where it trains."""
+        return head_parameters(self.base_model).weight
+
+    @property
     def head(self) -> HeadParameters:
         """Whole, or of a sharded head this rank's rows, for hidden states as `at_head` gives them."""
         head = head_parameters(self.base_model)
-        if self._sharded is None or not isinstance(head.weight, DTensor):
+        if self._shards is None or not isinstance(head.weight, DTensor):
             return head
         bias = None if head.bias is None else cast("Any", head.bias).to_local()
-        group = self._sharded.world.mesh.get_group()
+        group = self._shards.world.mesh.get_group()
         return replace(head, weight=head.weight.to_local(), bias=bias, process_group=group)
 
     @property
@@ -144,9 +148,9 @@ class Policy:
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
         """
         hidden = self.hidden_states(batch)
-        if self._sharded is None or self.head.process_group is None:
+        if self._shards is None or self.head.process_group is None:
             return hidden, batch, slice(None)
-        return self._sharded.tokens_of_all(hidden, batch)
+        return self._shards.tokens_of_all(hidden, batch)
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -166,7 +170,7 @@ class Policy:
 
     def reference_weights(self) -> dict[str, Tensor]:
         """The frozen copy's weights, live, by name; empty where there is none that has whole weights."""
-        if self._reference is None or self.is_sharded:
+        if self._reference is None or self.sharded:
             return {}
         return dict(self._reference.model.named_parameters())
 
@@ -226,7 +230,7 @@ class Policy:
         The folder loads in transformers and vLLM alike. Sharded weights are gathered by all ranks, and rank 0
         writes.
         """
-        world = ALONE if self._sharded is None else self._sharded.world
+        world = ALONE if self._shards is None else self._shards.world
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
         if not world.leads:
             return

@@ -83,7 +83,7 @@ def make_engine(
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length)
-    if policy.is_sharded:
+    if policy.sharded:
         from grpo_fast.rollout.own_copy import OwnCopyEngine
 
         return OwnCopyEngine(policy, max_batch_tokens=config.max_batch_tokens)

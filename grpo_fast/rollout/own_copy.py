@@ -1,4 +1,4 @@
-"""The transformers engine of mode `shard`: with weights of its own, as each rank has rows of the policy's only."""
+"""The transformers engine of mode `shard`: with weights of its own, for the policy's are rows."""
 
 from __future__ import annotations
 

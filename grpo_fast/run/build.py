@@ -87,7 +87,9 @@ def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out)
-    policy = load_policy(config.model, needs_reference=needs_reference)
+    policy = load_policy(
+        config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
+    )
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     with ExitStack() as unless_built:

@@ -229,7 +229,7 @@ def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer,
 
 def test_make_engine_takes_the_policys_model_and_end_tokens_which_are_required(model, tokenizer):
     parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
-    policy = SimpleNamespace(**parts, is_sharded=False)
+    policy = SimpleNamespace(**parts, sharded=False)
 
     with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
         assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))
