@@ -95,18 +95,17 @@ def train(
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)
         trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
-        # A checkpoint has the weights, two float32 moments of each, and the masters of 16-bit ones.
-        weights, masters = trainer.policy.trainable().values(), trainer.optimizer.masters().values()
-        size = sum(w.numel() * (w.element_size() + 8) for w in weights) + sum(m.nbytes for m in masters)
+        # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
+        size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
         every = config.checkpoint.every or config.max_steps
         store.check_room(size, saves=math.ceil(config.max_steps / every))
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
-            trainer.optimizer.load_state_tensors(checkpoint.tensors["optimizer"])
+            trainer.optimizer.load_state_tensors(checkpoint.tensors, checkpoint.load)
             trainer.optimizer.load_state(checkpoint.state["optimizer"])
             trainer.load_state_dict(checkpoint.state["trainer"])
-            restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
+            restore_rng(checkpoint.state["rng"])
             trainer.step = checkpoint.step
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         signals = stack.enter_context(noting_signals())
@@ -189,7 +188,7 @@ def find_checkpoint(
         return None, []
     if checkpoint.path.resolve().parent != store.root.resolve():
         raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
-    if "optimizer" not in checkpoint.tensors:
+    if not checkpoint.state:
         raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
     if checkpoint.step > config.max_steps:
         raise CheckpointError(
