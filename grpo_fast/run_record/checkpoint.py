@@ -69,7 +69,7 @@ class Checkpoint:
     state: Mapping[str, Any]  # JSON; nothing beside weights alone
 
     def load(self, wanted: Mapping[str, Tensor]) -> None:
-        """Fill tensors that have names and shapes of the saved ones; of a DTensor, read this rank's rows alone.
+        """Fill tensors that have names and shapes of saved ones; of a DTensor, read this rank's rows alone.
 
         Raises:
             DamagedCheckpoint: they are not finite.
