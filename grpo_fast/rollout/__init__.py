@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
@@ -44,14 +45,19 @@ def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
     return "vllm" if problem is None else "transformers"
 
 
-def require_engine(config: RolloutConfig) -> None:
+def require_engine(config: RolloutConfig, world: World = ALONE) -> None:
     """Fail before the policy is loaded where `make_engine` would afterwards.
 
     Raises:
-        ValueError: the environment or a setting contradicts `config.engine`.
+        ValueError: the environment, the ranks or a setting contradict `config.engine`.
         ImportError: vLLM is asked for and not installed, or of an unknown version; the message says what to
             install.
     """
+    if world.size % (parallel := config.vllm.tensor_parallel_size):
+        raise ValueError(
+            f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the run's ranks, of which there "
+            f"are {world.size}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
+        )
     if config.engine != "vllm":
         return
     if config.max_batch_tokens is not None:
@@ -69,20 +75,22 @@ def make_engine(
     policy: Policy,
     *,
     max_length: int | None = None,
+    world: World = ALONE,
 ) -> Engine:
     """The engine that `chosen_engine` names.
 
     Args:
         max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
+        world: all ranks of it make their engines together.
 
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
     """
-    require_engine(config)
+    require_engine(config, world)
     if chosen_engine(config, policy.device) == "vllm":
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
-        return VLLMEngine(policy, config.vllm, max_length=max_length)
+        return VLLMEngine(policy, config.vllm, max_length=max_length, world=world)
     if policy.sharded:
         from grpo_fast.rollout.own_copy import OwnCopyEngine
 

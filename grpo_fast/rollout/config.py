@@ -67,7 +67,7 @@ class VLLMConfig(Section):
     )
     fp32_head: bool = Field(False, description="logits by a float32 product of hidden states and head")
     tensor_parallel_size: PositiveInt = Field(
-        1, description="GPUs under one model; above 1 only for a trainer of several ranks, and a run has one"
+        1, description="ranks of torchrun, one after the other, that hold one vLLM between them"
     )
 
 
@@ -115,15 +115,6 @@ class RolloutConfig(Section):
     def length_limit(self) -> int:
         """Tokens that no completion of the run exceeds."""
         return self.max_completion_length if self.adaptive_length is None else self.adaptive_length.max
-
-    @model_validator(mode="after")
-    def _one_rank(self) -> RolloutConfig:
-        if self.vllm.tensor_parallel_size > 1:
-            raise ValueError(
-                f"rollout.vllm.tensor_parallel_size = {self.vllm.tensor_parallel_size} would start as many "
-                "trainers, each by itself and all in one output_dir; set it to 1"
-            )
-        return self
 
     @model_validator(mode="after")
     def _length_within_bounds(self) -> RolloutConfig:

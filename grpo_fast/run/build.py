@@ -71,7 +71,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
 
 
 def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
-    require_engine(config.rollout)
+    require_engine(config.rollout, world)
     judges = load_rewards(config.rewards)
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
@@ -98,6 +98,7 @@ def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
                 config.rollout,
                 policy,
                 max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
+                world=world,
             )
         )
         engine.sleep()  # its memory is that of masters, gradients and a resumed state until the first rollout

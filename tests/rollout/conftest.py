@@ -98,10 +98,10 @@ def saved_model(
 ) -> Callable[..., Path]:
     """Save a random model that vLLM takes. Its head, tied or not, has fewer rows than vLLM pads it to."""
 
-    def save(*, tied: bool = True, own: PreTrainedTokenizerFast | None = None) -> Path:
+    def save(*, tied: bool = True, heads: int = 1, own: PreTrainedTokenizerFast | None = None) -> Path:
         folder, speaks = tmp_path_factory.mktemp("served"), own or tokenizer
         names = {name: getattr(speaks, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        shape = SERVED | names | {"vocab_size": len(speaks)}
+        shape = SERVED | names | {"vocab_size": len(speaks), "num_key_value_heads": heads}
         with torch.random.fork_rng():
             print(f"seed {torch.seed() % 2**31}")
             config = LlamaConfig(**shape, tie_word_embeddings=tied, attention_bias=True)

@@ -17,11 +17,13 @@ import threading
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
@@ -33,7 +35,7 @@ from grpo_fast.rollout.vllm.checks import (
     unregistered_tensors,
 )
 from grpo_fast.rollout.vllm.sleep import SleepCycle
-from grpo_fast.rollout.vllm.start import choose, start, stopped
+from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped
 from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, size_in_bytes, storage_of
 
 if TYPE_CHECKING:
@@ -44,12 +46,27 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
 
 logger = logging.getLogger(__name__)
-Key = tuple[int, int]  # a completion's prompt, and its number among the prompt's
+Key = tuple[int, int, int]  # a completion's rank among vLLM's, its prompt, and its number among the prompt's
 _calls = itertools.count()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a rank wants to be generated."""
+
+    prompts: Sequence[Sequence[int]]
+    n: int
+    sampling: Sampling
+    seed: int
+    weights_changed: bool
+
+
 class VLLMEngine:
-    """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager."""
+    """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager.
+
+    Of several ranks each has one, and calls `generate` and `sync` when the others do. Those of a
+    tensor-parallel vLLM must run all requests in the same order: they exchange their prompts first.
+    """
 
     name = "vllm"
 
@@ -59,12 +76,14 @@ class VLLMEngine:
         config: VLLMConfig,
         *,
         max_length: int | None = None,
+        world: World = ALONE,
     ) -> None:
         """
         Args:
             policy: whose weights generate; the engine keeps it.
             config: the run's `rollout.vllm`.
             max_length: tokens of the longest prompt and its completion; none: as the configuration says.
+            world: the ranks, in all of which an engine is made.
 
         Raises:
             ImportError: vLLM is missing or of an unknown version.
@@ -73,11 +92,14 @@ class VLLMEngine:
                 differently from the policy.
         """
         self._policy = policy
-        self._in_parallel = config.tensor_parallel_size > 1
+        self._world = world
+        self._take_place(config.tensor_parallel_size)
         choices = choose(policy, config)
         self._weights_sleep = choices.weights_sleep
         self._llm: LLM | None
-        self._llm, placements, self._weight_bytes = start(policy, config, choices, max_length=max_length)
+        self._llm, placements, self._weight_bytes = start(
+            policy, config, choices, max_length=max_length, world=world
+        )
         try:
             self._cycle = SleepCycle(self._vllm, 0)
             self._sync = WeightSync(
@@ -105,6 +127,12 @@ class VLLMEngine:
             self.close()
             raise
 
+    def _take_place(self, parallel: int) -> None:
+        """Consecutive ranks share a vLLM."""
+        self._place = self._world.rank % parallel
+        first = self._world.rank - self._place
+        self._members = slice(first, first + parallel)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -118,12 +146,35 @@ class VLLMEngine:
         Each has a seed of its own, made of `sampling.seed`, its prompt's number and its own: the same call
         gives the same tokens, up to the rounding that other batches bring. Whatever ends the call early,
         nothing stays behind in vLLM.
+
+        Raises:
+            RankError: what another rank asks for cannot be.
         """
-        vllm, tokenizer, longest = self._vllm, self._policy.tokenizer, sampling.max_completion_length
+        asked = self._world.together("a rollout's prompts", lambda: self._asked(prompts, n, sampling))
+        if any(ask.weights_changed for ask in asked):
+            self.sync(self._policy)
+        collector = Collector(len(prompts), n, observer)
+        requests = (
+            ((member, *key), ask.prompts[key[0]], self._params(ask.sampling, request_seed(ask.seed, *key)))
+            for member, ask in enumerate(asked[self._members])
+            for key in itertools.product(range(len(ask.prompts)), range(ask.n))
+        )
+        with closing(self._run(requests)) as steps:
+            for finished in steps:
+                for (member, prompt, number), output in finished:
+                    completion = completion_of(output.outputs[0], self._policy.tokenizer)
+                    if member == self._place:
+                        collector.add(prompt, number, completion)
+                if collector.report_due:
+                    collector.report(self._tokens_in_flight())
+        return collector.groups()
+
+    def _asked(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Asked:
+        """Raises as `generate`."""
+        longest = sampling.max_completion_length
+        self._require_open()
         self._cycle.require_awake()
         check_prompts(prompts, n)
-        if sampling.seed is None and self._in_parallel:
-            raise ValueError("sampling.seed = None: tensor-parallel processes must draw alike; give a seed")
         for index, prompt in enumerate(prompts):
             if len(prompt) + longest > self._max_length:
                 raise ValueError(
@@ -132,20 +183,10 @@ class VLLMEngine:
                     "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
                 )
         if sampling.stop:
-            require_same_tokenizer(tokenizer, vllm.get_tokenizer())
-        if fingerprint(self._policy) != self._synced:
-            self.sync(self._policy)
-        collector = Collector(len(prompts), n, observer)
+            require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        keys = itertools.product(range(len(prompts)), range(n))
-        requests = ((key, prompts[key[0]], self._params(sampling, request_seed(seed, *key))) for key in keys)
-        with closing(self._run(requests)) as steps:
-            for finished in steps:
-                for key, output in finished:
-                    collector.add(*key, completion_of(output.outputs[0], tokenizer))
-                if collector.report_due:
-                    collector.report(self._tokens_in_flight())
-        return collector.groups()
+        changed = fingerprint(self._policy) != self._synced
+        return Asked(prompts, n, sampling, seed, changed)
 
     def sleep(self) -> None:
         self._require_open()
@@ -161,11 +202,15 @@ class VLLMEngine:
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
-        if name := first_not_finite(policy.trainable()):  # from NaN vLLM draws token 0, and does not tell
-            raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
-        if on_gpu:
-            torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
-        self._cycle.wake_weights()
+
+        def ready() -> None:
+            if name := first_not_finite(policy.trainable()):  # from NaN vLLM draws token 0, and does not tell
+                raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
+            if on_gpu:
+                torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
+            self._cycle.wake_weights()
+
+        self._world.together("vLLM's new weights", ready)
         self._sync(everything=self._cycle.weights_dropped)
         if on_gpu:
             torch.cuda.synchronize(policy.device)
@@ -198,7 +243,7 @@ class VLLMEngine:
     def close(self) -> None:
         """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
 
-        vLLM takes torch.distributed down as it goes, also where it was there before.
+        torch.distributed goes with it, unless there are other ranks.
         """
         if self._llm is None:
             return
@@ -210,7 +255,8 @@ class VLLMEngine:
         for name in ("_sync", "_cycle"):
             vars(self).pop(name, None)  # what refers to vLLM's memory keeps it
         try:
-            vllm.engine_core.shutdown()
+            with keeping_ranks(self._world):
+                vllm.engine_core.shutdown()
         except Exception as error:  # a run that is over does not fail by it
             logger.warning("vLLM did not stop cleanly: %s", error)
         finally:
@@ -260,7 +306,7 @@ class VLLMEngine:
         try:
             for key, prompt, params in requests:
                 # vLLM runs a batch ahead: the last one still names requests of this call in the next one.
-                name = f"{call}-{key[0]}-{key[1]}"
+                name = "-".join(map(str, (key[0], call, *key[1:])))
                 in_flight[name] = key
                 vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
             while in_flight:
@@ -294,15 +340,16 @@ class VLLMEngine:
         )
 
     def _tokens_in_flight(self) -> int:
-        """Drawn so far by the requests that have not ended."""
-        states = self._vllm.output_processor.request_states.values()
-        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+        """Drawn so far by this rank's requests that have not ended."""
+        states, own = self._vllm.output_processor.request_states, f"{self._place}-"
+        detokenizers = [state.detokenizer for name, state in states.items() if name.startswith(own)]
+        return sum(detokenizer.num_output_tokens() for detokenizer in detokenizers if detokenizer is not None)
 
     def _probe_logprobs(self) -> Tensor:
         """(T - 1,) of a fixed text's tokens but the first."""
         params = self._params(Sampling(max_completion_length=1, temperature=0.0))
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        ((_, output),) = itertools.chain.from_iterable(self._run([((0, 0), self._probe, params)]))
+        ((_, output),) = itertools.chain.from_iterable(self._run([((0, 0, 0), self._probe, params)]))
         pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.rollout.config import VLLMConfig
@@ -58,8 +59,8 @@ DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-# A process that is alone talks to nobody, and starts where a host has no name or no network.
-ALONE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# Ranks of one host talk to no other, and start where it has no name or no network.
+ONE_HOST = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _running: list[object] = []
@@ -119,11 +120,13 @@ def start(
     choices: Choices,
     *,
     max_length: int | None = None,
+    world: World = ALONE,
 ) -> tuple[LLM, list[Placement], int]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
     Args:
         max_length: tokens of the longest prompt and its completion, unless the configuration says.
+        world: each rank of it starts one, and joins the others' where the configuration says so.
 
     Returns:
         vLLM, where its loader put each weight, and the bytes of weights in memory of vLLM's own.
@@ -151,16 +154,18 @@ def start(
 
     logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
+    if world.size > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
     with (
-        starting(alone=config.tensor_parallel_size == 1),
+        starting(world),
         _model_folder(policy, compiles=not arguments["enforce_eager"]) as folder,
         _loading_by(load),
     ):
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        require_device(policy.device, current_platform.device_type, config)
-        require_processes(config)
+        require_device(policy.device, current_platform.device_type, world)
+        require_processes(world)
         if choices.weights_sleep:
             require_empty_pool()
         if on_gpu:
@@ -172,8 +177,10 @@ def start(
     return llm, placements, weight_bytes
 
 
-def require_device(device: torch.device, platform: str, config: VLLMConfig) -> None:
+def require_device(device: torch.device, platform: str, world: World = ALONE) -> None:
     """vLLM must work where the policy lies: it takes the first visible GPU, or the CPU it was built for.
+
+    Of several ranks each takes the GPU of its LOCAL_RANK, as its policy does.
 
     Raises:
         ValueError: it works elsewhere.
@@ -184,36 +191,24 @@ def require_device(device: torch.device, platform: str, config: VLLMConfig) -> N
             f"the policy is on {device}, and the installed vLLM is one for {built_for}; change model.device, "
             "or set rollout.engine to transformers"
         )
-    if device.index and config.tensor_parallel_size == 1:
+    if device.index and world.size == 1:
         raise ValueError(
             f"the policy is on {device}, and vLLM takes the first visible GPU; set CUDA_VISIBLE_DEVICES = "
             f"{device.index} and model.device to cuda"
         )
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if config.tensor_parallel_size > 1 and (device.index or 0) != local_rank:
-        raise ValueError(
-            f"the policy is on {device}, and vLLM takes the GPU of LOCAL_RANK = {local_rank}; start it with "
-            f"model.device=cuda:{local_rank}"
-        )
 
 
-def require_processes(config: VLLMConfig) -> None:
-    """vLLM joins torch.distributed where it runs already, and its groups must fill it.
+def require_processes(world: World) -> None:
+    """vLLM joins torch.distributed where it runs already.
 
     Raises:
-        ValueError: there are more or fewer processes than vLLM will use, or not those of torchrun.
+        ValueError: with other processes than those of `world`.
     """
-    wanted, launched = config.tensor_parallel_size, os.environ.get("WORLD_SIZE", "1")
-    if wanted > 1 and int(launched) != wanted:
+    found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if found != world.size:
         raise ValueError(
-            f"rollout.vllm.tensor_parallel_size = {wanted} needs as many processes, not {launched}; start "
-            f"the run with torchrun --nproc-per-node {wanted}"
-        )
-    found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else wanted
-    if found != wanted:
-        raise ValueError(
-            f"torch.distributed runs with {found} processes, and vLLM would join it with "
-            f"rollout.vllm.tensor_parallel_size = {wanted}; set it to {found}, or leave torch.distributed off"
+            f"torch.distributed runs with {found} processes, which vLLM would join, and the engine's "
+            f"world.size = {world.size}; give the world that `joined` opens, or leave torch.distributed off"
         )
 
 
@@ -249,7 +244,6 @@ def engine_arguments(
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if config.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = config.tensor_parallel_size
-        arguments["distributed_executor_backend"] = "external_launcher"
     if adapters:
         loras: dict[str, Any] = policy.model.peft_config
         rank = max(lora.r for lora in loras.values())
@@ -327,11 +321,8 @@ def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
 
 
 @contextmanager
-def starting(*, alone: bool) -> Iterator[None]:
+def starting(world: World = ALONE) -> Iterator[None]:
     """Around the import of vLLM and the making of its engine, of which a process holds one.
-
-    Args:
-        alone: vLLM uses no other process.
 
     Raises:
         RuntimeError: an engine is running.
@@ -342,13 +333,13 @@ def starting(*, alone: bool) -> Iterator[None]:
             "the engine as a context manager)"
         )
     environment = dict(os.environ)
-    for name, value in (DEFAULTS | (ALONE if alone and sys.platform == "linux" else {})).items():
+    one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size and sys.platform == "linux"
+    for name, value in (DEFAULTS | (ONE_HOST if one_host else {})).items():
         os.environ.setdefault(name, value)
     if settings := next((environment[name] for name in ALLOCATOR if name in environment), None):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings  # where vLLM looks for expandable segments
     rng = capture_rng()
     set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
-    had_groups = torch.distributed.is_initialized()
     _running.append(object())
     # vLLM gives its loggers the level only after a first import that logs already.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
@@ -358,17 +349,18 @@ def starting(*, alone: bool) -> Iterator[None]:
                 warnings.simplefilter("ignore", category)
             yield
     except BaseException:
-        if torch.distributed.is_initialized() and not had_groups:  # which the next start would trip over
+        if torch.distributed.is_initialized():  # vLLM's groups, which the next start would trip over
             from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
-            destroy_model_parallel()
-            destroy_distributed_environment()
+            with keeping_ranks(world):
+                destroy_model_parallel()
+                destroy_distributed_environment()
         stopped()
         raise
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
-        restore_rng(rng)
+        restore_rng(*rng)
         # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
         own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         os.environ.clear()
@@ -376,6 +368,22 @@ def starting(*, alone: bool) -> Iterator[None]:
         if settings and torch.cuda.is_initialized():
             # vLLM limits how blocks are split while it loads, and before 0.31 drops every other setting.
             torch._C._accelerator_setAllocatorSettings(settings)
+
+
+@contextmanager
+def keeping_ranks(world: World) -> Iterator[None]:
+    """Around vLLM's end, which would take torch.distributed down where the ranks go on."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_own(group: Any = None) -> None:
+        if group is not None or world.size == 1:
+            destroy(group)
+
+    torch.distributed.destroy_process_group = destroy_own
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group = destroy
 
 
 def stopped() -> None:

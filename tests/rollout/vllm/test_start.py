@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from grpo_fast.config_io import load_config
-from grpo_fast.rollout import Sampling, make_engine, vllm
+from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.rollout import Sampling, make_engine, require_engine, vllm
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
 from grpo_fast.rollout.vllm.engine import VLLMEngine, request_seed
@@ -35,6 +36,7 @@ def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = Fal
     return SimpleNamespace(
         device=torch.device(device),
         has_adapters=rank is not None,
+        sharded=False,
         base_model=SimpleNamespace(dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)])),
         model=SimpleNamespace(peft_config={"default": SimpleNamespace(r=rank)}),
     )
@@ -60,14 +62,18 @@ def test_a_missing_or_unknown_vllm_is_refused_by_name_and_passed_over_by_auto(ve
     with pytest.raises(ImportError, match=rf"{version or 'not installed'}.*pip install.*rollout\.engine"):
         require_vllm()
 
-    on_gpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(
+        model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cuda"), sharded=False
+    )
     with pytest.warns(UserWarning, match="transformers") if version else nullcontext():
         assert make_engine(RolloutConfig(), on_gpu).name == "transformers"
 
 
 def test_auto_stays_with_transformers_on_a_cpu(model, installed):
     installed("0.32.0")
-    on_cpu = SimpleNamespace(model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cpu"))
+    on_cpu = SimpleNamespace(
+        model=model, tokenizer=None, eos_token_ids=(1,), device=torch.device("cpu"), sharded=False
+    )
 
     assert make_engine(RolloutConfig(), on_cpu).name == "transformers"
 
@@ -78,9 +84,6 @@ def test_an_engine_in_other_processes_or_with_a_setting_of_the_other_engine_is_r
     installed("0.32.0")
     with pytest.raises(ValueError, match=r"max_batch_tokens = 9.*rollout\.vllm\.kv_cache_gib"):
         make_engine(RolloutConfig(engine="vllm", max_batch_tokens=9), policy("cpu"))
-
-    with pytest.raises(ValueError, match=r"rollout\.vllm\.tensor_parallel_size = 2.*set it to 1"):
-        RolloutConfig(vllm=VLLMConfig(tensor_parallel_size=2))
 
     monkeypatch.setenv(IN_PROCESS, "1")
     with pytest.raises(ValueError, match=IN_PROCESS):
@@ -101,7 +104,7 @@ def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_setting
         monkeypatch.setenv(name, value)
     before = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
 
-    with starting(alone=True):
+    with starting():
         inside = dict(os.environ)
         os.environ["KEPT"], os.environ["ADDED"], os.environ["VLLM_OWN"] = "after", "x", "y"
         del os.environ["PYTORCH_ALLOC_CONF"]
@@ -118,6 +121,7 @@ def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_setting
 def test_a_vllm_that_fails_as_it_stops_fails_no_run(caplog):
     engine, core = VLLMEngine.__new__(VLLMEngine), SimpleNamespace(shutdown=lambda: 1 / 0)
     engine._policy, engine._cycle = policy("cpu"), SleepCycle(SimpleNamespace(), 0)
+    engine._world = ALONE
     engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
 
     engine.close()
@@ -150,7 +154,6 @@ def test_a_cache_that_cannot_be_written_holds_no_model(monkeypatch, tmp_path: Pa
 
 
 SHARE = {"gpu_memory_utilization": 0.375}
-LAUNCHED = {"distributed_executor_backend": "external_launcher"}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ LAUNCHED = {"distributed_executor_backend": "external_launcher"}
         ("cpu", {"max_model_length": 99}, 50, {"max_model_len": 99}),
         ("cuda", {"max_sequences": 3}, None, {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 2, 3]}),
         ("cpu", {}, None, {"enable_chunked_prefill": False}),
-        ("cuda", {"tensor_parallel_size": 2}, None, {"tensor_parallel_size": 2} | LAUNCHED),
+        ("cuda", {"tensor_parallel_size": 2}, None, {"tensor_parallel_size": 2}),
     ],
 )
 def test_vllm_is_started_by_configuration_then_device(monkeypatch, device, settings, longest, expected):
@@ -206,9 +209,8 @@ def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_ta
 
 
 @pytest.mark.parametrize(
-    ("device", "platform", "parallel", "key"),
+    ("device", "platform", "ranks", "key"),
     [
-        ("cuda:0", "cuda", 2, "LOCAL_RANK = 1"),
         ("cpu", "cuda", 1, r"one for cuda.*model\.device"),
         ("cpu", "", 1, r"finds none.*model\.device"),
         ("cuda:1", "cuda", 1, "CUDA_VISIBLE_DEVICES = 1"),
@@ -216,24 +218,26 @@ def test_a_float32_head_wants_a_vllm_that_has_one_and_adapters_a_rank_that_it_ta
         ("cuda:1", "cuda", 2, None),
     ],
 )
-def test_vllm_must_work_where_the_policy_lies(monkeypatch, device, platform, parallel, key):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+def test_vllm_must_work_where_the_policy_lies(device, platform, ranks, key):
     with pytest.raises(ValueError, match=key) if key else nullcontext():
-        require_device(torch.device(device), platform, VLLMConfig(tensor_parallel_size=parallel))
+        require_device(torch.device(device), platform, World(size=ranks))
 
 
-def test_the_processes_are_those_that_vllm_will_use(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    require_processes(VLLMConfig())
-    with pytest.raises(ValueError, match=r"tensor_parallel_size = 2.*torchrun"):
-        require_processes(VLLMConfig(tensor_parallel_size=2))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    require_processes(VLLMConfig(tensor_parallel_size=2))
+def test_the_processes_are_the_trainers_and_vllms_divide_them(monkeypatch):
+    parallel = RolloutConfig(vllm=VLLMConfig(tensor_parallel_size=2))
+    require_engine(parallel, World(size=4))
+    for ranks in (1, 3):
+        with pytest.raises(ValueError, match=rf"parallel_size = 2 does not divide.* {ranks}; .*torchrun"):
+            require_engine(parallel, World(size=ranks))
 
+    require_processes(World())
+    with pytest.raises(ValueError, match=r"1 processes.*size = 3"):
+        require_processes(World(size=3))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(ValueError, match=r"3 processes.*tensor_parallel_size = 1"):
-        require_processes(VLLMConfig())
+    require_processes(World(size=3))
+    with pytest.raises(ValueError, match=r"3 processes.*size = 1"):
+        require_processes(World())
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ WORDS = (
     ("v1/worker/gpu_worker.py", '"kv_cache"'),
     ("platforms/cuda.py", '"vllm.v1.worker.gpu_worker.Worker"'),
     ("config/model.py", "max_model_len == -1"),
+    ("distributed/parallel_state.py", "torch.distributed.destroy_process_group()"),
 )
 
 

@@ -1,0 +1,70 @@
+"""Two ranks with vLLM: `python vllm_ranks.py MODEL_FOLDER STORE_FOLDER`. One process imports, and forks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import largest_difference
+
+from grpo_fast.distributed.world import RankError, World
+from grpo_fast.policy import load_policy
+from grpo_fast.policy.config import ModelConfig
+from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+
+ROUNDING = 1e-3
+SAMPLING = Sampling(max_completion_length=20, seed=11)
+
+
+def main(rank: int, folder: str, store: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}/store", rank=rank, world_size=2, timeout=timedelta(minutes=2)
+    )
+    world = World(rank, 2)
+    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
+    prompts = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:]
+    for parallel in (1, 2):
+        config = VLLMConfig(kv_cache_gib=0.05, tensor_parallel_size=parallel)
+        with make_engine(
+            RolloutConfig(engine="vllm", vllm=config), policy, max_length=64, world=world
+        ) as engine:
+            before = engine.generate(prompts, 3, SAMPLING)
+            assert largest_difference(policy, prompts, before) < ROUNDING
+            torch.manual_seed(parallel)
+            with torch.no_grad():
+                for parameter in policy.trainable().values():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+            engine.sleep()
+            engine.sync(policy)
+            engine.wake()
+            after = engine.generate(prompts, 3, SAMPLING)
+            assert [len(group) for group in after] == [3] * len(prompts)
+            assert largest_difference(policy, prompts, after) < ROUNDING
+            assert largest_difference(policy, prompts, before) > 10 * ROUNDING
+            try:
+                engine.generate([] if rank == 1 else [()], 1, SAMPLING)
+            except ValueError as error:
+                assert rank == 0 and "prompts[0]" in str(error)
+            except RankError as error:
+                assert rank == 1 and "rank 0 stopped at a rollout's prompts" in str(error)
+            else:
+                raise AssertionError("a prompt without tokens was taken")
+        assert world.sum(torch.ones(())) == 2
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    # Ranks that disagree on its name go without shared memory, which no process would remove from /dev/shm.
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: str(communicator.rank))
+    multiprocessing.start_processes(main, args=tuple(sys.argv[1:]), nprocs=2, start_method="fork")
