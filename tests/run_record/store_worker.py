@@ -1,0 +1,149 @@
+"""Checkpoints of one rank and of several: `python store_worker.py FOLDER SEED`.
+
+One process imports what takes seconds, and forks.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from grpo_fast.distributed.shards import as_sharded, rows_of
+from grpo_fast.distributed.world import World
+from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy.config import OptimizerConfig
+from grpo_fast.policy.finite import Diverged
+from grpo_fast.run_record import checkpoint
+from grpo_fast.run_record.checkpoint import CheckpointSaveError, CheckpointStore
+
+SHAPES = {"wide": (7, 5), "row": (1, 6), "vector": (9,), "experts": (2, 3, 4), "unreached": (4, 4)}
+HALF = ("wide", "vector", "unreached")  # of 16 bits
+
+
+def build(
+    world: World, seed: int, *, sharded: bool = False
+) -> tuple[dict[str, nn.Parameter], PolicyOptimizer]:
+    rng = torch.Generator().manual_seed(seed)
+    parameters = {}
+    for name, shape in SHAPES.items():
+        weight = torch.randn(shape, generator=rng).to(torch.bfloat16 if name in HALF else torch.float32)
+        rows = rows_of(weight, world).clone()
+        parameters[name] = nn.Parameter(as_sharded(rows, weight.shape, world) if sharded else weight)
+    return parameters, PolicyOptimizer(parameters, OptimizerConfig(), total_steps=9, world=world)
+
+
+def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
+
+
+def save(folder: Path, seed: int, world: World) -> None:
+    """Two steps and a checkpoint, and beside it what it holds."""
+    parameters, optimizer = build(world, seed)
+    rng = torch.Generator().manual_seed(seed + world.rank)
+    for _ in range(2):
+        for name, parameter in parameters.items():
+            if name != "unreached":
+                (parameter * torch.randn(parameter.shape, generator=rng)).sum().backward()
+        optimizer.step()
+    CheckpointStore(folder / f"by {world.size}", 1, world).save(
+        2, optimizer.state_tensors(), {"by": world.rank}
+    )
+    expected = whole(optimizer.state_tensors()), whole(parameters)
+    world.from_lead("what is expected", lambda: torch.save(expected, folder / f"expected {world.size}"))
+
+
+def resume(folder: Path, seed: int, world: World, *, by: int, sharded: bool = False) -> None:
+    """From a checkpoint of so many ranks: the same numbers, to the bit."""
+    parameters, optimizer = build(world, seed + 1, sharded=sharded)
+    store = CheckpointStore(folder / f"by {by}", 1, world)
+    found = world.from_lead("the checkpoint", store.load_intact)
+    assert found is not None and found.state == {"by": 0}
+    optimizer.load_state_tensors(found.tensors, found.load)
+    for expected, ours in zip(
+        torch.load(folder / f"expected {by}"), (optimizer.state_tensors(), parameters), strict=True
+    ):
+        torch.testing.assert_close(whole(ours), expected, rtol=0, atol=0)
+
+
+def failing_once(work: Callable[..., Any], errors: list[OSError]) -> Callable[..., Any]:
+    def tried(*given: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return work(*given)
+
+    return tried
+
+
+def fail(folder: Path, seed: int, world: World) -> None:
+    """What one rank cannot write, all have not saved; room that one rank wants, rank 0 makes."""
+    store = CheckpointStore(folder / "failed", 3, world)
+    rows = rows_of(torch.arange(24.0).view(8, 3), world).clone()
+    tensors = {"master.weight": as_sharded(rows, torch.Size([8, 3]), world)}
+    for step in (1, 2):
+        store.save(step, tensors, {})
+    unlucky = seed % world.size
+    for place, name, code in (
+        (FileSystem, "create_stream", errno.EIO),
+        (checkpoint, "fingerprint", errno.EIO),
+        (FileSystem, "create_stream", errno.ENOSPC),
+    ):
+        original, errors = getattr(place, name), [OSError(code, "broken")] * (world.rank == unlucky)
+        fails_once = patch.object(place, name, failing_once(original, errors))
+        full = code == errno.ENOSPC
+        with fails_once, nullcontext() if full else pytest.raises(CheckpointSaveError, match="broken"):
+            store.save(3, tensors, {})
+        kept = ["step-00000002", "step-00000003"] if full else ["step-00000001", "step-00000002"]
+        assert sorted(path.name for path in store.root.iterdir()) == kept
+        world.together("looked", lambda: None)
+    rows[:] = torch.nan if world.rank == unlucky else 0.0
+    with pytest.raises(Diverged, match=r"master\.weight"):
+        store.save(4, tensors, {})
+
+
+WORLDS: Sequence[tuple[int, list[Any]]] = (
+    (1, [save]),
+    (2, [save, fail, partial(resume, by=1)]),
+    (4, [partial(resume, by=1, sharded=True), partial(resume, by=2)]),
+    (1, [partial(resume, by=2)]),
+)
+
+
+def main(rank: int, number: int, folder: str, seed: int) -> None:
+    size, checks = WORLDS[number]
+    if size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store{number}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=300),
+        )
+    for check in checks:
+        check(Path(folder), seed, World(rank, size))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for number, (size, _) in enumerate(WORLDS):
+        arguments = (number, sys.argv[1], int(sys.argv[2]))
+        if size == 1:  # what is imported on the way, the others have too
+            main(0, *arguments)
+        else:
+            multiprocessing.start_processes(main, args=arguments, nprocs=size, start_method="fork")
