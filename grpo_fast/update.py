@@ -263,7 +263,8 @@ class PolicyUpdate:
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
         learning_rate = self.optimizer.learning_rate
-        grad_norm = optimizer_step(self.optimizer)
+        with self.world.at("the optimizer"):
+            grad_norm = optimizer_step(self.optimizer)
         of_ranks = self.world.together("the update's metrics", partial(sum_metrics, shares))
         metrics = sum_metrics(of_ranks) | {"grad_norm": grad_norm, "learning_rate": learning_rate}
         if config.use_adaptive_entropy:

@@ -61,6 +61,18 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Any], dict[str, torch.Tensor]]:
+    """A checkpoint's tensors, whole."""
+
+    def read(checkpoint: Any) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.empty_like(like, device="cpu") for name, like in checkpoint.tensors.items()}
+        checkpoint.load(tensors)
+        return tensors
+
+    return read
+
+
 @pytest.fixture
 def garbage_in_new_memory() -> Iterator[None]:
     """Memory nobody has written holds NaN and huge integers, as what an allocator reuses may.

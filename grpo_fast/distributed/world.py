@@ -9,23 +9,22 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+from grpo_fast.distributed.watch import RankError, Watch
 
 T = TypeVar("T")
 _ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
-
-
-class RankError(RuntimeError):
-    """Another rank failed, or is at another place."""
 
 
 @dataclass(eq=False)
@@ -37,12 +36,16 @@ class World:
         size: how many there are; 1: no torch.distributed.
         device: of this rank, where its tensors are exchanged.
         step: that is being trained, for messages.
+        watch: of the other ranks; None: there are none.
+        objects: the group of `together`: a rank may fail where others are in a collective of tensors.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     step: int = 0
+    watch: Watch | None = None
+    objects: ProcessGroup | None = None
 
     @property
     def leads(self) -> bool:
@@ -69,6 +72,14 @@ class World:
         """One of this rank's own; rank 0's is the same."""
         return random.Random(f"{seed}/{self.rank}").getrandbits(62) if self.rank else seed
 
+    def at(self, place: str) -> AbstractContextManager[None]:
+        """Where this rank is while it takes part in collectives, for the messages of all ranks.
+
+        Raises:
+            RankError: in the stead of a collective's error; another rank is lost.
+        """
+        return nullcontext() if self.watch is None else self.watch.at(f"{place} of step {self.step}")
+
     def together(self, place: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, in rank order.
 
@@ -81,24 +92,27 @@ class World:
         """
         if self.size == 1:
             return [work()]
+        watch = self.watch
+        assert watch is not None, "ranks that exchange anything have `joined`"
         place = f"{place} of step {self.step}"
-        try:
-            result, error = work(), None
-        except BaseException as raised:
-            result, error = None, raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
+        result, error, told = None, None, None
         found: list[tuple[str, str | None, T]] = [None] * self.size  # type: ignore[list-item]
-        try:
-            dist.all_gather_object(found, (place, told, result))
-        except RuntimeError as lost:
-            raise error or RankError(f"{place}: the ranks lost each other: {lost}") from lost
-        if error is not None:
-            raise error
-        for rank, (where, problem, _) in enumerate(found):
-            if problem is not None:
-                raise RankError(f"rank {rank} stopped at {where}: {problem}")
-            if where != place:
-                raise RankError(f"rank {rank} is at {where!r}, and rank {self.rank} at {place!r}")
+        with watch.at(place):
+            try:
+                with watch.work():
+                    result = work()
+            except BaseException as raised:
+                error = watch.explained(raised)
+                if watch.lost or error is watch.agreed:
+                    raise
+                told = watch.fail(error)
+            dist.all_gather_object(found, (place, told, result), group=self.objects)
+            watch.finished()
+        problems = [problem for _, problem, _ in found if problem is not None]
+        away = [f"rank {rank} is at {there}" for rank, (there, _, _) in enumerate(found) if there != place]
+        if problems or away:
+            watch.agreed = error or RankError(problems[0] if problems else f"{away[0]}, not at {place}")
+            raise watch.agreed
         return [value for _, _, value in found]
 
     def agreed(self, place: str, work: Callable[[], T]) -> T:
@@ -152,10 +166,25 @@ def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    watch = Watch(store, rank, size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield World(rank, size, device)
+        objects = dist.new_group(backend="gloo", timeout=timeout)
+        world = World(rank, size, device, watch=watch, objects=objects)
+        with watch:
+            try:
+                yield world
+            except BaseException as error:
+                with suppress(RankError):
+                    world.together("the end", partial(_raise, error))
+                raise
+            world.together("the end", bool)  # a rank that leaves before others would seem lost
     finally:
         mesh_of.cache_clear()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -16,6 +16,7 @@ from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.host_memory import host_like, to_host, visits
 
+MASTER = "master."  # before a parameter's name, in the names of saved tensors
 SMALLEST = 2**20  # bytes; smaller tensors stay on the device: many copies for nothing
 _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
@@ -276,7 +277,7 @@ class PolicyOptimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """Adam's state, live, by `KIND.PARAMETER`; empty before the first step."""
-        return {k: t for k, t in self.state_tensors().items() if not k.startswith("master.")}
+        return {k: t for k, t in self.state_tensors().items() if not k.startswith(MASTER)}
 
     def masters(self) -> dict[str, Tensor]:
         """The float32 masters of 16-bit parameters, live, by the parameter's name."""
@@ -286,27 +287,25 @@ class PolicyOptimizer:
         """What the masters' gradients are gathered in: worth nothing between steps."""
         return dict(self._buffers)
 
-    @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(
+        self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
         """Take over what `state_tensors` gave, and set the model's trainable weights from the masters.
 
+        Args:
+            saved: by name; only their shapes are asked for.
+            read: fills tensors of these names.
+
         Raises:
-            ValueError: tensors of another model: a master is missing, unknown or has another shape.
+            ValueError: tensors of another model: one is missing, unknown or has another shape.
         """
-        states: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            kind, _, name = key.partition(".")
-            states.setdefault(name, {})[kind] = tensor
-        saved = {name: state.get("master") for name, state in states.items()}
-        require_same_shapes("the optimiser's tensors", saved, self._masters)
-        for name, master in self._masters.items():
-            master.copy_(states[name].pop("master"))
-            self._adam.state.pop(master, None)
-            if states[name]:  # empty while no step has reached the parameter
-                self._adam.state[master] = {
-                    kind: self._new_moment(tensor).copy_(tensor) for kind, tensor in states[name].items()
-                }
+        self._adam.state.clear()
+        self._make_moments([name for name in self._masters if f"exp_avg.{name}" in saved])
+        tensors = self.state_tensors()
+        require_same_shapes("the optimiser's tensors", saved, tensors)
+        read(tensors)
         self._write_back(self._buffers)
+        self._exchange_rows(self._masters)
 
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
@@ -316,9 +315,9 @@ class PolicyOptimizer:
             torch._foreach_copy_(rows, [self._masters[name] for name in narrow])
 
 
-def require_same_shapes(what: str, saved: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor]) -> None:
+def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Raises ValueError where `saved` does not have the names and shapes of the model's tensors."""
-    found = {name: tensor.shape for name, tensor in saved.items() if tensor is not None}
+    found = {name: tensor.shape for name, tensor in saved.items()}
     expected = {name: tensor.shape for name, tensor in wanted.items()}
     if wrong := sorted(name for name in {*saved, *wanted} if found.get(name) != expected.get(name)):
         raise ValueError(

@@ -110,7 +110,7 @@ class MicroBatchBudget:
             gc.collect()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # to the driver: the engine takes its memory from there
-            restore_rng(*random_state)
+            restore_rng(random_state)
 
 
 def optimizer_step(optimizer: PolicyOptimizer) -> float:

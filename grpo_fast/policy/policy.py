@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -18,7 +18,7 @@ from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
 from grpo_fast.policy.intact import listed, quietly
-from grpo_fast.policy.optimizer import require_same_shapes
+from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 
 if TYPE_CHECKING:
@@ -178,17 +178,9 @@ class Policy:
         """What the optimiser changes, by name. A tied weight appears once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    @torch.no_grad()
-    def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy saved values into the parameters that `trainable` names.
-
-        Raises:
-            ValueError: names or shapes are not this policy's.
-        """
-        parameters = self.trainable()
-        require_same_shapes("the saved weights", tensors, parameters)
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What the optimiser changes, live, under the names that a checkpoint has for it."""
+        return {MASTER + name: parameter.detach() for name, parameter in self.trainable().items()}
 
     def base_weights(self) -> dict[str, Tensor]:
         """The weights under their checkpoint's names, live, without adapters; a tied head is not repeated."""

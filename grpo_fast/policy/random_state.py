@@ -11,34 +11,39 @@ import torch
 from torch import Tensor
 
 
-def capture_rng() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON) of the global random states."""
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        tensors["cuda"] = torch.cuda.get_rng_state()
+def capture_rng() -> dict[str, Any]:
+    """The global random states, as JSON."""
     version, internal, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)
     keys, position = numpy["state"]["key"], numpy["state"]["pos"]
-    return tensors, {
+    state = {
         "python": [version, list(internal), gauss],
         "numpy": [keys.tolist(), position, numpy["has_gauss"], numpy["gauss"]],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
 
 
-def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Set what `capture_rng` gave.
 
     Raises:
         ValueError: the states include a CUDA device's and there is none here.
     """
-    if "cuda" in tensors:
+    if "cuda" in state:
         if not torch.cuda.is_available():
             raise ValueError(
                 "the random states are those of a run with CUDA; resume it where CUDA is available"
             )
-        torch.cuda.set_rng_state(tensors["cuda"])
-    torch.set_rng_state(tensors["cpu"])
+        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    torch.set_rng_state(_bytes(state["torch"]))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, *rest = state["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
+
+
+def _bytes(hexadecimal: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)

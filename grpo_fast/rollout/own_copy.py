@@ -25,7 +25,7 @@ class OwnCopyEngine(TransformersEngine):
         random_state = capture_rng()
         with torch.device(policy.device):
             model = type(like)._from_config(copy.deepcopy(like.config), dtype=like.dtype)
-        restore_rng(*random_state)
+        restore_rng(random_state)
         super().__init__(
             model.requires_grad_(False),
             policy.tokenizer,

@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import config_path, load_config
 from grpo_fast.policy import Policy, load_policy
-from grpo_fast.run_record.checkpoint import TRAINABLE, CheckpointStore
+from grpo_fast.policy.optimizer import MASTER, require_same_shapes
+from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
 
 
@@ -76,5 +77,8 @@ def trained_policy(config: TrainConfig, run_dir: Path, checkpoint: Path | None =
             "the model that it starts from"
         )
     policy = load_policy(config.model)
-    policy.load_trainable(found.tensors[TRAINABLE])
+    weights = policy.saved_weights()
+    saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(MASTER)}
+    require_same_shapes("the saved weights", saved, weights)
+    found.load(weights)
     return policy, found.step

@@ -79,7 +79,7 @@ def train(
         world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir))
-        store = CheckpointStore(run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
+        store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         checkpoint, changes = world.from_lead(
             "the checkpoint", partial(find_checkpoint, run_dir, store, config, resume)
         )
@@ -88,25 +88,28 @@ def train(
             quiet = {"output_dir": str(run_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
             config, display = config.model_copy(update=quiet), False
             if checkpoint is not None:
-                checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}})
+                checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
         callbacks = world.agreed("the callbacks", partial(build_callbacks, config))
         require_mirrors(config.logging)
         for name, content in files.items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_whole(run_dir / name, content)
         trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
-        # A checkpoint has the weights, two float32 moments of each, and the masters of 16-bit ones.
-        weights, masters = trainer.policy.trainable().values(), trainer.optimizer.masters().values()
-        size = sum(w.numel() * (w.element_size() + 8) for w in weights) + sum(m.nbytes for m in masters)
+        # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
+        size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
         every = config.checkpoint.every or config.max_steps
-        store.check_room(size, saves=math.ceil(config.max_steps / every))
+        saves = math.ceil(config.max_steps / every)
+        world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
-            trainer.optimizer.load_state_tensors(checkpoint.tensors["optimizer"])
+            trainer.optimizer.load_state_tensors(
+                checkpoint.tensors,
+                lambda into: world.agreed("the checkpoint", partial(checkpoint.load, into)),
+            )
             trainer.optimizer.load_state(checkpoint.state["optimizer"])
             trainer.load_state_dict(checkpoint.state["trainer"])
-            restore_rng(checkpoint.tensors["rng"], checkpoint.state["rng"])
+            restore_rng(checkpoint.state["rng"])
             trainer.step = checkpoint.step
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
         signals = stack.enter_context(noting_signals())
@@ -189,7 +192,7 @@ def find_checkpoint(
         return None, []
     if checkpoint.path.resolve().parent != store.root.resolve():
         raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")
-    if "optimizer" not in checkpoint.tensors:
+    if not checkpoint.state:
         raise CheckpointError(f"{resume} holds weights alone: it can be exported, and not be resumed")
     if checkpoint.step > config.max_steps:
         raise CheckpointError(

@@ -1,10 +1,10 @@
 """Checkpoints that survive a kill at any moment, and say so when the disk has damaged one.
 
-A checkpoint is a folder `step-00000012` of one safetensors file for each group of tensors, `state.json`,
-and `manifest.json` with the size and SHA-256 of each. It is written under another name, flushed to the
-disk and renamed in one go: a folder with its final name is complete. `step-00000012.weights` is the same
-with the trained weights alone, for which there was room at the end of a run; it cannot be resumed.
-`step-00000012.damaged` was found to be so.
+A checkpoint is a folder `step-00000012` of safetensors files, `state.json`, and `manifest.json` with the size
+and SHA-256 of each. Every rank writes its own rows, by torch's distributed checkpoints, and any number of
+ranks reads them. It is written under another name, flushed to the disk and renamed in one go: a folder with
+its final name is complete. `step-00000012.weights` is the same with the trained weights alone, for which
+there was room at the end of a run; it cannot be resumed. `step-00000012.damaged` was found to be so.
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_fast.distributed.shards import local
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.finite import Diverged, first_not_finite
 from grpo_fast.run_record.summary import bytes_text
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST, STATE, TENSORS = "manifest.json", "state.json", ".safetensors"
-TRAINABLE = "trainable"  # the group of the trained weights
+T = TypeVar("T")
+FORMAT = 2
+MANIFEST, STATE = "manifest.json", "state.json"
+FILE = 2**32  # bytes of tensors to a file, about: while one is written, the host's memory has it twice
 FINAL = re.compile(r"step-(\d{8,})")
 WRITING, DELETING, DAMAGED, WEIGHTS = ".tmp", ".del", ".damaged", ".weights"
 
@@ -52,12 +61,23 @@ class DamagedCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `CheckpointStore.save` was given, tensors on the CPU."""
+    """An intact checkpoint."""
 
     path: Path
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]  # group -> name -> tensor
-    state: Mapping[str, Any]  # JSON
+    tensors: Mapping[str, Tensor]  # without their numbers, on the meta device
+    state: Mapping[str, Any]  # JSON; nothing beside weights alone
+
+    def load(self, wanted: Mapping[str, Tensor]) -> None:
+        """Fill tensors that have names and shapes of saved ones; of a DTensor, read this rank's rows alone.
+
+        Raises:
+            DamagedCheckpoint: they are not finite.
+        """
+        with _as_raised():
+            dcp.load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(self.path)), no_dist=True)
+        if name := first_not_finite({name: local(tensor) for name, tensor in wanted.items()}):
+            raise DamagedCheckpoint(f"{self.path} is of a run that diverged: {name} is not finite")
 
 
 class CheckpointStore:
@@ -66,12 +86,13 @@ class CheckpointStore:
     Args:
         root: holds the checkpoints; made by the first save.
         keep: checkpoints to keep; what a killed save left is removed at once. None to read only.
+        world: the ranks, which open it, save and rewind together. They share a file system.
     """
 
-    def __init__(self, root: Path, keep: int | None = None) -> None:
-        self.root, self.keep = Path(root), keep
+    def __init__(self, root: Path, keep: int | None = None, world: World = ALONE) -> None:
+        self.root, self.keep, self.world = Path(root), keep, world
         if keep is not None:
-            self._clean()
+            self._lead(self._clean)
 
     def paths(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -100,17 +121,18 @@ class CheckpointStore:
 
     def rewind(self, step: int) -> None:
         """Delete the checkpoints of later steps: a run resumed at this one is not on the way to them."""
-        self._delete(path for path in self.paths() if step_of(path) > step)
+        self._lead(lambda: self._delete(path for path in self.paths() if step_of(path) > step))
 
-    def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write a checkpoint, then delete those beyond `keep`.
 
         Where the disk is full, the oldest checkpoint makes room if a newer one is intact.
 
         Args:
             step: optimiser steps done, more than of any that is saved.
-            tensors: groups of tensors, a file each: any dtype, device, stride; tied ones are written twice.
-            state: whatever else, as JSON.
+            tensors: of any dtype, device and stride, no two of them the same memory: DTensors, or the same on
+                every rank.
+            state: whatever else, as JSON: rank 0's.
 
         Raises:
             CheckpointSaveError: the disk is full or cannot be written.
@@ -125,7 +147,7 @@ class CheckpointStore:
         Raises:
             Exception: as `save`.
         """
-        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", step, {TRAINABLE: weights}, "{}")
+        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", step, weights, "{}")
 
     def load_latest(self) -> Checkpoint | None:
         """The newest checkpoint, or weights alone if they are newer; None where there is nothing.
@@ -168,21 +190,22 @@ class CheckpointStore:
         return None
 
     def load(self, path: str | Path) -> Checkpoint:
-        """Verify and read one checkpoint: a path, or the name of one in this store.
+        """Verify one checkpoint: a path, or the name of one in this store.
 
         Raises:
             CheckpointError: there is no such checkpoint.
-            DamagedCheckpoint: a file is missing or altered, or weights are not finite; the message names it.
+            DamagedCheckpoint: a file is missing or altered; the message names it.
         """
         path = next((p for p in (Path(path), self.root / path) if p.is_dir()), None) or Path(path)
         if not path.is_dir() or not FINAL.fullmatch(path.stem) or path.suffix not in ("", WEIGHTS):
             known = ", ".join(p.name for p in self.paths()) or "none"
             raise CheckpointError(f"{path} is no checkpoint; {self.root} holds: {known}")
-        names = [name for name in verify(path) if name.endswith(TENSORS)]
-        tensors = {name.removesuffix(TENSORS): load_file(path / name) for name in names}
-        for group, named in tensors.items():
-            if name := first_not_finite(named):
-                raise DamagedCheckpoint(f"{path} is of a run that diverged: {group}/{name} is not finite")
+        verify(path)
+        saved: dict[str, Any] = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+            for name, found in saved.items()
+        }
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
     def _named(self, suffix: str) -> list[Path]:
@@ -191,43 +214,64 @@ class CheckpointStore:
         matching = (p for p in found if p.suffix == suffix and FINAL.fullmatch(p.stem) and p.is_dir())
         return sorted(matching, key=step_of)
 
-    def _save(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> Path:
+    def _save(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: str) -> Path:
         if self.keep is None:
             raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
-        for group, named in tensors.items():
-            if name := first_not_finite(named):
-                raise Diverged(f"{group}/{name} holds NaN or infinity")
+        for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
+            if name:
+                raise Diverged(f"{name} holds NaN or infinity")
         try:
             try:
                 self._write(path, step, tensors, state)
-            except (OSError, SafetensorError) as error:
-                if not (_wants_room(error) and self._make_room()):
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
                     raise
                 self._write(path, step, tensors, state)
-            self._delete([*self.paths()[: -self.keep], *(p for p in self._named(WEIGHTS) if p != path)])
-        except (OSError, SafetensorError) as error:
+            self._lead(lambda: self._delete_old(path))
+        except OSError as error:
             free, saved = bytes_text(_free_bytes(self.root)), self.paths()
             newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
             raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
         return path
 
-    def _write(self, path: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: str) -> None:
+    def _write(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: str) -> None:
         folder = path.with_suffix(WRITING)
-        try:
-            folder.mkdir(parents=True)
-            for group, named in tensors.items():
-                save_file(_unshared(named), folder / (group + TENSORS))
+
+        def complete() -> None:
             (folder / STATE).write_text(state, encoding="utf-8")
-            files = {file.name: fingerprint(file) for file in sorted(folder.iterdir())}
+            files = {STATE: fingerprint(folder / STATE)} | {n: f for own in written for n, f in own.items()}
             manifest = {"format": FORMAT, "step": step, "files": files}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            for file in folder.iterdir():
-                sync(file)
-            sync(folder)
+            for changed in (folder / STATE, folder / MANIFEST, folder):
+                sync(changed)
             folder.rename(path)
             sync(self.root)
+
+        try:
+            written = self._agreed(lambda: _write_tensors(folder, tensors, self.world))
+            self._lead(complete)
         finally:
-            self._clean()
+            self._lead(self._clean)
+
+    def _agreed(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result, or on every rank the first one's OSError, for all to take the same way on."""
+
+        def tried() -> tuple[T, None] | tuple[None, OSError]:
+            try:
+                return work(), None
+            except OSError as error:
+                return None, error
+
+        found: list[Any] = self.world.together(f"the checkpoints in {self.root}", tried)
+        for _, error in found:
+            if error is not None:
+                raise error
+        return [result for result, _ in found]
+
+    def _lead(self, work: Callable[[], T]) -> T:
+        """Rank 0's result, which alone works."""
+        found: list[Any] = self._agreed(work if self.world.leads else lambda: None)
+        return found[0]
 
     def _make_room(self) -> bool:
         """Delete the oldest checkpoint, damaged ones first, if a newer one is intact."""
@@ -237,6 +281,9 @@ class CheckpointStore:
         logger.warning("the disk is full: %s is deleted to make room for the next", paths[0])
         self._delete(paths[:1])
         return True
+
+    def _delete_old(self, newest: Path) -> None:
+        self._delete([*self.paths()[: -(self.keep or 0)], *(p for p in self._named(WEIGHTS) if p != newest)])
 
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -271,9 +318,11 @@ def verify(path: Path) -> list[str]:
         )
     if step != step_of(path) or STATE not in files or any(Path(name).name != name for name in files):
         raise DamagedCheckpoint(f"{damaged}: {MANIFEST} describes another checkpoint")
+    with ThreadPoolExecutor() as pool:
+        hashed = {name: pool.submit(fingerprint, path / name) for name in files}
     for name, saved in files.items():
         try:
-            found = fingerprint(path / name)
+            found = hashed[name].result()
         except OSError as error:
             raise DamagedCheckpoint(f"{damaged}: {name} cannot be read ({error})") from None
         if found != saved:
@@ -281,9 +330,29 @@ def verify(path: Path) -> list[str]:
     return list(files)
 
 
-def _wants_room(error: OSError | SafetensorError) -> bool:
-    code = re.search(r"os error (\d+)", str(error))  # all that safetensors says of it
-    return (int(code[1]) if code else getattr(error, "errno", None)) in (errno.ENOSPC, errno.EDQUOT)
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, dict[str, Any]]:
+    """Makes the folder with every rank's files; the fingerprints of this rank's, by name."""
+    ends = accumulate(local(tensor).nbytes for tensor in tensors.values())
+    places = {name: 1 + end // FILE for name, end in zip(tensors, ends, strict=True)}
+    writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True)
+    with _as_raised():
+        contiguous: dict[str, Any] = {name: t.detach().contiguous() for name, t in tensors.items()}
+        dcp.save(contiguous, storage_writer=writer, no_dist=world.size == 1)
+    own = sorted(folder.glob(f"shard-{world.rank + 1:05d}-*"))  # as DCP calls them
+    for file in own:
+        sync(file)
+    return {file.name: fingerprint(file) for file in own}
+
+
+@contextmanager
+def _as_raised() -> Iterator[None]:
+    """DCP's errors as they were raised, and no warning that one process is no distributed one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def _is_intact(path: Path) -> bool:
@@ -329,18 +398,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, no two of the same storage: what safetensors accepts."""
-    prepared: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        prepared[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-    return prepared
 
 
 def _free_bytes(folder: Path) -> int:

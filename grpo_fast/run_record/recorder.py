@@ -19,7 +19,6 @@ from grpo_fast.policy.random_state import capture_rng
 from grpo_fast.run_record.alerts import AlertMonitor
 from grpo_fast.run_record.callbacks import Callbacks
 from grpo_fast.run_record.checkpoint import (
-    TRAINABLE,
     Checkpoint,
     CheckpointError,
     CheckpointSaveError,
@@ -81,7 +80,6 @@ class Boundary:
 
     step: int
     state: str  # JSON
-    rng: Mapping[str, torch.Tensor]
 
 
 class Recorder:
@@ -246,7 +244,7 @@ class Recorder:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
             if step and not optimizer.mid_step and isinstance(error, Diverged):  # by one bad gradient
                 with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
-                    weights = self.store.save_weights(step, self.trainer.policy.trainable())
+                    weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
                     left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
         return Diverged(f"the run diverged after step {step}: {error}; {left}")
 
@@ -264,16 +262,15 @@ class Recorder:
 
     def capture(self) -> Boundary:
         """The run between two steps, but for its tensors."""
-        rng_tensors, rng_state = capture_rng()
         state = {
             "optimizer": self.trainer.optimizer.state(),
             "trainer": self.trainer.state_dict(),
             "alerts": self.monitor.state_dict(),
             "callbacks": self.callbacks.state_dict(),
-            "rng": rng_state,
+            "rng": capture_rng(),
             "offsets": self.logs.offsets(),
         }
-        return Boundary(self.trainer.step, json.dumps(state), rng_tensors)
+        return Boundary(self.trainer.step, json.dumps(state))
 
     def save_and_tell(self, *, must: bool = False) -> None:
         if (path := self.save(must=must)) is not None:
@@ -286,16 +283,11 @@ class Recorder:
             CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
         """
         step, policy, optimizer = self.boundary.step, self.trainer.policy, self.trainer.optimizer
-        tensors: dict[str, Mapping[str, torch.Tensor]] = {
-            TRAINABLE: policy.trainable(),
-            "optimizer": optimizer.state_tensors(),
-            "rng": self.boundary.rng,
-        }
         try:
-            path = self.store.save(step, tensors, json.loads(self.boundary.state))
+            path = self.store.save(step, optimizer.state_tensors(), json.loads(self.boundary.state))
         except CheckpointSaveError as error:
             if must:
-                weights = self.store.save_weights(step, policy.trainable())
+                weights = self.store.save_weights(step, policy.saved_weights())
                 raise CheckpointSaveError(
                     f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
                 ) from error

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from fork import fork
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import ALONE, World
@@ -67,22 +65,11 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
         assert same, f"{name}, seed {seed}: {key} is {found[1][key]}, alone {value}"
 
 
-def main(rank: int, folder: str, size: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{size}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=300),
-    )
-    torch.set_num_threads(1)
+def main(world: World, folder: str) -> None:
     toy = json.loads((Path(folder) / "toy.json").read_text())
     for name in CASES:
-        check(name, toy, World(rank, size))
-    dist.destroy_process_group()
+        check(name, toy, world)
 
 
 if __name__ == "__main__":
-    multiprocessing.start_processes(
-        main, args=(sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]), start_method="fork"
-    )
+    fork(main, int(sys.argv[2]), sys.argv[1])

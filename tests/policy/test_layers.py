@@ -219,7 +219,7 @@ def test_compiled_layers_on_a_gpu_round_as_plain_ones_do(
     """Else the log-probabilities of a forward with gradients would not be those of one without."""
     settings = {"device": "cuda", "dtype": "bfloat16", "lora": lora, "gradient_checkpointing": checkpointing}
     plain, compiled = (load("llama", **settings, liger_kernels=False, compile=c) for c in (False, True))
-    compiled.load_trainable(plain.trainable())
+    compiled.model.load_state_dict(plain.model.state_dict())
     for some in (samples, samples[:3]):
         (batch,) = pack(some, max_tokens=10**6, device="cuda")
         with torch.no_grad():

@@ -102,7 +102,7 @@ def test_adapters_of_16_bits_train_as_float32_ones_do(load: Load, batch: PackedB
 
     def movement(dtype: torch.dtype) -> torch.Tensor:
         policy = load("llama", lora=LORA, dtype="bfloat16")
-        policy.load_trainable(first.trainable())
+        policy.model.load_state_dict(first.model.state_dict())
         for parameter in policy.trainable().values():
             parameter.data = parameter.data.to(dtype)
         config = OptimizerConfig(learning_rate=0.1, eps=1.0, max_grad_norm=None)  # nearly plain descent
@@ -132,19 +132,6 @@ def test_weights_have_the_checkpoints_names_and_training_says_which_it_changes(l
     assert full.changing_weights() == names
     assert names - frozen.changing_weights() == {"lm_head.weight"}
     assert lora.changing_weights() == {name for name in names if name.endswith("_proj.weight")}
-
-
-def test_trainable_weights_move_from_one_policy_to_another_of_its_kind(
-    load: Load, batch: PackedBatch
-) -> None:
-    source, target = load("llama", lora=LORA), load("llama", lora=LORA)
-    shake(source)
-
-    target.load_trainable({name: p.detach().clone() for name, p in source.trainable().items()})
-
-    assert torch.equal(source.hidden_states(batch), target.hidden_states(batch))
-    with pytest.raises(ValueError, match="do not belong to this model"):
-        target.load_trainable(load("llama").trainable())
 
 
 def test_every_end_token_counts(load: Load) -> None:

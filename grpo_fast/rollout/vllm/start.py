@@ -360,7 +360,7 @@ def starting(world: World = ALONE) -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
-        restore_rng(*rng)
+        restore_rng(rng)
         # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
         own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
         os.environ.clear()

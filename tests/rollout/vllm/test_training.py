@@ -35,7 +35,7 @@ def vllm_toy(toy: dict[str, Any], saved_model) -> dict[str, Any]:
 
 
 def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_never_stopped(
-    vllm_toy, on_vllms_cpu, tmp_path: Path, monkeypatch
+    vllm_toy, on_vllms_cpu, contents, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr("grpo_fast.trainer.COMPARE_EVERY", 2)
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -54,8 +54,9 @@ def test_sampler_and_trainer_agree_where_asked_and_a_resumed_run_goes_on_as_if_n
         assert (run / name).read_bytes() == (whole / name).read_bytes()
     ends = [CheckpointStore(folder / "checkpoints").load_latest() for folder in (whole, run)]
     assert ends[0].step == ends[1].step == STEPS
-    for name, tensor in ends[0].tensors["trainable"].items():
-        assert tensor.equal(ends[1].tensors["trainable"][name]), name
+    first, second = map(contents, ends)
+    for name, tensor in first.items():
+        assert tensor.equal(second[name]), name
 
 
 def test_a_run_on_shared_weights_trains_saves_and_goes_on_and_the_weights_outlive_the_engine(
@@ -75,9 +76,9 @@ def test_a_run_on_shared_weights_trains_saves_and_goes_on_and_the_weights_outliv
         metrics = [trainer.train_step().metrics for _ in range(2)]
         saved = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}
         store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-        store.save(2, tensors={"trainable": trainer.policy.trainable()}, state={})
+        store.save(2, trainer.policy.saved_weights(), state={})
         metrics.append(trainer.train_step().metrics)
-        trainer.policy.load_trainable(store.load_latest().tensors["trainable"])
+        store.load_latest().load(trainer.policy.saved_weights())
         engine.sync(trainer.policy)
         engine.wake()
         groups = engine.generate(prompts, 2, replace(trainer.sampling, logprobs=True))

@@ -1,0 +1,167 @@
+"""What goes wrong between ranks: `python watch_worker.py FOLDER CASE...`, functions of this file.
+
+Each rank writes FOLDER/CASE.RANK. All cases run at a time, for they mostly wait; the last line is JSON:
+the exit codes of each case's ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from fork import as_rank, free_port
+
+from grpo_fast.distributed import watch
+from grpo_fast.distributed.world import RankError, World
+
+watch.BEAT, watch.LOST, watch.GRACE = 0.2, 10.0, 1.5
+SIZES = {"three": 3, "agreed_by_three": 3}
+
+
+def die(world: World) -> None:
+    if world.rank == world.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sum_after(world: World, before: Callable[[World], None]) -> None:
+    with world.at("the update"):
+        before(world)
+        world.sum(torch.ones(1))
+
+
+def killed_while_others_work(world: World) -> None:
+    world.together("the rollout", lambda: (die(world), time.sleep(60)))
+
+
+def killed_while_others_wait(world: World) -> None:
+    world.together("the rollout", lambda: (time.sleep(0.5 * world.rank), die(world)))
+
+
+def killed_in_a_collective(world: World) -> None:
+    sum_after(world, die)
+
+
+def killed_with_a_child_that_holds_its_connections(world: World) -> None:
+    def leave_a_child(world: World) -> None:
+        if world.rank == 1 and os.fork() == 0:
+            time.sleep(10)
+            os._exit(0)
+        die(world)
+
+    sum_after(world, leave_a_child)
+
+
+def frozen(world: World) -> None:
+    watch.LOST = 1.5
+    sum_after(world, lambda world: os.kill(os.getpid(), signal.SIGSTOP) if world.rank else None)
+
+
+def three(world: World) -> None:
+    sum_after(world, die)
+
+
+def refuse(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("no such answer")
+
+
+def failed_while_others_work(world: World) -> None:
+    """The others are called away, and all leave together: they can still save."""
+    try:
+        world.together("the rewards", lambda: (refuse(world), time.sleep(60)))
+    except (ValueError, RankError):
+        assert world.together("the checkpoint", lambda: world.rank) == [*range(world.size)]
+        raise
+
+
+agreed_by_three = failed_while_others_work
+
+
+def failed_in_an_exchange_within(world: World) -> None:
+    def work() -> None:
+        refuse(world)
+        world.together("the micro-batches", bool)
+
+    failed = world.together
+    try:
+        world.agreed("the gradient", work)
+    except (ValueError, RankError):
+        assert failed("the checkpoint", lambda: world.rank) == [0, 1]
+        raise
+
+
+def failed_beside_a_collective(world: World) -> None:
+    sum_after(world, refuse)
+
+
+def failed_outside(world: World) -> None:
+    refuse(world)
+    world.together("the rollout", bool)
+
+
+def hanging(world: World) -> None:
+    world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    world.together("the rewards", lambda: time.sleep(60 * world.rank))
+
+
+def elsewhere(world: World) -> None:
+    world.together(f"the {'rollout' if world.rank else 'update'}", bool)
+
+
+def forgiven(world: World) -> None:
+    """An error that all have left with is no trouble later, nor is the GIL held for long."""
+    for _ in range(3):
+        try:
+            world.together("the checkpoint", lambda: refuse(world))
+        except (ValueError, RankError):
+            world.together("the rollout", lambda: time.sleep(0.5))
+    world.together("the rollout", lambda: ctypes.PyDLL(None).usleep(1_000_000 * world.rank))
+    sum_after(world, lambda world: None)
+
+
+def main(rank: int, folder: str, case: str, size: int, port: int) -> None:
+    with (Path(folder) / f"{case}.{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    try:
+        as_rank(rank, size, port, 300, scene, (globals()[case],))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(1)
+
+
+def scene(world: World, case: Callable[[World], None]) -> None:
+    dist.barrier()
+    world.step = 3
+    case(world)
+
+
+if __name__ == "__main__":
+    folder, *cases = sys.argv[1:]
+    context = multiprocessing.get_context("fork")
+    ranks = {}
+    for case in cases:
+        size, port = SIZES.get(case, 2), free_port()
+        ranks[case] = [
+            context.Process(target=main, args=(rank, folder, case, size, port)) for rank in range(size)
+        ]
+        for process in ranks[case]:
+            process.start()
+    codes = {}
+    for case, processes in ranks.items():
+        for process in processes[: 1 if case == "frozen" else None]:
+            process.join()
+        for process in processes:  # one that is frozen
+            process.kill()
+        codes[case] = [process.exitcode for process in processes]
+    print(json.dumps(codes))
