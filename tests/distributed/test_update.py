@@ -11,7 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def test_ranks_that_replicate_the_weights_update_them_as_one_rank_does(toy, tmp_path, seed):
+def test_ranks_with_whole_weights_and_with_rows_of_them_update_them_as_one_rank_does(toy, tmp_path, seed):
     (tmp_path / "toy.json").write_text(json.dumps(toy | {"seed": seed}))
     done = subprocess.run(
         [sys.executable, str(HERE / "update_worker.py"), str(tmp_path), str(2 + seed % 2)],

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from fork import fork
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import ALONE, World
@@ -26,7 +28,12 @@ ADAM = {"eps": 1e-4, "learning_rate": 3e-3, "weight_decay": 0.1}
 EPOCHS = {"num_iterations": 2, "minibatches": 2}
 CASES: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": ADAM | {"max_grad_norm": 0.05}, "micro_batch_tokens": 24},
-    "lora": {"model": {"lora": {"r": 4}}, "loss": {"beta": 0.05}},
+    # Of a rate at which the adapters' product does not outgrow the weight by whose size errors are measured.
+    "lora": {
+        "model": {"lora": {"r": 4}},
+        "loss": {"beta": 0.05},
+        "optimizer": ADAM | {"learning_rate": 3e-4},
+    },
     "frozen head": {"model": {"train_lm_head": False}, **EPOCHS, "loss": {"loss_type": "gspo"}},
     "penalised": {"loss": {"beta": 0.1, "kl_in_reward": True}},
     "reference": {"loss": {"beta": 0.1, "loss_type": "grpo"}, **EPOCHS, "micro_batch_tokens": 48},
@@ -34,20 +41,30 @@ CASES: dict[str, dict[str, Any]] = {
     "drawn": {"loss": {"loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_low": 0.0}, **EPOCHS},
     "one": {"advantage": {"skip_flat_groups": False}},  # sample alone: the other ranks have none
 }
+MODES = [{"mode": "replicate"}, *({"mode": "shard", "head": head} for head in ("gathered", "sharded"))]
 
 
 def check(name: str, toy: dict[str, Any], world: World) -> None:
     """Two updates of one rollout, which every rank has collected by itself, and their metrics."""
-    seed = random.Random(f"{name} {toy['seed']}").randrange(2**31)
+    draw = random.Random(f"{name} {toy['seed']}")
+    seed, path = draw.randrange(2**31), draw.choice([toy["model"]["path"], toy["untied"]])
+    toy = {**toy, "optimizer": ADAM, "model": toy["model"] | {"path": path}}
     merged = {k: {**toy.get(k, {}), **v} if isinstance(v, dict) else v for k, v in CASES[name].items()}
-    config = TrainConfig.model_validate(toy | {"optimizer": ADAM, "seed": seed} | merged)
-    alone, several = (build_trainer(config, w) for w in (ALONE, world))
-    assert isinstance(alone, Trainer) and isinstance(several, Trainer)
+    settings = {key: value for key, value in (toy | {"seed": seed} | merged).items() if key != "untied"}
+    alone, *several = (
+        build_trainer(TrainConfig.model_validate(settings | {"distributed": mode}), ranks)
+        for mode, ranks in [({}, ALONE), *((mode, world) for mode in MODES)]
+    )
+    assert isinstance(alone, Trainer)
+    config = alone.config
     groups, _ = alone.collect(Clock())
     samples, totals = make_samples(groups, config.advantage, config.loss)
     samples = samples[: 1 if name == "one" else 23]
-    found = []
-    for trainer in (alone, several):
+    if name == "chosen":  # no two tokens alike: rounding would choose between them
+        samples = [replace(s, prompt_ids=tuple(draw.choices(range(24), k=6))) for s in samples]
+    weights, found = [], []
+    for trainer in (alone, *several):
+        assert isinstance(trainer, Trainer)
         metrics: dict[str, float] = {}
         for _ in range(2):
             torch.manual_seed(seed)  # clip_cov draws
@@ -55,21 +72,34 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
         if config.loss.kl_in_reward:
             metrics["penalties"] = trainer.update.kl_penalties(samples).square().sum().item()
         found.append(metrics)
-    pairs = zip(alone.policy.trainable().items(), several.policy.trainable().values(), strict=True)
-    for (key, one), two in pairs:
-        error = (one - two).norm() / one.norm().clamp(min=1e-3)
-        assert error < 1e-6, f"{name}, seed {seed}: {key} differs by {error:.1e}"
-    assert found[0].keys() == found[1].keys(), f"{name}: {found[0].keys() ^ found[1].keys()}"
-    for key, value in found[0].items():
-        same = found[1][key] == value or abs(found[1][key] - value) <= 1e-5 * max(1, abs(value))
-        assert same, f"{name}, seed {seed}: {key} is {found[1][key]}, alone {value}"
+        weights.append({key: weight.clone() for key, weight in trainer.policy.named_weights()})
+    for mode, own, told in zip(MODES, weights[1:], found[1:], strict=True):
+        case = f"{name}, {path}, {mode}, seed {toy['seed']}"
+        assert own.keys() == weights[0].keys(), case
+        for key, one in weights[0].items():
+            error = (one - own[key]).norm() / one.norm().clamp(min=1e-3)
+            assert error < 1e-6, f"{case}: {key} differs by {error:.1e}"
+        assert told.keys() == found[0].keys(), f"{case}: {told.keys() ^ found[0].keys()}"
+        for key, value in found[0].items():
+            same = told[key] == value or abs(told[key] - value) <= 1e-5 * max(1, abs(value))
+            assert same, f"{case}: {key} is {told[key]}, alone {value}"
 
 
 def main(world: World, folder: str) -> None:
     toy = json.loads((Path(folder) / "toy.json").read_text())
+    toy["untied"] = f"{folder}/untied"
     for name in CASES:
         check(name, toy, world)
 
 
+def untie(toy: dict[str, Any], folder: str) -> None:
+    """A second model, whose head is not its embedding."""
+    tied = toy["model"]["path"]
+    config = AutoConfig.from_pretrained(tied, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tied).save_pretrained(folder)
+
+
 if __name__ == "__main__":
+    untie(json.loads(Path(sys.argv[1], "toy.json").read_text()), f"{sys.argv[1]}/untied")
     fork(main, int(sys.argv[2]), sys.argv[1])
