@@ -49,7 +49,8 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
     """
     ids = torch.tensor([list(tokens)], device=policy.device)
     with evaluation_mode(policy.model):
-        logits = policy.base_model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        computed = policy.run(lambda: policy.base_model(input_ids=ids, use_cache=False), whole_head=True)
+    logits = computed.logits[0, :-1].float()
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
     if not agree(logprobs, expected, policy.base_model.dtype):
         raise ValueError(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
@@ -204,7 +205,8 @@ class VLLMEngine:
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
 
         def ready() -> None:
-            if name := first_not_finite(policy.trainable()):  # from NaN vLLM draws token 0, and does not tell
+            # From NaN vLLM draws token 0, and does not tell.
+            if name := first_not_finite({n: local(p) for n, p in policy.trainable().items()}):
                 raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing

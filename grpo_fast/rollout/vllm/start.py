@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.random_state import capture_rng, restore_rng
@@ -100,8 +101,15 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
             "sleep_level to 1, or lora_sync to merged"
         )
+    if policy.sharded and adapters:
+        raise ValueError(
+            "rollout.vllm.lora_sync = 'adapter' needs whole adapters on each rank, and distributed.mode = "
+            "'shard' divides them; set lora_sync to merged, or mode to replicate"
+        )
     obstacle = None
-    if config.tensor_parallel_size > 1:
+    if policy.sharded:
+        obstacle = "distributed.mode = 'shard' leaves no rank a whole weight; set it to replicate"
+    elif config.tensor_parallel_size > 1:
         obstacle = f"tensor_parallel_size = {config.tensor_parallel_size} gives each process a slice"
     elif policy.has_adapters and not adapters:
         obstacle = "merged LoRA weights are not the policy's own; set lora_sync to adapter"
@@ -149,7 +157,7 @@ def start(
         placements = watch_loading(model.load_weights, weights)
         if choices.shares:
             placements = share(model, base, placements)
-        shared = {storage_of(parameter) for parameter in policy.model.parameters()}
+        shared = {storage_of(local(parameter)) for parameter in policy.model.parameters()}
         weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=shared)
 
     logger.warning("vLLM %s starts, which takes about half a minute", installed_version())

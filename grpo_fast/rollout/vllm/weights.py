@@ -179,7 +179,7 @@ def checkpoint_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def fingerprint(policy: Policy) -> tuple[int, ...]:
-    """Changes with every in-place operation on a trained parameter that torch knows of."""
+    """Changes with every in-place operation on a trained parameter that torch knows of: none on its rows."""
     return tuple(parameter._version for parameter in policy.trainable().values())
 
 
@@ -232,6 +232,8 @@ class WeightSync:
 
     def _choose(self, model: nn.Module) -> tuple[Way, str]:
         """The cheapest way that reaches everything vLLM reads."""
+        if self._policy.sharded:  # and looking at all weights would be an exchange that no rank may leave
+            return "portable", "the policy's weights are sharded over ranks"
         if self._engine.model_config.use_mla:
             return "portable", "vLLM derives other weights from those of latent attention"
         if problem := self._misplaced(model, "loading"):

@@ -31,12 +31,14 @@ from grpo_fast.rollout.vllm.start import (
 from grpo_fast.run import build_trainer
 
 
-def policy(device: str = "cuda", *, rank: int | None = None, experts: bool = False) -> Any:
+def policy(
+    device: str = "cuda", *, rank: int | None = None, experts: bool = False, sharded: bool = False
+) -> Any:
     name = "model.layers.0.mlp.experts.gate_up_proj" if experts else "w"
     return SimpleNamespace(
         device=torch.device(device),
         has_adapters=rank is not None,
-        sharded=False,
+        sharded=sharded,
         base_model=SimpleNamespace(dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)])),
         model=SimpleNamespace(peft_config={"default": SimpleNamespace(r=rank)}),
     )
@@ -247,6 +249,7 @@ def test_the_processes_are_the_trainers_and_vllms_divide_them(monkeypatch):
         ("cuda", {}, {"share_weights": False, "sleep_level": 2}, (False, False, 2)),
         ("cuda", {}, {"tensor_parallel_size": 2}, (False, False, "auto")),
         ("cuda", {"experts": True}, {"sleep_level": 1}, (False, False, 1)),
+        ("cuda", {"rank": 8, "sharded": True}, {}, (False, False, "auto")),
         ("cuda", {"rank": 8}, {}, (False, False, "auto")),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, "auto")),
         ("cpu", {}, {}, (False, False, 0)),
@@ -266,6 +269,8 @@ def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, opti
         ("cuda", {}, {"share_weights": True, "tensor_parallel_size": 4}, "tensor_parallel_size = 4"),
         ("cuda", {"experts": True}, {"share_weights": True}, "share_weights = true.*experts"),
         ("cuda", {}, {"lora_sync": "merged"}, "lora_sync = 'merged'"),
+        ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
+        ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops the base"),
     ],

@@ -215,6 +215,7 @@ def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, wa
         base_model=nn.Module(),
         named_weights=lambda: iter([("weight", weight.detach())]),
         changing_weights=lambda: {"weight"},
+        sharded=False,
     )
     places = watch_loading(engine.load_weights, policy.named_weights())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ import torch.multiprocessing as multiprocessing
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import largest_difference
 
+from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import RankError, World
-from grpo_fast.policy import load_policy
+from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
@@ -24,32 +28,41 @@ ROUNDING = 1e-3
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 
 
+@torch.no_grad()
+def difference(plain: Policy, policy: Policy, *completions: Any) -> float:
+    """From what `plain` computes with the policy's weights: each rank has prompts of its own."""
+    for name, weight in policy.named_weights():
+        plain.base_weights()[name].copy_(weight)
+    return largest_difference(plain, *completions)
+
+
 def main(rank: int, folder: str, store: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     dist.init_process_group(
         "gloo", init_method=f"file://{store}/store", rank=rank, world_size=2, timeout=timedelta(minutes=2)
     )
     world = World(rank, 2)
-    policy = load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
-    prompts = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:]
-    for parallel in (1, 2):
-        config = VLLMConfig(kv_cache_gib=0.05, tensor_parallel_size=parallel)
-        with make_engine(
-            RolloutConfig(engine="vllm", vllm=config), policy, max_length=64, world=world
-        ) as engine:
+    model = ModelConfig(path=folder, dtype="float32", device="cpu")
+    prompts, plain = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model)
+    for mode, parallel in itertools.product(("replicate", "shard"), (1, 2)):
+        distributed = DistributedConfig(mode=mode, head="gathered")
+        policy = load_policy(model, world=world, distributed=distributed)
+        settings = VLLMConfig(kv_cache_gib=0.05, tensor_parallel_size=parallel)
+        config = RolloutConfig(engine="vllm", vllm=settings)
+        with make_engine(config, policy, max_length=64, world=world) as engine:
             before = engine.generate(prompts, 3, SAMPLING)
-            assert largest_difference(policy, prompts, before) < ROUNDING
+            assert difference(plain, policy, prompts, before) < ROUNDING
             torch.manual_seed(parallel)
-            with torch.no_grad():
-                for parameter in policy.trainable().values():
-                    parameter.add_(0.05 * torch.randn_like(parameter))
+            for parameter in policy.trainable().values():
+                rows = local(parameter).detach()
+                rows += 0.05 * torch.randn_like(rows)
             engine.sleep()
             engine.sync(policy)
             engine.wake()
             after = engine.generate(prompts, 3, SAMPLING)
             assert [len(group) for group in after] == [3] * len(prompts)
-            assert largest_difference(policy, prompts, after) < ROUNDING
-            assert largest_difference(policy, prompts, before) > 10 * ROUNDING
+            assert difference(plain, policy, prompts, after) < ROUNDING
+            assert difference(plain, policy, prompts, before) > 10 * ROUNDING
             try:
                 engine.generate([] if rank == 1 else [()], 1, SAMPLING)
             except ValueError as error:
