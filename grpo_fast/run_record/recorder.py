@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from grpo_fast.data import PromptSampler
+from grpo_fast.distributed.world import RankError
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.policy.random_state import capture_rng
@@ -85,7 +86,8 @@ class Boundary:
 class Recorder:
     """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
 
-    Left by an error, it saves the last finished step where the weights are still its own.
+    Left by an error, it saves the last finished step where the weights are still its own. Each rank of the
+    store's world has one, and all do the same; what fails on one fails on all.
 
     Raises:
         Diverged: for a FloatingPointError of a step; names what is left of the run.
@@ -104,7 +106,7 @@ class Recorder:
         self.trainer = trainer
         self.config = config
         self.run_dir = Path(config.output_dir)
-        self.store = store
+        self.store, self.world = store, store.world
         self.monitor = AlertMonitor(config.alerts)
         self.callbacks = callbacks
         if checkpoint:
@@ -130,10 +132,23 @@ class Recorder:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         with self._stack:
-            if isinstance(error, FloatingPointError):
-                raise self.diverged(error) from error
-            if error is not None:
-                self.rescue(error)
+            if error is None:
+                return
+
+            def kind_of_error() -> tuple[bool, ...]:
+                kinds = (isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError))
+                return *kinds, self.trainer.optimizer.mid_step
+
+            try:
+                found = self.world.together("the error", kind_of_error)
+            except RankError as lost:
+                self.say(f"{type(error).__name__}, and step {self.trainer.step} cannot be saved: {lost}")
+                return
+            not_finite, bad_gradient, of_the_disk, mid_step = map(any, zip(*found, strict=True))
+            if not_finite:
+                raise self.diverged(error, bad_gradient, mid_step) from error
+            if not of_the_disk:  # whose error says what is intact
+                self.rescue(error, mid_step)
 
     def on_progress(self, tokens: int, finished: int, total: int) -> None:
         """Show how a rollout goes."""
@@ -142,14 +157,21 @@ class Recorder:
 
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
-        self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
-        if self.trainer.step == 0:
-            evaluated = self.evaluate(None)
-            self.logs.metrics(0, evaluated)
-            self.watch(evaluated)
+        step, config, policy = self.trainer.step, self.config, self.trainer.policy
+        self.world.agreed(
+            "the first callbacks", lambda: self.callbacks.tell("on_train_begin", step, config, policy)
+        )
+        evaluated = {} if step else self.evaluate(None)
+
+        def write() -> None:
+            if step == 0:
+                self.logs.metrics(0, evaluated)
+                self.watch(evaluated)
             if evaluated:
                 self.callbacks.tell("on_evaluate", 0, evaluated)
-        self.boundary = self.capture()
+            self.boundary = self.capture()
+
+        self.world.agreed("the first record", write)
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
@@ -162,7 +184,14 @@ class Recorder:
                 evaluated = self.evaluate(None if last else config.evaluation.size)
         finally:
             metrics = metrics | evaluated
-            self.logs.metrics(step, metrics, timings)
+            self.world.agreed("the metrics", lambda: self.logs.metrics(step, metrics, timings))
+        self.world.agreed("the record", lambda: self.show(result, metrics, evaluated))
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save_and_tell()
+
+    def show(self, result: StepResult, metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
+        """Tell of a step whose metrics are written."""
+        step, config, timings = self.trainer.step, self.config, result.timings
         sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
         if sampled:
             self.logs.samples(step, result.samples)
@@ -175,8 +204,6 @@ class Recorder:
         if evaluated:
             self.callbacks.tell("on_evaluate", step, evaluated)
         self.boundary = self.capture()
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save_and_tell()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Raise and clear alerts."""
@@ -188,6 +215,10 @@ class Recorder:
         """The last checkpoint, the outcome and the report; `signal` stopped the run early."""
         if self.trainer.step not in (0, self.saved):
             self.save_and_tell(must=True)
+        self.world.agreed("the report", lambda: self.report(signal))
+
+    def report(self, signal: Signals | None) -> None:
+        """What has become of the run."""
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
@@ -202,20 +233,22 @@ class Recorder:
             self.say(f"model: `grpo-fast export {self.run_dir} OUT` writes it for transformers and vLLM")
         self.callbacks.tell("on_train_end", self.trainer.step, stopped_by)
 
-    def rescue(self, error: BaseException) -> None:
+    def rescue(self, error: BaseException, mid_step: bool) -> None:
         """After an error or an interruption: save the last finished step if the weights are still its own."""
         trainer, problem = self.trainer, type(error).__name__
-        if isinstance(error, CheckpointError):
-            return  # it is about the disk, and says what is intact
-        if trainer.optimizer.mid_step:
-            last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
-            self.say(f"{problem} amid the update of step {trainer.step + 1}, which cannot be saved; {last}")
-            return
-        try:
+
+        def finish_step() -> None:
             if trainer.policy.device.type == "cuda":
                 torch.cuda.synchronize(trainer.policy.device)
             if self.boundary.step != trainer.step:  # the step was finished, writing it down was not
                 self.boundary = self.capture()
+
+        if mid_step:
+            last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
+            self.say(f"{problem} amid the update of step {trainer.step + 1}, which cannot be saved; {last}")
+            return
+        try:
+            self.world.agreed("the last step", finish_step)
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
                 self.save(must=True)
@@ -226,23 +259,24 @@ class Recorder:
             go_on = f"step {step} is safe; continue with --resume" if step else "nothing is trained yet"
             self.say(f"{problem}: {go_on}")
 
-    def diverged(self, error: FloatingPointError) -> Diverged:
+    def diverged(self, error: BaseException, bad_gradient: bool, mid_step: bool) -> Diverged:
         """The error of a run whose numbers are no longer finite; it saves nothing that could be resumed.
 
         Weights that lead to NaN at once are none to go back to, unless the coming step updated them.
         """
-        step, optimizer = self.trainer.step, self.trainer.optimizer
-        lower = f"a lower optimizer.learning_rate ({optimizer.learning_rate:.3g} now)"
+        step = self.trainer.step
+        lower = f"a lower optimizer.learning_rate ({self.trainer.optimizer.learning_rate:.3g} now)"
         if self.config.model.dtype == "float16":
             lower += ", or anew with model.dtype = bfloat16"
-        good = [path for path in self.store.paths() if step_of(path) < step + optimizer.mid_step]
-        if not (step or optimizer.mid_step):
+        paths = self.world.from_lead("the checkpoints", self.store.paths)
+        good = [path for path in paths if step_of(path) < step + mid_step]
+        if not (step or mid_step):
             left = "nothing is trained yet, so it is the model or its precision: try model.dtype = float32"
         elif good:
             left = f"continue from the newest checkpoint before, --resume {good[-1]}, with {lower}"
         else:
             left = f"there is no checkpoint from before: start anew with checkpoint.every and {lower}"
-            if step and not optimizer.mid_step and isinstance(error, Diverged):  # by one bad gradient
+            if step and bad_gradient and not mid_step:
                 with suppress(CheckpointSaveError, Diverged):  # by other hands than the optimizer's
                     weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
                     left += f"; the weights of step {step} alone are saved: `grpo-fast export {weights} OUT`"
@@ -255,9 +289,13 @@ class Recorder:
         evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-        if self.display:
-            self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+
+        def write() -> None:
+            self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
+            if self.display:
+                self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+
+        self.world.agreed("the score", write)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> Boundary:
@@ -274,7 +312,8 @@ class Recorder:
 
     def save_and_tell(self, *, must: bool = False) -> None:
         if (path := self.save(must=must)) is not None:
-            self.callbacks.tell("on_save", self.boundary.step, path)
+            step = self.boundary.step
+            self.world.agreed("the saved checkpoint", lambda: self.callbacks.tell("on_save", step, path))
 
     def save(self, *, must: bool = False) -> Path | None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.

@@ -23,13 +23,18 @@ def fork(main: Callable[..., None], size: int, *arguments: Any, timeout: float =
 def as_rank(
     rank: int, size: int, port: int, timeout: float, main: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
+    be_rank(rank, size, port)
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu"), timedelta(seconds=timeout)) as world:
+        main(world, *arguments)
+
+
+def be_rank(rank: int, size: int, port: int) -> None:
+    """What torchrun tells a process."""
     torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "GROUP_RANK": 0}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {
         k: str(v) for k, v in torchrun.items()
     }
-    torch.set_num_threads(1)
-    with joined(torch.device("cpu"), timedelta(seconds=timeout)) as world:
-        main(world, *arguments)
 
 
 def free_port() -> int:

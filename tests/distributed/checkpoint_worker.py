@@ -9,7 +9,6 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from fork import fork
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.distributed.shards import as_sharded, rows_of
-from grpo_fast.distributed.world import World
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.finite import Diverged
@@ -123,27 +121,16 @@ WORLDS: Sequence[tuple[int, list[Any]]] = (
 )
 
 
-def main(rank: int, number: int, folder: str, seed: int) -> None:
-    size, checks = WORLDS[number]
-    if size > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/store{number}",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=300),
-        )
+def main(world: World, folder: Path, seed: int, checks: Sequence[Callable[..., None]]) -> None:
     for check in checks:
-        check(Path(folder), seed, World(rank, size))
-    if size > 1:
-        dist.destroy_process_group()
+        check(folder, seed, world)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for number, (size, _) in enumerate(WORLDS):
-        arguments = (number, sys.argv[1], int(sys.argv[2]))
+    for size, checks in WORLDS:
+        arguments = (Path(sys.argv[1]), int(sys.argv[2]), checks)
         if size == 1:  # what is imported on the way, the others have too
-            main(0, *arguments)
+            main(ALONE, *arguments)
         else:
-            multiprocessing.start_processes(main, args=arguments, nprocs=size, start_method="fork")
+            fork(main, size, *arguments)

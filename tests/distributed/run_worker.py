@@ -1,0 +1,74 @@
+"""Runs of two ranks that an error ends: `python run_worker.py FOLDER`, the toy in FOLDER.
+
+Each rank writes FOLDER/CASE.RANK, what it raised. Then one rank goes on alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from fork import be_rank, free_port
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.rollout import transformers
+from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.run import train
+from grpo_fast.run_record.callbacks import Callback
+
+ERRORS = {  # of rank 1's third rollout
+    "reward": ValueError("no such answer"),
+    "diverged": FloatingPointError("the logits hold NaN"),
+    "callback": None,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "diverged": {"checkpoint": {"every": 1, "keep": 3}},
+    "callback": {"callbacks": [f"{__file__}:Fails"]},
+}
+
+
+class Fails(Callback):
+    def on_step_end(self, step: int, metrics: Any) -> None:
+        if step == 2:
+            raise KeyError("mine")
+
+
+class FailingEngine(TransformersEngine):
+    """Raises where it is asked the third time."""
+
+    asked, error = 0, None
+
+    def generate(self, *given: Any, **options: Any) -> Any:
+        FailingEngine.asked += 1
+        if self.error is not None and self.asked == 3:
+            raise self.error
+        return super().generate(*given, **options)
+
+
+def config_of(folder: Path, case: str) -> TrainConfig:
+    toy = json.loads((folder / "toy.json").read_text())
+    toy |= {"max_steps": 4, "output_dir": str(folder / case), "evaluation": {}}
+    return TrainConfig(**toy | CHANGES.get(case, {}))
+
+
+def run(rank: int, ports: list[int], folder: Path) -> None:
+    transformers.TransformersEngine = FailingEngine  # type: ignore[misc]
+    for port, (case, error) in zip(ports, ERRORS.items(), strict=True):
+        be_rank(rank, 2, port)
+        FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None
+        with pytest.raises(Exception) as raised:
+            train(config_of(folder, case), display=False)
+        (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    ports = [free_port() for _ in ERRORS]
+    multiprocessing.start_processes(run, args=(ports, folder), nprocs=2, start_method="fork")
+    train(config_of(folder, "reward"), resume="latest", display=False)
