@@ -122,7 +122,7 @@ class PolicyUpdate:
         with clock("logprobs"):
             for i, minibatch in enumerate(minibatches):
                 fixed = partial(self.fit, minibatch, self.with_fixed_logprobs, i > 0)
-                minibatches[i] = self.world.agreed("the log-probabilities", self.done(fixed))
+                minibatches[i] = self.world.agreed("the log-probabilities", fixed)
         steps = []
         with clock("update"):
             for _ in range(self.config.num_iterations):
@@ -131,17 +131,9 @@ class PolicyUpdate:
                     if self.world.size > 1:
                         minibatch = self.with_choices(minibatch, config)
                     gradient = partial(self.fit, minibatch, self.backward, config)
-                    minibatches[i], shares = self.world.agreed("the gradient", self.done(gradient))
+                    minibatches[i], shares = self.world.agreed("the gradient", gradient)
                     steps.append(self.step(shares, config))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
-
-    def done(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Of sharded weights, `work` done before its result is exchanged: its error ends this rank at once,
-        for the others wait in a forward and not where errors are told."""
-        if not self.policy.sharded:
-            return work
-        result = work()
-        return lambda: result
 
     def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[Minibatch]:
         """Minibatches of whole groups, each with its share of the counts; metrics count its own samples."""
@@ -310,7 +302,7 @@ class PolicyUpdate:
             return minibatch
         tokens: dict[int, Tensor] = {}
         for found in self.world.together(
-            "the choice of tokens", self.done(partial(self.fit, minibatch, self._choice_values, cuts))
+            "the choice of tokens", partial(self.fit, minibatch, self._choice_values, cuts)
         ):
             tokens |= found
         order = sorted(tokens)  # that of one micro-batch: then the same tokens are drawn, too
@@ -343,7 +335,7 @@ class PolicyUpdate:
         """(S,) float32 on the CPU: beta times the KL to the reference, summed over each completion."""
         penalties = torch.zeros(len(samples))
         work = partial(self.fit, self.minibatch(samples, StepTotals(0, 0)), self._kl_penalties)
-        for found in self.world.together("the KL to the reference", self.done(work)):
+        for found in self.world.together("the KL to the reference", work):
             for number, penalty in found.items():
                 penalties[number] = penalty
         return penalties

@@ -227,8 +227,9 @@ def _disable_dropout(model: nn.Module) -> None:
     for module in modules:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):  # a module of its own in BLOOM
-            module.attention_dropout = 0.0
+        for name in ("dropout", "attention_dropout"):  # a module of its own in BLOOM, a number in OPT
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def _recompute_mlps(model: PreTrainedModel) -> None:

@@ -72,6 +72,11 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
 
 def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
     require_engine(config.rollout, world)
+    if config.hub is not None and config.distributed.mode == "shard" and world.size > 1:
+        raise ValueError(
+            f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
+            "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
+        )
     judges = load_rewards(config.rewards)
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)

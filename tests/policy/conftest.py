@@ -43,7 +43,7 @@ FAMILIES = {
 
 def save_model(folder: Path, family: str = "llama", **changes: object) -> Path:
     """A random model with a word tokenizer, saved as a user would have it on disk."""
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():  # small random weights barely move the logits
         if parameter.ndim >= 2 and "layers" in name:

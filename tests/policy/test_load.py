@@ -27,6 +27,12 @@ def test_all_linear_adapts_every_projection_but_the_head_and_only_its_dropout_is
     assert set(dropouts) == {0.25}
 
 
+def test_a_dropout_that_is_no_module_is_off(load: Load, samples: list[Sample]) -> None:
+    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
+    policy = load("opt")
+    assert torch.equal(policy.hidden_states(batch), policy.hidden_states(batch))
+
+
 @pytest.mark.parametrize(
     ("family", "name"), [("llama", "model.embed_tokens.weight"), ("qwen2", "lm_head.weight")]
 )

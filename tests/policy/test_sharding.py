@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_fast.distributed.world import World
+from grpo_fast.policy import Policy
+from grpo_fast.policy.out_of_memory import MicroBatchBudget
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(
+    folder_of: Callable[..., Path], tmp_path: Path, seed: int
+) -> None:
+    for family in ("phi", "qwen2", "gpt2", "gemma2", "granite", "qwen3_moe"):
+        (tmp_path / family).symlink_to(folder_of(family))
+    worker = subprocess.run(
+        [sys.executable, str(HERE / "shard_worker.py"), str(tmp_path), str(seed)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "distributed")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert worker.returncode == 0, worker.stdout + worker.stderr[-3000:]
+
+
+def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy]) -> None:
+    ranks = World(0, 2)
+    mixed, single, layerless = (load("qwen2") for _ in range(3))
+    mixed.base_model.lm_head.to(torch.bfloat16)
+    single.base_model.scale = torch.nn.Parameter(torch.ones(()))
+    for layer in layerless.base_model.model.layers:
+        layer.__class__ = torch.nn.Linear
+
+    for policy, problem in ((mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")):
+        with pytest.raises(ValueError, match=rf"distributed\.mode = 'shard'.*{problem}.*replicate"):
+            policy.shard(ranks, head="gathered")
+
+
+def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:
+    attempts = MicroBatchBudget(unit="a sample", remedy="-", repeats=False).attempts()
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"96 tokens.*lower micro_batch_tokens.*CUDA out of mem"):
+        for attempt in attempts:
+            with attempt:
+                attempt.sizes(96, 7)
+                raise torch.OutOfMemoryError("CUDA out of memory")
