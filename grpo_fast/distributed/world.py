@@ -13,12 +13,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_fast.distributed.watch import RankError, Watch
@@ -37,6 +38,7 @@ class World:
         device: of this rank, where its tensors are exchanged.
         step: that is being trained, for messages.
         watch: of the other ranks; None: there are none.
+        launcher: torchrun's store, which outlives its ranks.
         objects: the group of `together`: a rank may fail where others are in a collective of tensors.
     """
 
@@ -46,6 +48,7 @@ class World:
     step: int = 0
     watch: Watch | None = None
     objects: ProcessGroup | None = None
+    launcher: Store | None = None
 
     @property
     def leads(self) -> bool:
@@ -71,6 +74,15 @@ class World:
     def seed(self, seed: int) -> int:
         """One of this rank's own; rank 0's is the same."""
         return random.Random(f"{seed}/{self.rank}").getrandbits(62) if self.rank else seed
+
+    def began(self, run_dir: Path) -> None:
+        """From here on, ranks that torchrun starts again go on with what is in the folder."""
+        if self.launcher is not None:
+            self.launcher.set(str(run_dir.resolve()), "begun")
+
+    def begun(self, run_dir: Path) -> bool:
+        """Whether torchrun starts the ranks of this run again, as after the loss of one."""
+        return self.launcher is not None and self.launcher.check([str(run_dir.resolve())])
 
     def at(self, place: str) -> AbstractContextManager[None]:
         """Where this rank is while it takes part in collectives, for the messages of all ranks.
@@ -154,8 +166,11 @@ def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
         ValueError: a GPU is named that each rank would take.
     """
     size, rank, local_rank = (int(os.environ.get(name, d)) for name, d in _ALONE.items())
-    if size == 1:
-        yield World(device=device)
+    store = None
+    if size > 1 or dist.is_torchelastic_launched():
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if store is None or size == 1:
+        yield World(device=device, launcher=store)
         return
     if device.type == "cuda":
         if device.index is not None:
@@ -166,12 +181,13 @@ def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    watch = Watch(store, rank, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    # The store outlives the ranks: those of the next attempt must not find the addresses of these.
+    attempt = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{size}", store)
+    watch = Watch(attempt, rank, size)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
     try:
         objects = dist.new_group(backend="gloo", timeout=timeout)
-        world = World(rank, size, device, watch=watch, objects=objects)
+        world = World(rank, size, device, watch=watch, objects=objects, launcher=store)
         with watch:
             try:
                 yield world

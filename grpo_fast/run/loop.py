@@ -78,6 +78,8 @@ def train(
         timeout = timedelta(minutes=config.distributed.timeout)
         world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
+        if world.from_lead("the run's folder", partial(world.begun, run_dir)):
+            resume = "latest"
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         checkpoint, changes = world.from_lead(
@@ -112,6 +114,7 @@ def train(
             restore_rng(checkpoint.state["rng"])
             trainer.step = checkpoint.step
         write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
+        world.began(run_dir)
         signals = stack.enter_context(noting_signals())
         recorder = stack.enter_context(
             Recorder(trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks)
@@ -125,15 +128,15 @@ def train(
             if trainer.step == config.max_steps:
                 changes += ["all steps are done, raise max_steps to go on"]
             recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
-        recorder.begin()
+        world.agreed("the evaluation", recorder.begin)
         stopped_by = None
         while trainer.step < config.max_steps:
             heard = world.together("the start", lambda: (signals[:1], callbacks.stopped_by))
             stopped_by = next((first for received, _ in heard for first in received), None)
             if stopped_by or any(asked for _, asked in heard):
                 break
-            recorder.record(trainer.train_step())
-        recorder.finish(stopped_by)
+            world.agreed("the record", partial(recorder.record, trainer.train_step()))
+        world.agreed("the end", partial(recorder.finish, stopped_by))
     return Ended(run_dir, stopped_by)
 
 

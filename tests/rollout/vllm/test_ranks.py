@@ -98,8 +98,8 @@ def test_where_one_rank_has_changed_weights_all_take_them_over(rng, monkeypatch)
 
 
 def test_two_ranks_with_a_vllm_each_or_one_between_them_compute_what_the_policy_computes_and_outlive_it(
-    on_vllms_cpu, saved_model, tmp_path
+    on_vllms_cpu, saved_model
 ):
-    command = [sys.executable, str(HERE / "vllm_ranks.py"), str(saved_model(heads=2)), str(tmp_path)]
+    command = [sys.executable, str(HERE / "vllm_ranks.py"), str(saved_model(heads=2))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-6000:]
