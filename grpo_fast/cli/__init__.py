@@ -201,6 +201,10 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     plan.add_argument("--model", metavar="MODEL", help=model)
     gpu = "H200, RTX-4090, 141GiB, ... or cpu; default: the device at hand"
     plan.add_argument("--gpu", metavar="GPU", help=gpu)
+    gpus = "of torchrun's ranks, one each (1); several numbers: how a step scales"
+    plan.add_argument("--gpus", type=at_least(1), nargs="+", default=[1], metavar="N", help=gpus)
+    node = "that NVLink or PCIe joins, the others are reached at 400 Gb/s each (8)"
+    plan.add_argument("--gpus-per-node", type=at_least(1), default=8, metavar="N", help=node)
     plan.add_argument("--prompt-length", type=at_least(1), metavar="P", help="tokens of the longest prompt")
     calibrate = "first measure a micro-batch of a few layers on this device"
     plan.add_argument("--calibrate", action="store_true", help=calibrate)

@@ -162,15 +162,18 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast plan`: 0 where the run fits, 1 where it does not."""
+    """`grpo-fast plan`: 0 where the run fits, 1 where it does not; of several --gpus, on any of them."""
     config = plan_config(args, overrides)
     from rich.console import Console
 
     from grpo_fast.plan import calibrate, device_budget, longest_prompt, step_sizes, traces_of
     from grpo_fast.plan import plan as make_plan
     from grpo_fast.plan import report as plan_report
+    from grpo_fast.plan.borders import borders
+    from grpo_fast.plan.scaling import scaling
 
     device = device_budget(args.gpu)
+    devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
     traces = traces_of(config.model.path, config.model.revision)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
     if prompt_length is None:
@@ -184,11 +187,21 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise ConfigError("plan", [Problem("--calibrate", message)])
         sizes = step_sizes(config, prompt_length=prompt_length)
         calibration = calibrate(config, traces.config, device, sizes)
-    found = make_plan(config, traces, device, prompt_length=prompt_length, calibration=calibration)
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
+    if len(devices) > 1:
+        steps = scaling(config, traces, devices, prompt_length=prompt_length)
+        if args.json:
+            print(json.dumps(plan_report.record_scaling(steps), indent=1))
+        else:
+            console.print(plan_report.render_scaling(steps))
+        return 0
+    found = make_plan(config, traces, devices[0], prompt_length=prompt_length, calibration=calibration)
     if args.json:
         print(json.dumps(plan_report.record(found), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(plan_report.render(found))
+        console.print(plan_report.render(found))
+        for line in borders(config, traces, devices[0], prompt_length):
+            console.print(line)
     return 0 if found.choice.prediction.free >= 0 else 1
 
 

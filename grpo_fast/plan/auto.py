@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import (
     CONSTANTS,
     RECOMPUTED,
+    Choice,
     Search,
+    divisions,
     flow,
     turned_knobs,
     with_constants,
@@ -35,6 +39,7 @@ from grpo_fast.stages import PART, resolve_stages
 
 logger = logging.getLogger(__name__)
 GROUP = "rollout.num_generations"
+DIVIDED = ("distributed.mode", "distributed.head")
 
 OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "micro_batch_tokens": min,
@@ -47,16 +52,17 @@ OF_ALL_STAGES: dict[str, Callable[[Iterable[Any]], Any]] = {
 """What is chosen once for a run, and which of its stages' choices suits them all."""
 
 
-def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfig:
+def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int = 1) -> TrainConfig:
     """The configuration with values for what it leaves to the plan: on a CPU, constants.
 
     Args:
         config: a run's.
         run_dir: its folder. Where it holds the run already, a group keeps the size that the run was started
             with, whatever memory there is today: another group would make it another run.
+        ranks: which train together; the others' devices are as this one.
 
     Raises:
-        ValueError: not even two completions of a prompt fit.
+        ValueError: not even two completions of a prompt fit, or as `divisions`.
         Exception: as `load_prompts`, which is asked for the longest prompt where no limit is set.
     """
     if config.algorithm != "grpo":
@@ -69,17 +75,22 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
         started = [rollout.get("num_generations") for rollout in _rollouts(load_config(saved).model_dump())]
         config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
     constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
+    device = device_budget("cpu") if on.type == "cpu" else device_budget()
+    if ranks > 1:
+        device = replace(device, ranks=ranks, node=int(os.environ.get("LOCAL_WORLD_SIZE", device.node)))
+        of, allowed = config.model, config.model.trust_remote_code
+        model = model_config(of.path, revision=of.revision, trust_remote_code=allowed)
+        constants, *_ = divisions(constants, model, device)
     if on.type == "cpu":
         return constants
-    device, lengths = device_budget(), _longest_prompts(config)
+    lengths = _longest_prompts(config)
     try:
-        found = [search.generations() or 2 for search in _searches(config, device, lengths, engine)]
-        with_groups = _with_groups(config, [min(_inherited(config, found) or found), *found])
-        searches = _searches(with_groups, device, lengths, engine)
-        choices = [search.fastest(search.generations() or 2) for search in searches]
+        traces = traces_of(config.model.path, config.model.revision)
+        found = [_chosen(one, device, lengths, engine) for one in divisions(config, traces.config, device)]
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
+    with_groups, searches, choices = min(reversed(found), key=lambda one: _cost(one[2]))
     if None in choices:
         raise ValueError(_too_large(searches[choices.index(None)]))
     chosen = [choice.values for choice in choices if choice]
@@ -89,8 +100,10 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None) -> TrainConfi
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
     told = values | ({GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {})
+    told |= {key: value for key in DIVIDED if (value := at(with_groups, key)) != at(config, key)}
     text = " ".join(f"{key}={flow(value)}" for key, value in told.items())
-    logger.warning("chosen for %s, %s: %s", device.name, bytes_text(device.total), text)
+    several = f"{ranks} ranks on " if ranks > 1 else ""
+    logger.warning("chosen for %s%s, %s: %s", several, device.name, bytes_text(device.total), text)
     return with_values(with_groups, values)
 
 
@@ -107,6 +120,21 @@ def traces_of(path: str, revision: str | None) -> Traces:
     return Traces(model_config(path, revision=revision))
 
 
+def _chosen(
+    config: TrainConfig, device: DeviceBudget, lengths: dict[str, int], engine: str
+) -> tuple[TrainConfig, list[Search], list[Choice | None]]:
+    """The configuration with its groups, and for each stage what is the fastest; None: nothing fits."""
+    found = [search.generations() or 2 for search in _searches(config, device, lengths, engine)]
+    with_groups = _with_groups(config, [min(_inherited(config, found) or found), *found])
+    searches = _searches(with_groups, device, lengths, engine)
+    return with_groups, searches, [search.fastest(search.generations() or 2) for search in searches]
+
+
+def _cost(choices: Sequence[Choice | None]) -> tuple[int, float]:
+    """How many stages do not fit; then seconds a completion."""
+    return choices.count(None), sum(choice.cost[1] for choice in choices if choice)
+
+
 def _searches(
     config: TrainConfig, device: DeviceBudget, lengths: dict[str, int], engine: str
 ) -> list[Search]:
@@ -120,6 +148,7 @@ def _searches(
             run,
             prompt_length=lengths[run.dataset.model_dump_json()],
             question_length=lengths[questions.model_dump_json()] if questions else None,
+            ranks=device.ranks,
         )
         found.append(Search(run, traces, device, sizes))
     return found

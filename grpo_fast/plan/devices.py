@@ -1,4 +1,4 @@
-"""The memory to plan with: that of a GPU by name, of a given size, or of this machine's device."""
+"""The memory to plan with: that of a GPU by name, of a given size, or of this machine's device, a rank's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLES: dict[str, Any] = yaml.safe_load(files(__package__).joinpath("tables.yaml
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """A device, and the bytes of it that a run may take."""
+    """A rank's device, and the bytes of it that a run may take."""
 
     name: str
     kind: str  # "cuda" or "cpu"
@@ -40,7 +40,10 @@ class DeviceBudget:
     shared_memory: int = 0  # bytes one program may use
     flops: float = 0.0  # a second, in 16 bits, as published; 0 of what the table does not have
     bandwidth: float = 0.0  # bytes a second
-    host: int = sys.maxsize  # bytes that may be offloaded
+    link: float = 0.0  # bytes a second to the other GPUs of its node, each way
+    host: int = sys.maxsize  # bytes that may be offloaded by all ranks of its node
+    ranks: int = 1  # with a device like this each
+    node: int = 8  # of them at most, that `link` joins
 
     @property
     def head_device(self) -> Device:
@@ -78,12 +81,12 @@ def device_budget(name: str | None = None) -> DeviceBudget:
 def _known_gpu(name: str) -> DeviceBudget | None:
     """The table's GPU of this name, which may say its memory too, in the makers' round numbers."""
     given = _words(name)
-    for known, (mebibytes, capability, shared_memory, teraflops, gigabytes) in TABLES["gpus"].items():
+    for known, (mebibytes, capability, shared_memory, *rates) in TABLES["gpus"].items():
         own = _words(known)
         memory = [int(word) if word.isdigit() else 0 for word in given[len(own) :]]
         if given[: len(own)] == own and all(abs((size << 10) / mebibytes - 1) < 0.1 for size in memory):
-            speed = teraflops * 1e12, gigabytes * 1e9
-            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, *speed)
+            speeds = (rate * unit for rate, unit in zip(rates, (1e12, 1e9, 1e9), strict=True))
+            return DeviceBudget(known, "cuda", mebibytes << 20, tuple(capability), shared_memory, *speeds)
     return None
 
 

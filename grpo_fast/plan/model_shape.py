@@ -58,8 +58,12 @@ class ModelShape:
     bytes: int  # of all of them, in the dtypes they are kept in
     narrow: int  # trained parameters of 16 bits, which have float32 masters
     wide: int  # trained parameters that are their own masters
+    tensors: int
     trainable_tensors: int
     neighbours: int  # numbers of the three trained tensors in a row that are largest together
+    largest: int  # numbers of the largest trained tensor
+    layer: int  # bytes of the largest layer
+    layer_trained: int  # trained numbers of the largest layer
     head_trained: bool
     softcap: bool
     vocabulary: int
@@ -76,8 +80,10 @@ class ModelShape:
         )
 
 
-def model_config(source: str, *, revision: str | None = None) -> PretrainedConfig:
-    """A model's configuration, without its weights and without running code of its own.
+def model_config(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """A model's configuration, without its weights and, unless allowed, without running code of its own.
 
     Args:
         source: a folder or a `config.json` file, a name in `SHAPES`, a hub id, or `package:NAME`.
@@ -94,7 +100,7 @@ def model_config(source: str, *, revision: str | None = None) -> PretrainedConfi
         if source.lower() == known.lower() and not Path(source).exists():
             return AutoConfig.for_model(model_type, **sizes)
     try:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -149,6 +155,7 @@ def random_model(
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     """Counts of a model that `skeleton` made."""
     from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     base = model if isinstance(model, PreTrainedModel) else cast(PreTrainedModel, model.get_base_model())
     config = base.config.get_text_config()
@@ -164,6 +171,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     visited = {"embedding": 0, "head": 0, "experts": _chosen_experts(config)}
     active = {part: int(count * visited.get(part, 1)) for part, count in parameters.items()}
     sizes = [p.numel() for p in trained]
+    of_layers = [[*m.parameters()] for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     return ModelShape(
         parameters={part: parameters[part] for part in PARTS if part in parameters},
         active=sum(active.values()),
@@ -171,8 +179,12 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         bytes=sum(p.nbytes for p in model.parameters()),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
+        tensors=len([*model.parameters()]),
         trainable_tensors=len(trained),
         neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
+        largest=max(sizes, default=0),
+        layer=max((sum(p.nbytes for p in own) for own in of_layers), default=0),
+        layer_trained=max((sum(p.numel() for p in own if p.requires_grad) for own in of_layers), default=0),
         head_trained=head.weight.requires_grad,
         softcap=getattr(config, "final_logit_softcapping", None) is not None,
         vocabulary=head.weight.shape[0],
@@ -223,11 +235,11 @@ def _kv_layers(base: PreTrainedModel) -> tuple[KvLayer, ...]:
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The same architecture with its first layers only."""
+    """The same architecture with its first layers only, or with more of its kinds."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:  # one for each layer
-            setattr(text, name, value[:count])
+            setattr(text, name, (value * -(-count // len(value)))[:count])
     text.num_hidden_layers = count
     return changed

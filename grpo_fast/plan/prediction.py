@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget, device_budget
+from grpo_fast.plan.exchange import sync_seconds, update_exchange
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
 from grpo_fast.plan.seconds import SLEEP_SECONDS, rollout_seconds, transfer_seconds, update_seconds
@@ -24,6 +26,8 @@ from grpo_fast.rollout.transformers import CPU_BATCH_TOKENS
 
 Phase = Literal["update", "rollout"]
 PHASES: tuple[Phase, ...] = ("update", "rollout")
+
+STAYS_SHARDED: Part = "reference"  # which mode shard keeps in rows, and never offloads
 
 CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 """torch's default by major compute capability, and elsewhere:"""
@@ -45,7 +49,10 @@ _STATE_BYTES: dict[Part, int] = {"optimizer": 8, "master": 4}  # of a number, aw
 _SAMPLER_COPIES = 3  # of float32 logits in vLLM's sampler: logits, probabilities, sorted or masked ones
 _DRAW_COPIES = 4  # of a slice of float32 logits in ours
 
-_TRANSIENT = ("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace")
+_TRANSIENT = (
+    *("activations", "gradients in flight", "head", "masks", "packed batches", "engine workspace"),
+    *("gathered", "exchange"),
+)
 _OUTSIDE_THE_ALLOCATOR = ("CUDA context", "engine residue", "fragmentation", "left free")
 
 
@@ -66,6 +73,7 @@ class Prediction:
     offloaded: tuple[Part, ...]  # of the trainer
     micro_batch: MicroBatch
     seconds: dict[Phase, float]  # of a step, estimated: see `plan.seconds`
+    exchange: dict[Phase, float]  # of these, between ranks: see `plan.exchange`
     timed: bool  # the seconds are of speeds published for the device; else only to compare by
 
     def total(self, phase: Phase) -> int:
@@ -84,6 +92,8 @@ class Prediction:
 
 class Predictor:
     """Predictions for one run on one device, which need not be this machine's, at any sizes.
+
+    On a device that is one of several, of each rank; `distributed.mode` says what it shares.
 
     Args:
         traces: of the run's model; making them takes seconds, so runs of one model share them.
@@ -105,6 +115,7 @@ class Predictor:
         self.shape = traces.shape(run.model)
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
+        self.sharded = device.ranks > 1 and run.distributed.mode == "shard"
         self.attention: str = run.model.attention
         if self.attention == "auto":
             target = torch.device(device.kind)
@@ -116,7 +127,8 @@ class Predictor:
         self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
         merged_lora = run.model.lora is not None and vllm.lora_sync != "adapter"
         wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
-        self.shares_weights = wanted and not merged_lora and "experts" not in self.shape.parameters
+        separate = merged_lora or self.sharded or "experts" in self.shape.parameters
+        self.shares_weights = wanted and not separate
         # Its weights or, with adapters that it keeps beside them, what it never gets again.
         self.sends_weights = not self.shares_weights and vllm.lora_sync != "adapter"
         named = () if isinstance(run.memory.offload, str) else run.memory.offload
@@ -126,7 +138,8 @@ class Predictor:
     def parts(self) -> tuple[Part, ...]:
         """What of the trainer there is on a GPU to be offloaded, the cheapest first."""
         resident = self._resident(accumulates=False)
-        return tuple(part for part in PARTS if resident[part] and self.on_gpu)
+        here = {part for part in PARTS if resident[part] and self.on_gpu}
+        return tuple(part for part in PARTS if part in here - ({STAYS_SHARDED} if self.sharded else set()))
 
     def on_host(self, parts: Sequence[Part]) -> int:
         """Bytes that these parts take of the host's memory; gradients are only freed."""
@@ -141,23 +154,30 @@ class Predictor:
             "rollout": self.rollout(sizes),
         }
         timed = bool(self.device.flops) and self.shape.itemsize <= 2  # published speeds are those of 16 bits
-        return Prediction(self.device, parts, self.offloaded, batch, self._seconds(sizes, batch), timed)
+        computing, exchange = self._seconds(sizes, batch), self._exchange(batch)
+        seconds = {phase: computing[phase] + exchange[phase] for phase in PHASES}
+        return Prediction(self.device, parts, self.offloaded, batch, seconds, exchange, timed)
 
     def update(self, sizes: StepSizes, batch: MicroBatch | None = None) -> dict[str, int]:
-        """Bytes by part of the backward or, where state visits from the host, of the optimiser's step."""
+        """Bytes by part of the backward or, where something comes for it alone, of the optimiser's step."""
         batch = batch or largest_micro_batch(sizes)
-        resident = self._resident(accumulates=batch.count > 1) | {"packed batches": sizes.packed_bytes}
+        resident = self._resident(accumulates=self._accumulates(batch)) | {
+            "packed batches": sizes.packed_bytes
+        }
         if self.engine == "vllm":
             engine = self._vllm(sizes)
             stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
             resident |= {part: engine[part] for part in stays}
         away = [part for part in _STATE_BYTES if part in self.offloaded]
-        backward = self._with_overheads(resident | dict.fromkeys(away, 0) | self._micro_batch(batch))
-        if not away:
-            return backward
+        at_home = resident | dict.fromkeys(away, 0)
+        moments = [at_home | self._micro_batch(batch) | self._gathered()]
         # One tensor's state is there, the last one's leaves, the next one's comes.
-        visitors = {part: min(resident[part], _STATE_BYTES[part] * self.shape.neighbours) for part in away}
-        return max(backward, self._with_overheads(resident | visitors), key=lambda parts: sum(parts.values()))
+        visitors = {
+            part: min(resident[part], self._own(_STATE_BYTES[part] * self.shape.neighbours)) for part in away
+        }
+        if away or self.device.ranks > 1:
+            moments.append(resident | visitors | self._exchanged())
+        return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
 
     def rollout(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes by part while the engine generates."""
@@ -173,15 +193,27 @@ class Predictor:
         room = self.device.total - spare
         return all(sum(parts(sizes).values()) <= room for parts in (self.update, self.rollout))
 
+    @property
+    def timed_on(self) -> DeviceBudget:
+        """The device, or one to compare by."""
+        known = self.device if self.device.flops else device_budget("H100")
+        return replace(known, ranks=self.device.ranks, node=self.device.node)
+
+    def _exchange(self, batch: MicroBatch) -> dict[Phase, float]:
+        run, shape, device = self.run, self.shape, self.timed_on
+        return {
+            "update": update_exchange(run, shape, device, batch),
+            "rollout": sync_seconds(run, shape, device),
+        }
+
     def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
-        device = self.device if self.device.flops else device_budget("H100")
+        device = self.timed_on
         work = whole_step(sizes)
         work = replace(work, count=batch.count * sizes.minibatches)
-        rows = sizes.in_flight if self.engine == "vllm" else self.in_flight(sizes)[1]
         return {
             "update": update_seconds(self.run, self.shape, device, work)
             + transfer_seconds(self.run, self.shape, device, self.offloaded),
-            "rollout": rollout_seconds(self.shape, device, sizes, self.engine, rows)
+            "rollout": rollout_seconds(self.shape, device, sizes, self.engine, self.rows_in_flight(sizes))
             + SLEEP_SECONDS * self.sleeps,
         }
 
@@ -190,12 +222,43 @@ class Predictor:
         shape, needs_reference = self.shape, self.run.loss.needs_reference and self.run.model.lora is None
         steps = shape.trainable_tensors * (512 if self.on_gpu else 4)
         return {
-            "weights": shape.bytes,
-            "master": 4 * shape.narrow,
-            "gradients": 4 * shape.narrow + 4 * shape.wide * accumulates,
-            "optimizer": 8 * (shape.narrow + shape.wide) + steps,
-            "reference": shape.bytes if needs_reference else 0,
+            "weights": self._held(shape.bytes),
+            "master": self._own(4 * shape.narrow),
+            "gradients": self._held(4 * shape.narrow + 4 * shape.wide * accumulates),
+            "optimizer": self._own(8 * (shape.narrow + shape.wide)) + steps,
+            "reference": self._held(shape.bytes) if needs_reference else 0,
         }
+
+    def _own(self, size: int) -> int:
+        """Bytes of what each rank has its rows of, in either mode."""
+        return -(-size // self.device.ranks)
+
+    def _held(self, size: int) -> int:
+        """Bytes of what mode shard shards, and mode replicate does not."""
+        return self._own(size) if self.sharded else size
+
+    def _accumulates(self, batch: MicroBatch) -> bool:
+        """Whether gradients outlive the backward that makes them: until they are exchanged, or sharded."""
+        return batch.count > 1 or self.device.ranks > 1
+
+    def _gathered(self) -> dict[str, int]:
+        """What FSDP2 has whole: a layer and the next one, and the layer's gradient, as it is and in float32.
+
+        The head's weight and gradient stay from the loss to the end, unless hidden states come to its rows.
+        """
+        if not self.sharded:
+            return {}
+        shape = self.shape
+        layers = 2 * shape.layer + (shape.itemsize + 4) * shape.layer_trained
+        head = shape.itemsize * shape.vocabulary * shape.hidden * (1 + shape.head_trained)
+        return {"gathered": layers + head * (not self._head_sharded)}
+
+    def _exchanged(self) -> dict[str, int]:
+        """What an optimiser step of mode replicate adds: its rows of the summed gradients, and a bucket."""
+        if self.sharded or self.device.ranks == 1:
+            return {}
+        trained = self.shape.narrow + self.shape.wide
+        return {"exchange": self._own(4 * trained) + max(2 * BUCKET, 4 * self.shape.largest)}
 
     def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
@@ -203,10 +266,11 @@ class Predictor:
         model = self.run.model
         dense = "experts" not in self.shape.parameters
         fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
-        timeline = self.traces.update(model, self.attention, first=batch.count == 1, fused=fused)
+        timeline = self.traces.update(model, self.attention, first=not self._accumulates(batch), fused=fused)
+        ranks = self.device.ranks if self._head_sharded else 1
         call = Workload(
-            rows=batch.targets,
-            vocabulary=shape.vocabulary,
+            rows=batch.targets * ranks,
+            vocabulary=-(-shape.vocabulary // ranks),
             dtype=self.dtype,
             softcap=shape.softcap,
             extra_statistics=1,
@@ -225,6 +289,8 @@ class Predictor:
             "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,
         }
         heads = {f"head_{when}": size for when, size in asdict(head).items()}
+        if self._head_sharded:
+            heads["head_kept"] += shape.itemsize * call.rows * shape.hidden  # all ranks' hidden states
         plain, with_masks, with_head, whole = (
             timeline.live(sizes | more) for more in ({}, masks, heads, masks | heads)
         )
@@ -244,7 +310,6 @@ class Predictor:
         most = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU]
         prefill_tokens = min(most, sizes.prompts * sizes.prompt_length)
         prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
-        base = shape.bytes - shape.itemsize * shape.parameters.get("adapters", 0)
         # Each of them at its longest, none preempted. A group shares the full pages of its prompt.
         shared = sizes.prompt_length // BLOCK_TOKENS
         own = -(-sizes.sequence_length // BLOCK_TOKENS) - shared
@@ -252,7 +317,7 @@ class Predictor:
         pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
         needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
         return {
-            "engine weights": 0 if self.shares_weights else base,
+            "engine weights": 0 if self.shares_weights else self._base_bytes,
             "KV cache": needed if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
             "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
             "engine residue": ENGINE_RESIDUE,
@@ -275,7 +340,16 @@ class Predictor:
             tokens = prompts * sizes.prompt_length + rows * length
             itemsize = shape.itemsize if self.on_gpu else 4  # CPUs decode in float32
             kv_cache = itemsize * (tokens * sum(numbers) + growing)
-        return {"KV cache": kv_cache, "engine workspace": max(int(prefill), decode)}
+        weights = self._base_bytes if self.sharded else 0
+        return {
+            "engine weights": weights,
+            "KV cache": kv_cache,
+            "engine workspace": max(int(prefill), decode),
+        }
+
+    def rows_in_flight(self, sizes: StepSizes) -> int:
+        """Completions that the engine decodes at once."""
+        return sizes.in_flight if self.engine == "vllm" else self.in_flight(sizes)[1]
 
     def in_flight(self, sizes: StepSizes) -> tuple[int, int]:
         """(prompts, completions) that the transformers engine decodes at once."""
@@ -293,6 +367,15 @@ class Predictor:
         if budget is not None:
             rows = largest(1, rows, lambda count: held(count) <= budget) or 1
         return -(-rows // sizes.generations), rows
+
+    @property
+    def _base_bytes(self) -> int:
+        """Of the model without adapters, whole."""
+        return self.shape.bytes - self.shape.itemsize * self.shape.parameters.get("adapters", 0)
+
+    @property
+    def _head_sharded(self) -> bool:
+        return self.sharded and self.run.distributed.head == "sharded"
 
     @property
     def _shares_prefix(self) -> bool:

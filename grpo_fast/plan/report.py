@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_fast.plan.prediction import PHASES, Phase
+from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.plan.exchange import HOP, NETWORK, REACHED_LINK
+from grpo_fast.plan.prediction import PHASES, Phase, Prediction
+from grpo_fast.plan.scaling import SPREAD, Scaled, StepSeconds
 from grpo_fast.plan.search import MOST_GENERATIONS, Choice, Plan, flow
+from grpo_fast.plan.seconds import HOST_SECONDS, REACHED_BANDWIDTH, REACHED_FLOPS
 from grpo_fast.run_record.summary import bytes_text, duration_text
 
 
 def render(plan: Plan) -> RenderableType:
-    """Heading, parts by phase, what fits, and what would make room."""
+    """Heading, parts by phase and mode, what fits, and what would make room."""
     predictor, sizes, prediction = plan.choice.predictor, plan.choice.sizes, plan.choice.prediction
     model, shape, batch = predictor.run.model, predictor.shape, prediction.micro_batch
+    ranks, choices = prediction.device.ranks, (plan.choice, *plan.rivals)
     heading = (
         f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
         f"{shape.narrow + shape.wide:,} trained\n"
-        f"{prediction.device.name}, {bytes_text(prediction.device.total)}: {predictor.engine}, "
-        f"{predictor.attention}\n"
+        f"{prediction.device.name}, {bytes_text(prediction.device.total)}{_each_of(ranks)}: "
+        f"{predictor.engine}, {predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
         f"{sizes.completion_length} tokens\n"
         f"largest micro-batch: {batch.inputs:,} tokens, {batch.groups:.2g} groups, one of {batch.count}\n"
     )
-    parts = _table("", *PHASES)
-    away = prediction.offloaded
-    for part in dict.fromkeys((*prediction.parts["update"], *away, *prediction.parts["rollout"])):
-        held = (prediction.parts[phase].get(part, 0) for phase in PHASES)
-        parts.add_row(part, *("away" if part in away and not size else _cell(size) for size in held))
+    columns = [(choice.prediction, phase) for choice in choices for phase in PHASES]
+    parts = _table("", *(f"{choice.mode} {phase}".strip() for choice in choices for phase in PHASES))
+    held = (part for one, phase in columns for part in (*one.parts[phase], *one.offloaded))
+    for part in dict.fromkeys(held):
+        parts.add_row(part, *(_held(one, phase, part) for one, phase in columns))
     parts.add_section()
-    parts.add_row("in all", *(bytes_text(prediction.total(phase)) for phase in PHASES), style="bold")
-    if seconds := _seconds(plan.choice):
-        parts.add_row("seconds of a step, estimated", *(duration_text(seconds[phase]) for phase in PHASES))
+    parts.add_row("in all", *(bytes_text(one.total(phase)) for one, phase in columns), style="bold")
+    if prediction.timed:
+        seconds = (one.seconds[phase] for one, phase in columns)
+        parts.add_row("seconds of a step, estimated", *map(duration_text, seconds))
+        if ranks > 1:
+            between = (one.exchange[phase] for one, phase in columns)
+            parts.add_row("of these between ranks", *map(duration_text, between))
     spare = bytes_text(abs(prediction.free))
     answers = (
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
         f"largest num_generations: {_size(plan.largest_generations)}{_a_step(plan.largest)}"
     )
+    answers = "\n".join([answers, *(_beside(plan.choice, rival) for rival in plan.rivals)])
+    if ranks == 1 and plan.config.distributed != DistributedConfig():
+        answers += "\ndistributed: read under torchrun alone; --gpus plans for several"
     settings = _table("setting", "value", "chosen by")
     for key, value in plan.choice.values.items():
         settings.add_row(key, flow(value), "hand" if key in plan.by_hand else "the plan")
@@ -53,8 +66,45 @@ def render(plan: Plan) -> RenderableType:
     return Group(Text(heading), parts, Text(""), Text(answers), Text(""), settings, *room)
 
 
+def render_scaling(steps: Sequence[Scaled]) -> RenderableType:
+    """Of a step on more and more GPUs, the seconds of each phase, and what they rest on."""
+    phases = [field.name for field in fields(StepSeconds)]
+    table = _table("GPUs", *phases, "step", "efficiency", "mode")
+    for step in steps:
+        values = ["-"] * len(phases) + ["does not fit", "-"]
+        if step.seconds:
+            values = [f"{value:.2f}" for value in (*astuple(step.seconds), step.seconds.total)]
+            values.append(f"{step.efficiency:.0%}")
+        table.add_row(f"{step.choice.predictor.device.ranks}", *values, step.choice.mode or "-")
+    sizes, device = steps[0].choice.sizes, steps[0].choice.predictor.device
+    heading = (
+        f"seconds of a step, estimated: {steps[0].choice.predictor.run.prompts_per_step} prompts of "
+        f"{sizes.prompt_length} tokens, {sizes.generations} completions of up to {sizes.completion_length}\n"
+    )
+    rates = f"{device.flops / 1e12:.0f} TFLOP/s, {device.bandwidth / 1e9:.0f} GB/s of memory"
+    notes = (
+        f"\npublished: {device.name}'s {rates}, {device.link / 1e9:.0f} GB/s to the GPUs of its node\n"
+        f"assumed: {REACHED_FLOPS:.0%}, {REACHED_BANDWIDTH:.0%} and {REACHED_LINK:.0%} of these; "
+        f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes; {HOP * 1e6:.0f} us a hop; at least "
+        f"{HOST_SECONDS['vllm'] * 1e3:.0f} ms a decoded token; lengths log-normal, sigma {SPREAD}, half of "
+        "the variance the prompt's\n"
+        "measured, on one CPU core: the exchange of the groups\n"
+        "left out: rewards; a GPU is taken to compute nothing while it communicates"
+    )
+    return Group(Text(heading), table, Text(notes))
+
+
+def record_scaling(steps: Sequence[Scaled]) -> list[dict[str, Any]]:
+    """The same as JSON takes it; null where the run does not fit."""
+    return [
+        {"gpus": step.choice.predictor.device.ranks, "mode": step.choice.mode, "efficiency": step.efficiency}
+        | {"seconds": step.seconds and asdict(step.seconds) | {"step": step.seconds.total}}
+        for step in steps
+    ]
+
+
 def record(plan: Plan) -> dict[str, Any]:
-    """The same as JSON takes it; all sizes in bytes."""
+    """The same as JSON takes it; all sizes in bytes, and of each rank."""
     choice, predictor, prediction = plan.choice, plan.choice.predictor, plan.choice.prediction
     shape, device = predictor.shape, prediction.device
     return {
@@ -72,6 +122,8 @@ def record(plan: Plan) -> dict[str, Any]:
         "total": {phase: prediction.total(phase) for phase in PHASES},
         "allocated": {phase: prediction.allocated(phase) for phase in PHASES},
         "estimated_seconds": _seconds(choice),
+        "ranks": device.ranks,
+        "modes": {each.mode: _rank(each) for each in (choice, *plan.rivals) if each.mode},
         "offloaded": list(prediction.offloaded),
         "fits": prediction.free >= 0,
         "micro_batch": asdict(prediction.micro_batch),
@@ -79,6 +131,29 @@ def record(plan: Plan) -> dict[str, Any]:
         "estimated_seconds_of_largest": _seconds(plan.largest),
         "knobs": [asdict(knob) for knob in plan.knobs],
     }
+
+
+def _rank(choice: Choice) -> dict[str, Any]:
+    prediction = choice.prediction
+    timed = {"estimated_seconds": _seconds(choice), "exchange_seconds": prediction.exchange}
+    return {"parts": prediction.parts, "fits": prediction.free >= 0, "values": choice.values} | timed
+
+
+def _each_of(ranks: int) -> str:
+    return f", each of {ranks} ranks" if ranks > 1 else ""
+
+
+def _held(prediction: Prediction, phase: Phase, part: str) -> str:
+    size = prediction.parts[phase].get(part, 0)
+    return "away" if part in prediction.offloaded and not size else _cell(size)
+
+
+def _beside(choice: Choice, rival: Choice) -> str:
+    """Why the one was chosen."""
+    (short, own), (lacks, other) = choice.cost, rival.cost
+    if lacks > short:
+        return f"{choice.mode} is chosen: {rival.mode} needs {bytes_text(lacks - short)} more"
+    return f"{choice.mode} is chosen: a completion takes {rival.mode} {other / own - 1:.0%} longer"
 
 
 def _table(name: str, *numbers: str) -> Table:

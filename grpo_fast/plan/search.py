@@ -13,11 +13,11 @@ import yaml
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import GIB, DeviceBudget
-from grpo_fast.plan.prediction import PHASES, Calibration, Phase, Prediction, Predictor
+from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Calibration, Phase, Prediction, Predictor
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, largest_micro_batch, step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
-from grpo_fast.stages import PART
+from grpo_fast.stages import PART, resolve_stages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -61,6 +61,16 @@ class Choice:
         return tokens >= BUSY or tokens == asked or self.prediction.micro_batch.count == 1
 
     @property
+    def mode(self) -> str:
+        """How the ranks share the model; empty for one."""
+        return self.predictor.run.distributed.mode if self.predictor.device.ranks > 1 else ""
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """What is least of the best: bytes that are missing, then seconds a completion."""
+        return max(0, -self.prediction.free), _seconds(self) / self.sizes.generations
+
+    @property
     def values(self) -> dict[str, Any]:
         """By dotted key what the plan decides where the configuration does not."""
         run, sizes = self.predictor.run, self.sizes
@@ -76,6 +86,10 @@ class Choice:
             if run.rollout.vllm.gpu_memory_utilization is None:
                 kv_cache = self.prediction.parts["rollout"]["KV cache"]
                 values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
+        if self.predictor.device.ranks > 1:
+            values["distributed.mode"] = run.distributed.mode
+            if self.predictor.sharded:
+                values["distributed.head"] = run.distributed.head
         return values
 
 
@@ -97,6 +111,7 @@ class Plan:
     choice: Choice  # where nothing fits, what is least too large
     largest: Choice | None  # with the largest group that fits; None: not even two completions do
     knobs: tuple[Knob, ...]  # what buys most comes first: the largest group, then the most bytes
+    rivals: tuple[Choice, ...] = ()  # of other ways to divide the run over ranks: the best of each mode
 
     @property
     def largest_generations(self) -> int | None:
@@ -150,7 +165,8 @@ class Search:
         asked = self.config.rollout.num_generations
         if asked != "auto":
             return asked
-        return self.largest_generations(min(AUTO_MOST, max(8, MOST_IN_FLIGHT // self.sizes.prompts)))
+        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step  # of one rank: more of them change no group
+        return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
 
     def least(self) -> Choice:
         """The smallest step in the way that takes the least."""
@@ -193,7 +209,8 @@ class Search:
             lists: list[Any] = [memory.offload]
             if lists == ["auto"]:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
-                lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host]
+                neighbours = min(self.device.ranks, self.device.node)
+                lists = [parts for parts in lists if neighbours * plain.on_host(parts) <= self.device.host]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
     def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Choice | None:
@@ -246,21 +263,70 @@ def plan(
         prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
 
     Raises:
-        ValueError: the prompts' length is not known, or the model cannot be packed or planned.
+        ValueError: the prompts' length is not known, the model cannot be packed or planned, or as
+            `divisions`.
     """
-    sizes = step_sizes(config, prompt_length=prompt_length)
+    sizes = step_sizes(config, prompt_length=prompt_length, ranks=device.ranks)
     traces = model if isinstance(model, Traces) else Traces(model)
-    search = Search(
-        with_constants(config) if device.kind == "cpu" else config, traces, device, sizes, calibration
-    )
-    generations, most = search.generations(), search.largest_generations()
-    choice = (search.fastest(generations) if generations else None) or search.least()
+    best: dict[str, tuple[Choice, Search]] = {}  # by mode
+    for divided in divisions(
+        with_constants(config) if device.kind == "cpu" else config, traces.config, device
+    ):
+        search = Search(divided, traces, device, sizes, calibration)
+        generations, mode = search.generations(), divided.distributed.mode
+        found = (search.fastest(generations) if generations else None) or search.least()
+        if mode not in best or found.cost < best[mode][0].cost:
+            best[mode] = found, search
+    (choice, search), *rivals = sorted(best.values(), key=lambda one: one[0].cost)
+    most = search.largest_generations()
     return Plan(
         config,
         choice,
         largest=search.fastest(most) if most else None,
         knobs=turned_knobs(search, choice) if knobs else (),
+        rivals=tuple(rival for rival, _ in rivals),
     )
+
+
+def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget) -> list[TrainConfig]:
+    """The run with each mode, and each head of mode shard, that it leaves open; as it is on one rank.
+
+    Raises:
+        ValueError: a step has fewer prompts than there are ranks, the head is tied and asked for in rows, or
+            mode shard is asked for with what it cannot offload.
+    """
+    own, ranks = config.distributed, device.ranks
+    if ranks == 1:
+        return [config]
+    for stage in resolve_stages(config):
+        if (prompts := stage.config.prompts_per_step) < ranks:
+            of = f"stage {stage.name!r}: " if config.stages else ""
+            raise ValueError(
+                f"{of}prompts_per_step = {prompts} is less than the {ranks} ranks, each of which answers "
+                f"prompts of its own; raise it to {ranks} or more, or start fewer ranks"
+            )
+    tied = getattr(model.get_text_config(), "tie_word_embeddings", False)
+    if tied and own.head == "sharded":
+        raise ValueError(
+            "distributed.head = 'sharded': the head of this model is tied to the embedding, which needs the "
+            "whole weight; set it to gathered or auto"
+        )
+    stays = STAYS_SHARDED in config.memory.offload
+    if stays and own.mode == "shard":
+        raise ValueError(
+            f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the "
+            f"{STAYS_SHARDED} in rows on every rank; leave it out, or set distributed.mode to replicate"
+        )
+    heads = ["gathered"] if tied else ["gathered", "sharded"]
+    heads = heads if own.head == "auto" else [own.head]
+    ways = {"replicate": heads[-1:], "shard": heads if device.kind == "cuda" else heads[-1:]}
+    if own.mode == "auto" and (stays or device.kind == "cpu"):
+        del ways["shard"]
+    return [
+        with_values(config, {"distributed.mode": mode, "distributed.head": head})
+        for mode in (ways if own.mode == "auto" else [own.mode])
+        for head in ways[mode]
+    ]
 
 
 def turned_knobs(search: Search, choice: Choice) -> tuple[Knob, ...]:
@@ -268,7 +334,8 @@ def turned_knobs(search: Search, choice: Choice) -> tuple[Knob, ...]:
     found = []
     for key, value, cost in _possible_knobs(search.config, choice):
         asked, run = (with_values(one, {key: value}) for one in (search.config, choice.predictor.run))
-        sizes = {"prompts": asked.prompts_per_step} | ({key: value} if key == "micro_batch_tokens" else {})
+        prompts = -(-asked.prompts_per_step // search.device.ranks)
+        sizes = {"prompts": prompts} | ({key: value} if key == "micro_batch_tokens" else {})
         predictor = Predictor(run, search.traces, search.device, search.calibration)
         then = predictor.predict(replace(choice.sizes, **sizes))
         saves = {phase: choice.prediction.total(phase) - then.total(phase) for phase in PHASES}
@@ -325,5 +392,5 @@ def _possible_knobs(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, 
     if config.micro_batch_tokens != "auto" and config.micro_batch_tokens > 1:
         yield "micro_batch_tokens", config.micro_batch_tokens // 2, "more and smaller forwards"
     if config.prompts_per_step > max(1, config.minibatches):
-        half = max(config.minibatches, config.prompts_per_step // 2)
+        half = max(config.minibatches, config.prompts_per_step // 2, predictor.device.ranks)
         yield "prompts_per_step", half, "fewer prompts in a step"

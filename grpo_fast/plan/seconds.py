@@ -6,11 +6,12 @@ Each completion is taken at its longest, and each product of the head as dense.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import MicroBatch, StepSizes
+from grpo_fast.plan.sizes import MicroBatch, StepSizes, Work
 from grpo_fast.rollout.config import Part
 
 # What is reached of the published rate of arithmetic, and while decoding of the memory's bandwidth.
@@ -24,7 +25,9 @@ HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 """The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
 
 
-def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: MicroBatch) -> float:
+def update_seconds(
+    run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: MicroBatch | Work
+) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
     layers, head = _layer_flops(shape, work.inputs, work.pairs), _head_flops(shape, work.targets)
     recomputed = {True: layers, "mlp": 2 * shape.active_mlp * work.inputs}
@@ -50,7 +53,7 @@ def transfer_seconds(
     moments = 8 * (shape.narrow + shape.wide) * ("optimizer" in offloaded)
     masters = 4 * shape.narrow * ("master" in offloaded)
     steps = run.num_iterations * run.minibatches
-    copied = steps * (moments + masters) + shape.bytes * ("reference" in offloaded)
+    copied = steps * (moments + masters) / device.ranks + shape.bytes * ("reference" in offloaded)
     return copied / (PCIE_5 if device.capability[0] >= 9 else PCIE_4)
 
 
@@ -61,18 +64,26 @@ def rollout_seconds(
 
     It takes as long as reading weights, keys and values, these half-way, or as its products.
     """
-    prompt, length = sizes.prompt_length, sizes.completion_length
-    prefill = _layer_flops(shape, sizes.prompts * prompt, sizes.prompts * prompt**2 // 2)
-    weights = shape.active + shape.vocabulary * shape.hidden
-    computing = REACHED_FLOPS * device.flops
-    host = HOST_SECONDS[engine] * (1 if engine == "vllm" else len(shape.layers))
-
-    def token(rows: int) -> float:
-        read = shape.itemsize * weights + rows * shape.kv_bytes(prompt + length // 2)
-        return max(read / (REACHED_BANDWIDTH * device.bandwidth), 2 * rows * weights / computing, host)
-
+    length = sizes.completion_length
+    token = partial(token_seconds, shape, device, engine, sizes.prompt_length + length // 2)
     waves, rest = divmod(sizes.completions, in_flight)
-    return prefill / computing + length * (waves * token(in_flight) + (token(rest) if rest else 0))
+    seconds = length * (waves * token(in_flight) + (token(rest) if rest else 0))
+    return prefill_seconds(shape, device, sizes) + seconds
+
+
+def prefill_seconds(shape: ModelShape, device: DeviceBudget, sizes: StepSizes) -> float:
+    """Of the prompts' way through the model."""
+    tokens, prompt = sizes.prompts * sizes.prompt_length, sizes.prompt_length
+    return _layer_flops(shape, tokens, tokens * prompt // 2) / (REACHED_FLOPS * device.flops)
+
+
+def token_seconds(shape: ModelShape, device: DeviceBudget, engine: str, seen: int, rows: int) -> float:
+    """Of the next token of so many completions in flight, each of which sees `seen` tokens."""
+    weights = shape.active + shape.vocabulary * shape.hidden
+    read = shape.itemsize * weights + rows * shape.kv_bytes(seen)
+    computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
+    host = HOST_SECONDS[engine] * (1 if engine == "vllm" else len(shape.layers))
+    return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 
 def _layer_flops(shape: ModelShape, tokens: int, pairs: int) -> float:

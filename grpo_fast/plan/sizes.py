@@ -19,9 +19,9 @@ MOST_IN_FLIGHT = 1024  # what vLLM runs at once on a large GPU: its decoding gai
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of one training step, each at its largest."""
+    """The sizes of a rank's part of one training step, each at its largest."""
 
-    prompts: int  # prompts_per_step
+    prompts: int  # prompts_per_step / ranks
     generations: int  # completions of each
     prompt_length: int  # tokens
     completion_length: int
@@ -56,13 +56,18 @@ class StepSizes:
 
 
 def step_sizes(
-    config: TrainConfig, *, prompt_length: int | None = None, question_length: int | None = None
+    config: TrainConfig,
+    *,
+    prompt_length: int | None = None,
+    question_length: int | None = None,
+    ranks: int = 1,
 ) -> StepSizes:
     """The sizes of a run's steps; a group of two and one completion a micro-batch where they are `auto`.
 
     Args:
         prompt_length: tokens of the longest prompt, and `question_length` of evaluation's; by default as
             their datasets limit them.
+        ranks: which share the prompts; the sizes are those of the rank with the most.
 
     Raises:
         ValueError: nothing says how long prompts may be, or the algorithm has no rollouts.
@@ -79,7 +84,7 @@ def step_sizes(
     completion_length = config.rollout.length_limit
     question_length = question_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
-        prompts=config.prompts_per_step,
+        prompts=-(-config.prompts_per_step // ranks),
         generations=2 if generations == "auto" else generations,
         prompt_length=prompt_length,
         completion_length=completion_length,
@@ -88,6 +93,16 @@ def step_sizes(
         most_in_flight=vllm.max_sequences or MOST_IN_FLIGHT,
         longest=vllm.max_model_length or question_length + completion_length,
     )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the seconds of an update follow from."""
+
+    inputs: int
+    pairs: int  # of tokens that see each other
+    targets: int
+    count: float  # micro-batches
 
 
 @dataclass(frozen=True)

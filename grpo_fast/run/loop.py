@@ -80,7 +80,7 @@ def train(
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
-        config = world.from_lead("the plan", partial(resolve_auto, config, run_dir))
+        config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
         checkpoint, changes = world.from_lead(
             "the checkpoint", partial(find_checkpoint, run_dir, store, config, resume)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     lines |= {"method": "; ".join(methods)} if methods else {}
     lines["run"] = _run(config)
     if trainer.policy.device.type == "cuda" and isinstance(trainer, Trainer):
-        lines["plan"] = expected(trainer, device_budget())
+        lines["plan"] = expected(trainer, replace(device_budget(), ranks=trainer.world.size))
     return [f"{name:<7} {text}" for name, text in lines.items()]
 
 
@@ -85,7 +86,7 @@ def expected(trainer: Trainer, device: DeviceBudget) -> str:
     config = trainer.config.model_copy(update={"rollout": with_engine})
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts.dataset)
     try:
-        sizes = step_sizes(config, prompt_length=longest)
+        sizes = step_sizes(config, prompt_length=longest, ranks=device.ranks)
         traces = traces_of(config.model.path, config.model.revision)
         prediction = Predictor(config, traces, device).predict(sizes)
     except (ValueError, RuntimeError) as error:

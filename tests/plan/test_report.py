@@ -83,12 +83,38 @@ def test_the_plan_of_a_configuration_as_json(
     assert {"change", "saves", "cost", "largest_num_generations"} == set(found["knobs"][0])
 
 
+def test_several_gpus_are_planned_in_both_modes(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_fast.plan.borders.borders", lambda *_: ["by GPUs: 2 either"])
+    command = ["plan", "--model", model, "--gpu", "RTX-4090", *SIZES, "--num-generations", "4", "--gpus"]
+
+    assert main([*command, "2"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "each of 2 ranks",
+        "replicate update  replicate rollout  shard update  shard rollout",
+        "of these between ranks",
+        "replicate is chosen: a completion takes shard ",
+        "by GPUs: 2 either",
+        "distributed.mode",
+    ):
+        assert text in printed
+    assert main([*command, "2", "1"]) == 0
+    rows = re.findall(r"^(\d) .* (\d+)% +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [(gpus, mode) for gpus, _, mode in rows] == [("1", "-"), ("2", "replicate")]
+    assert int(rows[0][1]) == 100 > int(rows[1][1])
+    main([*command, "1", "distributed.mode=shard"])
+    assert "read under torchrun alone" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--model", "SmolLM2-135M", "--gpu", "H999", *SIZES], "'H999'"),
         (["--model", "SmolLM2-135M", "--gpu", "H200"], "--prompt-length"),
         (["--gpu", "H200"], "--model"),
+        (["--model", "SmolLM2-135M", "--gpu", "H200", "--gpus", "17", *SIZES], "17 ranks"),
         (["--model", "./nowhere", "--gpu", "H200", *SIZES], "'./nowhere'"),
         (["--model", "SmolLM2-135M", "--gpu", "H200", "--calibrate", *SIZES], "--calibrate"),
     ],

@@ -1,0 +1,169 @@
+"""A step on more and more GPUs, with completions as uneven as they are: who waits for whom, and how long."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+
+from grpo_fast.config import TrainConfig
+from grpo_fast.distributed.world import World
+from grpo_fast.plan.devices import TABLES, DeviceBudget
+from grpo_fast.plan.exchange import sync_seconds, update_exchange
+from grpo_fast.plan.search import Choice, plan, with_values
+from grpo_fast.plan.seconds import (
+    SLEEP_SECONDS,
+    prefill_seconds,
+    token_seconds,
+    transfer_seconds,
+    update_seconds,
+)
+from grpo_fast.plan.sizes import Work
+from grpo_fast.plan.trace import Traces
+from grpo_fast.policy import Sample
+from grpo_fast.policy.packing import TokenCosts, deal
+
+Lengths = Sequence[Sequence[int]]
+"""Tokens of each prompt's completions."""
+
+SPREAD = 0.41  # standard deviation of the logarithm of a length, as of GSM8K's answers (lengths_gsm8k.json)
+
+EXCHANGED_SECONDS = 2e-7  # in which a rank reads a token of all ranks' completions. Measured on one CPU core.
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Of one step, by phase; each phase is the ranks' mean, and `waiting` what the slowest takes more."""
+
+    rollout: float
+    update: float
+    communication: float  # between GPUs
+    exchange: float  # of the groups, by the hosts
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        return self.rollout + self.update + self.communication + self.exchange + self.waiting
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A run on so many GPUs; without seconds where it does not fit."""
+
+    choice: Choice
+    seconds: StepSeconds | None
+    efficiency: float | None  # GPU-seconds on the fewest GPUs that it fits / on these
+
+
+def scaling(
+    config: TrainConfig, traces: Traces, devices: Sequence[DeviceBudget], *, prompt_length: int
+) -> list[Scaled]:
+    """The same step on each of `devices`, which differ in their number of ranks, the fewest first.
+
+    Raises:
+        ValueError: nothing is published of the device's speed in the model's dtype, or as `plan`.
+    """
+    planned = partial(plan, model=traces, prompt_length=prompt_length, knobs=False)
+    generations = planned(config, device=devices[-1]).choice.sizes.generations
+    config = with_values(config, {"rollout.num_generations": generations})
+    choices = [planned(config, device=device).choice for device in devices]
+    if not choices[0].prediction.timed:
+        raise ValueError(
+            f"how a step scales on {devices[0].name} in {config.model.dtype} is not known: give a GPU with "
+            f"published speeds, {', '.join(TABLES['gpus'])}, and model.dtype = bfloat16"
+        )
+    limit = choices[0].sizes.completion_length
+    lengths = drawn_lengths((config.prompts_per_step, generations), limit, config.seed)
+    seconds = [step_seconds(c, lengths) if c.prediction.free >= 0 else None for c in choices]
+    costs = [
+        device.ranks * found.total if found else 0.0 for device, found in zip(devices, seconds, strict=True)
+    ]
+    least = next(filter(None, costs), 0.0)
+    ratios = [least / cost if cost else None for cost in costs]
+    return [Scaled(*one) for one in zip(choices, seconds, ratios, strict=True)]
+
+
+def drawn_lengths(shape: tuple[int, int], limit: int, seed: int) -> Lengths:
+    """(prompts, completions of each) tokens, log-normal about half the limit and at most it.
+
+    Half of the variance is the prompt's, whose completions are long together.
+    """
+    generator, spread = np.random.default_rng(seed), SPREAD / math.sqrt(2)
+    normal = generator.normal(size=(shape[0], 1)) + generator.normal(size=shape)
+    return np.clip(limit / 2 * np.exp(spread * normal), 1, limit).astype(int).tolist()
+
+
+def step_seconds(choice: Choice, lengths: Lengths) -> StepSeconds:
+    """Of a step with completions of these lengths."""
+    predictor, tokens = choice.predictor, sum(map(sum, lengths))
+    run, shape, device = predictor.run, predictor.shape, predictor.timed_on
+    rollouts = [decoded(choice, World(rank, device.ranks).share(lengths)) for rank in range(device.ranks)]
+    works = [dealt(choice, lengths[part :: run.minibatches]) for part in range(run.minibatches)]
+    updates = [[update_seconds(run, shape, device, work) for work in each] for each in works]
+    count = fmean(each[0].count for each in works)
+    batch = Work(0, 0, targets=int(tokens / (device.ranks * run.minibatches * count)), count=count)
+    copies = transfer_seconds(run, shape, device, predictor.offloaded)
+    return StepSeconds(
+        rollout=fmean(rollouts),
+        update=sum(map(fmean, updates)) + copies,
+        communication=update_exchange(run, shape, device, batch) + sync_seconds(run, shape, device),
+        exchange=EXCHANGED_SECONDS * tokens * (device.ranks > 1),
+        waiting=sum(max(phase) - fmean(phase) for phase in (rollouts, *updates)),
+    )
+
+
+def decoded(choice: Choice, lengths: Lengths) -> float:
+    """Seconds in which a rank's engine answers its prompts; what is in flight falls as completions end."""
+    predictor, sizes = choice.predictor, choice.sizes
+    shape, device, prompt = predictor.shape, predictor.timed_on, sizes.prompt_length
+    waiting = [length for row in reversed(lengths) for length in reversed(row)]
+    ends: list[tuple[int, int]] = []  # (the token at which it ends, its length) of each in flight
+    most, now, held = predictor.rows_in_flight(sizes), 0, 0
+    seconds = prefill_seconds(shape, device, replace(sizes, prompts=len(lengths)))
+    while waiting or ends:
+        while waiting and len(ends) < most:
+            length = waiting.pop()
+            heapq.heappush(ends, (now + length, length))
+            held += prompt
+        tokens, rows = ends[0][0] - now, len(ends)
+        seen = (held + rows * tokens // 2) // rows
+        seconds += tokens * token_seconds(shape, device, predictor.engine, seen, rows)
+        now, held = now + tokens, held + rows * tokens
+        while ends and ends[0][0] == now:
+            held -= prompt + heapq.heappop(ends)[1]
+    return seconds + SLEEP_SECONDS * predictor.sleeps
+
+
+def dealt(choice: Choice, lengths: Lengths) -> list[Work]:
+    """What each rank computes of one optimiser step, in as many micro-batches as the rank with the most."""
+    predictor, prompt = choice.predictor, choice.sizes.prompt_length
+    shape, ranks = predictor.shape, predictor.device.ranks
+    ids = (0,) * prompt
+    samples = [Sample(ids, (0,) * n, 0.0, group) for group, row in enumerate(lengths) for n in row]
+    costs = TokenCosts(shape.active, shape.vocabulary * shape.hidden, 2 * shape.hidden * len(shape.layers))
+    works = []
+    for numbers in deal(samples, ranks, costs):
+        own: dict[int, list[int]] = {}
+        for i in numbers:
+            own.setdefault(samples[i].group_id, []).append(len(samples[i].completion_ids))
+        works.append(_work(own.values(), prompt, choice.sizes.micro_batch_tokens))
+    count = max(work.count for work in works)
+    return [replace(work, count=count) for work in works]
+
+
+def _work(groups: Iterable[Sequence[int]], prompt: int, budget: int) -> Work:
+    """Of groups' completions, which share a prompt as often as a micro-batch has room for them."""
+    inputs = pairs = targets = 0
+    for lengths in groups:
+        held = sum(lengths) - len(lengths)  # a completion's last token is a target only
+        documents = -(-held // max(1, budget - prompt))
+        inputs += documents * prompt + held
+        pairs += documents * prompt * (prompt + 1) // 2
+        pairs += sum((n - 1) * (2 * prompt + n) // 2 for n in lengths)
+        targets += sum(lengths)
+    return Work(inputs, pairs, targets, max(1, -(-inputs // budget)))
