@@ -26,6 +26,7 @@ from grpo_fast.policy import load_tokenizer
 from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
 from grpo_fast.run.build import build_stages
+from grpo_fast.run.export import trained_policy
 from grpo_fast.run_record.checkpoint import (
     CheckpointError,
     CheckpointSaveError,
@@ -290,6 +291,12 @@ def test_eval_of_a_checkpoint_takes_its_weights_and_writes_down_what_was_measure
     assert (record["sampling"]["temperature"], record["sampling"]["max_completion_length"]) == (1.0, 8)
     assert {"grpo-fast", "torch", "transformers"} <= set(record["versions"])
     assert all(1 <= n <= 8 for question in record["questions"] for n in question["tokens"])
+
+
+def test_a_run_s_weights_go_into_its_own_model_alone(finished: Path):
+    config = load_config(finished / "config.yaml", ["model.lora={r: 2}"])
+    with pytest.raises(ValueError, match="the saved weights do not belong to this model"):
+        trained_policy(config, finished)
 
 
 def test_eval_of_a_run_without_a_checkpoint_does_not_take_the_untrained_model(run_dir: Path, capsys):

@@ -26,7 +26,7 @@ from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
 from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, read_jsonl, write_whole
-from grpo_fast.run_record.lock import locked
+from grpo_fast.run_record.lock import holder, locked
 from grpo_fast.run_record.logs import METRICS_FILE
 from grpo_fast.run_record.mirrors import LoggingConfig, require_mirrors
 from grpo_fast.run_record.recorder import Recorder
@@ -78,6 +78,11 @@ def train(
         timeout = timedelta(minutes=config.distributed.timeout)
         world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
+        if len({*world.together("the run's lock", partial(holder, run_dir))}) > 1:
+            raise CheckpointError(
+                f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
+                "system that their hosts share"
+            )
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))

@@ -73,6 +73,9 @@ class PushToHub(Callback):
         if stopped_by in ("SIGINT", "SIGTERM"):
             print(f"{stopped_by}: not pushed to {name}; {later} pushes step {step}")
             return
+        if self.policy.sharded:
+            print(f"not pushed to {name}: the weights are dealt over ranks; {later} pushes step {step}")
+            return
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self.policy.save_pretrained(folder)

@@ -36,9 +36,9 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            other = file.read().strip() or "another process"
             raise RunInUse(
-                f"output_dir = {str(run_dir)!r} is in use: {holder} trains there. Wait for its end or stop "
+                f"output_dir = {str(run_dir)!r} is in use: {other} trains there. Wait for its end or stop "
                 "it, then continue with --resume; or choose another output_dir"
             ) from None
         except OSError as error:
@@ -49,4 +49,11 @@ def locked(run_dir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
         file.flush()
+        os.fsync(file.fileno())  # for `holder` on other hosts
         yield
+
+
+def holder(run_dir: Path) -> str:
+    """What the lock of a folder says of its last holder."""
+    path = run_dir / LOCK_FILE
+    return path.read_text() if path.exists() else ""

@@ -25,6 +25,7 @@ ERRORS = {  # of rank 1's third rollout
     "reward": ValueError("no such answer"),
     "diverged": FloatingPointError("the logits hold NaN"),
     "callback": None,
+    "apart": None,
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "diverged": {"checkpoint": {"every": 1, "keep": 3}},
@@ -50,9 +51,10 @@ class FailingEngine(TransformersEngine):
         return super().generate(*given, **options)
 
 
-def config_of(folder: Path, case: str) -> TrainConfig:
+def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
     toy = json.loads((folder / "toy.json").read_text())
-    toy |= {"max_steps": 4, "output_dir": str(folder / case), "evaluation": {}}
+    run_dir = folder / (f"apart on {rank}" if case == "apart" else case)
+    toy |= {"max_steps": 4, "output_dir": str(run_dir), "evaluation": {}}
     return TrainConfig(**toy | CHANGES.get(case, {}))
 
 
@@ -62,7 +64,7 @@ def run(rank: int, ports: list[int], folder: Path) -> None:
         be_rank(rank, 2, port)
         FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None
         with pytest.raises(Exception) as raised:
-            train(config_of(folder, case), display=False)
+            train(config_of(folder, case, rank), display=False)
         (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
 
 
