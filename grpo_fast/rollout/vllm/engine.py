@@ -65,7 +65,7 @@ class Asked:
 class VLLMEngine:
     """vLLM beside the trainer. One at a time in a process; close it, or use it as a context manager.
 
-    Of several ranks each has one, and calls `generate` and `sync` when the others do. Those of a
+    Of several ranks each has one, and calls `generate`, `sync` and `wake` when the others do. Those of a
     tensor-parallel vLLM must run all requests in the same order: they exchange their prompts first.
     """
 
@@ -223,7 +223,7 @@ class VLLMEngine:
 
     def wake(self) -> None:
         self._require_open()
-        self._cycle.wake()
+        self._world.together("vLLM's waking", self._cycle.wake)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights besides the policy's own, and the KV cache."""

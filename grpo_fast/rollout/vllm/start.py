@@ -160,7 +160,8 @@ def start(
         shared = {storage_of(local(parameter)) for parameter in policy.model.parameters()}
         weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=shared)
 
-    logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
+    if world.leads:
+        logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
     if world.size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"

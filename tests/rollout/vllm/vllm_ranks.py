@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from grpo_fast.distributed.world import RankError, World
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Sampling, make_engine
-from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
+from grpo_fast.rollout.handover import PARTS, DeviceHandover
 
 ROUNDING = 1e-3
 SAMPLING = Sampling(max_completion_length=20, seed=11)
@@ -35,9 +38,20 @@ def difference(plain: Policy, policy: Policy, *completions: Any) -> float:
     return largest_difference(plain, *completions)
 
 
+def failing_once(work: Callable[[], None]) -> Callable[[], None]:
+    errors = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail_or_work() -> None:
+        if errors:
+            raise errors.pop()
+        work()
+
+    return fail_or_work
+
+
 def main(world: World, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    rank = world.rank
+    rank, optimizer = world.rank, SimpleNamespace(gradient_buffers=dict, keep_on_host=print)
     model = ModelConfig(path=folder, dtype="float32", device="cpu")
     prompts, plain = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model)
     for mode, parallel in itertools.product(("replicate", "shard"), (1, 2)):
@@ -52,9 +66,11 @@ def main(world: World, folder: str) -> None:
             for parameter in policy.trainable().values():
                 rows = local(parameter).detach()
                 rows += 0.05 * torch.randn_like(rows)
-            engine.sleep()
-            engine.sync(policy)
-            engine.wake()
+            handover = DeviceHandover(engine, policy, optimizer, MemoryConfig())
+            if rank == 1:
+                engine._cycle.wake = failing_once(engine._cycle.wake)
+            handover.to_engine()  # by both ranks twice
+            assert handover.away == {*PARTS}
             after = engine.generate(prompts, 3, SAMPLING)
             assert [len(group) for group in after] == [3] * len(prompts)
             assert difference(plain, policy, prompts, after) < ROUNDING
