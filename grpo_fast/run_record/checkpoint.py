@@ -337,7 +337,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) ->
     writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True)
     with _as_raised():
         contiguous: dict[str, Any] = {name: t.detach().contiguous() for name, t in tensors.items()}
-        dcp.save(contiguous, storage_writer=writer, no_dist=world.size == 1)
+        dcp.save(contiguous, storage_writer=writer, process_group=world.objects, no_dist=world.size == 1)
     own = sorted(folder.glob(f"shard-{world.rank + 1:05d}-*"))  # as DCP calls them
     for file in own:
         sync(file)

@@ -27,7 +27,7 @@ from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.policy.finite import Diverged
 from grpo_fast.run_record import checkpoint
-from grpo_fast.run_record.checkpoint import CheckpointSaveError, CheckpointStore
+from grpo_fast.run_record.checkpoint import MANIFEST, CheckpointSaveError, CheckpointStore, verify
 
 SHAPES = {"wide": (7, 5), "row": (1, 6), "vector": (9,), "experts": (2, 3, 4), "unreached": (4, 4)}
 HALF = ("wide", "vector", "unreached")  # of 16 bits
@@ -58,9 +58,9 @@ def save(folder: Path, seed: int, world: World) -> None:
             if name != "unreached":
                 (parameter * torch.randn(parameter.shape, generator=rng)).sum().backward()
         optimizer.step()
-    CheckpointStore(folder / f"by {world.size}", 1, world).save(
-        2, optimizer.state_tensors(), {"by": world.rank}
-    )
+    store = CheckpointStore(folder / f"by {world.size}", 1, world)
+    path = store.save(2, optimizer.state_tensors(), {"by": world.rank})
+    assert {*verify(path), MANIFEST} == {file.name for file in path.iterdir()}
     expected = whole(optimizer.state_tensors()), whole(parameters)
     world.from_lead("what is expected", lambda: torch.save(expected, folder / f"expected {world.size}"))
 
@@ -115,7 +115,7 @@ def fail(folder: Path, seed: int, world: World) -> None:
 
 WORLDS: Sequence[tuple[int, list[Any]]] = (
     (1, [save]),
-    (2, [save, fail, partial(resume, by=1)]),
+    (2, [save, fail, partial(resume, by=1), partial(resume, by=2)]),
     (4, [partial(resume, by=1, sharded=True), partial(resume, by=2)]),
     (1, [partial(resume, by=2)]),
 )
