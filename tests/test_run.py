@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
@@ -131,6 +132,34 @@ def test_a_run_told_to_stop_saves_and_leaves_with_the_signal_s_code(
     assert main(["train", config_file(toy, tmp_path / "run", max_steps=6)]) == code
     assert saved(tmp_path / "run").step == steps_of(tmp_path / "run")[-1] == last_step
     assert "--resume" in capsys.readouterr().out
+
+
+def test_torchrun_starts_a_run_again_from_its_newest_checkpoint_and_no_other_run(
+    toy, tmp_path: Path, finished: Path, monkeypatch
+):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in {**told, "TORCHELASTIC_RUN_ID": 1, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    config = in_process(toy, tmp_path / "run", max_steps=3, checkpoint={"every": 1})
+
+    def lost(self: Trainer) -> Any:
+        if self.step == 2:
+            raise ValueError("lost")
+        return train_step(self)
+
+    train_step = Trainer.train_step
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="lost"):
+        patch.setattr(Trainer, "train_step", lost)
+        train(config, display=False)
+    before = saved(tmp_path / "run").path.stat().st_mtime_ns
+    train(config, display=False)
+
+    assert steps_of(tmp_path / "run") == [0, 1, 2, 3]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").stat().st_mtime_ns == before
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="already holds a run"):
+            train(in_process(toy, finished), display=False)
 
 
 def test_a_signal_in_the_last_step_of_a_run_leaves_it_done(toy, tmp_path: Path, monkeypatch, capsys):

@@ -36,6 +36,7 @@ CASES = {
     ),
     "elsewhere": ("^RankError: rank 1 is at the rollout of step 3, not at the update of step 3$", [1, 1]),
     "forgiven": (r"^\Z", [0, 0]),
+    "started_again": (r"^\Z", [0, 0]),  # the last, for its store is that of all after it
 }
 
 

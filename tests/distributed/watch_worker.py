@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from fork import as_rank, free_port
+from torch.distributed import TCPStore
 
 from grpo_fast.distributed import watch
 from grpo_fast.distributed.world import RankError, World
@@ -129,12 +130,18 @@ def forgiven(world: World) -> None:
     sum_after(world, lambda world: None)
 
 
+def started_again(world: World) -> None:
+    sum_after(world, lambda world: None)
+
+
 def main(rank: int, folder: str, case: str, size: int, port: int) -> None:
     with (Path(folder) / f"{case}.{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        as_rank(rank, size, port, 300, scene, (globals()[case],))
+        for attempt in range(4 if case == "started_again" else 1):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            as_rank(rank, size, port, 300, scene, (globals()[case],))
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(1)
@@ -152,6 +159,9 @@ if __name__ == "__main__":
     ranks = {}
     for case in cases:
         size, port = SIZES.get(case, 2), free_port()
+        if case == "started_again":  # with the store of before, as torchrun's
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         ranks[case] = [
             context.Process(target=main, args=(rank, folder, case, size, port)) for rank in range(size)
         ]
