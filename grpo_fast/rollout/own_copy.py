@@ -45,10 +45,10 @@ class OwnCopyEngine(TransformersEngine):
         """Take over the policy's weights, all ranks together."""
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one that this engine was made with")
-        for name, weight in policy.named_weights():
-            own = self._weights[name]
+        for own in self._weights.values():  # first: a rank without room asks again while the others wait
             own.untyped_storage().resize_(own.nbytes)
-            own.copy_(weight)
+        for name, weight in policy.named_weights():
+            self._weights[name].copy_(weight)
 
     def wake(self) -> None:
         if self.freed():

@@ -61,7 +61,7 @@ def check_gradients(alone: Policy, sharded: Policy, world: World, seed: int) -> 
 
     def loss_of(policy: Policy, batch: PackedBatch) -> torch.Tensor:
         hidden, batch, own = policy.at_head(batch)
-        out = packed_loss(policy.head, hidden, batch, GRPOLossConfig("dapo"), totals=totals)
+        out = packed_loss(policy.head, hidden, batch, GRPOLossConfig("gspo"), totals=totals)
         logprobs.append(out.logprobs[own])
         return out.loss
 
