@@ -189,11 +189,11 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         calibration = calibrate(config, traces.config, device, sizes)
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     if len(devices) > 1:
-        steps = scaling(config, traces, devices, prompt_length=prompt_length)
+        steps = scaling(config, traces, devices, prompt_length=prompt_length, calibration=calibration)
         if args.json:
-            print(json.dumps(plan_report.record_scaling(steps), indent=1))
+            print(json.dumps([asdict(step) for step in steps], indent=1))
         else:
-            console.print(plan_report.render_scaling(steps))
+            console.print(plan_report.render_scaling(steps, device))
         return 0
     found = make_plan(config, traces, devices[0], prompt_length=prompt_length, calibration=calibration)
     if args.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_fast.distributed.config import DistributedConfig
+from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.exchange import HOP, NETWORK, REACHED_LINK
 from grpo_fast.plan.prediction import PHASES, Phase, Prediction
-from grpo_fast.plan.scaling import SPREAD, Scaled, StepSeconds
+from grpo_fast.plan.scaling import SPREAD, Scaled
 from grpo_fast.plan.search import MOST_GENERATIONS, Choice, Plan, flow
 from grpo_fast.plan.seconds import HOST_SECONDS, REACHED_BANDWIDTH, REACHED_FLOPS
 from grpo_fast.run_record.summary import bytes_text, duration_text
@@ -24,10 +25,11 @@ def render(plan: Plan) -> RenderableType:
     predictor, sizes, prediction = plan.choice.predictor, plan.choice.sizes, plan.choice.prediction
     model, shape, batch = predictor.run.model, predictor.shape, prediction.micro_batch
     ranks, choices = prediction.device.ranks, (plan.choice, *plan.rivals)
+    several = f", each of {ranks} ranks" if ranks > 1 else ""
     heading = (
         f"{model.path} in {model.dtype}: {sum(shape.parameters.values()):,} parameters, "
         f"{shape.narrow + shape.wide:,} trained\n"
-        f"{prediction.device.name}, {bytes_text(prediction.device.total)}{_each_of(ranks)}: "
+        f"{prediction.device.name}, {bytes_text(prediction.device.total)}{several}: "
         f"{predictor.engine}, {predictor.attention}\n"
         f"{sizes.prompts} prompts, {sizes.generations} completions of each, up to {sizes.prompt_length} + "
         f"{sizes.completion_length} tokens\n"
@@ -66,21 +68,14 @@ def render(plan: Plan) -> RenderableType:
     return Group(Text(heading), parts, Text(""), Text(answers), Text(""), settings, *room)
 
 
-def render_scaling(steps: Sequence[Scaled]) -> RenderableType:
+def render_scaling(steps: Sequence[Scaled], device: DeviceBudget) -> RenderableType:
     """Of a step on more and more GPUs, the seconds of each phase, and what they rest on."""
-    phases = [field.name for field in fields(StepSeconds)]
-    table = _table("GPUs", *phases, "step", "efficiency", "mode")
+    phases = next((step.seconds for step in steps if step.seconds), {})
+    table = _table("GPUs", *phases, "step, estimated", "efficiency", "mode")
     for step in steps:
-        values = ["-"] * len(phases) + ["does not fit", "-"]
-        if step.seconds:
-            values = [f"{value:.2f}" for value in (*astuple(step.seconds), step.seconds.total)]
-            values.append(f"{step.efficiency:.0%}")
-        table.add_row(f"{step.choice.predictor.device.ranks}", *values, step.choice.mode or "-")
-    sizes, device = steps[0].choice.sizes, steps[0].choice.predictor.device
-    heading = (
-        f"seconds of a step, estimated: {steps[0].choice.predictor.run.prompts_per_step} prompts of "
-        f"{sizes.prompt_length} tokens, {sizes.generations} completions of up to {sizes.completion_length}\n"
-    )
+        seconds = (f"{value:.2f}" for value in (*step.seconds.values(), sum(step.seconds.values())))
+        values = (*seconds, f"{step.efficiency:.0%}") if step.seconds else ["-"] * (len(phases) + 2)
+        table.add_row(f"{step.gpus}", *values, step.mode if step.seconds else "does not fit")
     rates = f"{device.flops / 1e12:.0f} TFLOP/s, {device.bandwidth / 1e9:.0f} GB/s of memory"
     notes = (
         f"\npublished: {device.name}'s {rates}, {device.link / 1e9:.0f} GB/s to the GPUs of its node\n"
@@ -91,16 +86,7 @@ def render_scaling(steps: Sequence[Scaled]) -> RenderableType:
         "measured, on one CPU core: the exchange of the groups\n"
         "left out: rewards; a GPU is taken to compute nothing while it communicates"
     )
-    return Group(Text(heading), table, Text(notes))
-
-
-def record_scaling(steps: Sequence[Scaled]) -> list[dict[str, Any]]:
-    """The same as JSON takes it; null where the run does not fit."""
-    return [
-        {"gpus": step.choice.predictor.device.ranks, "mode": step.choice.mode, "efficiency": step.efficiency}
-        | {"seconds": step.seconds and asdict(step.seconds) | {"step": step.seconds.total}}
-        for step in steps
-    ]
+    return Group(table, Text(notes))
 
 
 def record(plan: Plan) -> dict[str, Any]:
@@ -137,10 +123,6 @@ def _rank(choice: Choice) -> dict[str, Any]:
     prediction = choice.prediction
     timed = {"estimated_seconds": _seconds(choice), "exchange_seconds": prediction.exchange}
     return {"parts": prediction.parts, "fits": prediction.free >= 0, "values": choice.values} | timed
-
-
-def _each_of(ranks: int) -> str:
-    return f", each of {ranks} ranks" if ranks > 1 else ""
 
 
 def _held(prediction: Prediction, phase: Phase, part: str) -> str:

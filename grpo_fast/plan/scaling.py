@@ -15,6 +15,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.plan.devices import TABLES, DeviceBudget
 from grpo_fast.plan.exchange import sync_seconds, update_exchange
+from grpo_fast.plan.prediction import Calibration
 from grpo_fast.plan.search import Choice, plan, with_values
 from grpo_fast.plan.seconds import (
     SLEEP_SECONDS,
@@ -37,38 +38,29 @@ EXCHANGED_SECONDS = 2e-7  # in which a rank reads a token of all ranks' completi
 
 
 @dataclass(frozen=True)
-class StepSeconds:
-    """Of one step, by phase; each phase is the ranks' mean, and `waiting` what the slowest takes more."""
-
-    rollout: float
-    update: float
-    communication: float  # between GPUs
-    exchange: float  # of the groups, by the hosts
-    waiting: float
-
-    @property
-    def total(self) -> float:
-        return self.rollout + self.update + self.communication + self.exchange + self.waiting
-
-
-@dataclass(frozen=True)
 class Scaled:
-    """A run on so many GPUs; without seconds where it does not fit."""
+    """A step on so many GPUs."""
 
-    choice: Choice
-    seconds: StepSeconds | None
-    efficiency: float | None  # GPU-seconds on the fewest GPUs that it fits / on these
+    gpus: int
+    mode: str  # empty on one
+    seconds: dict[str, float]  # by phase, see `step_seconds`; empty where the run does not fit
+    efficiency: float  # GPU-seconds on the fewest GPUs that it fits / on these
 
 
 def scaling(
-    config: TrainConfig, traces: Traces, devices: Sequence[DeviceBudget], *, prompt_length: int
+    config: TrainConfig,
+    traces: Traces,
+    devices: Sequence[DeviceBudget],
+    *,
+    prompt_length: int,
+    calibration: Calibration | None = None,
 ) -> list[Scaled]:
     """The same step on each of `devices`, which differ in their number of ranks, the fewest first.
 
     Raises:
         ValueError: nothing is published of the device's speed in the model's dtype, or as `plan`.
     """
-    planned = partial(plan, model=traces, prompt_length=prompt_length, knobs=False)
+    planned = partial(plan, model=traces, prompt_length=prompt_length, calibration=calibration, knobs=False)
     generations = planned(config, device=devices[-1]).choice.sizes.generations
     config = with_values(config, {"rollout.num_generations": generations})
     choices = [planned(config, device=device).choice for device in devices]
@@ -79,13 +71,13 @@ def scaling(
         )
     limit = choices[0].sizes.completion_length
     lengths = drawn_lengths((config.prompts_per_step, generations), limit, config.seed)
-    seconds = [step_seconds(c, lengths) if c.prediction.free >= 0 else None for c in choices]
-    costs = [
-        device.ranks * found.total if found else 0.0 for device, found in zip(devices, seconds, strict=True)
-    ]
+    steps = [step_seconds(c, lengths) if c.prediction.free >= 0 else {} for c in choices]
+    costs = [device.ranks * sum(step.values()) for device, step in zip(devices, steps, strict=True)]
     least = next(filter(None, costs), 0.0)
-    ratios = [least / cost if cost else None for cost in costs]
-    return [Scaled(*one) for one in zip(choices, seconds, ratios, strict=True)]
+    return [
+        Scaled(choice.predictor.device.ranks, choice.mode, step, least / cost if cost else 0.0)
+        for choice, step, cost in zip(choices, steps, costs, strict=True)
+    ]
 
 
 def drawn_lengths(shape: tuple[int, int], limit: int, seed: int) -> Lengths:
@@ -98,8 +90,9 @@ def drawn_lengths(shape: tuple[int, int], limit: int, seed: int) -> Lengths:
     return np.clip(limit / 2 * np.exp(spread * normal), 1, limit).astype(int).tolist()
 
 
-def step_seconds(choice: Choice, lengths: Lengths) -> StepSeconds:
-    """Of a step with completions of these lengths."""
+def step_seconds(choice: Choice, lengths: Lengths) -> dict[str, float]:
+    """Of a step with completions of these lengths: rollout and update are the ranks' means, and `waiting` is
+    what the slowest takes more; communication is of GPUs, the exchange of groups of their hosts."""
     predictor, tokens = choice.predictor, sum(map(sum, lengths))
     run, shape, device = predictor.run, predictor.shape, predictor.timed_on
     rollouts = [decoded(choice, World(rank, device.ranks).share(lengths)) for rank in range(device.ranks)]
@@ -108,13 +101,13 @@ def step_seconds(choice: Choice, lengths: Lengths) -> StepSeconds:
     count = fmean(each[0].count for each in works)
     batch = Work(0, 0, targets=int(tokens / (device.ranks * run.minibatches * count)), count=count)
     copies = transfer_seconds(run, shape, device, predictor.offloaded)
-    return StepSeconds(
-        rollout=fmean(rollouts),
-        update=sum(map(fmean, updates)) + copies,
-        communication=update_exchange(run, shape, device, batch) + sync_seconds(run, shape, device),
-        exchange=EXCHANGED_SECONDS * tokens * (device.ranks > 1),
-        waiting=sum(max(phase) - fmean(phase) for phase in (rollouts, *updates)),
-    )
+    return {
+        "rollout": fmean(rollouts),
+        "update": sum(map(fmean, updates)) + copies,
+        "communication": update_exchange(run, shape, device, batch) + sync_seconds(run, shape, device),
+        "exchange": EXCHANGED_SECONDS * tokens * (device.ranks > 1),
+        "waiting": sum(max(phase) - fmean(phase) for phase in (rollouts, *updates)),
+    }
 
 
 def decoded(choice: Choice, lengths: Lengths) -> float:
