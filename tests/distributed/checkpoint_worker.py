@@ -50,16 +50,17 @@ def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def save(folder: Path, seed: int, world: World) -> None:
-    """Two steps and a checkpoint, and beside it what it holds."""
+    """Two steps with a checkpoint each, and beside the second what it holds."""
     parameters, optimizer = build(world, seed)
+    store = CheckpointStore(folder / f"by {world.size}", 1, world)
     rng = torch.Generator().manual_seed(seed + world.rank)
-    for _ in range(2):
+    for step in (1, 2):
         for name, parameter in parameters.items():
             if name != "unreached":
                 (parameter * torch.randn(parameter.shape, generator=rng)).sum().backward()
         optimizer.step()
-    store = CheckpointStore(folder / f"by {world.size}", 1, world)
-    path = store.save(2, optimizer.state_tensors(), {"by": world.rank})
+        path = store.save(step, optimizer.state_tensors(), {"by": world.rank})
+    assert store.paths() == [path]
     assert {*verify(path), MANIFEST} == {file.name for file in path.iterdir()}
     expected = whole(optimizer.state_tensors()), whole(parameters)
     world.from_lead("what is expected", lambda: torch.save(expected, folder / f"expected {world.size}"))
