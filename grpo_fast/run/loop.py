@@ -133,15 +133,15 @@ def train(
             if trainer.step == config.max_steps:
                 changes += ["all steps are done, raise max_steps to go on"]
             recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
-        recorder.begin()
+        world.agreed("the beginning", recorder.begin)
         stopped_by = None
         while trainer.step < config.max_steps:
             heard = world.together("the start", lambda: (signals[:1], callbacks.stopped_by))
             stopped_by = next((first for received, _ in heard for first in received), None)
             if stopped_by or any(asked for _, asked in heard):
                 break
-            recorder.record(trainer.train_step())
-        recorder.finish(stopped_by)
+            world.agreed("the record", partial(recorder.record, trainer.train_step()))
+        world.agreed("the report", partial(recorder.finish, stopped_by))
     return Ended(run_dir, stopped_by)
 
 

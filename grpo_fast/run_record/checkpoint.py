@@ -262,7 +262,7 @@ class CheckpointStore:
             except OSError as error:
                 return None, error
 
-        found: list[Any] = self.world.together(f"the checkpoints in {self.root}", tried)
+        found: list[Any] = self.world.together("the checkpoint", tried)
         for _, error in found:
             if error is not None:
                 raise error

@@ -87,10 +87,10 @@ class Recorder:
     """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
 
     Left by an error, it saves the last finished step where the weights are still its own. Each rank of the
-    store's world has one, and all do the same; what fails on one fails on all.
+    store's world has one, and all leave together.
 
     Raises:
-        Diverged: for a FloatingPointError of a step; names what is left of the run.
+        Diverged: for a FloatingPointError of a step, on any rank; names what is left of the run.
     """
 
     def __init__(
@@ -157,21 +157,14 @@ class Recorder:
 
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
-        step, config, policy = self.trainer.step, self.config, self.trainer.policy
-        self.world.agreed(
-            "the first callbacks", lambda: self.callbacks.tell("on_train_begin", step, config, policy)
-        )
-        evaluated = {} if step else self.evaluate(None)
-
-        def write() -> None:
-            if step == 0:
-                self.logs.metrics(0, evaluated)
-                self.watch(evaluated)
+        self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
+        if self.trainer.step == 0:
+            evaluated = self.evaluate(None)
+            self.logs.metrics(0, evaluated)
+            self.watch(evaluated)
             if evaluated:
                 self.callbacks.tell("on_evaluate", 0, evaluated)
-            self.boundary = self.capture()
-
-        self.world.agreed("the first record", write)
+        self.boundary = self.capture()
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
@@ -184,14 +177,7 @@ class Recorder:
                 evaluated = self.evaluate(None if last else config.evaluation.size)
         finally:
             metrics = metrics | evaluated
-            self.world.agreed("the metrics", lambda: self.logs.metrics(step, metrics, timings))
-        self.world.agreed("the record", lambda: self.show(result, metrics, evaluated))
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save_and_tell()
-
-    def show(self, result: StepResult, metrics: Mapping[str, float], evaluated: Mapping[str, float]) -> None:
-        """Tell of a step whose metrics are written."""
-        step, config, timings = self.trainer.step, self.config, result.timings
+            self.logs.metrics(step, metrics, timings)
         sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
         if sampled:
             self.logs.samples(step, result.samples)
@@ -204,6 +190,8 @@ class Recorder:
         if evaluated:
             self.callbacks.tell("on_evaluate", step, evaluated)
         self.boundary = self.capture()
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save_and_tell()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Raise and clear alerts."""
@@ -215,10 +203,6 @@ class Recorder:
         """The last checkpoint, the outcome and the report; `signal` stopped the run early."""
         if self.trainer.step not in (0, self.saved):
             self.save_and_tell(must=True)
-        self.world.agreed("the report", lambda: self.report(signal))
-
-    def report(self, signal: Signals | None) -> None:
-        """What has become of the run."""
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
@@ -236,19 +220,15 @@ class Recorder:
     def rescue(self, error: BaseException, mid_step: bool) -> None:
         """After an error or an interruption: save the last finished step if the weights are still its own."""
         trainer, problem = self.trainer, type(error).__name__
-
-        def finish_step() -> None:
-            if trainer.policy.device.type == "cuda":
-                torch.cuda.synchronize(trainer.policy.device)
-            if self.boundary.step != trainer.step:  # the step was finished, writing it down was not
-                self.boundary = self.capture()
-
         if mid_step:
             last = "there is no checkpoint yet" if self.saved is None else f"the last is of step {self.saved}"
             self.say(f"{problem} amid the update of step {trainer.step + 1}, which cannot be saved; {last}")
             return
         try:
-            self.world.agreed("the last step", finish_step)
+            if trainer.policy.device.type == "cuda":
+                torch.cuda.synchronize(trainer.policy.device)
+            if self.boundary.step != trainer.step:  # the step was finished, writing it down was not
+                self.boundary = self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
                 self.save(must=True)
@@ -289,13 +269,9 @@ class Recorder:
         evaluation = self.trainer.evaluate(size)
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
-
-        def write() -> None:
-            self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-            if self.display:
-                self.display.evaluation(step, evaluation.score, evaluation.interval, n)
-
-        self.world.agreed("the score", write)
+        self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
+        if self.display:
+            self.display.evaluation(step, evaluation.score, evaluation.interval, n)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> Boundary:
@@ -312,8 +288,7 @@ class Recorder:
 
     def save_and_tell(self, *, must: bool = False) -> None:
         if (path := self.save(must=must)) is not None:
-            step = self.boundary.step
-            self.world.agreed("the saved checkpoint", lambda: self.callbacks.tell("on_save", step, path))
+            self.callbacks.tell("on_save", self.boundary.step, path)
 
     def save(self, *, must: bool = False) -> Path | None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.

@@ -44,7 +44,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "all-gather": (optimizer, "all_gather", "optimizer of step 3"),
     "evaluation": (grpo_fast.trainer, "evaluate", "evaluation of step 2"),
     "save": (FileSystem, "create_stream", "checkpoint of step 3"),
-    "record": (RunLogs, "metrics", "metrics of step 2"),
+    "record": (RunLogs, "metrics", "record of step 2"),
 }
 
 
