@@ -138,8 +138,8 @@ class Predictor:
     def parts(self) -> tuple[Part, ...]:
         """What of the trainer there is on a GPU to be offloaded, the cheapest first."""
         resident = self._resident(accumulates=False)
-        here = {part for part in PARTS if resident[part] and self.on_gpu}
-        return tuple(part for part in PARTS if part in here - ({STAYS_SHARDED} if self.sharded else set()))
+        stays = STAYS_SHARDED if self.sharded else None
+        return tuple(part for part in PARTS if resident[part] and self.on_gpu and part != stays)
 
     def on_host(self, parts: Sequence[Part]) -> int:
         """Bytes that these parts take of the host's memory; gradients are only freed."""
@@ -154,7 +154,9 @@ class Predictor:
             "rollout": self.rollout(sizes),
         }
         timed = bool(self.device.flops) and self.shape.itemsize <= 2  # published speeds are those of 16 bits
-        computing, exchange = self._seconds(sizes, batch), self._exchange(batch)
+        of = self.run, self.shape, self.timed_on
+        exchange: dict[Phase, float] = {"update": update_exchange(*of, batch), "rollout": sync_seconds(*of)}
+        computing = self._seconds(sizes, batch)
         seconds = {phase: computing[phase] + exchange[phase] for phase in PHASES}
         return Prediction(self.device, parts, self.offloaded, batch, seconds, exchange, timed)
 
@@ -169,8 +171,7 @@ class Predictor:
             stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
             resident |= {part: engine[part] for part in stays}
         away = [part for part in _STATE_BYTES if part in self.offloaded]
-        at_home = resident | dict.fromkeys(away, 0)
-        moments = [at_home | self._micro_batch(batch) | self._gathered()]
+        moments = [resident | dict.fromkeys(away, 0) | self._micro_batch(batch) | self._gathered()]
         # One tensor's state is there, the last one's leaves, the next one's comes.
         visitors = {
             part: min(resident[part], self._own(_STATE_BYTES[part] * self.shape.neighbours)) for part in away
@@ -198,13 +199,6 @@ class Predictor:
         """The device, or one to compare by."""
         known = self.device if self.device.flops else device_budget("H100")
         return replace(known, ranks=self.device.ranks, node=self.device.node)
-
-    def _exchange(self, batch: MicroBatch) -> dict[Phase, float]:
-        run, shape, device = self.run, self.shape, self.timed_on
-        return {
-            "update": update_exchange(run, shape, device, batch),
-            "rollout": sync_seconds(run, shape, device),
-        }
 
     def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
         device = self.timed_on

@@ -43,11 +43,12 @@ def render(plan: Plan) -> RenderableType:
     parts.add_section()
     parts.add_row("in all", *(bytes_text(one.total(phase)) for one, phase in columns), style="bold")
     if prediction.timed:
-        seconds = (one.seconds[phase] for one, phase in columns)
-        parts.add_row("seconds of a step, estimated", *map(duration_text, seconds))
+        fit = [(one, phase, one is prediction or one.free >= 0) for one, phase in columns]
+        seconds = (duration_text(one.seconds[phase]) if fits else "-" for one, phase, fits in fit)
+        parts.add_row("seconds of a step, estimated", *seconds)
         if ranks > 1:
-            between = (one.exchange[phase] for one, phase in columns)
-            parts.add_row("of these between ranks", *map(duration_text, between))
+            between = (duration_text(one.exchange[phase]) if fits else "-" for one, phase, fits in fit)
+            parts.add_row("of these between ranks", *between)
     spare = bytes_text(abs(prediction.free))
     answers = (
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
