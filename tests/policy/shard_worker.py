@@ -1,25 +1,26 @@
-"""Sharded weights on two ranks against whole ones: `python shard_worker.py FOLDER SEED`, models in FOLDER."""
+"""Sharded weights on two ranks against whole ones: `python shard_worker.py FOLDER SEED`."""
 
 from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_samples
+from conftest import make_samples, save_model
 from fork import fork
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.shards import local, rows_of, whole
-from grpo_fast.distributed.world import World
+from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.policy import PackedBatch, Policy, load_policy, pack
-from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, load_policy, pack
+from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.policy.packing import empty_batch
 from grpo_fast.rollout import Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig
@@ -32,60 +33,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"gradient_checkpointing": True}),
     ("granite", {"train_lm_head": False, "gradient_checkpointing": "mlp"}),
     ("qwen3_moe", {}),
+    ("qwen2", {"dtype": "bfloat16"}),
 ]
 
 
-def both(world: World, folder: Path, settings: dict[str, Any], head: str) -> tuple[Policy, Policy]:
-    """Of whole weights and of sharded ones, equal and moved from what was loaded."""
-    config = ModelConfig(path=str(folder), dtype="float32", device="cpu", **settings)
-    torch.manual_seed(0)  # of adapters
-    alone = load_policy(config)
-    torch.manual_seed(0)
-    sharded = load_policy(config, world=world, distributed=DistributedConfig(mode="shard", head=head))
+def loaded(path: Path, settings: dict[str, Any], world: World, head: str) -> Policy:
+    """Moved from what it was loaded as, by the same everywhere."""
+    torch.manual_seed(0)  # of adapters and the move
+    config = ModelConfig.model_validate({"path": str(path), "dtype": "float32", "device": "cpu"} | settings)
+    policy = load_policy(config, world=world, distributed=DistributedConfig(mode="shard", head=head))
     with torch.no_grad():
-        pairs = zip(alone.trainable().values(), sharded.trainable().values(), strict=True)
-        for weight, rows in pairs:
-            noise = 0.02 * torch.randn_like(weight)
-            weight.add_(noise)
-            local(rows).add_(rows_of(noise, world))
-    return alone, sharded
+        for weight in policy.trainable().values():
+            local(weight).add_(rows_of(0.02 * torch.randn(weight.shape, dtype=weight.dtype), world))
+    return policy
 
 
-def check_gradients(alone: Policy, sharded: Policy, world: World, seed: int) -> None:
-    """Of two micro-batches, of which rank 0 computes one and a half, and of the loss for each token."""
-    samples = make_samples(torch.Generator().manual_seed(seed))
-    totals = StepTotals(sum(len(s.completion_ids) for s in samples), len(samples))
-    parts = [samples[:5], samples[5:7], samples[7:]]
-    one, half, other = (pack(part, max_tokens=1000, device="cpu")[0] for part in parts)
-    ranks = [[one, half], [other, empty_batch("cpu", sampler_logprobs=True)]]
-
-    def loss_of(policy: Policy, batch: PackedBatch) -> torch.Tensor:
-        hidden, batch, own = policy.at_head(batch)
-        out = packed_loss(policy.head, hidden, batch, GRPOLossConfig("gspo"), totals=totals)
-        logprobs.append(out.logprobs[own])
-        return out.loss
-
-    found = []
-    for policy, batches in ((alone, [one, half, other]), (sharded, ranks[world.rank])):
-        logprobs: list[torch.Tensor] = []
-        for batch in batches:
-            policy.run(lambda batch=batch, policy=policy: loss_of(policy, batch)).backward()
-        found.append(torch.cat(logprobs))
-    ours = slice(0, -len(other.targets)) if world.rank == 0 else slice(-len(other.targets), None)
-    torch.testing.assert_close(found[1], found[0][ours], rtol=1e-5, atol=1e-5)
-    for (name, weight), rows in zip(alone.trainable().items(), sharded.trainable().values(), strict=True):
-        assert isinstance(rows, DTensor) and (weight.grad is None) == (rows.grad is None), name
-        if weight.grad is not None:
-            scale = weight.grad.abs().max().item()
-            torch.testing.assert_close(
-                whole(rows.grad), weight.grad, rtol=0, atol=1e-5 * scale + 1e-7, msg=name
-            )
-
-
-def check_rows(alone: Policy, sharded: Policy) -> None:
+def check_rows(alone: Policy, sharded: Policy, batch: PackedBatch) -> None:
     """Weights are whole while they are read, and one by one where all are asked for."""
-    samples = make_samples(torch.Generator().manual_seed(0))
-    (batch,) = pack(samples, max_tokens=1000, device="cpu")
     with torch.no_grad():
         sharded.run(lambda: sharded.hidden_states(batch), whole_head=True)
     assert all(isinstance(weight, DTensor) for weight in sharded.model.parameters())
@@ -96,47 +60,86 @@ def check_rows(alone: Policy, sharded: Policy) -> None:
 
 
 def check_engine(alone: Policy, sharded: Policy, world: World, seed: int) -> None:
-    """A sharded policy's engine draws what that of whole weights does, and is nothing while it sleeps."""
+    """A sharded policy's engine draws what that of whole weights does, and holds nothing while it sleeps."""
     drawn = random.Random(seed)
     prompts = [drawn.choices(range(61), k=drawn.randint(1, 9)) for _ in range(3 + world.rank)]
-    sampling = Sampling(max_completion_length=8, seed=seed)
-    config = RolloutConfig(engine="transformers")
+    sampling, config = Sampling(max_completion_length=8, seed=seed), RolloutConfig(engine="transformers")
     with make_engine(config, alone) as expected, make_engine(config, sharded, world=world) as engine:
         engine.sleep()
-        freed = engine.freed()
-        assert (
-            freed >= sum(w.nbytes for w in alone.base_weights().values()) and not engine.memory()["weights"]
-        )
+        assert engine.freed() == sum(weight.nbytes for weight in alone.base_weights().values())
+        assert engine.memory()["weights"] == 0
         with pytest.raises(RuntimeError, match="sync"):
             engine.wake()
         with pytest.raises(ValueError, match="another policy"):
             engine.sync(alone)
         engine.sync(sharded)
         engine.wake()
-        assert engine.memory()["weights"] == freed and not engine.freed()
-        ours, theirs = (e.generate(prompts, 2, sampling) for e in (engine, expected))
-        assert [[c.token_ids for c in group] for group in ours] == [
-            [c.token_ids for c in group] for group in theirs
-        ]
+        assert engine.memory()["weights"] > 0 == engine.freed()
+        ours, theirs = (
+            [[c.token_ids for c in group] for group in e.generate(prompts, 2, sampling)]
+            for e in (engine, expected)
+        )
+        assert ours == theirs
+
+
+def check_step(alone: Policy, sharded: Policy, world: World, seed: int, tolerance: float) -> None:
+    """Of three micro-batches rank 0 computes two, rank 1 one and an empty one: a mean of the gradient is the
+    moment after one step."""
+    samples = make_samples(torch.Generator().manual_seed(seed))
+    totals = StepTotals(sum(len(s.completion_ids) for s in samples), len(samples))
+    parts = [samples[:5], samples[5:7], samples[7:]]
+    batches = [pack(part, max_tokens=1000, device="cpu")[0] for part in parts]
+    check_rows(alone, sharded, batches[0])
+    own = [batches[2], empty_batch("cpu", sampler_logprobs=True)] if world.rank else batches[:2]
+
+    def loss_of(policy: Policy, optimizer: PolicyOptimizer, batch: PackedBatch) -> torch.Tensor:
+        hidden, batch, mine = policy.at_head(batch)
+        gradient = optimizer.gradient_of(policy.head_weight)
+        config = GRPOLossConfig("gspo")
+        out = packed_loss(policy.head, hidden, batch, config, totals=totals, weight_grad=gradient)
+        logprobs.append(out.logprobs[mine])
+        return out.loss
+
+    found = []
+    for policy, ranks, work in ((alone, ALONE, batches), (sharded, world, own)):
+        logprobs: list[torch.Tensor] = []
+        optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=1, world=ranks)
+        for batch in work:
+            policy.run(partial(loss_of, policy, optimizer, batch)).backward()
+        optimizer.step()
+        state = {name: whole(tensor) for name, tensor in optimizer.state_tensors().items()}
+        found.append((torch.cat(logprobs), state))
+        for name, weight in policy.trainable().items():
+            assert torch.equal(whole(weight), state[f"master.{name}"].to(weight.dtype)), name
+    (expected, moments), (logprobs_here, same) = found
+    of_rank_1 = len(batches[2].targets)
+    ours = expected[-of_rank_1:] if world.rank else expected[:-of_rank_1]
+    torch.testing.assert_close(logprobs_here, ours, rtol=0, atol=tolerance)
+    assert moments.keys() == same.keys()
+    for name, moment in moments.items():
+        if name.startswith("exp_avg."):
+            error = (same[name] - moment).norm()
+            assert error <= tolerance * moment.norm() + 1e-7, (name, error)
 
 
 def main(world: World, folder: str, seed: str) -> None:
     drawn = random.Random(seed)
     for family, settings in CASES:
-        torch.manual_seed(int(seed))
         head = drawn.choice(["gathered", "sharded"])
-        print(family, head, flush=True)
-        alone, sharded = both(world, Path(folder, family), settings, head)
-        check_gradients(alone, sharded, world, int(seed))
-        check_rows(alone, sharded)
+        print(family, settings, head, flush=True)
+        alone, sharded = (loaded(Path(folder, family), settings, ranks, head) for ranks in (ALONE, world))
         check_engine(alone, sharded, world, int(seed))
+        check_step(alone, sharded, world, int(seed), 1e-5 if "dtype" not in settings else 0.05)
     sharded.save_pretrained(Path(folder, f"export{world.rank}"))
+    weights = dict(sharded.named_weights())
     if world.leads:
         exported = AutoModelForCausalLM.from_pretrained(Path(folder, "export0")).state_dict()
-        for name, weight in alone.named_weights():
-            assert torch.equal(exported[name], weight), name
+        assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
     assert not Path(folder, "export1").exists()
 
 
 if __name__ == "__main__":
+    torch.manual_seed(int(sys.argv[2]))
+    for name in {name for name, _ in CASES}:
+        save_model(Path(sys.argv[1], name), name)
     fork(main, 2, *sys.argv[1:])

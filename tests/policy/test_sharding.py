@@ -16,11 +16,7 @@ from grpo_fast.policy.out_of_memory import MicroBatchBudget
 HERE = Path(__file__).resolve().parent
 
 
-def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(
-    folder_of: Callable[..., Path], tmp_path: Path, seed: int
-) -> None:
-    for family in ("phi", "qwen2", "gpt2", "gemma2", "granite", "qwen3_moe"):
-        (tmp_path / family).symlink_to(folder_of(family))
+def test_sharded_weights_compute_generate_and_are_written_as_whole_ones(tmp_path: Path, seed: int) -> None:
     worker = subprocess.run(
         [sys.executable, str(HERE / "shard_worker.py"), str(tmp_path), str(seed)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "distributed")},
