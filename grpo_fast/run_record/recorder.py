@@ -172,15 +172,15 @@ class Recorder:
         metrics, timings = result.metrics, result.timings
         last = step == config.max_steps
         evaluated: dict[str, float] = {}
+        sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
         try:
+            if sampled:
+                self.logs.samples(step, result.samples)
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 evaluated = self.evaluate(None if last else config.evaluation.size)
         finally:
             metrics = metrics | evaluated
             self.logs.metrics(step, metrics, timings)
-        sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
-        if sampled:
-            self.logs.samples(step, result.samples)
         if self.display:
             self.display.update(step, metrics, timings)
             if sampled:

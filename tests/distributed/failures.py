@@ -31,7 +31,7 @@ import grpo_fast.run  # what the ranks need is imported once
 import grpo_fast.trainer
 from grpo_fast.cli import main
 from grpo_fast.policy import PolicyOptimizer, optimizer
-from grpo_fast.run_record.logs import RunLogs
+from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import PolicyUpdate
 
@@ -42,9 +42,9 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "gradient": (PolicyUpdate, "backward", "gradient of step 3"),
     "optimizer": (PolicyOptimizer, "step", "optimizer of step 3"),
     "all-gather": (optimizer, "all_gather", "optimizer of step 3"),
-    "evaluation": (grpo_fast.trainer, "evaluate", "evaluation of step 2"),
+    "evaluation": (grpo_fast.trainer, "evaluate", "record of step 2"),
     "save": (FileSystem, "create_stream", "checkpoint of step 3"),
-    "record": (RunLogs, "metrics", "record of step 2"),
+    "record": (Recorder, "watch", "record of step 2"),
 }
 
 
