@@ -35,32 +35,31 @@ class RankError(RuntimeError):
     """Another rank has failed, is lost, or is at another place."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Beat:
-    """What a rank tells of itself."""
+    """What a rank tells of itself; times are of its own clock."""
 
     rank: int
     host: str
     process: int
     node: str | None  # the number of its launcher, whose processes see each other
-    sent: float  # by the rank's own clock
-    place: str | None
-    since: float  # seconds there
-    exchanges: int  # that it has finished
-    failure: str | None  # in the exchange that comes next, or for good
-    heard: bool  # the failure is that of another rank
-    apart: bool  # for good: it takes part in no exchange any more
+    sent: float = 0.0
+    place: str | None = None
+    entered: float = 0.0
+    exchanges: int = 0  # of all ranks that it has finished
+    failure: str | None = None  # in the exchange that comes next, or for good
+    heard: bool = False  # the failure is that of another rank
+    apart: bool = False  # for good: it takes part in no exchange any more
 
     def __str__(self) -> str:
-        where = f", {self.since:.0f} s at {self.place}" if self.place else ""
+        where = f", {self.sent - self.entered:.0f} s at {self.place}" if self.place else ""
         return f"rank {self.rank} (process {self.process} on host {self.host}{where})"
 
     def ended(self, node: str | None) -> bool:
         """Whether the process, if it is one of this node, is no more."""
-        if node is None or node != self.node:
-            return False
         try:
-            return psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
+            seen = node is not None and node == self.node
+            return seen and psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
 
@@ -72,24 +71,19 @@ class Watch:
         store: of all ranks.
 
     Attributes:
-        exchanges: of all ranks that this one has finished.
         agreed: the error that all ranks know of.
+        lost: why no exchange can succeed any more.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store: Store = cast("Any", store).clone()  # a connection of its own
-        self.rank, self.size = rank, size
         self.store.set_timeout(timedelta(seconds=LOST))
-        self.host, self.node = socket.gethostname(), os.environ.get("GROUP_RANK")
-        self.place: str | None = None
-        self.entered = time.monotonic()
-        self.working = False  # may be called away
-        self.exchanges = 0
-        self.failure: str | None = None
-        self.heard = self.apart = False
+        self.own = Beat(rank, socket.gethostname(), os.getpid(), os.environ.get("GROUP_RANK"))
+        self.keys = [KEY.format(other) for other in range(size) if other != rank]
+        self.others: dict[int, tuple[float, Beat]] = {}  # and when each was heard
+        self.working = False  # the main thread may be called away
         self.agreed: BaseException | None = None
-        self.beats: dict[int, tuple[float, Beat]] = {}  # of the others, and when each was heard
-        self.lost: str | None = None  # why no exchange can succeed any more
+        self.lost: str | None = None
         self.left = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
         self.tell()
@@ -113,12 +107,13 @@ class Watch:
         Raises:
             RankError: in the stead of a collective's error; at once where a rank is lost.
         """
-        outer = self.place, self.entered, self.working
-        self.place, self.entered, self.working = place, time.monotonic(), False
+        own = self.own
+        outer = own.place, own.entered, self.working
+        own.place, own.entered, self.working = place, time.monotonic(), False
         self.tell()
         try:
-            if self.lost or self.apart:
-                raise RankError(self.lost or f"the ranks are apart: {self.failure}")
+            if self.lost or own.apart:
+                raise RankError(self.lost or f"the ranks are apart: {own.failure}")
             yield
         except BaseException as error:
             explained = self.explained(error)
@@ -128,7 +123,7 @@ class Watch:
                 raise
             raise explained from error
         finally:
-            self.place, self.entered, self.working = outer
+            own.place, own.entered, self.working = outer
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -142,61 +137,50 @@ class Watch:
 
     def finished(self) -> None:
         """An exchange of all ranks; what failed in it they know."""
-        if not self.apart:
-            self.failure, self.heard = None, False
-        self.exchanges += 1
+        self.own.failure, self.own.heard = None, False
+        self.own.exchanges += 1
 
     def explained(self, error: BaseException) -> BaseException:
         """A collective's error as one that says whose fault it is; any other as it is."""
-        if not isinstance(error, RuntimeError) or isinstance(error, RankError):
+        ours = isinstance(error, RankError) or not isinstance(error, RuntimeError)
+        if ours or not COLLECTIVE.search(str(error)):
             return error
-        return RankError(self.verdict(error)) if COLLECTIVE.search(str(error)) else error
+        now = time.monotonic()  # each other rank is heard once more, or is lost
+        while not self.trouble() and any(heard < now + BEAT for heard, _ in self.others.values()):
+            time.sleep(BEAT / 10)
+        others = ", ".join(str(beat) for _, beat in self.others.values())
+        self.tell()
+        return RankError(self.trouble() or f"{self.own} was left waiting by {others}: {error}; {go_on()}")
 
     def fail(self, error: BaseException, *, apart: bool = False) -> str:
         """Tell the others; returns what they hear."""
-        who = f"rank {self.rank} (process {os.getpid()} on host {self.host})"
-        own = f"{who} failed at {self.place}: {type(error).__name__}: {error}"
-        if not self.apart:  # what follows a failure is not told in its stead
-            self.heard, self.apart = isinstance(error, RankError), apart
-            self.failure = str(error) if self.heard else own
+        own = self.own
+        who = f"rank {own.rank} (process {own.process} on host {own.host})"
+        heard, text = isinstance(error, RankError), f"{type(error).__name__}: {error}"
+        text = str(error) if heard else f"{who} failed at {own.place}: {text}"
+        if not own.apart:  # what follows a failure is not told in its stead
+            own.failure, own.heard, own.apart = text, heard, apart
             self.tell()
-        return self.failure or own
+        return text
 
     def trouble(self) -> str | None:
         """Why this rank's work is for nothing: a rank is lost, or has failed in an exchange yet to come."""
-        failed = [
-            beat for _, beat in self.beats.values() if beat.failure and beat.exchanges >= self.exchanges
-        ]
-        return self.lost or cause(failed)
-
-    def verdict(self, error: RuntimeError) -> str:
-        """Whose fault it is, once each other rank has been heard of since or is lost."""
-        now = time.monotonic()
-        while not self.trouble() and any(heard < now + BEAT for heard, _ in self.beats.values()):
-            time.sleep(BEAT / 10)
-        if trouble := self.trouble():
-            return trouble
-        others = [str(beat) for _, beat in self.beats.values()]
-        return f"{self.beat()} was left waiting by {', '.join(others)}: {error}; {go_on()}"
-
-    def beat(self) -> Beat:
-        now = time.monotonic()
-        told = self.failure, self.heard, self.apart
-        me = self.rank, self.host, os.getpid(), self.node
-        return Beat(*me, now, self.place, now - self.entered, self.exchanges, *told)
+        beats = [beat for _, beat in self.others.values()]
+        return self.lost or cause([b for b in beats if b.failure and b.exchanges >= self.own.exchanges])
 
     def tell(self) -> None:
+        self.own.sent = time.monotonic()
         with suppress(RuntimeError):  # `hear` says that the store is gone
-            self.store.set(KEY.format(self.rank), json.dumps(asdict(self.beat())))
+            self.store.set(KEY.format(self.own.rank), json.dumps(asdict(self.own)))
 
     def hear(self) -> None:
-        others = [KEY.format(rank) for rank in range(self.size) if rank != self.rank]
         now = time.monotonic()
-        for text in self.store.multi_get(others):
+        for text in self.store.multi_get(self.keys):
             beat = Beat(**json.loads(text))
-            heard, before = self.beats.get(beat.rank, (now, None))
-            self.beats[beat.rank] = (heard, before) if before and before.sent == beat.sent else (now, beat)
-        away = [b for heard, b in self.beats.values() if b.apart or now - heard > LOST or b.ended(self.node)]
+            heard, before = self.others.get(beat.rank, (now, None))
+            self.others[beat.rank] = (heard, before) if before and before.sent == beat.sent else (now, beat)
+        node = self.own.node
+        away = [b for heard, b in self.others.values() if b.apart or now - heard > LOST or b.ended(node)]
         self.lost = f"{cause(away)}; {go_on()}" if away else None
 
     def run(self) -> None:
@@ -208,26 +192,22 @@ class Watch:
                 self.hear()
             except RuntimeError as error:
                 self.lost = f"the store of the ranks does not answer, its process is gone: {error}; {go_on()}"
-            trouble = self.trouble() if self.place else None
+            trouble = self.trouble() if self.own.place else None
             if trouble is None:
                 since = None
             elif since is None:
                 since = time.monotonic()
                 signal.pthread_kill(self.main, signal.SIGURG)
-            elif time.monotonic() - since > GRACE:
-                self.end(trouble)
+            elif time.monotonic() - since > GRACE:  # the main thread waits for nothing
+                print(f"grpo-fast: {self.own} cannot go on and ends: {trouble}", file=sys.stderr, flush=True)
+                self.fail(RankError(trouble), apart=True)
+                sys.stdout.flush()
+                os._exit(1)
 
     def called_away(self, *_: object) -> None:
         """The main thread, wherever it is in Python."""
         if self.working and (trouble := self.trouble()):
             raise RankError(trouble)
-
-    def end(self, trouble: str) -> None:
-        """Of a process whose main thread waits for nothing."""
-        self.fail(RankError(trouble), apart=True)
-        print(f"grpo-fast: {self.beat()} cannot go on and ends: {trouble}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
 
 
 def cause(beats: Sequence[Beat]) -> str | None:

@@ -28,6 +28,7 @@ CASES = {
     "agreed_by_three": ("^RankError: " + FAILED.format("the rewards") + "$", [1, 1, 1]),
     "failed_in_an_exchange_within": ("^RankError: " + FAILED.format("the gradient") + "$", [1, 1]),
     "failed_beside_a_collective": ("^RankError: " + FAILED.format("the update") + "; continue", [1, 1]),
+    "failed_and_stays": (ENDS + FAILED.format("the update") + "; continue", [1, None]),
     "failed_outside": ("^RankError: " + FAILED.format("the end") + "$", [1, 1]),
     "hanging": (
         r"^RankError: rank 0 \(.* 1 s at the rewards of step 3\) was left waiting by rank 1 \(.*, 1 s at the "

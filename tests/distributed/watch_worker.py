@@ -26,6 +26,7 @@ from grpo_fast.distributed import watch
 from grpo_fast.distributed.world import RankError, World
 
 watch.BEAT, watch.LOST, watch.GRACE = 0.2, 10.0, 1.5
+FOREVER = 1000  # seconds
 SIZES = {"three": 3, "agreed_by_three": 3}
 
 
@@ -41,7 +42,7 @@ def sum_after(world: World, before: Callable[[World], None]) -> None:
 
 
 def killed_while_others_work(world: World) -> None:
-    world.together("the rollout", lambda: (die(world), time.sleep(60)))
+    world.together("the rollout", lambda: (die(world), time.sleep(FOREVER)))
 
 
 def killed_while_others_wait(world: World) -> None:
@@ -79,7 +80,7 @@ def refuse(world: World) -> None:
 def failed_while_others_work(world: World) -> None:
     """The others are called away, and all leave together: they can still save."""
     try:
-        world.together("the rewards", lambda: (refuse(world), time.sleep(60)))
+        world.together("the rewards", lambda: (refuse(world), time.sleep(FOREVER)))
     except (ValueError, RankError):
         assert world.together("the checkpoint", lambda: world.rank) == [*range(world.size)]
         raise
@@ -105,6 +106,13 @@ def failed_beside_a_collective(world: World) -> None:
     sum_after(world, refuse)
 
 
+def failed_and_stays(world: World) -> None:
+    try:
+        sum_after(world, refuse)
+    except ValueError:
+        time.sleep(FOREVER)
+
+
 def failed_outside(world: World) -> None:
     refuse(world)
     world.together("the rollout", bool)
@@ -112,7 +120,7 @@ def failed_outside(world: World) -> None:
 
 def hanging(world: World) -> None:
     world.objects = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
-    world.together("the rewards", lambda: time.sleep(60 * world.rank))
+    world.together("the rewards", lambda: time.sleep(FOREVER * world.rank))
 
 
 def elsewhere(world: World) -> None:
@@ -169,9 +177,9 @@ if __name__ == "__main__":
             process.start()
     codes = {}
     for case, processes in ranks.items():
-        for process in processes[: 1 if case == "frozen" else None]:
+        for process in processes[: 1 if case in ("frozen", "failed_and_stays") else None]:
             process.join()
-        for process in processes:  # one that is frozen
+        for process in processes:  # one that stays
             process.kill()
         codes[case] = [process.exitcode for process in processes]
     print(json.dumps(codes))
