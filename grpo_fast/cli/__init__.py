@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.metadata
 import io
+import os
 import re
 import sys
 import traceback
@@ -131,7 +132,8 @@ def report_error(error: Exception) -> int:
     told = ValueError | FloatingPointError | RuntimeError | OSError | ImportError
     if not (text and (ours or isinstance(error, told))):
         text = f"unexpected {type(error).__name__}: {text or 'no message'}; --debug shows the traceback"
-    print(f"grpo-fast: {text}", file=sys.stderr)
+    rank = f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"grpo-fast: {rank}{text}", file=sys.stderr)
     return USAGE if isinstance(error, ConfigError) else FAILURE
 
 

@@ -115,7 +115,7 @@ class World:
                     result = work()
             except BaseException as raised:
                 error = watch.explained(raised)
-                if watch.lost or error is watch.agreed:
+                if watch.lost or watch.own.apart or error is watch.agreed:
                     raise
                 told = watch.fail(error)
             dist.all_gather_object(found, (place, told, result), group=self.objects)

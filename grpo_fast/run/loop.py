@@ -136,11 +136,13 @@ def train(
         world.agreed("the beginning", recorder.begin)
         stopped_by = None
         while trainer.step < config.max_steps:
+            world.step = trainer.step + 1
             heard = world.together("the start", lambda: (signals[:1], callbacks.stopped_by))
             stopped_by = next((first for received, _ in heard for first in received), None)
             if stopped_by or any(asked for _, asked in heard):
                 break
-            world.agreed("the record", partial(recorder.record, trainer.train_step()))
+            result = world.agreed("the step", trainer.train_step)
+            world.agreed("the record", partial(recorder.record, result))
         world.agreed("the report", partial(recorder.finish, stopped_by))
     return Ended(run_dir, stopped_by)
 
