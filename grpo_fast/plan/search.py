@@ -317,15 +317,15 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
             f"memory.offload = {config.memory.offload}: distributed.mode = 'shard' keeps the "
             f"{STAYS_SHARDED} in rows on every rank; leave it out, or set distributed.mode to replicate"
         )
-    heads = ["gathered"] if tied else ["gathered", "sharded"]
-    heads = heads if own.head == "auto" else [own.head]
-    ways = {"replicate": heads[-1:], "shard": heads if device.kind == "cuda" else heads[-1:]}
-    if own.mode == "auto" and (stays or device.kind == "cpu"):
-        del ways["shard"]
+    heads, modes = [own.head], [own.mode]
+    if own.head == "auto":
+        heads = ["gathered"] if tied else ["sharded", "gathered"]
+    if own.mode == "auto":
+        modes = ["replicate"] if stays or device.kind == "cpu" else ["replicate", "shard"]
     return [
         with_values(config, {"distributed.mode": mode, "distributed.head": head})
-        for mode in (ways if own.mode == "auto" else [own.mode])
-        for head in ways[mode]
+        for mode in modes
+        for head in (heads if (mode, device.kind) == ("shard", "cuda") else heads[:1])
     ]
 
 
