@@ -219,7 +219,8 @@ class PolicyOptimizer:
         if state in self._on_host:
             return
         self._on_host.add(state)
-        for tensor in (self.moments() if state == "optimizer" else self.masters()).values():
+        moments = [tensor for found in self._adam.state.values() for tensor in found.values()]
+        for tensor in moments if state == "optimizer" else self.masters().values():
             if tensor.nbytes >= SMALLEST:
                 to_host(tensor)
 

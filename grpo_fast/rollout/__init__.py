@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
     import torch
 
+    from grpo_fast.distributed.world import World
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.config import RolloutConfig
 
@@ -45,7 +45,7 @@ def chosen_engine(config: RolloutConfig, device: torch.device) -> str:
     return "vllm" if problem is None else "transformers"
 
 
-def require_engine(config: RolloutConfig, world: World = ALONE) -> None:
+def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
     """Fail before the policy is loaded where `make_engine` would afterwards.
 
     Raises:
@@ -53,10 +53,10 @@ def require_engine(config: RolloutConfig, world: World = ALONE) -> None:
         ImportError: vLLM is asked for and not installed, or of an unknown version; the message says what to
             install.
     """
-    if world.size % (parallel := config.vllm.tensor_parallel_size):
+    if ranks % (parallel := config.vllm.tensor_parallel_size):
         raise ValueError(
             f"rollout.vllm.tensor_parallel_size = {parallel} does not divide the run's ranks, of which there "
-            f"are {world.size}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
+            f"are {ranks}; set it to 1, or torchrun --nproc-per-node to a multiple of it"
         )
     if config.engine != "vllm":
         return
@@ -75,18 +75,21 @@ def make_engine(
     policy: Policy,
     *,
     max_length: int | None = None,
-    world: World = ALONE,
+    world: World | None = None,
 ) -> Engine:
     """The engine that `chosen_engine` names.
 
     Args:
         max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
-        world: all ranks of it make their engines together.
+        world: all ranks of it make their engines together; None: this process is alone.
 
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
     """
-    require_engine(config, world)
+    from grpo_fast.distributed.world import ALONE
+
+    world = world or ALONE
+    require_engine(config, world.size)
     if chosen_engine(config, policy.device) == "vllm":
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 

@@ -71,7 +71,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
 
 
 def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
-    require_engine(config.rollout, world)
+    require_engine(config.rollout, world.size)
     if config.hub is not None and config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "

@@ -17,8 +17,11 @@ from fork import fork
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.experience import make_samples
+from grpo_fast.policy import PolicyOptimizer
+from grpo_fast.policy import optimizer as optimizer_module
 from grpo_fast.run import build_trainer
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
@@ -66,9 +69,11 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
     for trainer in (alone, *several):
         assert isinstance(trainer, Trainer)
         metrics: dict[str, float] = {}
-        for _ in range(2):
+        for update in range(2):
             torch.manual_seed(seed)  # clip_cov draws
             metrics = trainer.update.run(samples, totals, Clock())
+            if name == "clipped" and update == 0:
+                send_moments_away(trainer.optimizer)
         if config.loss.kl_in_reward:
             metrics["penalties"] = trainer.update.kl_penalties(samples).square().sum().item()
         found.append(metrics)
@@ -85,7 +90,18 @@ def check(name: str, toy: dict[str, Any], world: World) -> None:
             assert same, f"{case}: {key} is {told[key]}, alone {value}"
 
 
+def send_moments_away(optimizer: PolicyOptimizer) -> None:
+    """To the host's memory, from where they visit the coming step."""
+    before, after = [], []
+    for found in (before, after):  # storages are kept, so that no memory is taken again
+        moments = [local(moment) for moment in optimizer.moments().values() if moment.ndim]
+        found += [(m.data_ptr(), m.untyped_storage()) for m in moments if m.nbytes]
+        optimizer.keep_on_host("optimizer")
+    assert not {place for place, _ in before} & {place for place, _ in after}
+
+
 def main(world: World, folder: str) -> None:
+    optimizer_module.SMALLEST = 0
     toy = json.loads((Path(folder) / "toy.json").read_text())
     toy["untied"] = f"{folder}/untied"
     for name in CASES:

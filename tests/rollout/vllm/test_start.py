@@ -227,10 +227,10 @@ def test_vllm_must_work_where_the_policy_lies(device, platform, ranks, key):
 
 def test_the_processes_are_the_trainers_and_vllms_divide_them(monkeypatch):
     parallel = RolloutConfig(vllm=VLLMConfig(tensor_parallel_size=2))
-    require_engine(parallel, World(size=4))
+    require_engine(parallel, 4)
     for ranks in (1, 3):
         with pytest.raises(ValueError, match=rf"parallel_size = 2 does not divide.* {ranks}; .*torchrun"):
-            require_engine(parallel, World(size=ranks))
+            require_engine(parallel, ranks)
 
     require_processes(World())
     with pytest.raises(ValueError, match=r"1 processes.*size = 3"):
