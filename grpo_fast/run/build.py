@@ -70,7 +70,7 @@ def build_callbacks(config: TrainConfig) -> Callbacks:
     return Callbacks([*load_callbacks(config.callbacks), *hub])
 
 
-def build_grpo_trainer(config: TrainConfig, world: World) -> Trainer:
+def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     require_engine(config.rollout, world.size)
     if config.hub is not None and config.distributed.mode == "shard" and world.size > 1:
         raise ValueError(

@@ -45,7 +45,7 @@ def main(world: World, folder: str) -> None:
     rank, optimizer = world.rank, SimpleNamespace(gradient_buffers=dict, keep_on_host=print)
     model = ModelConfig(path=folder, dtype="float32", device="cpu")
     prompts, plain = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model)
-    for mode, parallel in itertools.product(("replicate", "shard"), (1, 2)):
+    for mode, parallel in (("replicate", 1), ("shard", 2)):
         distributed = DistributedConfig(mode=mode, head="gathered")
         policy = load_policy(model, world=world, distributed=distributed)
         settings = VLLMConfig(kv_cache_gib=0.05, tensor_parallel_size=parallel)
