@@ -69,10 +69,23 @@ def load_policy(
     for computed in filter(None, (model, reference)):
         fuse_layers(computed, config, device)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
+    found = world.together("the weights", partial(_checksum, model)) if world.size > 1 else []
+    if len({*found}) > 1:
+        raise ValueError(
+            f"model.path = {config.path!r} is not the same on all ranks: the weights' checksums are {found}; "
+            "give a folder that all see, or a model.revision"
+        )
     if shards:
         world.agreed("the weights", partial(policy.shard, world, head=distributed.head))
     verify_policy(policy)
     return policy
+
+
+def _checksum(model: nn.Module) -> int:
+    """Of all bits of the weights, the same on any device."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    weights = (parameter.detach() for parameter in model.parameters())
+    return sum(int(weight.view(kinds[weight.itemsize]).sum(dtype=torch.int64)) for weight in weights)
 
 
 def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from grpo_fast.distributed.world import World
 from grpo_fast.policy import Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention, resolve_device, resolve_source
@@ -172,3 +173,23 @@ def test_a_device_that_is_not_there_is_refused(load: Load, monkeypatch: pytest.M
         resolve_device("gpu")
     with pytest.raises(ValueError, match=r"model\.liger_kernels = true needs a CUDA device"):
         load("llama", liger_kernels=True)
+
+
+def test_ranks_that_loaded_other_weights_are_refused(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank's weights are the first's, one of them moved by its last bits."""
+
+    def exchanged(world: World, place: str, work: Callable[[], int]) -> list[int]:
+        own, (model,) = work(), work.args  # type: ignore[attr-defined]
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] *= moved
+        return [own, work()]
+
+    monkeypatch.setattr(World, "together", exchanged)
+    config = ModelConfig(path=str(folder_of("llama")), dtype="float32", device="cpu")
+    moved = 1.0
+    load_policy(config, world=World(0, 2))
+    moved = 1 + 1e-6
+    with pytest.raises(ValueError, match="not the same on all ranks"):
+        load_policy(config, world=World(0, 2))
