@@ -107,9 +107,10 @@ def main(world: World, folder: str) -> None:
 
 
 def untie(toy: dict[str, Any], folder: str) -> None:
-    """A second model, whose head is not its embedding."""
+    """A second model, whose head is not its embedding, with weights of odd numbers of rows."""
     tied = toy["model"]["path"]
-    config = AutoConfig.from_pretrained(tied, tie_word_embeddings=False)
+    sizes = {"vocab_size": 25, "intermediate_size": 49}
+    config = AutoConfig.from_pretrained(tied, tie_word_embeddings=False, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tied).save_pretrained(folder)
 

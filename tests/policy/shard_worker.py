@@ -29,7 +29,6 @@ from grpo_fast.update import packed_loss
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi", {}),  # whose head has a bias
     ("qwen2", {"lora": {"r": 3, "target_modules": ["embed_tokens", "v_proj"]}}),
-    ("gpt2", {"lora": {"r": 3}}),
     ("gemma2", {"gradient_checkpointing": True}),
     ("granite", {"train_lm_head": False, "gradient_checkpointing": "mlp"}),
     ("qwen3_moe", {}),
