@@ -1,8 +1,9 @@
 """Runs that fail in every way, or are killed at any moment: `failures.py FOLDER N [SEED [KEY=VALUE...]]`.
 
-FOLDER has the toy. N injected failures, then N kills; each run goes on with another number of ranks. Prints
-a table, and leaves with 1 where a run did not end as it should. What torchrun does is done here, with forks:
-one store for all attempts, and where a rank fails all end, by SIGTERM and after 30 s by SIGKILL.
+FOLDER has toy.json, as test_update.py leaves one under `pytest --basetemp`. N injected failures, then N
+kills; each run goes on with another number of ranks. Prints a table, and leaves with 1 where a run did not
+end as it should. What torchrun does is done here, with forks: one store for all attempts, and where a rank
+fails all end, by SIGTERM and after 30 s by SIGKILL.
 """
 
 from __future__ import annotations
