@@ -90,7 +90,7 @@ class World:
         Raises:
             RankError: in the stead of a collective's error; another rank is lost.
         """
-        return nullcontext() if self.watch is None else self.watch.at(f"{place} of step {self.step}")
+        return nullcontext() if self.watch is None else self.watch.at(self._during(place))
 
     def together(self, place: str, work: Callable[[], T]) -> list[T]:
         """What `work` returns on each rank, in rank order.
@@ -106,7 +106,7 @@ class World:
             return [work()]
         watch = self.watch
         assert watch is not None, "ranks that exchange anything have `joined`"
-        place = f"{place} of step {self.step}"
+        place = self._during(place)
         result, error, told = None, None, None
         found: list[tuple[str, str | None, T]] = [None] * self.size  # type: ignore[list-item]
         with watch.at(place):
@@ -126,6 +126,9 @@ class World:
             watch.agreed = error or RankError(problems[0] if problems else f"{away[0]}, not at {place}")
             raise watch.agreed
         return [value for _, _, value in found]
+
+    def _during(self, place: str) -> str:
+        return f"{place} of step {self.step}" if self.step else place
 
     def agreed(self, place: str, work: Callable[[], T]) -> T:
         """What `work` returns on this rank, once it has succeeded on all."""
