@@ -14,7 +14,7 @@ test: $(VENV)/.installed-test
 test-latest: LATEST := $(VENV)-latest
 test-latest:  # with what pip takes today instead of the locked set; peers that are not installed are skipped
 	$(PYTHON) -m venv --clear $(LATEST)
-	$(LATEST)/bin/python -m pip install --quiet --editable ".[test,triton,liger,trl,gguf,tasks]"
+	$(LATEST)/bin/python -m pip install --quiet --editable ".[test,triton,liger,trl,gguf,tasks,quantization]"
 	$(LATEST)/bin/python -m pip install --quiet --no-deps -r .ci/requirements/no-deps.txt
 	$(LATEST)/bin/python -m pytest -n 2 --dist worksteal
 

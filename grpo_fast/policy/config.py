@@ -45,16 +45,22 @@ class ModelConfig(Section):
         description="auto: the FlashAttention-2 of torch on a GPU in 16 bits where it fits the model, "
         "FlexAttention on other GPUs, SDPA on a CPU",
     )
+    quantization: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: all linear layers but the head in 4 bits, as QLoRA has them; it needs lora, and "
+        "bitsandbytes. A model that is saved in bitsandbytes' 4 or 8 bits stays so without it",
+    )
     lora: LoraConfig | None = Field(
         None, description="train adapters instead of the weights; {}: the defaults"
     )
     train_lm_head: bool = Field(
         True, description="false freezes the head, tied or not: no gradient of width V"
     )
-    gradient_checkpointing: bool | Literal["mlp", "auto"] = Field(
+    gradient_checkpointing: bool | Literal["mlp", "offload", "auto"] = Field(
         "auto",
         description="recompute activations in the backward, of whole layers or of their MLPs alone: less "
-        "memory, more time; auto: on a GPU by the plan, elsewhere and without rollouts false",
+        "memory, more time; offload: of whole layers, whose inputs wait in the host's memory; auto: on a GPU "
+        "by the plan, elsewhere and without rollouts false",
     )
     liger_kernels: Literal["auto"] | bool = Field(
         "auto",
@@ -74,6 +80,11 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, the learning rate's schedule and the gradient's clip."""
 
+    kind: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
+        "adamw",
+        description="adamw_8bit keeps the moments in 8 bits, by bitsandbytes; adamw_offload keeps them and "
+        "float32 masters in the host's memory, from where they visit the device in each step",
+    )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
     # A smaller one would be zero in float32.
