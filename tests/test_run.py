@@ -216,6 +216,20 @@ def test_a_run_is_resumed_with_its_own_configuration_only(
     assert_equal_runs(run_dir, finished)
 
 
+def test_adapters_on_a_quantised_base_resume_to_the_bit(assert_equal_runs, toy, tmp_path: Path):
+    sections = {"model": {**toy["model"], "quantization": "nf4", "lora": {"r": 2}}, "loss": {"beta": 0.1}}
+    sections["evaluation"] = {**toy["evaluation"], "every": 1}
+    whole, resumed = (in_process(toy, tmp_path / name, **sections) for name in ("whole", "resumed"))
+
+    train(whole, display=False)
+    train(resumed.model_copy(update={"max_steps": 1}), display=False)
+    train(resumed, resume="latest", display=False)
+
+    assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
+    policy, step = trained_policy(resumed, tmp_path / "resumed")
+    assert policy.quantized and step == 2
+
+
 def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, capsys):
     with pytest.raises(CheckpointError, match="--resume"):
         train(in_process(toy, run_dir), display=False)

@@ -27,6 +27,7 @@ LIBRARIES = {
         "pip install vllm  (in an environment whose torch it pins: docs.vllm.ai)",
     ),
     "liger-kernel": ("fused layers on a GPU", ""),
+    "bitsandbytes": ("a base in 4 bits, optimizer states in 8", ""),
     "gguf": ("models shipped as GGUF, such as the quickstart's", ""),
     "reasoning-gym": (
         "generated tasks, such as the quickstart's",

@@ -17,6 +17,7 @@ from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Calibration, Phase,
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, largest_micro_batch, step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.config import LoraConfig
+from grpo_fast.policy.quantization import quantizes
 from grpo_fast.stages import PART, resolve_stages
 
 if TYPE_CHECKING:
@@ -321,7 +322,8 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
     if own.head == "auto":
         heads = ["gathered"] if tied else ["sharded", "gathered"]
     if own.mode == "auto":
-        modes = ["replicate"] if stays or device.kind == "cpu" else ["replicate", "shard"]
+        whole = stays or device.kind == "cpu" or quantizes(config.model, model)
+        modes = ["replicate"] if whole else ["replicate", "shard"]
     return [
         with_values(config, {"distributed.mode": mode, "distributed.head": head})
         for mode in modes

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.intact import OWN_TOKENIZER
 from grpo_fast.policy.packing import Sample, pack
+from grpo_fast.policy.quantization import is_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,18 +31,12 @@ def check_architecture(config: PreTrainedConfig) -> None:
     """Refuse, before any weight is read, what cannot be trained here or packed.
 
     Raises:
-        ValueError: no decoder-only language model, quantised weights, an attention of its own, or layers
-            whose state would run from one packed document into the next; the message names them.
+        ValueError: no decoder-only language model, an attention of its own, or layers whose state would run
+            from one packed document into the next; the message names them.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text, kind = config.get_text_config(), f"model_type = {config.model_type!r}"
-    if quantisation := getattr(config, "quantization_config", None):
-        method = dict(quantisation).get("quant_method", "of an unknown kind")
-        raise ValueError(
-            f"the model's weights are quantised ({method}), and those cannot be trained; give the model in "
-            "bfloat16, as it is published beside them"
-        )
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     known = model is not None or hasattr(config, "auto_map")  # by code of the model's own
     if config.is_encoder_decoder or not known:
@@ -116,7 +111,7 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
     """Read the head of a transformers causal language model, under the names its configuration uses.
 
     Raises:
-        ValueError: the model has no output embedding, or LoRA wraps it.
+        ValueError: the model has no output embedding, LoRA wraps it, or it is quantised.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -125,6 +120,11 @@ def head_parameters(model: PreTrainedModel) -> HeadParameters:
         raise ValueError(
             f"the output head is a {type(head).__name__}, not a plain linear layer; leave it out of "
             "model.lora.target_modules"
+        )
+    if is_quantized(head.weight):
+        raise ValueError(
+            f"the output head is a {type(head).__name__}, whose weight the loss cannot read; save the model "
+            "with the head in bfloat16, or give the model in bfloat16 and model.quantization = nf4"
         )
     config = model.config.get_text_config()
     return HeadParameters(

@@ -48,7 +48,7 @@ class ModelConfig(Section):
     quantization: Literal["nf4"] | None = Field(
         None,
         description="nf4: all linear layers but the head in 4 bits, as QLoRA has them; it needs lora, and "
-        "bitsandbytes. A model that is saved in bitsandbytes' 4 or 8 bits stays so without it",
+        "bitsandbytes. A model that is saved in bitsandbytes' 4 bits stays so without it",
     )
     lora: LoraConfig | None = Field(
         None, description="train adapters instead of the weights; {}: the defaults"

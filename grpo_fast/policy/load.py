@@ -22,6 +22,7 @@ from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
 from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
 from grpo_fast.policy.layers import fuse_layers, resolve_liger
 from grpo_fast.policy.policy import Policy
+from grpo_fast.policy.quantization import loading_settings, quantizes, settle
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,8 +61,14 @@ def load_policy(
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
     tokenizer = load_tokenizer(config)
     shards = world.size > 1 and distributed.mode == "shard"
+    quantized = quantizes(config, architecture)
+    if shards and quantized:
+        raise ValueError(
+            "distributed.mode = 'shard' cannot divide quantised weights; set it to replicate, where each "
+            "rank has all of them"
+        )
     # On the CPU, from where each layer goes to its ranks by itself.
-    model = _load_model(source, config, torch.device("cpu") if shards else device)
+    model = _load_model(source, config, torch.device("cpu") if shards else device, quantized=quantized)
     require_vocabulary(tokenizer, embedding_rows(model), config.path)
     reference = None
     if needs_reference and config.lora is None:
@@ -181,7 +188,9 @@ def _origin(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
-def _load_model(source: str, config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def _load_model(
+    source: str, config: ModelConfig, device: torch.device, *, quantized: bool
+) -> PreTrainedModel:
     register()
     model: Any = load_whole(
         config.path,
@@ -190,15 +199,17 @@ def _load_model(source: str, config: ModelConfig, device: torch.device) -> PreTr
         attn_implementation=PACKED_ATTENTION,
         use_safetensors=True,
         **_origin(config),
+        **(loading_settings(config, device) if quantized else {}),
     )
-    return model.to(device)
+    return settle(model) if quantized else model.to(device)
 
 
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     """transformers' configuration, of a model that can be trained.
 
     Raises:
-        ValueError: a wrong path, or as `check_architecture`.
+        ValueError: a wrong path, or as `check_architecture` and `quantizes`.
+        ImportError: as `quantizes`.
     """
     from transformers import AutoConfig
 
@@ -206,6 +217,7 @@ def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     with loading(config.path, source):
         architecture = AutoConfig.from_pretrained(source, **_origin(config))
     check_architecture(architecture)
+    quantizes(config, architecture)
     return architecture
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpo_fast.policy.attention import forward_arguments
 from grpo_fast.policy.intact import listed, quietly
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
+from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -96,6 +98,11 @@ class Policy:
         return hasattr(self.model, "peft_config")
 
     @property
+    def quantized(self) -> bool:
+        """Whether linear layers are held in 4 bits."""
+        return any(map(is_quantized, self.base_model.parameters()))
+
+    @property
     def device(self) -> torch.device:
         return self.base_model.device
 
@@ -104,7 +111,7 @@ class Policy:
         """Multiplications of a forward, by what it is asked for."""
         config, table = self.base_model.config.get_text_config(), self.head_weight.numel()
         tables = table if config.tie_word_embeddings else 2 * table
-        layers = sum(parameter.numel() for parameter in self.base_model.parameters()) - tables
+        layers = sum(map(count_numbers, self.base_model.parameters())) - tables
         pair = 2 * config.hidden_size * config.num_hidden_layers  # scores, and the sum of values
         return TokenCosts(input=layers, target=table, pair=pair)
 
@@ -185,22 +192,30 @@ class Policy:
     def base_weights(self) -> dict[str, Tensor]:
         """The weights under their checkpoint's names, live, without adapters; a tied head is not repeated."""
         weights: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        # Of those each once, and without what a quantised layer saves beside its weight.
+        unseen = {id(t) for t in (*self.base_model.parameters(), *self.base_model.buffers())}
         for name, tensor in self.base_model.state_dict(keep_vars=True).items():
-            if ".lora_" not in name and id(tensor) not in seen:
-                seen.add(id(tensor))
+            if ".lora_" not in name and id(tensor) in unseen:
+                unseen.remove(id(tensor))
                 weights[name.replace(".base_layer.", ".")] = tensor
         return weights
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`base_weights` with adapters merged: what an inference engine loads.
+        """`base_weights` in full precision with adapters merged: what an inference engine loads.
 
         The model itself is untouched: merging in place and back would round bf16 weights each time. Tensors
-        without an adapter are the live ones, not copies; sharded ones are gathered one by one, by all ranks.
+        without an adapter are the live ones, not copies; sharded ones are gathered one by one, by all ranks,
+        and quantised ones are the numbers that the layers compute with.
         """
         adapted = self._adapted_weights()
+        modules = dict(self.base_model.named_modules())
         for name, tensor in self.base_weights().items():
-            yield name, _merged(adapted[name]) if name in adapted else whole(tensor)
+            if name in adapted:
+                yield name, _merged(adapted[name])
+            elif is_quantized(tensor):
+                yield name, dequantized(modules[name.removesuffix(".weight")])
+            else:
+                yield name, whole(tensor)
 
     def changing_weights(self) -> set[str]:
         """The names in `named_weights` of what training changes."""
@@ -226,8 +241,11 @@ class Policy:
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
         if not world.leads:
             return
+        config = copy.deepcopy(self.base_model.config)
+        if hasattr(config, "quantization_config"):  # of which the weights are no more
+            del config.quantization_config
         with torch.device("meta"):
-            model = type(self.base_model)(self.base_model.config)
+            model = type(self.base_model)(config)
         unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
         model.tie_weights()
         unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
@@ -244,7 +262,7 @@ class Policy:
 
 def _merged(module: Any) -> Tensor:
     """The weight of a layer that LoRA wraps, adapters added in float32."""
-    weight = whole(module.get_base_layer().weight)
+    weight = whole(dequantized(module.get_base_layer()))
     merged = weight.float()
     for adapter in module.active_adapters:
         merged = merged + _delta(module, adapter)

@@ -102,10 +102,8 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
     """`load("llama", dtype="bfloat16")`: a policy of that family, in float32 unless said otherwise."""
 
     def load(family: str = "llama", *, needs_reference: bool = False, **settings: object) -> Policy:
-        settings = {"dtype": "float32", "device": "cpu", **settings}
-        return load_policy(
-            ModelConfig(path=str(folder_of(family)), **settings), needs_reference=needs_reference
-        )
+        settings = {"path": str(folder_of(family)), "dtype": "float32", "device": "cpu", **settings}
+        return load_policy(ModelConfig(**settings), needs_reference=needs_reference)
 
     return load
 

@@ -1,0 +1,100 @@
+"""A base in 4 bits under adapters (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fast.policy.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # transformers' names
+
+
+def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
+    """Whether linear layers are held in fewer bits: as configured, or because the model is saved so.
+
+    Raises:
+        ValueError: a quantisation that is not trained here, or that this model or configuration cannot have.
+        ImportError: bitsandbytes is missing.
+    """
+    saved = dict(getattr(architecture, "quantization_config", None) or {})
+    if not saved and model.quantization is None:
+        return False
+    what = f"model.quantization = {model.quantization!r}"
+    if saved:
+        method = saved.get("quant_method", "of an unknown kind")
+        what = f"the weights of model.path = {model.path!r} are quantised ({method})"
+        if method != "bitsandbytes":
+            raise ValueError(
+                f"{what}, and adapters are trained on those of bitsandbytes alone; give the model in "
+                "bfloat16, as it is published beside them, and model.quantization = nf4"
+            )
+        if not saved.get("load_in_4bit"):
+            raise ValueError(
+                f"{what} in 8 bits, whose layers round a token by what else is in its batch: its "
+                "log-probability would change with the packing; give the model in bfloat16 or in 4 bits"
+            )
+        if model.quantization is not None:
+            raise ValueError(f"{what} already; leave model.quantization = {model.quantization!r} out")
+    if model.lora is None:
+        raise ValueError(
+            f"{what}, and weights of so few bits are not trained: train adapters, model.lora = {{}}"
+        )
+    if any(getattr(architecture.get_text_config(), name, None) for name in _EXPERTS):
+        raise ValueError(f"{what}: a mixture of experts has few linear layers to quantise; use a dense model")
+    if find_spec("bitsandbytes") is None:
+        raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[quantization]'")
+    return True
+
+
+def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """How transformers loads a model that `quantizes`: layer by layer, onto the device."""
+    # It warns that it would compute faster on some CPUs with kernels that it downloads.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    settings: dict[str, Any] = {"device_map": {"": device}}
+    if model.quantization is not None:
+        from transformers import BitsAndBytesConfig
+
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=model.quantization,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, model.dtype),
+        )
+    return settings
+
+
+def settle(model: PreTrainedModel) -> PreTrainedModel:
+    """Quantised layers compute in the model's dtype, whichever they were saved with, and keep one layout."""
+    modules: Iterable[Any] = model.modules()
+    for layer in modules:
+        if is_quantized(getattr(layer, "weight", None)):
+            layer.weight.quant_state.dtype = layer.compute_dtype = model.dtype
+            layer.compute_type_is_set = True
+            layer.support_avx512bf16_for_cpu = False  # which would pack the weight anew to generate
+    return model
+
+
+def is_quantized(weight: Tensor | None) -> bool:
+    return type(weight).__name__ == "Params4bit"  # of bitsandbytes, which need not be installed
+
+
+def dequantized(module: nn.Module) -> Tensor:
+    """A layer's weight, detached: of a quantised layer the numbers that it computes with, else its own."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight(module).detach()
+
+
+def count_numbers(weight: Tensor) -> int:
+    """Of a weight in 4 bits, two of which are a byte, as of any other."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else state.shape.numel()
