@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fast.plan.devices import TABLES
 from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
@@ -18,6 +19,7 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.gguf import PREFIX
 from grpo_fast.policy.layers import fuse_layers
 from grpo_fast.policy.load import prepare_to_train, resolve_source
+from grpo_fast.policy.quantization import count_numbers, is_quantized, loading_settings, quantizes, settle
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -113,8 +115,8 @@ def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | 
     """The model on the meta device, its attention a stand-in.
 
     Raises:
-        ValueError: LoRA modules that the model does not have, layers that cannot be packed, or experts with
-            adapters or in another dtype than bfloat16.
+        ValueError: as `random_model`, or experts with adapters or in another dtype than bfloat16.
+        ImportError: as `random_model`.
     """
     register()
     found = random_model(config, model, attention=PLANNED_ATTENTION, device="meta")
@@ -135,7 +137,9 @@ def random_model(
     """A model with random weights, frozen, adapted and checkpointed as `load_policy` would.
 
     Raises:
-        ValueError: LoRA modules that the model does not have, or layers that cannot be packed.
+        ValueError: LoRA modules that the model does not have, layers that cannot be packed, or as
+            `quantizes`.
+        ImportError: 4 bits without bitsandbytes.
     """
     from transformers import AutoModelForCausalLM
 
@@ -147,9 +151,31 @@ def random_model(
             attn_implementation=attention,
             trust_remote_code=False,
         )
+    if quantizes(model, config):
+        settings = loading_settings(model, torch.device(device))
+        found = _quantized(found, settings.get("quantization_config") or config.quantization_config, device)
     if found.device.type != "meta":
         fuse_layers(found, model, found.device)
     return prepare_to_train(found, model)
+
+
+def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str) -> PreTrainedModel:
+    """With random weights as transformers quantises them when it loads."""
+    from bitsandbytes.functional import quantize_blockwise
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map=None)
+    quantize_blockwise(torch.zeros(1))  # with it comes a table for all others, which must have memory
+    modules: Iterable[Any] = model.modules()
+    for layer in modules:
+        if isinstance(layer, Linear4bit):
+            numbers = torch.empty(layer.weight.shape, dtype=model.dtype, device=device).normal_(std=0.02)
+            layer.weight = Params4bit(numbers, **vars(layer.weight))._quantize(device)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(numbers.new_zeros(layer.bias.shape), requires_grad=False)
+    return settle(quantizer.postprocess_model(model))
 
 
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
@@ -162,7 +188,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
     head = base.get_output_embeddings()
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parameters[_part(base, name, parameter)] += parameter.numel()
+        parameters[_part(base, name, parameter)] += count_numbers(parameter)
     trained = [p for p in model.parameters() if p.requires_grad]
     layers, itemsize = _kv_layers(base), head.weight.element_size()
     paged = sum(layer.numbers for layer in layers)
@@ -176,14 +202,14 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         parameters={part: parameters[part] for part in PARTS if part in parameters},
         active=sum(active.values()),
         active_mlp=active.get("mlp", 0) + active.get("experts", 0),
-        bytes=sum(p.nbytes for p in model.parameters()),
+        bytes=sum(map(_nbytes, model.parameters())),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
         tensors=len([*model.parameters()]),
         trainable_tensors=len(trained),
         neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
         largest=max(sizes, default=0),
-        layer=max((sum(p.nbytes for p in own) for own in of_layers), default=0),
+        layer=max((sum(map(_nbytes, own)) for own in of_layers), default=0),
         layer_trained=max((sum(p.numel() for p in own if p.requires_grad) for own in of_layers), default=0),
         head_trained=head.weight.requires_grad,
         softcap=getattr(config, "final_logit_softcapping", None) is not None,
@@ -201,6 +227,15 @@ def _chosen_experts(config: PretrainedConfig) -> float:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     there = next((count for name in names if (count := getattr(config, name, None))), None)
     return getattr(config, "num_experts_per_tok", there) / there if there else 1.0
+
+
+def _nbytes(weight: Any) -> int:
+    """Of a weight in 4 bits, with its scales and their own."""
+    size: int = weight.nbytes
+    if is_quantized(weight):
+        states = filter(None, (weight.quant_state, weight.quant_state.state2))
+        size += sum(t.nbytes for state in states for t in vars(state).values() if isinstance(t, Tensor))
+    return size
 
 
 def _part(base: PreTrainedModel, name: str, parameter: nn.Parameter) -> str:

@@ -19,6 +19,7 @@ from grpo_fast.plan.seconds import SLEEP_SECONDS, rollout_seconds, transfer_seco
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.load import resolve_attention
+from grpo_fast.policy.quantization import quantizes
 from grpo_fast.rollout.config import Part
 from grpo_fast.rollout.handover import MARGIN, PARTS
 from grpo_fast.rollout.sampling import SLICE, SLICE_ELSEWHERE
@@ -125,12 +126,15 @@ class Predictor:
             self.engine = "vllm" if self.on_gpu else "transformers"
         vllm = run.rollout.vllm
         self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
-        merged_lora = run.model.lora is not None and vllm.lora_sync != "adapter"
+        # Adapters are merged into vLLM's weights, or stay beside them: beside those of 4 bits always.
+        self.quantized = quantizes(run.model, traces.config)
+        self.keeps_adapters = run.model.lora is not None and (vllm.lora_sync == "adapter" or self.quantized)
+        merged_lora = run.model.lora is not None and not self.keeps_adapters
         wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
         separate = merged_lora or self.sharded or "experts" in self.shape.parameters
-        self.shares_weights = wanted and not separate
+        self.shares_weights = wanted and not separate and vllm.tensor_parallel_size == 1
         # Its weights or, with adapters that it keeps beside them, what it never gets again.
-        self.sends_weights = not self.shares_weights and vllm.lora_sync != "adapter"
+        self.sends_weights = not self.shares_weights and not self.keeps_adapters
         named = () if isinstance(run.memory.offload, str) else run.memory.offload
         self.offloaded = tuple(part for part in self.parts if part in named)
 
@@ -311,7 +315,8 @@ class Predictor:
         pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
         needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
         return {
-            "engine weights": 0 if self.shares_weights else self._base_bytes,
+            "engine weights": self._base_bytes * (not self.shares_weights)
+            + shape.itemsize * shape.parameters.get("adapters", 0) * self.keeps_adapters,
             "KV cache": needed if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
             "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
             "engine residue": ENGINE_RESIDUE,
@@ -364,8 +369,9 @@ class Predictor:
 
     @property
     def _base_bytes(self) -> int:
-        """Of the model without adapters, whole."""
-        return self.shape.bytes - self.shape.itemsize * self.shape.parameters.get("adapters", 0)
+        """Of the model without adapters, whole, and in full precision."""
+        parameters = self.shape.parameters
+        return self.shape.itemsize * (sum(parameters.values()) - parameters.get("adapters", 0))
 
     @property
     def _head_sharded(self) -> bool:

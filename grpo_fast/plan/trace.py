@@ -12,6 +12,7 @@ for every size.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fast.plan.model_shape import ModelShape, model_shape, skeleton
-from grpo_fast.plan.stand_ins import UNITS, fuse, planned_logprobs, register
+from grpo_fast.plan.stand_ins import UNITS, Allocation, allocate, fuse, planned_logprobs, register
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.quantization import quantizes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -63,6 +65,9 @@ class Recorder(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = allocate(_inside(func, args))
+        for tensor in inside:
+            self._note(tensor, is_sum=False)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -87,6 +92,14 @@ class Recorder(TorchDispatchMode):
 
         self.events.append(Event(1, size, is_sum))
         self._alive[key] = weakref.ref(storage, gone)
+
+
+def _inside(func: Any, args: Any) -> list[Allocation]:
+    """What an operator makes and frees unseen: of many tokens with a weight in 4 bits, all its numbers."""
+    if func.name() != "bitsandbytes::gemm_4bit":
+        return []
+    tokens, _, shape, _, block, *_ = args
+    return [((-(-math.prod(shape) // block),), torch.float32), (tuple(shape), tokens.dtype)]
 
 
 @contextmanager
@@ -217,15 +230,16 @@ class Traces:
     def shape(self, model: ModelConfig) -> ModelShape:
         """
         Raises:
-            ValueError: as `skeleton`.
+            ValueError, ImportError: as `skeleton`.
         """
         model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
         return self._once(_way(model), lambda: model_shape(skeleton(self.config, model)))
 
     def forward(self, model: ModelConfig) -> Timeline:
-        """Of the model without adapters and checkpointing, as an engine runs it."""
-        bare = ModelConfig(path=model.path, dtype=model.dtype)
-        return self._once(("forward", model.dtype), lambda: trace_forward(skeleton(self.config, bare)))
+        """Of the model as an engine runs it: not checkpointed, with adapters on a base in 4 bits alone."""
+        keys = {"dtype"} | ({"quantization", "lora"} if quantizes(model, self.config) else set())
+        bare = ModelConfig(path=model.path, **model.model_dump(include=keys), gradient_checkpointing=False)
+        return self._once(("forward", _way(bare)), lambda: trace_forward(skeleton(self.config, bare)))
 
     def update(self, model: ModelConfig, attention: str, *, first: bool, fused: bool = False) -> Timeline:
         """See `trace_update`."""
@@ -243,4 +257,6 @@ class Traces:
 
 def _way(model: ModelConfig) -> str:
     """The keys of a `model` section that its bytes depend on."""
-    return model.model_dump_json(include={"dtype", "lora", "train_lm_head", "gradient_checkpointing"})
+    return model.model_dump_json(
+        include={"dtype", "quantization", "lora", "train_lm_head", "gradient_checkpointing"}
+    )

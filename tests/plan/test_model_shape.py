@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache
 
 from grpo_fast.plan.model_shape import SHAPES, model_config, model_shape, random_model, skeleton
 from grpo_fast.policy import PolicyOptimizer
@@ -91,6 +91,26 @@ def test_what_is_trained_is_what_the_optimiser_gets(lora: LoraConfig | None, dty
     moments = sum(t.nbytes for t in optimizer.moments().values())
     assert 8 * (shape.narrow + shape.wide) + 4 * shape.trainable_tensors == moments
     assert shape.bytes == sum(p.nbytes for p in real.parameters())
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["quantised", "saved so"])
+def test_a_base_in_4_bits_has_its_scales_beside_it(saved: bool, config: Any) -> None:
+    """Of every 64 numbers a scale in float32 or, quantised as well, in 8 bits and float32 for 256 of them."""
+    model = ModelConfig(path="-", lora=LoraConfig(r=4))
+    plain = model_shape(skeleton(config("llama"), model))
+    quantised = config("llama")
+    if saved:
+        quantised.quantization_config = BitsAndBytesConfig(load_in_4bit=True).to_dict()
+    else:
+        model = model.model_copy(update={"quantization": "nf4"})
+
+    shape = model_shape(skeleton(quantised, model))
+
+    assert (shape.parameters, shape.active, shape.narrow) == (plain.parameters, plain.active, plain.narrow)
+    blocks = [width * 128 // 64 for width in (128, 64, 64, 128, 256, 256, 256)]  # q, k, v, o, then the MLP's
+    scales = 4 * sum(blocks) if saved else sum(n + 4 * -(-n // 256) + 4 * (256 + 1) for n in blocks)
+    tables = 4 * 16 * len(blocks)
+    assert plain.bytes - shape.bytes == 3 * (64 * sum(blocks) * (2 - 0.5) - scales - tables)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.measure import calibrate, measure_update, peak_bytes
+from grpo_fast.plan.measure import calibrate, measure_update, peak_bytes, random_batches, random_policy
 from grpo_fast.plan.model_shape import BLOCK_TOKENS, model_config, with_layers
 from grpo_fast.plan.prediction import Calibration, Prediction, Predictor
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.stand_ins import UNITS
 from grpo_fast.plan.trace import Timeline, Traces
+from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.handover import MARGIN
@@ -23,10 +24,11 @@ UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length
 ROLLOUT = StepSizes(
     prompts=3, generations=4, prompt_length=18, completion_length=32, micro_batch_tokens=10**6
 )
-CHECKPOINTED, MLPS, LORA, FROZEN_HEAD = (
+CHECKPOINTED, MLPS, LORA, QLORA, FROZEN_HEAD = (
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": "mlp"},
     {"lora": LoraConfig(r=8)},
+    {"lora": LoraConfig(r=8), "quantization": "nf4"},
     {"train_lm_head": False},
 )
 
@@ -48,6 +50,9 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "bfloat16", MLPS | LORA, 0.03),
         ("qwen2", "bfloat16", LORA, 0.03),
         ("qwen2", "float32", FROZEN_HEAD, 0.03),
+        ("qwen2", "bfloat16", QLORA, 0.03),
+        ("qwen2", "bfloat16", QLORA | CHECKPOINTED, 0.03),
+        ("qwen2", "bfloat16", QLORA | MLPS, 0.03),
         ("gemma3_text", "bfloat16", {}, 0.05),
         ("gpt_neox", "bfloat16", {}, 0.05),
         ("qwen3_moe", "bfloat16", MLPS, 0.05),
@@ -85,6 +90,24 @@ def test_so_it_does_for_the_widths_of_a_real_model(predictor: Any) -> None:
     model.vocab_size = 8192
 
     compare(predictor(model, dtype="bfloat16"), replace(UPDATE, prompts=2), 0.02)
+
+
+def test_a_forward_of_few_tokens_is_a_wide_weight_made_of_4_bits(config: Any, predictor: Any) -> None:
+    planned = predictor(config(intermediate_size=2048), dtype="bfloat16", **QLORA)
+    few = StepSizes(1, 2, prompt_length=8, completion_length=8, micro_batch_tokens=100)
+    model, traces = planned.run.model, planned.traces
+
+    def prepare() -> tuple[Policy, PackedBatch]:
+        policy = random_policy(traces.config, model, attention="sdpa", device=torch.device("cpu"))
+        return policy, random_batches(policy, few)[0]
+
+    with torch.no_grad():
+        measured = peak_bytes(prepare, lambda made: made[0].hidden_states(made[1]), torch.device("cpu"))
+
+    transient = traces.forward(model).live({"tokens": 8 + 2 * 7, "targets": 2 * 8}).max()
+    assert transient > 2 * 2048 * 128
+    assert planned.shape.bytes + transient == pytest.approx(measured, rel=0.03)
+    compare(planned, few, 0.03)
 
 
 @pytest.mark.gpu
@@ -279,6 +302,8 @@ def test_weights_state_and_keys_and_values_are_what_arithmetic_by_hand_says(
         ("llama", LORA, {}, False, True),  # merged
         ("llama", LORA, {"lora_sync": "adapter"}, True, False),
         ("llama", LORA, {"lora_sync": "adapter", "share_weights": False}, False, False),
+        ("llama", QLORA, {}, True, False),
+        ("llama", QLORA, {"tensor_parallel_size": 2}, False, False),
     ],
 )
 def test_weights_are_shared_or_sent_again_or_stay(
@@ -290,6 +315,10 @@ def test_weights_are_shared_or_sent_again_or_stay(
     )
 
     assert (planned.shares_weights, planned.sends_weights) == (shared, sent)
+    adapters = planned.shape.parameters.get("adapters", 0)
+    own = 0 if shared else sum(planned.shape.parameters.values()) - adapters
+    own += adapters * (keys == QLORA or "lora_sync" in vllm)
+    assert planned.rollout(UPDATE).get("engine weights", 0) == 2 * own
 
 
 def test_a_calibration_scales_what_comes_and_goes_alone(on_gpu: Any) -> None:
