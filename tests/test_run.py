@@ -363,6 +363,13 @@ def test_a_mistake_in_the_data_or_the_judge_shows_before_weights_are_read(
         train(in_process(toy, tmp_path / "run", **changes), display=False)
 
 
+def test_what_moments_of_8_bits_need_is_told_before_weights_are_read(toy, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("grpo_fast.run.build.load_policy", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("grpo_fast.policy.quantization.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"adamw_8bit', which needs bitsandbytes: pip install 'grpo-fast\["):
+        train(in_process(toy, tmp_path / "run", optimizer={"kind": "adamw_8bit"}), display=False)
+
+
 def test_a_loss_that_cannot_be_imported_is_refused_before_any_step(toy, tmp_path: Path):
     config = in_process(toy, tmp_path / "run", loss={"loss_type": "nowhere:loss"})
 

@@ -92,6 +92,7 @@ def test_staged_configurations_survive_a_round_trip(tmp_path: Path):
         ([stage(model={})], "'model'"),
         ([stage(rollout={"engine": "auto"})], r"rollout\.engine"),
         ([stage(optimizer={"eps": 1e-6})], "fresh_optimizer"),
+        ([stage(optimizer={"kind": "adamw"}, fresh_optimizer=True)], r"optimizer\.kind, one for all"),
         ([stage(loss={"beta": -1})], "stage 'a': .*beta"),
         ([stage(rewards=[])], "stage 'a': .*rewards"),
         ([stage(dataset={"sice": 3})], r"stage 'a': dataset\.sice"),

@@ -83,7 +83,8 @@ class OptimizerConfig(Section):
     kind: Literal["adamw", "adamw_8bit", "adamw_offload"] = Field(
         "adamw",
         description="adamw_8bit keeps the moments in 8 bits, by bitsandbytes; adamw_offload keeps them and "
-        "float32 masters in the host's memory, from where they visit the device in each step",
+        "float32 masters in the host's memory, from where they visit the device in each step: what "
+        "memory.offload = [optimizer, master] does, which goes with adamw_8bit too",
     )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")

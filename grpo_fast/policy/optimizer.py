@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ class PolicyOptimizer:
     The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
     finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
     leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
-    them, one parameter after the other.
+    them, one parameter after the other. Moments of 8 bits are saved as the float32 values they stand for, so
+    that an optimizer of any kind takes up the state of any other.
 
     Of several ranks, each has masters and moments of its own rows of every parameter. Gradients are summed
     over the ranks, in `step` or, where a parameter is itself sharded, by FSDP2; of whole parameters all ranks
@@ -37,7 +39,8 @@ class PolicyOptimizer:
         parameters: by name, as `Policy.trainable` gives them; they stay the model's.
         config: the run's `optimizer` section.
         total_steps: training steps of the whole run, for the schedule.
-        on_host: what lives in the host's memory from the start; see `keep_on_host`.
+        on_host: what lives in the host's memory from the start; see `keep_on_host`. Of kind adamw_offload
+            everything does.
         world: the ranks that train together.
 
     Raises:
@@ -60,7 +63,7 @@ class PolicyOptimizer:
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         self._world = world
-        self._on_host: set[State] = set(on_host)
+        self._on_host: set[State] = set(get_args(State) if config.kind == "adamw_offload" else on_host)
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
@@ -77,7 +80,15 @@ class PolicyOptimizer:
             {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
             for decays in (True, False)
         ]
-        self._adam: Any = torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
+        groups = [group for group in groups if group["params"]]
+        self._adam: Any
+        self._eight_bit = config.kind == "adamw_8bit"
+        if self._eight_bit:
+            from grpo_fast.policy.adamw_8bit import AdamW8bit
+
+            self._adam = AdamW8bit(groups, self._device)
+        else:
+            self._adam = torch.optim.AdamW(groups, fused=True)
         self.configure(config, total_steps=total_steps)
 
     def configure(self, config: OptimizerConfig, *, total_steps: int) -> None:
@@ -180,15 +191,18 @@ class PolicyOptimizer:
         made = {}
         for name in names:
             master = self._masters[name]
-            if not self._adam.state.get(master):
+            if self._adam.state.get(master):
+                continue
+            zeros = partial(self._zeros, on_host=self._lives_on_host("optimizer", master))
+            if self._eight_bit:
+                made[master] = self._adam.new_state(master, zeros)
+            else:
                 step = torch.zeros((), dtype=torch.float32, device=self._device)
-                moments = {kind: self._new_moment(master) for kind in ("exp_avg", "exp_avg_sq")}
-                made[master] = {"step": step, **moments}
+                made[master] = {"step": step, "exp_avg": zeros(master), "exp_avg_sq": zeros(master)}
         self._adam.state.update(made)
 
-    def _new_moment(self, like: Tensor) -> Tensor:
-        """Zeros, where moments live."""
-        if self._lives_on_host("optimizer", like):
+    def _zeros(self, like: Tensor, *, on_host: bool) -> Tensor:
+        if on_host:
             return host_like(like, pinned=self._device.type == "cuda").zero_()
         return torch.zeros_like(like, device=self._device, requires_grad=False)
 
@@ -203,10 +217,17 @@ class PolicyOptimizer:
 
     def _state_on_host(self, name: str) -> list[Tensor]:
         master = self._masters[name]
-        found = [*self._adam.state[master].values()] if self._lives_on_host("optimizer", master) else []
-        if name in self._buffers and self._lives_on_host("master", master):
-            found.append(master)
-        return [tensor for tensor in found if tensor.ndim]  # the count of steps stays on the device
+        return [t for s in get_args(State) if self._lives_on_host(s, master) for t in self._state_of(name, s)]
+
+    def _state_of(self, name: str, state: State) -> list[Tensor]:
+        if state == "master":
+            return [self._masters[name]] if name in self._buffers else []
+        return [tensor for tensor in self._moments_of(name).values() if tensor.ndim]  # without torch's step
+
+    def _moments_of(self, name: str) -> dict[str, Tensor]:
+        """Adam's tensors; the tables that all 8-bit moments share are not the parameter's."""
+        state = self._adam.state.get(self._masters[name], {})
+        return {k: t for k, t in state.items() if torch.is_tensor(t) and not k.startswith("qmap")}
 
     def _lives_on_host(self, state: State, like: Tensor) -> bool:
         return state in self._on_host and like.nbytes >= SMALLEST
@@ -219,10 +240,10 @@ class PolicyOptimizer:
         if state in self._on_host:
             return
         self._on_host.add(state)
-        moments = [tensor for found in self._adam.state.values() for tensor in found.values()]
-        for tensor in moments if state == "optimizer" else self.masters().values():
-            if tensor.nbytes >= SMALLEST:
-                to_host(tensor)
+        for name, master in self._masters.items():
+            if self._lives_on_host(state, master):
+                for tensor in self._state_of(name, state):
+                    to_host(tensor)
 
     def advance(self) -> None:
         """A training step is over, however many optimiser steps it took: the schedule moves on."""
@@ -266,19 +287,21 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.
 
-        The tensors are live; save them before the next step. Of several ranks, each is a DTensor of all rows.
+        The tensors are live, but for moments of 8 bits, whose values are copied to the host; save them before
+        the next step. Of several ranks, each is a DTensor of all rows.
         """
         tensors = {}
         for name, master in self._masters.items():
-            state = {"master": master.detach()} | self._adam.state.get(master, {})
+            moments = self._adam.values(master) if self._eight_bit else self._moments_of(name)
+            state = {"master": master.detach()} | moments
             for kind, rows in state.items():
                 shape = self._parameters[name].shape
                 tensors[f"{kind}.{name}"] = as_sharded(rows, shape, self._world) if rows.ndim else rows
         return tensors
 
     def moments(self) -> dict[str, Tensor]:
-        """Adam's state, live, by `KIND.PARAMETER`; empty before the first step."""
-        return {k: t for k, t in self.state_tensors().items() if not k.startswith(MASTER)}
+        """Adam's state of this rank's rows, live, by `KIND.PARAMETER`; empty before the first step."""
+        return {f"{kind}.{n}": t for n in self._masters for kind, t in self._moments_of(n).items()}
 
     def masters(self) -> dict[str, Tensor]:
         """The float32 masters of 16-bit parameters, live, by the parameter's name."""
@@ -305,6 +328,10 @@ class PolicyOptimizer:
         tensors = self.state_tensors()
         require_same_shapes("the optimiser's tensors", saved, tensors)
         read(tensors)
+        for name, master in self._masters.items():
+            if self._eight_bit and self._adam.state.get(master):
+                kinds = ("step", "exp_avg", "exp_avg_sq")
+                self._adam.take(master, {kind: local(tensors[f"{kind}.{name}"]) for kind in kinds})
         self._write_back(self._buffers)
         self._exchange_rows(self._masters)
 

@@ -95,9 +95,10 @@ class MicroBatchBudget:
             if attempt.largest <= attempt.longest:
                 raise torch.OutOfMemoryError(
                     f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "
-                    "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = true, "
-                    f"{self.remedy}, train adapters (model.lora), or freeze the head "
-                    f"(model.train_lm_head = false). The allocator said: {attempt.error}"
+                    "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = "
+                    f"offload, {self.remedy}, train adapters (model.lora), on 4-bit weights "
+                    "(model.quantization = nf4), or freeze the head (model.train_lm_head = false). The "
+                    f"allocator said: {attempt.error}"
                 ) from attempt.error
             self.limit = max(attempt.largest // 2, attempt.longest)
             logger.warning(
@@ -126,8 +127,9 @@ def optimizer_step(optimizer: PolicyOptimizer) -> float:
             raise
         raise torch.OutOfMemoryError(
             "out of memory in the optimizer's step, where smaller micro-batches do not help: Adam's moments "
-            "take 8 bytes for each trained parameter. Train adapters (model.lora), or freeze the head "
-            "(model.train_lm_head = false); `grpo-fast plan` lists what else makes room. The allocator said: "
+            "take 8 bytes for each trained parameter. Set optimizer.kind = adamw_8bit, which takes 2, or "
+            "adamw_offload, train adapters (model.lora), or freeze the head (model.train_lm_head = false); "
+            "`grpo-fast plan` lists what else makes room. The allocator said: "
             f"{error}"
         ) from error
 

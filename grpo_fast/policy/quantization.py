@@ -50,9 +50,14 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
         )
     if any(getattr(architecture.get_text_config(), name, None) for name in _EXPERTS):
         raise ValueError(f"{what}: a mixture of experts has few linear layers to quantise; use a dense model")
+    require_bitsandbytes(what)
+    return True
+
+
+def require_bitsandbytes(what: str) -> None:
+    """Raises ImportError where it is missing."""
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[quantization]'")
-    return True
 
 
 def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
 from grpo_fast.policy import PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
+from grpo_fast.policy.quantization import require_bitsandbytes
 from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.scoring import reference_logprobs
@@ -54,6 +55,8 @@ def build_trainer(config: TrainConfig, world: World = ALONE) -> Algorithm:
             )
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
+    if config.optimizer.kind == "adamw_8bit":
+        require_bitsandbytes("optimizer.kind = 'adamw_8bit'")
     if config.algorithm == "grpo":
         return build_grpo_trainer(config, world)
     if world.size > 1:

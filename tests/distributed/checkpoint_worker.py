@@ -30,11 +30,12 @@ from grpo_fast.run_record import checkpoint
 from grpo_fast.run_record.checkpoint import MANIFEST, CheckpointSaveError, CheckpointStore, verify
 
 SHAPES = {"wide": (7, 5), "row": (1, 6), "vector": (9,), "experts": (2, 3, 4), "unreached": (4, 4)}
+SHAPES["long"] = (7, 1500)  # of each of two ranks enough for moments of 8 bits
 HALF = ("wide", "vector", "unreached")  # of 16 bits
 
 
 def build(
-    world: World, seed: int, *, sharded: bool = False
+    world: World, seed: int, *, kind: str = "adamw", sharded: bool = False
 ) -> tuple[dict[str, nn.Parameter], PolicyOptimizer]:
     rng = torch.Generator().manual_seed(seed)
     parameters = {}
@@ -42,17 +43,17 @@ def build(
         weight = torch.randn(shape, generator=rng).to(torch.bfloat16 if name in HALF else torch.float32)
         rows = rows_of(weight, world).clone()
         parameters[name] = nn.Parameter(as_sharded(rows, weight.shape, world) if sharded else weight)
-    return parameters, PolicyOptimizer(parameters, OptimizerConfig(), total_steps=9, world=world)
+    return parameters, PolicyOptimizer(parameters, OptimizerConfig(kind=kind), total_steps=9, world=world)
 
 
 def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in tensors.items()}
 
 
-def save(folder: Path, seed: int, world: World) -> None:
+def save(folder: Path, seed: int, world: World, *, kind: str = "adamw") -> None:
     """Two steps with a checkpoint each, and beside the second what it holds."""
-    parameters, optimizer = build(world, seed)
-    store = CheckpointStore(folder / f"by {world.size}", 1, world)
+    parameters, optimizer = build(world, seed, kind=kind)
+    store = CheckpointStore(folder / kind / f"by {world.size}", 1, world)
     rng = torch.Generator().manual_seed(seed + world.rank)
     for step in (1, 2):
         for name, parameter in parameters.items():
@@ -63,18 +64,20 @@ def save(folder: Path, seed: int, world: World) -> None:
     assert store.paths() == [path]
     assert {*verify(path), MANIFEST} == {file.name for file in path.iterdir()}
     expected = whole(optimizer.state_tensors()), whole(parameters)
-    world.from_lead("what is expected", lambda: torch.save(expected, folder / f"expected {world.size}"))
+    world.from_lead("what is expected", lambda: torch.save(expected, store.root / "expected"))
 
 
-def resume(folder: Path, seed: int, world: World, *, by: int, sharded: bool = False) -> None:
+def resume(
+    folder: Path, seed: int, world: World, *, by: int, kind: str = "adamw", sharded: bool = False
+) -> None:
     """From a checkpoint of so many ranks: the same numbers, to the bit."""
-    parameters, optimizer = build(world, seed + 1, sharded=sharded)
-    store = CheckpointStore(folder / f"by {by}", 1, world)
+    parameters, optimizer = build(world, seed + 1, kind=kind, sharded=sharded)
+    store = CheckpointStore(folder / kind / f"by {by}", 1, world)
     found = world.from_lead("the checkpoint", store.load_intact)
     assert found is not None and found.state == {"by": 0}
     optimizer.load_state_tensors(found.tensors, found.load)
     for expected, ours in zip(
-        torch.load(folder / f"expected {by}"), (optimizer.state_tensors(), parameters), strict=True
+        torch.load(store.root / "expected"), (optimizer.state_tensors(), parameters), strict=True
     ):
         torch.testing.assert_close(whole(ours), expected, rtol=0, atol=0)
 
@@ -114,9 +117,11 @@ def fail(folder: Path, seed: int, world: World) -> None:
         store.save(4, tensors, {})
 
 
+EIGHT = "adamw_8bit"
+resume_eight = partial(resume, by=2, kind=EIGHT)  # by another number of ranks the blocks are others
 WORLDS: Sequence[tuple[int, list[Any]]] = (
     (1, [save]),
-    (2, [save, fail, partial(resume, by=1), partial(resume, by=2)]),
+    (2, [save, fail, partial(resume, by=1), partial(resume, by=2), partial(save, kind=EIGHT), resume_eight]),
     (4, [partial(resume, by=1, sharded=True), partial(resume, by=2)]),
     (1, [partial(resume, by=2)]),
 )

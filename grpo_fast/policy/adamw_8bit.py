@@ -1,0 +1,93 @@
+"""bitsandbytes' AdamW with 8-bit moments, which leave and come back as float32 values, to the bit.
+
+Dettmers et al. 2022, arXiv:2110.02861: a moment's number is one of 256 values of a table, times the largest
+magnitude of its block of 256 numbers. Tensors of fewer than 4,096 numbers keep float32 moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bitsandbytes import optim
+from bitsandbytes.functional import dequantize_blockwise
+from torch import Tensor
+
+BLOCK, SMALLEST = 256, 4096
+MOMENTS = {
+    "exp_avg": ("1", "dynamic"),
+    "exp_avg_sq": ("2", "udynamic"),
+}  # as torch and bitsandbytes say
+
+
+class AdamW8bit(optim.AdamW8bit):
+    """Steps float32 masters on `device`.
+
+    Attributes:
+        grad_scale: what a step divides the gradients by, as of torch's fused AdamW.
+    """
+
+    grad_scale: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], device: torch.device) -> None:
+        super().__init__(groups, min_8bit_size=SMALLEST)
+        self.initialized = True  # else the first step would take all moments to the device
+        # The signed table ends at 1 and -0.993. With -1 a block's largest magnitude is always one of its
+        # values, and the values alone give back their block.
+        self.name2qmap["dynamic"][0] = -1.0
+        self.name2qmap = {name: table.to(device) for name, table in self.name2qmap.items()}
+
+    def new_state(self, master: Tensor, zeros: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Of no step yet; `zeros` makes tensors like the one given."""
+        state: dict[str, Any] = {"step": 0}
+        for index, table in MOMENTS.values():
+            if master.numel() < SMALLEST:
+                state[f"state{index}"] = zeros(master)
+                continue
+            blocks = -(-master.numel() // BLOCK)
+            state[f"state{index}"] = zeros(torch.empty_like(master, dtype=torch.uint8, device="meta"))
+            state[f"absmax{index}"] = zeros(torch.empty(blocks, device="meta"))
+            state[f"qmap{index}"] = self.name2qmap[table]
+        return state
+
+    @torch.no_grad()
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        if self.grad_scale is not None and p.grad is not None:
+            p.grad.div_(self.grad_scale)
+        if p.numel():
+            super().update_step(group, p, gindex, pindex)
+        else:  # other ranks have all rows, and no kernel takes none
+            self.state[p]["step"] += 1
+
+    def values(self, master: Tensor) -> dict[str, Tensor]:
+        """Copies as torch's AdamW has them, float32 in the host's memory; empty before the first step."""
+        if not (state := self.state.get(master)):
+            return {}
+        values = {"step": torch.tensor(float(state["step"]))}
+        for name, (index, _) in MOMENTS.items():
+            moment = state[f"state{index}"]
+            if f"qmap{index}" in state:
+                table = state[f"qmap{index}"].to(moment.device)
+                moment = dequantize_blockwise(
+                    moment, absmax=state[f"absmax{index}"], code=table, blocksize=BLOCK
+                )
+            values[name] = moment.to("cpu", copy=True)
+        return values
+
+    def take(self, master: Tensor, values: Mapping[str, Tensor]) -> None:
+        """The reverse of `values`: exact for what that gave, the nearest 8 bits for any other."""
+        state = self.state[master]
+        state["step"] = int(values["step"])
+        for name, (index, _) in MOMENTS.items():
+            moment = state[f"state{index}"]
+            found = values[name].to(moment.device)
+            if f"qmap{index}" in state:
+                table = state[f"qmap{index}"].to(moment.device)
+                blocks = F.pad(found.flatten(), (0, -found.numel() % BLOCK)).view(-1, BLOCK)
+                state[f"absmax{index}"].copy_(absmax := blocks.abs().amax(1))
+                scaled = blocks / absmax.where(absmax > 0, 1.0)[:, None]
+                nearest = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True)
+                found = nearest.flatten()[: found.numel()].view_as(moment)
+            moment.copy_(found)
