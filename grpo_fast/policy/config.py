@@ -76,6 +76,12 @@ class ModelConfig(Section):
         False, description="true runs the Python code that the model's repository ships, whatever it does"
     )
 
+    @property
+    def recomputed(self) -> Literal[True, "mlp", "offload"] | None:
+        """What the backward computes anew; an `auto` that nothing has resolved is nothing."""
+        how = self.gradient_checkpointing
+        return None if how is False or how == "auto" else how
+
 
 class OptimizerConfig(Section):
     """AdamW, the learning rate's schedule and the gradient's clip."""

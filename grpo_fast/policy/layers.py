@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.policy.recompute import decoder_layers, token_wise_mlps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,11 +61,18 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.devic
         experts = any("expert" in name for name, _ in model.named_parameters())
         wanted = device.type == "cuda" and not liger and not experts
     if wanted:
-        from transformers.modeling_layers import GradientCheckpointingLayer
+        for mlp in (
+            token_wise_mlps(model) if config.recomputed else ()
+        ):  # which is no part of its layer's graph
+            mlp.forward = _compiled(mlp.forward)
+        for layer in decoder_layers(model):
+            layer.forward = _when_packed(layer.forward)
 
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = _when_packed(layer.forward)
+
+def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Rounded where uncompiled layers round: what is fused differs with and without gradients, and the
+    log-probabilities of the two must not."""
+    return torch.compile(plain, dynamic=True, options={"emulate_precision_casts": True})
 
 
 def _when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,11 +81,12 @@ def _when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
     Attention breaks the graph: it is fused by itself. With a cache of keys and values every length would be
     another graph, so generation computes the layer as it is.
     """
-    # Rounded where uncompiled layers round: what is fused differs with and without gradients, and the
-    # log-probabilities of the two must not.
-    compiled = torch.compile(plain, dynamic=True, options={"emulate_precision_casts": True})
+    compiled = _compiled(plain)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if kwargs.get("packed_layout") is not None else plain)(*args, **kwargs)
+        if kwargs.get("packed_layout") is not None:
+            return compiled(*args, **kwargs)
+        with torch.compiler.set_stance("force_eager"):  # of the MLP, too
+            return plain(*args, **kwargs)
 
     return forward

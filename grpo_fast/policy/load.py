@@ -6,12 +6,10 @@ import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import ALONE, World
@@ -23,12 +21,11 @@ from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
 from grpo_fast.policy.layers import fuse_layers, resolve_liger
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import loading_settings, quantizes, settle
+from grpo_fast.policy.recompute import recompute, tile_mlps
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-_MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as transformers' layers call them
 
 REPLICATE = DistributedConfig(mode="replicate")
 
@@ -75,6 +72,8 @@ def load_policy(
         reference = copy.deepcopy(model).eval().requires_grad_(False)
     for computed in filter(None, (model, reference)):
         fuse_layers(computed, config, device)
+    if reference is not None and config.recomputed:
+        tile_mlps(reference)
     policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
     found = world.together("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
@@ -108,10 +107,8 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         trained = _add_lora(model, config.lora)
     elif not config.train_lm_head:
         model.get_output_embeddings().requires_grad_(False)
-    if config.gradient_checkpointing is True:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    elif config.gradient_checkpointing == "mlp":
-        _recompute_mlps(model)
+    if config.recomputed:
+        recompute(model, config.recomputed)
     return trained.train()
 
 
@@ -255,31 +252,6 @@ def _disable_dropout(model: nn.Module) -> None:
         for name in ("dropout", "attention_dropout"):  # a module of its own in BLOOM, a number in OPT
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def _recompute_mlps(model: PreTrainedModel) -> None:
-    """Of each layer's MLP, the widest part of it, the backward keeps the input alone."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    found: list[Any] = [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
-    if not found:
-        raise ValueError(
-            f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
-            f"of their own ({', '.join(_MLPS)}); set it to true or false"
-        )
-    for mlp in found:
-        mlp.plain_forward, mlp.forward = mlp.forward, MethodType(_recomputed, mlp)
-
-
-def _recomputed(mlp: Any, *args: Any, **kwargs: Any) -> Any:
-    """One function for all, or each layer would be compiled anew.
-
-    Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there.
-    """
-    if not torch.is_grad_enabled():
-        return mlp.plain_forward(*args, **kwargs)
-    return checkpoint(mlp.plain_forward, *args, use_reentrant=False, **kwargs)
 
 
 def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
