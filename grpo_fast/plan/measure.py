@@ -16,7 +16,7 @@ from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.trace import Traces, textless_policy
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
-from grpo_fast.policy.config import ModelConfig, OptimizerConfig
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
@@ -77,10 +77,11 @@ def measure_update(predictor: Predictor, sizes: StepSizes) -> int:
     device = torch.device(predictor.device.kind)
 
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        config, model = predictor.traces.config, predictor.run.model
-        policy = random_policy(config, model, attention=predictor.attention, device=device)
-        on_host = predictor.run.memory.state_on_host
-        optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(), total_steps=2, on_host=on_host)
+        config, run = predictor.traces.config, predictor.run
+        policy = random_policy(config, run.model, attention=predictor.attention, device=device)
+        optimizer = PolicyOptimizer(
+            policy.trainable(), run.optimizer, total_steps=2, on_host=run.memory.state_on_host
+        )
         return policy, optimizer, random_batches(policy, sizes)
 
     def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:

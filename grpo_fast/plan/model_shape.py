@@ -30,6 +30,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = TABLES["models"]
 
 BLOCK_TOKENS = 16  # of one page of vLLM's KV cache
 
+_LEAST_8BIT = 4096  # numbers of a tensor from which on bitsandbytes' moments are 8 bits, with a scale for 256
+
 # What a module's name says of its parameters, in this order: an expert lies within an MLP, and some
 # attentions have norms of their own.
 _MARKS = {
@@ -62,6 +64,7 @@ class ModelShape:
     wide: int  # trained parameters that are their own masters
     tensors: int
     trainable_tensors: int
+    moments_8bit: int  # bytes of Adam's moments in 8 bits
     neighbours: int  # numbers of the three trained tensors in a row that are largest together
     largest: int  # numbers of the largest trained tensor
     layer: int  # bytes of the largest layer
@@ -74,6 +77,10 @@ class ModelShape:
     layers: tuple[KvLayer, ...]  # as transformers keeps keys and values
     paged_kv_bytes_per_token: int  # in vLLM's pages, which layers with a window share with those without
     itemsize: int  # bytes of one number of the model's dtype
+
+    def moments(self, kind: str) -> int:
+        """Bytes of Adam's moments with an optimizer of this kind."""
+        return self.moments_8bit if kind == "adamw_8bit" else 8 * (self.narrow + self.wide)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of one sequence in transformers' cache, exactly `tokens` long."""
@@ -207,6 +214,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
         tensors=len([*model.parameters()]),
         trainable_tensors=len(trained),
+        moments_8bit=sum(8 * n if n < _LEAST_8BIT else 2 * (n + 4 * -(-n // 256)) for n in sizes),
         neighbours=max((sum(sizes[i : i + 3]) for i in range(len(sizes))), default=0),
         largest=max(sizes, default=0),
         layer=max((sum(map(_nbytes, own)) for own in of_layers), default=0),

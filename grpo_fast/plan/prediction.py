@@ -46,7 +46,8 @@ ENGINE_RESIDUE = int(0.4 * GIB)
 
 _LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
 _BATCHED_TOKENS = (8192, 16384)  # tokens of one forward of vLLM
-_STATE_BYTES: dict[Part, int] = {"optimizer": 8, "master": 4}  # of a number, away from its step
+_STATE: tuple[Part, ...] = ("optimizer", "master")  # which may be away from its step
+_STEP_8BIT = 20  # transient bytes of a number whose 8-bit moments a CPU steps
 _SAMPLER_COPIES = 3  # of float32 logits in vLLM's sampler: logits, probabilities, sorted or masked ones
 _DRAW_COPIES = 4  # of a slice of float32 logits in ours
 
@@ -135,7 +136,9 @@ class Predictor:
         self.shares_weights = wanted and not separate and vllm.tensor_parallel_size == 1
         # Its weights or, with adapters that it keeps beside them, what it never gets again.
         self.sends_weights = not self.shares_weights and not self.keeps_adapters
-        named = () if isinstance(run.memory.offload, str) else run.memory.offload
+        named: set[Part] = set() if isinstance(run.memory.offload, str) else {*run.memory.offload}
+        if run.optimizer.kind == "adamw_offload":
+            named |= {*_STATE}
         self.offloaded = tuple(part for part in self.parts if part in named)
 
     @property
@@ -174,14 +177,20 @@ class Predictor:
             engine = self._vllm(sizes)
             stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
             resident |= {part: engine[part] for part in stays}
-        away = [part for part in _STATE_BYTES if part in self.offloaded]
+        away = [part for part in _STATE if part in self.offloaded]
         moments = [resident | dict.fromkeys(away, 0) | self._micro_batch(batch) | self._gathered()]
         # One tensor's state is there, the last one's leaves, the next one's comes.
-        visitors = {
-            part: min(resident[part], self._own(_STATE_BYTES[part] * self.shape.neighbours)) for part in away
+        shape, trained = self.shape, self.shape.narrow + self.shape.wide
+        step = resident | {"gradients": self._held(4 * trained)}
+        visiting = {
+            "optimizer": shape.moments(self.run.optimizer.kind) * shape.neighbours // trained,
+            "master": 4 * shape.neighbours,
         }
+        visitors = {part: min(resident[part], self._own(visiting[part])) for part in away}
         if away or self.device.ranks > 1:
-            moments.append(resident | visitors | self._exchanged())
+            moments.append(step | visitors | self._exchanged())
+        if self.run.optimizer.kind == "adamw_8bit" and not self.on_gpu:
+            moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
 
     def rollout(self, sizes: StepSizes) -> dict[str, int]:
@@ -219,11 +228,13 @@ class Predictor:
         """The trainer's tensors that outlive a micro-batch or, with nothing accumulated, the update."""
         shape, needs_reference = self.shape, self.run.loss.needs_reference and self.run.model.lora is None
         steps = shape.trainable_tensors * (512 if self.on_gpu else 4)
+        if self.run.optimizer.kind == "adamw_8bit":
+            steps = 0
         return {
             "weights": self._held(shape.bytes),
             "master": self._own(4 * shape.narrow),
             "gradients": self._held(4 * shape.narrow + 4 * shape.wide * accumulates),
-            "optimizer": self._own(8 * (shape.narrow + shape.wide)) + steps,
+            "optimizer": self._own(shape.moments(self.run.optimizer.kind)) + steps,
             "reference": self._held(shape.bytes) if needs_reference else 0,
         }
 

@@ -50,7 +50,7 @@ def transfer_seconds(
     run: TrainConfig, shape: ModelShape, device: DeviceBudget, offloaded: Collection[Part]
 ) -> float:
     """Of a step's copies: state to each optimiser step, the reference once; both directions overlap."""
-    moments = 8 * (shape.narrow + shape.wide) * ("optimizer" in offloaded)
+    moments = shape.moments(run.optimizer.kind) * ("optimizer" in offloaded)
     masters = 4 * shape.narrow * ("master" in offloaded)
     steps = run.num_iterations * run.minibatches
     copied = steps * (moments + masters) / device.ranks + shape.bytes * ("reference" in offloaded)

@@ -72,14 +72,18 @@ def test_the_parts_are_the_whole_model(family: str, config: Any) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_trained_is_what_the_optimiser_gets(lora: LoraConfig | None, dtype: str, config: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_8bit")]
+)
+def test_what_is_trained_is_what_the_optimiser_gets(
+    lora: LoraConfig | None, dtype: str, kind: Any, config: Any
+) -> None:
     model = ModelConfig(path="-", dtype=dtype, lora=lora, train_lm_head=lora is not None)
     shape = model_shape(skeleton(config("llama"), model))
 
     real = random_model(config("llama"), model, attention="sdpa", device="cpu")
     trained = {name: p for name, p in real.named_parameters() if p.requires_grad}
-    optimizer = PolicyOptimizer(trained, OptimizerConfig(), total_steps=1)
+    optimizer = PolicyOptimizer(trained, OptimizerConfig(kind=kind), total_steps=1)
     for parameter in trained.values():
         parameter.sum().backward()
     optimizer.step()
@@ -89,7 +93,8 @@ def test_what_is_trained_is_what_the_optimiser_gets(lora: LoraConfig | None, dty
     assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.masters().values())
     assert 4 * shape.narrow == sum(t.nbytes for t in optimizer.gradient_buffers().values())
     moments = sum(t.nbytes for t in optimizer.moments().values())
-    assert 8 * (shape.narrow + shape.wide) + 4 * shape.trainable_tensors == moments
+    steps = 4 * shape.trainable_tensors if kind == "adamw" else 0
+    assert shape.moments(kind) + steps == moments
     assert shape.bytes == sum(p.nbytes for p in real.parameters())
 
 

@@ -21,6 +21,7 @@ from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.handover import MARGIN
 
 UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
+FEW = StepSizes(prompts=1, generations=2, prompt_length=8, completion_length=8, micro_batch_tokens=100)
 ROLLOUT = StepSizes(
     prompts=3, generations=4, prompt_length=18, completion_length=32, micro_batch_tokens=10**6
 )
@@ -72,6 +73,16 @@ def test_scores_that_a_cpu_keeps_are_counted(way: dict[str, Any], config: Any, p
     compare(predictor(config("gemma2"), **way), sizes, 0.08)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [("bfloat16", UPDATE), ("float32", FEW)], ids=["backward", "step"]
+)
+def test_so_it_does_with_moments_of_8_bits(dtype: str, sizes: StepSizes, config: Any, predictor: Any) -> None:
+    """Which a CPU steps as float32 ones, of one parameter after the other."""
+    in_8_bits = predictor(config(), sections={"optimizer": {"kind": "adamw_8bit"}}, dtype=dtype)
+
+    compare(in_8_bits, sizes, 0.03)
+
+
 def test_so_it_does_in_several_micro_batches(config: Any, predictor: Any) -> None:
     compare(predictor(config("llama")), replace(UPDATE, prompts=4, micro_batch_tokens=400), 0.03)
 
@@ -94,12 +105,11 @@ def test_so_it_does_for_the_widths_of_a_real_model(predictor: Any) -> None:
 
 def test_a_forward_of_few_tokens_is_a_wide_weight_made_of_4_bits(config: Any, predictor: Any) -> None:
     planned = predictor(config(intermediate_size=2048), dtype="bfloat16", **QLORA)
-    few = StepSizes(1, 2, prompt_length=8, completion_length=8, micro_batch_tokens=100)
     model, traces = planned.run.model, planned.traces
 
     def prepare() -> tuple[Policy, PackedBatch]:
         policy = random_policy(traces.config, model, attention="sdpa", device=torch.device("cpu"))
-        return policy, random_batches(policy, few)[0]
+        return policy, random_batches(policy, FEW)[0]
 
     with torch.no_grad():
         measured = peak_bytes(prepare, lambda made: made[0].hidden_states(made[1]), torch.device("cpu"))
@@ -107,7 +117,7 @@ def test_a_forward_of_few_tokens_is_a_wide_weight_made_of_4_bits(config: Any, pr
     transient = traces.forward(model).live({"tokens": 8 + 2 * 7, "targets": 2 * 8}).max()
     assert transient > 2 * 2048 * 128
     assert planned.shape.bytes + transient == pytest.approx(measured, rel=0.03)
-    compare(planned, few, 0.03)
+    compare(planned, FEW, 0.03)
 
 
 @pytest.mark.gpu
@@ -203,6 +213,7 @@ def test_what_is_offloaded_is_away_in_the_rollout_and_state_in_the_backward_too(
     assert update("gradients") == plain["update"]  # they come back, and are written
     state = update("optimizer", "master")
     assert {"optimizer", "master"}.isdisjoint(state)
+    assert on_gpu(optimizer={"kind": "adamw_offload"}).parts["update"] == state
     others = [part for part in plain["update"] if part not in ("optimizer", "master")]
     assert {part: state[part] for part in others} == {part: plain["update"][part] for part in others}
     away = on_gpu(memory={"offload": ["master", "gradients"]})
