@@ -50,6 +50,10 @@ def quantizes(model: ModelConfig, architecture: PreTrainedConfig) -> bool:
         )
     if any(getattr(architecture.get_text_config(), name, None) for name in _EXPERTS):
         raise ValueError(f"{what}: a mixture of experts has few linear layers to quantise; use a dense model")
+    if architecture.model_type == "gpt2":
+        raise ValueError(
+            f"{what}: GPT-2 keeps its matrices the other way round; use a model of linear layers"
+        )
     require_bitsandbytes(what)
     return True
 
