@@ -88,6 +88,29 @@ def test_micro_batching_changes_neither_loss_nor_gradient(make_trainer, seed, lo
         assert_same(found, results[0])
 
 
+def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed(
+    make_trainer, seed, monkeypatch
+) -> None:
+    """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
+    monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 10)
+    dice, results = random.Random(seed), []
+    samples = [
+        Sample(
+            (1, 2),
+            tuple(dice.choices(range(20), k=length)),
+            (dice.gauss(0, 1),) * length,
+            0,
+            (-3.0,) * length,
+        )
+        for length in (64, 5, 9)
+    ]
+    for budget, recomputed in ((4096, False), (16, True)):
+        trainer = make_trainer(micro_batch_tokens=budget, model={"gradient_checkpointing": recomputed})
+        results.append(gradients(trainer, samples, StepTotals(78, 3)))
+    assert minibatch_of(trainer, samples, StepTotals(78, 3)).batches[0].targets.numel() == 64
+    assert_same(results[1], results[0])
+
+
 @pytest.mark.parametrize(
     "loss",
     [

@@ -6,6 +6,7 @@ import logging
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,12 +25,17 @@ def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
         try:
             return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
         except RuntimeError as error:
-            logger.warning(
-                "no pinned memory for %.2f GiB of the trainer (%s): it moves through ordinary memory, slower",
-                tensor.nbytes / 2**30,
-                str(error).partition("\n")[0],
-            )
+            _tell_of_ordinary_memory(str(error).partition("\n")[0])
     return torch.empty_like(tensor, device="cpu", requires_grad=False)
+
+
+@cache
+def _tell_of_ordinary_memory(error: str) -> None:
+    """Once, however many tensors go there."""
+    logger.warning(
+        "no more pinned memory for the trainer's tensors (%s): they move through ordinary memory, slower",
+        error,
+    )
 
 
 def visits(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[int]:

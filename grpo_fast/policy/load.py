@@ -56,6 +56,11 @@ def load_policy(
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
     resolve_liger(config, device, architecture.model_type)  # what is wrong is told before weights are read
+    if config.gradient_checkpointing == "offload" and device.type != "cuda":
+        raise ValueError(
+            "model.gradient_checkpointing = 'offload' moves layers' inputs from a GPU to the host's memory, "
+            f"and model.device is {device.type}; set it to true"
+        )
     tokenizer = load_tokenizer(config)
     shards = world.size > 1 and distributed.mode == "shard"
     quantized = quantizes(config, architecture)

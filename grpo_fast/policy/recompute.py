@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_fast.policy.layer_inputs import LayerInputs
 from grpo_fast.policy.random_state import device_states, replayed
 
 if TYPE_CHECKING:
@@ -30,12 +31,19 @@ _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as t
 def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
     """Let the backward keep the inputs alone, of each layer's MLP ("mlp") or of each layer.
 
+    Args:
+        what: "offload": of each layer, and they wait in the host's memory; see `LayerInputs`.
+
     Raises:
         ValueError: "mlp", and the layers have no MLP.
     """
     if what != "mlp":
         tile_mlps(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if what == "offload":
+            inputs = LayerInputs()
+            for layer in decoder_layers(model):
+                layer._gradient_checkpointing_func = inputs.checkpoint
         return
     found = _mlps(model)
     if not found:
@@ -145,8 +153,8 @@ def _result(mlp: Any, hidden: Tensor) -> Tensor:
     return (results[0] if len(results) == 1 else torch.cat(results, 1)).view(hidden.shape)
 
 
-def _tiles(tensor: Tensor) -> tuple[Tensor, ...]:
+def _tiles(tensor: Tensor) -> list[Tensor]:
     """(B, T, H) as (1, TILE_TOKENS or fewer, H) each, all about as long; on the meta device as one."""
-    tokens = tensor.reshape(1, -1, tensor.shape[-1])
-    count = 1 if tensor.is_meta else max(1, -(-tokens.shape[1] // TILE_TOKENS))
-    return tokens.tensor_split(count, dim=1)
+    tokens = tensor.reshape(-1, tensor.shape[-1])
+    count = 1 if tensor.is_meta else max(1, -(-len(tokens) // TILE_TOKENS))
+    return [tile[None] for tile in tokens.tensor_split(count)]  # with strides of their own: one graph

@@ -50,44 +50,6 @@ def test_lora_on_the_head_or_on_unknown_modules_is_refused(load: Load, family: s
         load(family, lora={"r": 2, "target_modules": [target]})
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("llama", {"train_lm_head": False}),
-        ("gpt2", {}),
-        ("gemma2", {"lora": {"r": 2, "dropout": 0.5}}),
-        ("qwen3_moe", {}),
-    ],
-)
-def test_an_mlp_that_is_recomputed_has_the_same_gradients_and_runs_once_more(
-    load: Load, samples: list[Sample], seed: int, family: str, settings: dict[str, object]
-) -> None:
-    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
-    plain, ours = (load(family, gradient_checkpointing=on, **settings) for on in (False, "mlp"))
-    ours.model.load_state_dict(plain.model.state_dict())
-    runs: list[object] = []
-    for layer in (module for name, module in ours.base_model.named_modules() if name.endswith(".mlp")):
-        next(layer.children()).register_forward_pre_hook(lambda *_: runs.append(None))
-
-    gradients = []
-    for policy in (plain, ours):
-        torch.manual_seed(seed)  # of LoRA's dropout
-        policy.hidden_states(batch).square().sum().backward()
-        gradients.append({name: p.grad for name, p in policy.trainable().items() if p.grad is not None})
-
-    assert gradients[0].keys() == gradients[1].keys() and len(runs) == 2 * 2
-    for name, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
-    with torch.no_grad():
-        ours.hidden_states(batch)
-    assert len(runs) == 2 * 2 + 2
-
-
-def test_layers_without_an_mlp_of_their_own_are_named(load: Load) -> None:
-    with pytest.raises(ValueError, match=r"model\.gradient_checkpointing = 'mlp': .* of OPTForCausalLM"):
-        load("opt", gradient_checkpointing="mlp")
-
-
 def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Load, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages[0]['content'] }}!")
