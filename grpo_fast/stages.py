@@ -38,7 +38,7 @@ OVERRIDABLE = (
     *("optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
 )
 # Engine and optimizer are made once; a stage changes how they sample and step.
-SERVES_ALL = (("rollout", "engine"), ("rollout", "max_batch_tokens"), ("optimizer", "kind"))
+SERVES_ALL = {"rollout": ("engine", "max_batch_tokens"), "optimizer": ("kind", "stochastic_rounding")}
 # The context to validate a part of a run in: what it does not read may be for another part.
 PART = "part"
 # Another value of this key replaces its whole section.
@@ -136,9 +136,11 @@ def _check_overrides(stage: StageConfig) -> None:
             f"overrides {key!r}, which is the same for the whole run; a stage may override "
             f"{', '.join(OVERRIDABLE)}"
         )
-    for section, name in SERVES_ALL:
-        if isinstance(found := stage.overrides.get(section), Mapping) and name in found:
-            raise ValueError(f"overrides {section}.{name}, one for all stages; set it at the top level")
+    for section, names in SERVES_ALL.items():
+        found = stage.overrides.get(section)
+        for name in names:
+            if isinstance(found, Mapping) and name in found:
+                raise ValueError(f"overrides {section}.{name}, one for all stages; set it at the top level")
     if "optimizer" in stage.overrides and not stage.fresh_optimizer:
         raise ValueError(
             "overrides the optimizer, whose state goes on from the stage before; add fresh_optimizer: true"

@@ -148,7 +148,7 @@ def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
         ("optim=sgd", "optim"),
         ("push_to_hub=true", "push_to_hub"),
         ("report_to=[mlflow]", "report_to"),
-        ("adapter=qlora", "adapter"),
+        ("adapter=ia3", "adapter"),
         ("save_steps=0.1", "save_steps"),  # a share of what?
         ("reward_weights=[1]", "reward_weights"),
         ("generation_kwargs={seed: 1}", "generation_kwargs"),
@@ -165,6 +165,11 @@ def test_a_value_without_an_equivalent_or_a_place_is_refused_by_name(write, over
     found = problems_of(write(MINIMAL), [override])
     assert list(found) == [name]
     assert len(found[name]) > 60  # it says what to do
+
+
+def test_weights_are_rounded_by_chance_to_bfloat16_alone(write):
+    found = problems_of(write(MINIMAL), ["optimizer.stochastic_rounding=true", "model.dtype=float16"])
+    assert "model.dtype = 'float16'; leave it out" in found["the configuration"]
 
 
 def kinds(

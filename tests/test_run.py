@@ -216,8 +216,10 @@ def test_a_run_is_resumed_with_its_own_configuration_only(
     assert_equal_runs(run_dir, finished)
 
 
-def test_adapters_on_a_quantised_base_resume_to_the_bit(assert_equal_runs, toy, tmp_path: Path):
-    sections = {"model": {**toy["model"], "quantization": "nf4", "lora": {"r": 2}}, "loss": {"beta": 0.1}}
+def test_a_quantised_base_and_state_of_few_bits_resume_to_the_bit(assert_equal_runs, toy, tmp_path: Path):
+    lora = {"dtype": "bfloat16", "quantization": "nf4", "lora": {"r": 128}}  # enough for moments of 8 bits
+    sections = {"model": toy["model"] | lora, "loss": {"beta": 0.1}}
+    sections["optimizer"] = toy["optimizer"] | {"kind": "adamw_8bit", "stochastic_rounding": True}
     sections["evaluation"] = {**toy["evaluation"], "every": 1}
     whole, resumed = (in_process(toy, tmp_path / name, **sections) for name in ("whole", "resumed"))
 

@@ -92,6 +92,11 @@ class OptimizerConfig(Section):
         "float32 masters in the host's memory, from where they visit the device in each step: what "
         "memory.offload = [optimizer, master] does, which goes with adamw_8bit too",
     )
+    stochastic_rounding: bool = Field(
+        False,
+        description="bfloat16 weights are rounded up or down by chance after each step, in place of float32 "
+        "masters: 4 bytes a parameter less, and small steps add up all the same",
+    )
     learning_rate: Positive = Field(1e-6, description="after the warmup")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decays of the two moments, each in [0, 1)")
     # A smaller one would be zero in float32.

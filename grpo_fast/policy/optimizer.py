@@ -25,6 +25,8 @@ _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 class PolicyOptimizer:
     """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits.
 
+    With stochastic rounding a master is there only while its parameter is stepped.
+
     The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
     finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
     leaves vectors (norms, biases) alone. Moments and masters may live in the host's memory: only `step` reads
@@ -67,6 +69,8 @@ class PolicyOptimizer:
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
+        self._rounded: set[str] = set()  # whose masters have no memory between steps
+        self._noise = torch.Generator(self._device)
         for name, parameter in self._parameters.items():
             self._masters[name] = master = _master(rows_of(parameter, world))
             if parameter.itemsize < master.itemsize:
@@ -74,7 +78,10 @@ class PolicyOptimizer:
                     local(parameter), dtype=master.dtype, requires_grad=False
                 )
                 parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
-                if self._lives_on_host("master", master):
+                if config.stochastic_rounding:
+                    self._rounded.add(name)
+                    master.untyped_storage().resize_(0)
+                elif self._lives_on_host("master", master):
                     to_host(master)
         groups = [
             {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
@@ -147,6 +154,8 @@ class PolicyOptimizer:
             group["lr"] = self.learning_rate
         self.zero_grad()
         self.mid_step = True
+        if self._rounded:  # by the global generator, whose state is in checkpoints
+            self._noise.manual_seed(int(torch.randint(2**62, ())))
         for names in self._visiting([*gradients]):
             for name in names:
                 self._masters[name].grad = gradients[name]
@@ -208,20 +217,25 @@ class PolicyOptimizer:
 
     def _visiting(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
         """Names whose masters and moments are on the device: all that live there, then each of the others."""
-        away = {name: found for name in names if (found := self._state_on_host(name))}
+        away = {n: found for n in names if (found := self._state_on_host(n)) or n in self._rounded}
         if stay := [name for name in names if name not in away]:
             yield stay
         visitors = [*away]
         for index in visits([*away.values()], self._device):
-            yield visitors[index : index + 1]
+            if (name := visitors[index]) in self._rounded:
+                master = self._masters[name].detach()
+                master.untyped_storage().resize_(master.nbytes)
+                master.copy_(rows_of(self._parameters[name], self._world).detach())
+            yield [name]
 
     def _state_on_host(self, name: str) -> list[Tensor]:
-        master = self._masters[name]
-        return [t for s in get_args(State) if self._lives_on_host(s, master) for t in self._state_of(name, s)]
+        return [tensor for state in self._on_host for tensor in self._worth_moving(name, state)]
 
-    def _state_of(self, name: str, state: State) -> list[Tensor]:
+    def _worth_moving(self, name: str, state: State) -> list[Tensor]:
+        if self._masters[name].nbytes < SMALLEST:
+            return []
         if state == "master":
-            return [self._masters[name]] if name in self._buffers else []
+            return [master] if (master := self.masters().get(name)) is not None else []
         return [tensor for tensor in self._moments_of(name).values() if tensor.ndim]  # without torch's step
 
     def _moments_of(self, name: str) -> dict[str, Tensor]:
@@ -240,10 +254,9 @@ class PolicyOptimizer:
         if state in self._on_host:
             return
         self._on_host.add(state)
-        for name, master in self._masters.items():
-            if self._lives_on_host(state, master):
-                for tensor in self._state_of(name, state):
-                    to_host(tensor)
+        for name in self._masters:
+            for tensor in self._worth_moving(name, state):
+                to_host(tensor)
 
     def advance(self) -> None:
         """A training step is over, however many optimiser steps it took: the schedule moves on."""
@@ -287,12 +300,14 @@ class PolicyOptimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters and moments under `KIND.PARAMETER`: with `state`, all that a resumed run needs.
 
-        The tensors are live, but for moments of 8 bits, whose values are copied to the host; save them before
-        the next step. Of several ranks, each is a DTensor of all rows.
+        The tensors are live, or copies on the host of what is kept in fewer bits; save them before the next
+        step. Of several ranks, each is a DTensor of all rows.
         """
         tensors = {}
         for name, master in self._masters.items():
             moments = self._adam.values(master) if self._eight_bit else self._moments_of(name)
+            if name in self._rounded:
+                master = rows_of(self._parameters[name], self._world).to("cpu", torch.float32)
             state = {"master": master.detach()} | moments
             for kind, rows in state.items():
                 shape = self._parameters[name].shape
@@ -304,13 +319,14 @@ class PolicyOptimizer:
         return {f"{kind}.{n}": t for n in self._masters for kind, t in self._moments_of(n).items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """The float32 masters of 16-bit parameters, live, by the parameter's name."""
-        return {name: self._masters[name] for name in self._buffers}
+        """The float32 masters of 16-bit parameters that outlive a step, live, by the parameter's name."""
+        return {name: self._masters[name] for name in self._buffers if name not in self._rounded}
 
     def gradient_buffers(self) -> dict[str, Tensor]:
         """What the masters' gradients are gathered in: worth nothing between steps."""
         return dict(self._buffers)
 
+    @torch.no_grad()
     def load_state_tensors(
         self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
@@ -332,15 +348,31 @@ class PolicyOptimizer:
             if self._eight_bit and self._adam.state.get(master):
                 kinds = ("step", "exp_avg", "exp_avg_sq")
                 self._adam.take(master, {kind: local(tensors[f"{kind}.{name}"]) for kind in kinds})
-        self._write_back(self._buffers)
+        for name in self._buffers:
+            rows_of(self._parameters[name], self._world).copy_(local(tensors[MASTER + name]))
         self._exchange_rows(self._masters)
 
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
         narrow = [name for name in names if name in self._buffers]
+        rounded = [self._masters[name] for name in narrow if name in self._rounded]
+        for master in rounded:
+            round_to_bfloat16(master, self._noise)
         if narrow:
             rows = [rows_of(self._parameters[name], self._world) for name in narrow]
             torch._foreach_copy_(rows, [self._masters[name] for name in narrow])
+        for master in rounded:
+            master.untyped_storage().resize_(0)
+
+
+def round_to_bfloat16(values: Tensor, noise: torch.Generator) -> None:
+    """Round float32 values in place, up or down by a chance that leaves their mean as it is.
+
+    So that steps far smaller than bfloat16's add up (Zamirai et al. 2020, arXiv:2010.06192).
+    """
+    bits = values.detach().view(torch.int32)  # of which bfloat16 keeps the upper 16
+    chance = torch.empty(bits.shape, dtype=torch.int16, device=bits.device)
+    bits.add_(chance.random_(-(2**15), 2**15, generator=noise)).add_(2**15).bitwise_and_(-(2**16))
 
 
 def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -109,6 +109,11 @@ def test_an_axolotl_run_finds_its_places_and_every_key_is_in_the_account():
     ("text", "expected"),
     [
         ("rl: gdpo", {"advantage.multi_objective_aggregation": "normalize_then_sum"}),
+        (
+            "adapter: qlora\nload_in_4bit: true\noptimizer: adamw_bnb_8bit\ngradient_checkpointing: unsloth",
+            {"model.lora": {}, "model.quantization": "nf4", "optimizer.kind": "adamw_8bit"}
+            | {"model.gradient_checkpointing": "offload"},
+        ),
         ("test_datasets: [{path: t, split: test}]", {"evaluation.dataset.split": "test"}),
         ("datasets: [{path: a}, {path: b}]", {"dataset.source": "a"}),
         ("trl: {top_k: -1, max_grad_norm: 0}", {"rollout.top_k": 0, "optimizer.max_grad_norm": None}),
@@ -158,6 +163,7 @@ COSINE = {"schedule": "cosine", "warmup_steps": 5, "min_learning_rate_ratio": 0.
         ("loss_fn.disable_ppo_ratio", True, {}),
         ("policy.train_global_batch_size", 32, {}),  # of an unknown number of completions
         ("policy.optimizer.name", "torch.optim.SGD", {}),
+        ("policy.optimizer.name", "bitsandbytes.optim.AdamW8bit", {"optimizer.kind": "adamw_8bit"}),
         ("policy.generation.stop_strings", ["a"], {"rollout.stop": ["a"]}),
         ("policy.generation.backend", "vllm", {"rollout.engine": "vllm"}),
         ("policy.generation.backend", "megatron", {}),

@@ -82,6 +82,14 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
             {"advantage.multi_objective_aggregation": "normalize_then_sum"},
         ),
         ("{loss_type: cispo, epsilon_high: 5.0}", {"loss.epsilon_high": 5.0}),  # absolute there too
+        (
+            "{optim: paged_adamw_8bit, load_in_4bit: true, use_peft: true}",
+            {"optimizer.kind": "adamw_8bit", "model.quantization": "nf4", "model.lora": {}},
+        ),
+        (
+            "{activation_offloading: true, gradient_checkpointing: true}",
+            {"model.gradient_checkpointing": "offload"},
+        ),
         ("{loss_type: luspo, importance_sampling_level: sequence}", {"loss.epsilon_low": 0.2}),
     ],
 )
@@ -99,7 +107,7 @@ def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_p
         ("reward_funcs", "[]", []),
         ("per_device_train_batch_size", "9", ["prompts_per_step"]),
         ("num_generations", "1", ["rollout.num_generations", "2"]),
-        ("load_in_4bit", "true", ["quantised"]),
+        ("load_in_8bit", "true", ["quantised"]),
         ("warmup_steps", "50", ["optimizer.warmup_steps = 50", "max_steps = 20"]),
         ("lr_scheduler_type", "polynomial", ["constant, linear or cosine"]),
         ("temperature", "-1", ["rollout.temperature"]),
@@ -302,13 +310,14 @@ python3 -m verl.trainer.main_ppo \\
     data.val_files=data/held_out.parquet \\
     data.train_batch_size=64 \\
     data.max_response_length=${length} data.filter_overlong_prompts=True data.truncation='error' \\
-    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.model.enable_activation_offload=True \\
     # actor_rollout_ref.rollout.n=99 \\
     actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
     actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$total \\
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
     +actor_rollout_ref.actor.fsdp_config.param_offload=$offload \\
+    actor_rollout_ref.actor.optim.optimizer=AdamW8bit \\
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
@@ -321,6 +330,8 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
     found = run(tmp_path, VERL_RUN, "run.sh")
     expected = {
         "model.path": "org/small-instruct",
+        "model.gradient_checkpointing": "offload",
+        "optimizer.kind": "adamw_8bit",
         "dataset.source": "~/data/sums.parquet",
         "dataset.overlong_prompts": "filter",
         "evaluation.dataset.source": "data/held_out.parquet",

@@ -17,6 +17,7 @@ from grpo_fast.policy import optimizer as optimizers
 from grpo_fast.policy.adamw_8bit import AdamW8bit
 from grpo_fast.policy.config import OptimizerConfig, State
 from grpo_fast.policy.finite import Diverged
+from grpo_fast.policy.optimizer import round_to_bfloat16
 
 CONFIG = OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="cosine", warmup_steps=2
@@ -86,18 +87,24 @@ def load_into(optimizer: PolicyOptimizer, saved: Mapping[str, torch.Tensor]) -> 
 
 @kinds
 @both_dtypes
+@pytest.mark.parametrize("rounded", [False, True])
 def test_a_resumed_optimiser_continues_to_the_bit(
-    rng: torch.Generator, dtype: torch.dtype, kind: str
+    rng: torch.Generator, dtype: torch.dtype, kind: str, rounded: bool
 ) -> None:
-    config = CONFIG.model_copy(update={"kind": kind})
+    config = CONFIG.model_copy(update={"kind": kind, "stochastic_rounding": rounded})
     model, optimizer = build(dtype, config)
     train(model, optimizer, rng, 3)
     saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    random_state, drawn = torch.get_rng_state(), rng.get_state()
     resumed_model, resumed = build(dtype, config)
     load_into(resumed, saved)
     resumed.load_state(json.loads(json.dumps(optimizer.state())))
 
-    repeated(rng, lambda: train(model, optimizer, rng, 3), lambda: train(resumed_model, resumed, rng, 3))
+    torch.set_rng_state(random_state)
+    norms = train(model, optimizer, rng, 3)
+    rng.set_state(drawn)
+    torch.set_rng_state(random_state)
+    assert train(resumed_model, resumed, rng, 3) == norms
 
     assert resumed.learning_rate == optimizer.learning_rate
     assert same(model, resumed_model)
@@ -278,6 +285,30 @@ def test_masters_keep_updates_that_sixteen_bits_would_lose() -> None:
 
     torch.testing.assert_close(weight.float(), torch.full((4, 4), 1 - 50e-4), rtol=0, atol=2**-9)
     assert weight[0, 0] < 1
+
+
+def test_rounding_by_chance_keeps_them_too_and_masters_in_no_memory() -> None:
+    options = {"learning_rate": 1e-4, "stochastic_rounding": True}
+    weight, optimizer = one_weight(torch.ones(64, 64, dtype=torch.bfloat16), **options)
+
+    for _ in range(50):
+        weight.sum().backward()
+        optimizer.step()
+
+    assert weight.float().mean().item() == pytest.approx(1 - 50e-4, abs=5e-4)
+    assert not optimizer.masters()
+    assert [m.untyped_storage().nbytes() for m in optimizer._masters.values()] == [0]
+
+
+def test_a_number_is_rounded_to_either_neighbour_and_to_itself_on_average(rng: torch.Generator) -> None:
+    values = torch.randn(64, generator=rng).div(torch.rand(64, generator=rng))
+    rounded = values.repeat(10_000, 1)
+    round_to_bfloat16(rounded, rng)
+
+    low = (values.view(torch.int32) & -(2**16)).view(torch.float32)
+    high = (low.view(torch.int32) + 2**16).view(torch.float32)  # the next of 16 bits, away from zero
+    assert ((rounded == low) | (rounded == high)).all()
+    torch.testing.assert_close((rounded.mean(0) - values) / (high - low), torch.zeros(64), rtol=0, atol=0.03)
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
