@@ -22,14 +22,15 @@ def lines_of(toy, make_trainer):
 
 def test_a_run_begins_with_its_model_its_data_its_groups_and_its_place(toy, lines_of):
     held_out = {"dataset": {**toy["dataset"], "size": 4}, "every": 1}
-    lines = lines_of(evaluation=held_out, checkpoint={"every": 5}, output_dir="runs/mine", threads=1)
+    settings = {"checkpoint": {"every": 5}, "loss": {"sampler_correction": "token_truncate"}}
+    lines = lines_of(evaluation=held_out, **settings, output_dir="runs/mine", threads=1)
     assert list(lines) == ["model", "data", "groups", "run"]
     assert "parameters, all trained; float32 on CPU, 1 thread" in lines["model"]
     assert "24 prompts of 32 rows (8 left out, in the held-out set); held out, " in lines["data"]
     assert "scored before, every step and after: " in lines["data"]
     assert lines["data"].endswith("prompts.jsonl: 4 prompts")
     assert lines["groups"].startswith("4 prompts a step, 6 completions of each, at most 8 tokens")
-    assert "rewards: near_w7" in lines["groups"]
+    assert "by TransformersEngine, corrected by token_truncate; rewards: near_w7" in lines["groups"]
     assert "runs/mine: 6 steps; a checkpoint every 5 steps and at the end" in lines["run"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from grpo_fast.policy.attention import forward_arguments
 from grpo_fast.policy.intact import listed, quietly
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
-from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
+from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized, unquantized
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -200,14 +199,14 @@ class Policy:
                 weights[name.replace(".base_layer.", ".")] = tensor
         return weights
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`base_weights` in full precision with adapters merged: what an inference engine loads.
+    def named_weights(self, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """`base_weights` in full precision, with adapters merged or without: what an inference engine loads.
 
         The model itself is untouched: merging in place and back would round bf16 weights each time. Tensors
         without an adapter are the live ones, not copies; sharded ones are gathered one by one, by all ranks,
         and quantised ones are the numbers that the layers compute with.
         """
-        adapted = self._adapted_weights()
+        adapted = self._adapted_weights() if adapters else {}
         modules = dict(self.base_model.named_modules())
         for name, tensor in self.base_weights().items():
             if name in adapted:
@@ -241,11 +240,8 @@ class Policy:
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
         if not world.leads:
             return
-        config = copy.deepcopy(self.base_model.config)
-        if hasattr(config, "quantization_config"):  # of which the weights are no more
-            del config.quantization_config
         with torch.device("meta"):
-            model = type(self.base_model)(config)
+            model = type(self.base_model)(unquantized(self.base_model.config))
         unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
         model.tie_weights()
         unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
@@ -262,7 +258,7 @@ class Policy:
 
 def _merged(module: Any) -> Tensor:
     """The weight of a layer that LoRA wraps, adapters added in float32."""
-    weight = whole(dequantized(module.get_base_layer()))
+    weight = whole(dequantized(module))
     merged = weight.float()
     for adapter in module.active_adapters:
         merged = merged + _delta(module, adapter)

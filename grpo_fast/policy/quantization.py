@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -92,15 +93,23 @@ def settle(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def unquantized(architecture: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the model in full precision: a copy."""
+    architecture = copy.deepcopy(architecture)
+    if hasattr(architecture, "quantization_config"):
+        del architecture.quantization_config
+    return architecture
+
+
 def is_quantized(weight: Tensor | None) -> bool:
     return type(weight).__name__ == "Params4bit"  # of bitsandbytes, which need not be installed
 
 
 def dequantized(module: nn.Module) -> Tensor:
-    """A layer's weight, detached: of a quantised layer the numbers that it computes with, else its own."""
+    """A layer's weight, detached, without adapters: the numbers that a quantised layer computes with."""
     from peft.utils.integrations import dequantize_module_weight
 
-    return dequantize_module_weight(module).detach()
+    return dequantize_module_weight(getattr(module, "base_layer", module)).detach()
 
 
 def count_numbers(weight: Tensor) -> int:

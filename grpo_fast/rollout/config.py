@@ -63,7 +63,8 @@ class VLLMConfig(Section):
     )
     lora_sync: Literal["auto", "merged", "adapter"] = Field(
         "auto",
-        description="merged sends base and adapter as one weight, adapter the adapter alone; auto: merged",
+        description="merged sends base and adapter as one weight, adapter the adapter alone; auto: merged, "
+        "with a quantised base adapter",
     )
     fp32_head: bool = Field(False, description="logits by a float32 product of hidden states and head")
     tensor_parallel_size: PositiveInt = Field(

@@ -25,9 +25,11 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
     lines = {"model": _model(config, trainer), "data": _data(config, trainer)}
     if isinstance(trainer, Trainer):
         rollout, prompts = trainer.config.rollout, trainer.config.prompts_per_step
+        correction = trainer.config.loss.sampler_correction
+        corrected = "" if correction in (None, "none") else f", corrected by {correction}"
         lines["groups"] = (
             f"{prompts} prompts a step, {rollout.num_generations} completions of each, "
-            f"at most {trainer.length.limit} tokens, by {type(trainer.engine).__name__}; "
+            f"at most {trainer.length.limit} tokens, by {type(trainer.engine).__name__}{corrected}; "
             f"rewards: {', '.join(trainer.rewards.names)}"
         )
     else:

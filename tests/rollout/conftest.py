@@ -155,11 +155,12 @@ def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
 
     @contextmanager
     def running(
-        folder: Path, *, dtype: str, plain: bool, lora=None, head: bool = True, **settings
+        folder: Path, *, dtype: str, plain: bool, lora=None, head: bool = True, bits=None, **settings
     ) -> Iterator:
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
-        model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", lora=lora, train_lm_head=head)
+        own = {"lora": lora, "train_lm_head": head, "quantization": bits}
+        model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", **own)
         policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)
         with (
             _plain_layouts() if plain else nullcontext(),

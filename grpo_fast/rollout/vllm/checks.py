@@ -33,14 +33,20 @@ def probe_tokens(policy: Policy) -> list[int]:
     return torch.randint(vocabulary, (PROBE_LENGTH,), generator=generator).tolist()
 
 
+def difference(first: Tensor, second: Tensor) -> float:
+    """Mean nats between two (T,) log-probabilities of one text."""
+    return float((first - second).abs().mean())
+
+
 def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
     """Whether two (T,) log-probabilities of one text differ by rounding alone; NaN differs."""
-    return float((first - second).abs().mean()) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
+    return difference(first, second) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
 
 
 @torch.no_grad()
-def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> None:
-    """
+def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> float:
+    """Mean nats between vLLM's log-probabilities of a text and the policy's.
+
     Args:
         logprobs: (T - 1,) vLLM's of the T `tokens`, of every one but the first.
 
@@ -58,6 +64,7 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
             "does; its implementation of the model differs, or its reload of the weights is not exact: set "
             "rollout.engine to transformers"
         )
+    return difference(logprobs, expected)
 
 
 def require_same_tokenizer(ours: Any, theirs: Any) -> None:

@@ -121,7 +121,17 @@ class VLLMEngine:
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
             self._probe = probe_tokens(policy)[: self._max_length - 1]
             self.sync(policy)
-            require_agreement(policy, self._probe, self._probe_logprobs())
+            apart = require_agreement(policy, self._probe, self._probe_logprobs())
+            if policy.quantized:
+                own = f"a base of its own in full precision, for {choices.obstacle}"
+                reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
+            if world.leads:
+                logger.warning(
+                    "vLLM's weights: %s (%s); its log-probabilities are %.2g nats from the policy's",
+                    self._sync.way,
+                    reason,
+                    apart,
+                )
             if level == 2:
                 self._rehearse()
         except BaseException:

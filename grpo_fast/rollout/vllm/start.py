@@ -26,9 +26,11 @@ from torch import nn
 from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.gguf import cache_folder
+from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
+from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
 from grpo_fast.rollout.vllm.weights import (
     Placement,
@@ -72,8 +74,12 @@ class Choices:
     """What policy and configuration say of weights and sleep before vLLM starts."""
 
     adapters: bool  # LoRA as an adapter; merged, decoding needs no LoRA kernels, and any rank will do
-    shares: bool  # policy and vLLM use one copy of the weights wherever the layout allows it
+    obstacle: str | None  # to one copy of the weights for policy and vLLM, wherever the layout allows it
     level: Literal["auto", 0, 1, 2]  # of sleep; auto: by the way that the weights will take
+
+    @property
+    def shares(self) -> bool:
+        return self.obstacle is None
 
     @property
     def weights_sleep(self) -> bool:
@@ -86,10 +92,16 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
     Raises:
         ValueError: a setting that this device or policy cannot have.
     """
-    on_gpu, adapters = policy.device.type == "cuda", config.lora_sync == "adapter"
+    on_gpu = policy.device.type == "cuda"
+    adapters = config.lora_sync == "adapter" or (policy.quantized and config.lora_sync == "auto")
     if config.lora_sync != "auto" and not policy.has_adapters:
         raise ValueError(
             f"rollout.vllm.lora_sync = {config.lora_sync!r}, but the policy has no LoRA; leave it at auto"
+        )
+    if policy.quantized and config.lora_sync == "merged":
+        raise ValueError(
+            "rollout.vllm.lora_sync = 'merged' adds LoRA to weights of 4 bits, which do not hold the sum; "
+            "leave it at auto"
         )
     if not on_gpu and config.sleep_level not in ("auto", 0):
         raise ValueError(
@@ -99,7 +111,7 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
     if config.sleep_level == 2 and adapters:
         raise ValueError(
             "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
-            "sleep_level to 1, or lora_sync to merged"
+            f"sleep_level to 1{'' if policy.quantized else ', or lora_sync to merged'}"
         )
     if policy.sharded and adapters:
         raise ValueError(
@@ -116,10 +128,13 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
     elif has_experts(policy):
         # They would stay beside the trainer's: sharing takes the model out of what vLLM's sleep frees.
         obstacle = "vLLM lays out experts in its own way; leave them to its sleep"
+    elif config.share_weights is False:
+        obstacle = "rollout.vllm.share_weights = false"
+    elif config.share_weights == "auto" and not (on_gpu or policy.quantized):
+        obstacle = "a CPU packs its weights"
     if config.share_weights is True and obstacle is not None:
         raise ValueError(f"rollout.vllm.share_weights = true: {obstacle}, or share_weights to auto")
-    wanted = on_gpu if config.share_weights == "auto" else config.share_weights  # a CPU packs its weights
-    return Choices(adapters, wanted and obstacle is None, config.sleep_level if on_gpu else 0)
+    return Choices(adapters, obstacle, config.sleep_level if on_gpu else 0)
 
 
 def start(
@@ -146,14 +161,14 @@ def start(
     """
     require_vllm()
     on_gpu, sleeps = policy.device.type == "cuda", choices.level != 0
+    quantized = choices.shares and policy.quantized
     placements: list[Placement] = []
     weight_bytes = 0
 
     def load(model: Any) -> None:
         nonlocal placements, weight_bytes
         base = policy.base_weights()
-        detached = ((name, weight.detach()) for name, weight in base.items())
-        weights = detached if choices.adapters else checkpoint_weights(policy)
+        weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
         placements = watch_loading(model.load_weights, weights)
         if choices.shares:
             placements = share(model, base, placements)
@@ -173,6 +188,8 @@ def start(
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        if quantized:
+            arguments["quantization"] = register()
         require_device(policy.device, current_platform.device_type, world)
         require_processes(world)
         if choices.weights_sleep:
@@ -284,7 +301,7 @@ def graph_sizes(largest: int) -> list[int]:
 def _model_folder(policy: Policy, *, compiles: bool) -> Iterator[Path]:
     """Configuration and tokenizer, which vLLM reads from disk; cached where it compiles the model."""
     with tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as folder:
-        policy.base_model.config.save_pretrained(folder)
+        unquantized(policy.base_model.config).save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         yield cached_model_folder(Path(folder)) if compiles else Path(folder)
 

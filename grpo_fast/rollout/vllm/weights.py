@@ -164,17 +164,17 @@ def has_experts(policy: Policy) -> bool:
     return any(".experts." in name for name, _ in policy.base_model.named_parameters())
 
 
-def checkpoint_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights, adapters merged, under the names that vLLM's loaders know.
+def checkpoint_weights(policy: Policy, *, adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights, adapters merged or left out, under the names that vLLM's loaders know.
 
     transformers fuses a layer's experts as it loads them; here they are copies, one by one again.
     """
     if not has_experts(policy):
-        yield from policy.named_weights()
+        yield from policy.named_weights(adapters=adapters)
         return
     from transformers.core_model_loading import revert_weight_conversion
 
-    for name, tensor in policy.named_weights():
+    for name, tensor in policy.named_weights(adapters=adapters):
         yield from revert_weight_conversion(policy.base_model, {name: tensor}).items()
 
 

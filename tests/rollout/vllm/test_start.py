@@ -32,13 +32,19 @@ from grpo_fast.run import build_trainer
 
 
 def policy(
-    device: str = "cuda", *, rank: int | None = None, experts: bool = False, sharded: bool = False
+    device: str = "cuda",
+    *,
+    rank: int | None = None,
+    experts: bool = False,
+    sharded: bool = False,
+    quantized: bool = False,
 ) -> Any:
     name = "model.layers.0.mlp.experts.gate_up_proj" if experts else "w"
     return SimpleNamespace(
         device=torch.device(device),
         has_adapters=rank is not None,
         sharded=sharded,
+        quantized=quantized,
         base_model=SimpleNamespace(dtype=torch.bfloat16, named_parameters=lambda: iter([(name, None)])),
         model=SimpleNamespace(peft_config={"default": SimpleNamespace(r=rank)}),
     )
@@ -252,6 +258,11 @@ def test_the_processes_are_the_trainers_and_vllms_divide_them(monkeypatch):
         ("cuda", {"rank": 8, "sharded": True}, {}, (False, False, "auto")),
         ("cuda", {"rank": 8}, {}, (False, False, "auto")),
         ("cuda", {"rank": 8}, {"lora_sync": "adapter"}, (True, True, "auto")),
+        ("cuda", {"rank": 8, "quantized": True}, {}, (True, True, "auto")),
+        ("cuda", {"rank": 8, "quantized": True}, {"tensor_parallel_size": 2}, (True, False, "auto")),
+        ("cpu", {"rank": 8, "quantized": True}, {}, (True, True, 0)),
+        ("cpu", {"rank": 8, "quantized": True}, {"share_weights": False}, (True, False, 0)),
+        ("cpu", {"rank": 8}, {"lora_sync": "adapter"}, (True, False, 0)),
         ("cpu", {}, {}, (False, False, 0)),
         ("cpu", {}, {"share_weights": True}, (False, True, 0)),
     ],
@@ -272,7 +283,9 @@ def test_adapters_sharing_and_sleep_follow_policy_and_configuration(device, opti
         ("cuda", {"sharded": True}, {"share_weights": True}, "share_weights = true.*'shard'"),
         ("cuda", {"rank": 8, "sharded": True}, {"lora_sync": "adapter"}, "'adapter'.*'shard'.*replicate"),
         ("cpu", {}, {"sleep_level": 1}, "sleep_level = 1 needs a GPU"),
-        ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops the base"),
+        ("cuda", {"rank": 8}, {"lora_sync": "adapter", "sleep_level": 2}, "sleep_level = 2 drops.*merged"),
+        ("cuda", {"rank": 8, "quantized": True}, {"sleep_level": 2}, "sleep_level = 2 drops.* to 1$"),
+        ("cuda", {"rank": 8, "quantized": True}, {"lora_sync": "merged"}, "'merged'.* 4 bits.*at auto"),
     ],
 )
 def test_what_cannot_be_is_refused_when_asked_for(device, options, config, key):

@@ -213,7 +213,7 @@ def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, wa
     weight, engine = nn.Parameter(torch.arange(6.0).view(2, 3)), Loaded(fault)
     policy = SimpleNamespace(
         base_model=nn.Module(),
-        named_weights=lambda: iter([("weight", weight.detach())]),
+        named_weights=lambda adapters=True: iter([("weight", weight.detach())]),
         changing_weights=lambda: {"weight"},
         sharded=False,
     )
@@ -232,7 +232,9 @@ def test_copies_are_made_only_where_they_reach_everything_that_is_read(fault, wa
 def test_experts_are_sent_one_by_one_under_the_names_of_a_checkpoint(tmp_path, seed):
     small = {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 4, "hidden_size": 16, "vocab_size": 20}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, intermediate_size=8, **small))
-    policy = SimpleNamespace(base_model=model, named_weights=lambda: iter(model.state_dict().items()))
+    policy = SimpleNamespace(
+        base_model=model, named_weights=lambda adapters: iter(model.state_dict().items())
+    )
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
 
