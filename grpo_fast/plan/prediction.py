@@ -18,6 +18,7 @@ from grpo_fast.plan.model_shape import BLOCK_TOKENS
 from grpo_fast.plan.seconds import SLEEP_SECONDS, rollout_seconds, transfer_seconds, update_seconds
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
+from grpo_fast.policy import recompute
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.rollout.config import Part
@@ -275,7 +276,13 @@ class Predictor:
         model = self.run.model
         dense = "experts" not in self.shape.parameters
         fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
-        timeline = self.traces.update(model, self.attention, first=not self._accumulates(batch), fused=fused)
+        tiles = (
+            1
+            if model.gradient_checkpointing in (False, "auto")
+            else -(-batch.inputs // recompute.TILE_TOKENS)
+        )
+        first = not self._accumulates(batch)
+        timeline = self.traces.update(model, self.attention, first=first, fused=fused, in_tiles=tiles > 1)
         ranks = self.device.ranks if self._head_sharded else 1
         call = Workload(
             rows=batch.targets * ranks,
@@ -289,7 +296,7 @@ class Predictor:
         )
         head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
         in_16_bits = shape.itemsize if shape.itemsize < 4 else 0
-        sizes = {"tokens": batch.inputs, "targets": batch.targets}
+        sizes = {"tokens": batch.inputs, "targets": batch.targets, "tile": -(-batch.inputs // tiles)}
         square = batch.sequence**2  # of the scores of one call
         masks = {
             "joined": batch.joined * (batch.sequence if self.attention == "sdpa" else batch.prompt),

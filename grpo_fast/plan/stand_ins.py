@@ -6,7 +6,8 @@ T × T scores that no attention of ours holds, and our kernels do not run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grpo_fast.policy import recompute
+
 PLANNED_ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
 # What bytes are in proportion to, if they are not constant: a batch's input tokens, its targets, the tokens
-# whose keys are copied for completions that share a prompt (by SDPA the completion's as well), and sizes that
-# follow from none of them. In a trace each is a prime so large that a storage's bytes tell which.
+# of one tile of an MLP, the tokens whose keys are copied for completions that share a prompt (by SDPA the
+# completion's as well), and sizes that follow from none of them. In a trace each is a prime so large that a
+# storage's bytes tell which.
 UNITS = {
     "tokens": 2**40 - 87,
     "targets": 2**40 - 167,
+    "tile": 2**40 - 437,
     "joined": 2**40 - 389,
     "mask": 2**40 - 195,
     "scores": 2**40 - 203,
@@ -149,6 +154,28 @@ def _planned_norm(norm: Any, hidden: Tensor) -> Tensor:
 def _planned_mlp(mlp: Any, hidden: Tensor) -> Tensor:
     gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
     return mlp.down_proj(_Operator.apply(Footprint((tuple(gate.shape), gate.dtype), ()), gate, up))
+
+
+@contextmanager
+def tiled() -> Iterator[None]:
+    """Let two tiles stand for all of an MLP that is recomputed, however many there are."""
+    own = recompute._tiles, recompute._result
+    recompute._tiles, recompute._result = _planned_tiles, _planned_result
+    try:
+        yield
+    finally:
+        recompute._tiles, recompute._result = own
+
+
+def _planned_tiles(tensor: Tensor) -> tuple[Tensor, ...]:
+    tile = tensor.reshape(1, -1, tensor.shape[-1])[:, : UNITS["tile"]]
+    return tile, tile
+
+
+def _planned_result(mlp: Any, hidden: Tensor) -> Tensor:
+    before = torch.empty_like(hidden)  # the tiles' results, which are joined at the end
+    mlp.plain_forward(_planned_tiles(hidden.detach())[0])
+    return before.clone()
 
 
 def planned_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fast.plan.model_shape import ModelShape, model_shape, skeleton
-from grpo_fast.plan.stand_ins import UNITS, Allocation, allocate, fuse, planned_logprobs, register
+from grpo_fast.plan.stand_ins import UNITS, Allocation, allocate, fuse, planned_logprobs, register, tiled
 from grpo_fast.policy import PackedBatch, Policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.quantization import quantizes
@@ -145,7 +145,12 @@ class Timeline:
 
 
 def trace_update(
-    model: PreTrainedModel | PeftModel, attention: str, *, first: bool, fused: bool = False
+    model: PreTrainedModel | PeftModel,
+    attention: str,
+    *,
+    first: bool,
+    fused: bool = False,
+    in_tiles: bool = False,
 ) -> Timeline:
     """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
 
@@ -155,6 +160,7 @@ def trace_update(
         first: gradients of float32 parameters are allocated during this backward, and stay. In later
             micro-batches, and for 16-bit parameters always, they are added to existing buffers.
         fused: Liger's kernels or torch.compile compute the layers.
+        in_tiles: the batch has more tokens than a tile of an MLP that is recomputed.
     """
     policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
     register(attention)
@@ -164,7 +170,7 @@ def trace_update(
         if not first or parameter.element_size() < 4:
             parameter.register_post_accumulate_grad_hook(_drop)  # as `PolicyOptimizer` does
     batch = _batch()
-    with recording(model) as recorder:
+    with tiled() if in_tiles else nullcontext(), recording(model) as recorder:
         head, weight = policy.head, policy.head.weight
         hidden = policy.hidden_states(batch)
         # The head adds its gradient to the weight's by itself: see `PolicyOptimizer.gradient_of`.
@@ -241,12 +247,12 @@ class Traces:
         bare = ModelConfig(path=model.path, **model.model_dump(include=keys), gradient_checkpointing=False)
         return self._once(("forward", _way(bare)), lambda: trace_forward(skeleton(self.config, bare)))
 
-    def update(self, model: ModelConfig, attention: str, *, first: bool, fused: bool = False) -> Timeline:
+    def update(self, model: ModelConfig, attention: str, *, first: bool, **how: bool) -> Timeline:
         """See `trace_update`."""
         first = first and self.shape(model).wide > 0
         return self._once(
-            (_way(model), attention, first, fused),
-            lambda: trace_update(skeleton(self.config, model), attention, first=first, fused=fused),
+            (_way(model), attention, first, *sorted(how.items())),
+            lambda: trace_update(skeleton(self.config, model), attention, first=first, **how),
         )
 
     def _once(self, key: object, make: Callable[[], T]) -> T:

@@ -83,6 +83,21 @@ def test_so_it_does_with_moments_of_8_bits(dtype: str, sizes: StepSizes, config:
     compare(in_8_bits, sizes, 0.03)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "way"),
+    [("bfloat16", MLPS), ("float32", CHECKPOINTED), ("bfloat16", QLORA | CHECKPOINTED)],
+    ids=["mlps in bfloat16", "layers in float32", "layers of QLoRA"],
+)
+def test_so_it_does_where_a_completion_is_longer_than_tiles_of_mlps(
+    dtype: str, way: dict[str, Any], config: Any, predictor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 200)
+    planned = predictor(config("llama", intermediate_size=1024), dtype=dtype, **way)
+    sizes = StepSizes(1, 2, prompt_length=40, completion_length=600, micro_batch_tokens=100)
+
+    compare(planned, sizes, 0.04)
+
+
 def test_so_it_does_in_several_micro_batches(config: Any, predictor: Any) -> None:
     compare(predictor(config("llama")), replace(UPDATE, prompts=4, micro_batch_tokens=400), 0.03)
 
