@@ -36,6 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, str, int]] = {
     "paused": (EAGER | {"sleep_level": 0}, False, "shared", 0),
     "merged": (EAGER, True, "direct", 2),
     "adapter": (EAGER | {"lora_sync": "adapter"}, True, "adapter", 1),
+    "4 bits": (EAGER, True, "adapter", 1),
+    "graphs on 4 bits": ({"max_sequences": 6}, True, "adapter", 1),
     "graphs on shared weights": ({"max_sequences": 6}, False, "shared", 1),
     "graphs on copied weights": ({"share_weights": False}, False, "direct", 2),
 }
@@ -103,7 +105,8 @@ def cycles(name: str, folder: Path) -> None:
 
     settings, with_lora, way, level = CASES[name]
     lora = LoraConfig(r=8) if with_lora else None
-    policy = load_policy(ModelConfig(path=str(folder), dtype="bfloat16", device="cuda", lora=lora))
+    base = {"path": str(folder), "dtype": "bfloat16", "quantization": "nf4" if "4 bits" in name else None}
+    policy = load_policy(ModelConfig(**base, device="cuda", lora=lora))
     with VLLMEngine(policy, VLLMConfig(kv_cache_gib=1.0, **settings), max_length=256) as engine:
         assert (engine._sync.way, engine._cycle.level) == (way, level), engine._sync.reason
         if "max_sequences" in settings:

@@ -251,10 +251,13 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12), tuple(3 + i % 26 for i in range(140))]
 # weights, or a mixture of two, is nats away.
 ROUNDING = {"float32": 1e-2, "bfloat16": 0.3}
 LORA = LoraConfig(r=4, alpha=16.0)
+NF4 = {"dtype": "float32", "lora": LORA, "bits": "nf4"}
 WAYS = {
     "direct": {"dtype": "bfloat16", "plain": True, "fp32_head": True},
     "lora merged": {"dtype": "float32", "plain": True, "lora": LORA},
     "lora adapter": {"dtype": "float32", "plain": False, "lora": LORA, "lora_sync": "adapter"},
+    "4 bits, adapter": NF4 | {"plain": False},
+    "copy of 4 bits, adapter": NF4 | {"plain": True, "share_weights": False},
 }
 
 
@@ -267,12 +270,13 @@ def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_r
 
 @pytest.mark.parametrize("name", WAYS)
 def test_after_every_sync_it_computes_what_the_policy_computes(
-    name, saved_model, running_vllm, rng, shake, largest_difference
+    name, saved_model, running_vllm, rng, shake, largest_difference, caplog
 ):
     options = WAYS[name]
     noise = ROUNDING[options["dtype"]]
     with running_vllm(saved_model(), **options) as (engine, policy):
         assert engine._sync.way == ("adapter" if "adapter" in name else "direct"), engine._sync.reason
+        assert ("(beside a base of its own in full precision, for " in caplog.text) == ("copy" in name)
         before = engine.generate(PROMPTS, 3, SAMPLING)
         assert largest_difference(policy, PROMPTS, before) < noise
         for _ in range(3):
