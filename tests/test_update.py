@@ -95,14 +95,8 @@ def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed
     monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 10)
     dice, results = random.Random(seed), []
     samples = [
-        Sample(
-            (1, 2),
-            tuple(dice.choices(range(20), k=length)),
-            (dice.gauss(0, 1),) * length,
-            0,
-            (-3.0,) * length,
-        )
-        for length in (64, 5, 9)
+        Sample((1, 2), tuple(dice.choices(range(20), k=n)), (dice.gauss(0, 1),) * n, 0, (-3.0,) * n)
+        for n in (64, 5, 9)
     ]
     for budget, recomputed in ((4096, False), (16, True)):
         trainer = make_trainer(micro_batch_tokens=budget, model={"gradient_checkpointing": recomputed})

@@ -1,7 +1,7 @@
 """Inputs of recomputed layers, which wait in the host's memory from a layer's forward for its backward.
 
-Each leaves while its layer computes, and comes back while the layer behind it does its backward. The device
-holds those of two layers, and the host layers x tokens x width of one micro-batch.
+Each leaves while its layer computes, and comes back while the layer behind computes its backward: the device
+holds those of two layers, the host layers x tokens x width of a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_fast.policy.host_memory import beside, host_like, side_stream
 
-BLOCK_BYTES = 2**24
-"""Of the host's memory, at one time: torch keeps pinned memory that is free for the next step, but in sizes
-rounded up to powers of two."""
+BLOCK_BYTES = 2**24  # torch keeps free pinned memory for the next step, in sizes rounded to powers of two
 
 
 class LayerInputs:
-    """Checkpoints layers, one after the other, on a stream of its own beside the device's."""
+    """Checkpoints layers, one after the other, with copies on a stream of their own."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -42,14 +40,14 @@ class LayerInputs:
         if kept.shape != shape:
             return kept
         if before := self._newest():
-            before.leave()  # the newest stays, as the backward begins with it
+            before.leave()  # the newest is on the device as long as none follows: the backward begins with it
         waiting = _Waiting(kept.detach(), self._stream, self._newest)
         self._newest = weakref.ref(waiting)
         return waiting
 
 
 class _Waiting:
-    """A layer's input in the host's memory, and on the device while it leaves or comes."""
+    """A layer's input on the host, and on the device while it leaves or comes."""
 
     def __init__(
         self, home: Tensor, stream: torch.cuda.Stream | None, before: Callable[[], _Waiting | None]
@@ -58,22 +56,21 @@ class _Waiting:
         self._moved: torch.cuda.Event | None = None
         self._stream, self._before = stream, before
         self._make = partial(torch.empty, home.shape, dtype=home.dtype, device=home.device)
-        blocks = _blocks(home)
-        self._hosts = [host_like(block) for block in blocks]
-        self._moved = _copy(self._hosts, blocks, stream)
-
-    def leave(self) -> None:
-        """Its memory is free for what the device is told from now on: that waits for the copy."""
-        if self._home is not None:
-            _wait(self._moved, self._home.device)
-            self._home = None
-
-    __del__ = leave  # of a forward that failed
+        self._hosts = [host_like(block) for block in _blocks(home)]
+        self._moved = _copy(self._hosts, _blocks(home), stream)
 
     def fetch(self) -> None:
         if self._home is None:
             self._home = self._make()
             self._moved = _copy(_blocks(self._home), self._hosts, self._stream)
+
+    def leave(self) -> None:
+        """Its memory is free for what the device is told from now on, which waits for the copy."""
+        if self._home is not None:
+            _wait(self._moved, self._home.device)
+            self._home = None
+
+    __del__ = leave  # where no backward came
 
     def take(self) -> Tensor:
         self.fetch()
@@ -95,7 +92,7 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 def _copy(
     targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.cuda.Stream | None
 ) -> torch.cuda.Event | None:
-    """Behind what the device has been told; the event that it is done."""
+    """After all that the device has been told; returns the event that the copy is done."""
     with beside(stream):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)

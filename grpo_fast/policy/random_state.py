@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,22 +43,6 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     keys, *rest = state["numpy"]
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
-
-
-def device_states(device: torch.device) -> list[Tensor]:
-    """torch's random states that work on a device draws from, for `replayed`."""
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_gpu]
-
-
-@contextmanager
-def replayed(states: list[Tensor], device: torch.device) -> Iterator[None]:
-    """Draw what was drawn after `device_states` gave these; nothing is drawn for those outside."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, device)
-        yield
 
 
 def _bytes(hexadecimal: str) -> Tensor:

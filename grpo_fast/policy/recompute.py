@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from grpo_fast.policy.layer_inputs import LayerInputs
-from grpo_fast.policy.random_state import device_states, replayed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,30 +28,27 @@ _MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")  # as t
 
 
 def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> None:
-    """Let the backward keep the inputs alone, of each layer's MLP ("mlp") or of each layer.
-
-    Args:
-        what: "offload": of each layer, and they wait in the host's memory; see `LayerInputs`.
+    """Let the backward keep the inputs alone, of each layer's MLP ("mlp") or of each layer, on the host
+    ("offload", see `LayerInputs`) or the device.
 
     Raises:
         ValueError: "mlp", and the layers have no MLP.
     """
-    if what != "mlp":
-        tile_mlps(model)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if what == "offload":
-            inputs = LayerInputs()
-            for layer in decoder_layers(model):
-                layer._gradient_checkpointing_func = inputs.checkpoint
+    if what == "mlp":
+        if not (mlps := _mlps(model)):
+            raise ValueError(
+                f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
+                f"of their own ({', '.join(_MLPS)}); set it to true or false"
+            )
+        for mlp in mlps:
+            _replace_forward(mlp, _recomputed_in_tiles if _is_token_wise(mlp) else _recomputed)
         return
-    found = _mlps(model)
-    if not found:
-        raise ValueError(
-            f"model.gradient_checkpointing = 'mlp': the layers of {type(model).__name__} have no MLP "
-            f"of their own ({', '.join(_MLPS)}); set it to true or false"
-        )
-    for mlp in found:
-        _replace_forward(mlp, _recomputed_in_tiles if _is_token_wise(mlp) else _recomputed)
+    tile_mlps(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if what == "offload":
+        inputs = LayerInputs()
+        for layer in decoder_layers(model):
+            layer._gradient_checkpointing_func = inputs.checkpoint
 
 
 def tile_mlps(model: nn.Module) -> None:
@@ -111,24 +107,26 @@ def _recomputed_in_tiles(mlp: Any, hidden: Tensor) -> Tensor:
 
 
 class _Input(torch.autograd.Function):
-    """Keeps an MLP's input, and from the gradient of its result makes those of the input and the weights.
+    """Keeps an MLP's input, and makes of the result's gradient those of the input and, through their hooks once
+    a tile, of the weights.
 
-    It stands before the MLP because the recomputation of a layer ends where the last tensor is kept: there,
-    so the layer's MLP is not computed for its own recomputation. What is added to a weight's gradient comes
-    tile by tile, through the weight's hooks.
+    A layer's recomputation ends where the last tensor is kept: before the MLP, which then runs for `backward`
+    alone.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, mlp: Any) -> Tensor:
-        ctx.mlp, ctx.states = mlp, device_states(hidden.device)
+        ctx.mlp, ctx.random = mlp, (torch.get_rng_state(), *get_device_states(hidden))
         ctx.save_for_backward(hidden)
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (hidden,) = ctx.saved_tensors
-        found = torch.empty_like(hidden)
-        with replayed(ctx.states, hidden.device), torch.enable_grad():
+        (hidden,), (of_cpu, devices, of_devices) = ctx.saved_tensors, ctx.random
+        found = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        with torch.random.fork_rng(devices), torch.enable_grad():  # dropout's numbers once more
+            torch.set_rng_state(of_cpu)
+            set_device_states(devices, of_devices)
             for tile, of_result, of_tile in zip(*map(_tiles, (hidden, gradient, found)), strict=True):
                 leaf = tile.detach().requires_grad_()
                 ctx.mlp.plain_forward(leaf).backward(of_result)
