@@ -107,8 +107,8 @@ def _recomputed_in_tiles(mlp: Any, hidden: Tensor) -> Tensor:
 
 
 class _Input(torch.autograd.Function):
-    """Keeps an MLP's input, and makes of the result's gradient those of the input and, through their hooks once
-    a tile, of the weights.
+    """Keeps an MLP's input, and makes of the result's gradient those of input and weights, whose hooks
+    hear of it once a tile.
 
     A layer's recomputation ends where the last tensor is kept: before the MLP, which then runs for `backward`
     alone.

@@ -180,9 +180,11 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
         (batch,) = pack(some, max_tokens=10**6, device="cpu")
         for policy in (plain, compiled):
             policy.model.zero_grad()
-            policy.hidden_states(batch).square().sum().backward()
+            hidden = policy.hidden_states(batch)  # the sum of its squares is nearly constant
+            (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         for name, parameter in plain.trainable().items():
-            torch.testing.assert_close(compiled.trainable()[name].grad, parameter.grad, msg=name)
+            error = (compiled.trainable()[name].grad - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-4, (name, error)
         compiled.model.generate(batch.input_ids[None, : 4 + len(counts)], max_new_tokens=3)
         for weight in compiled.model.parameters():
             weight.data = torch.cat([weight.data.new_empty(64), weight.data.flatten()])[64:].view_as(weight)

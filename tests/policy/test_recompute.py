@@ -36,10 +36,16 @@ def batch(samples: list[Sample]) -> PackedBatch:
     return batch
 
 
+def objective(policy: Policy, batch: PackedBatch) -> Tensor:
+    """Not the sum of squares, which the final norm has made constant."""
+    hidden = policy.hidden_states(batch)
+    return (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)).sum()
+
+
 def gradients_of(policy: Policy, batch: PackedBatch, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)  # of LoRA's dropout
     policy.model.zero_grad()
-    policy.hidden_states(batch).square().sum().backward()
+    objective(policy, batch).backward()
     return {name: p.grad for name, p in policy.trainable().items() if p.grad is not None}
 
 
@@ -48,10 +54,11 @@ def tokens_computed(policy: Policy) -> Iterator[list[int]]:
     """Of each call of an MLP's own forward."""
     counts: list[int] = []
     mlps = [mlp for name, mlp in policy.base_model.named_modules() if name.endswith(".mlp")]
-    firsts = [next(mlp.children()) for mlp in mlps]
-    hooks = [
-        f.register_forward_pre_hook(lambda _, args: counts.append(args[0][..., 0].numel())) for f in firsts
-    ]
+
+    def count(module: Any, inputs: tuple[Tensor]) -> None:
+        counts.append(inputs[0][..., 0].numel())
+
+    hooks = [next(mlp.children()).register_forward_pre_hook(count) for mlp in mlps]
     yield counts
     for hook in hooks:
         hook.remove()
@@ -107,10 +114,8 @@ def test_recomputed_mlps_have_the_same_gradients_and_run_once_more_in_tiles(
 
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
-            close = partial(
-                torch.testing.assert_close, rtol=tolerance, atol=tolerance * float(gradient.norm())
-            )
-            close(found[name], gradient, msg=f"{name}, {tile} of {tokens}")
+            error = (found[name] - gradient).norm() / gradient.norm()
+            assert error < tolerance, (name, error, tile, tokens)
         assert with_gradients == (2 if tokens <= tile else passes) * 2 * tokens  # layers
         assert sum(counts) == with_gradients + 2 * tokens
         assert max(counts) == tokens if family == "qwen3_moe" else max(counts) <= tile
@@ -133,9 +138,7 @@ def test_gradients_of_tiles_are_added_up_in_float32(
     assert errors[1] < 1.5 * errors[0]
 
 
-def test_a_reference_computes_long_batches_in_tiles_too(
-    load: Load, batch: PackedBatch, monkeypatch: Any
-) -> None:
+def test_a_reference_computes_long_batches_in_tiles(load: Load, batch: PackedBatch, monkeypatch: Any) -> None:
     monkeypatch.setattr(recompute, "TILE_TOKENS", 5)
     policy = load("llama", gradient_checkpointing=True, needs_reference=True)
     with policy.reference() as reference, tokens_computed(reference) as counts:
@@ -196,11 +199,11 @@ def test_inputs_of_layers_wait_in_the_hosts_memory_and_come_back_to_the_bit(
         for policy in (plain, ours):
             policy.model.zero_grad()
             inputs.clear()
-            first = policy.hidden_states(batch).square().sum()
+            first = objective(policy, batch)
             assert policy is plain or on_the_device() == 1  # the last layer's
             with torch.no_grad():
                 policy.hidden_states(other)
-            second = policy.hidden_states(other).square().sum()
+            second = objective(policy, other)
             first.backward()
             second.backward()
         for name, parameter in plain.trainable().items():
