@@ -79,9 +79,8 @@ def measure_update(predictor: Predictor, sizes: StepSizes) -> int:
     def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
         config, run = predictor.traces.config, predictor.run
         policy = random_policy(config, run.model, attention=predictor.attention, device=device)
-        optimizer = PolicyOptimizer(
-            policy.trainable(), run.optimizer, total_steps=2, on_host=run.memory.state_on_host
-        )
+        offload = run.memory.offload
+        optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
         return policy, optimizer, random_batches(policy, sizes)
 
     def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:

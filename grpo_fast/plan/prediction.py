@@ -190,6 +190,9 @@ class Predictor:
         visitors = {part: min(resident[part], self._own(visiting[part])) for part in away}
         if away or self.device.ranks > 1:
             moments.append(step | visitors | self._exchanged())
+        if self.run.optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
+            step |= {"master": self._own(4 * shape.largest)}
+            moments.append(step | visitors | self._exchanged() | {"master": self._own(6 * shape.largest)})
         if self.run.optimizer.kind == "adamw_8bit" and not self.on_gpu:
             moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
@@ -233,7 +236,7 @@ class Predictor:
             steps = 0
         return {
             "weights": self._held(shape.bytes),
-            "master": self._own(4 * shape.narrow),
+            "master": self._own(4 * shape.narrow) * (not self.run.optimizer.stochastic_rounding),
             "gradients": self._held(4 * shape.narrow + 4 * shape.wide * accumulates),
             "optimizer": self._own(shape.moments(self.run.optimizer.kind)) + steps,
             "reference": self._held(shape.bytes) if needs_reference else 0,

@@ -16,18 +16,11 @@ from bitsandbytes.functional import dequantize_blockwise
 from torch import Tensor
 
 BLOCK, SMALLEST = 256, 4096
-MOMENTS = {
-    "exp_avg": ("1", "dynamic"),
-    "exp_avg_sq": ("2", "udynamic"),
-}  # as torch and bitsandbytes say
+MOMENTS = (("1", "exp_avg", "dynamic"), ("2", "exp_avg_sq", "udynamic"))  # here, in torch's AdamW, its table
 
 
 class AdamW8bit(optim.AdamW8bit):
-    """Steps float32 masters on `device`.
-
-    Attributes:
-        grad_scale: what a step divides the gradients by, as of torch's fused AdamW.
-    """
+    """Steps float32 masters on `device`; divides gradients by `grad_scale` as torch's fused AdamW does."""
 
     grad_scale: Tensor | None = None
 
@@ -42,14 +35,17 @@ class AdamW8bit(optim.AdamW8bit):
     def new_state(self, master: Tensor, zeros: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Of no step yet; `zeros` makes tensors like the one given."""
         state: dict[str, Any] = {"step": 0}
-        for index, table in MOMENTS.values():
+        for i, _, table in MOMENTS:
             if master.numel() < SMALLEST:
-                state[f"state{index}"] = zeros(master)
+                state[f"state{i}"] = zeros(master)
                 continue
-            blocks = -(-master.numel() // BLOCK)
-            state[f"state{index}"] = zeros(torch.empty_like(master, dtype=torch.uint8, device="meta"))
-            state[f"absmax{index}"] = zeros(torch.empty(blocks, device="meta"))
-            state[f"qmap{index}"] = self.name2qmap[table]
+            codes = torch.empty_like(master, dtype=torch.uint8, device="meta")
+            scales = torch.empty(-(-master.numel() // BLOCK), device="meta")
+            state |= {
+                f"state{i}": zeros(codes),
+                f"absmax{i}": zeros(scales),
+                f"qmap{i}": self.name2qmap[table],
+            }
         return state
 
     @torch.no_grad()
@@ -62,32 +58,29 @@ class AdamW8bit(optim.AdamW8bit):
             self.state[p]["step"] += 1
 
     def values(self, master: Tensor) -> dict[str, Tensor]:
-        """Copies as torch's AdamW has them, float32 in the host's memory; empty before the first step."""
+        """As torch's AdamW has them, those of 8 bits in the host's memory; empty before the first step."""
         if not (state := self.state.get(master)):
             return {}
         values = {"step": torch.tensor(float(state["step"]))}
-        for name, (index, _) in MOMENTS.items():
-            moment = state[f"state{index}"]
-            if f"qmap{index}" in state:
-                table = state[f"qmap{index}"].to(moment.device)
-                moment = dequantize_blockwise(
-                    moment, absmax=state[f"absmax{index}"], code=table, blocksize=BLOCK
-                )
-            values[name] = moment.to("cpu", copy=True)
+        for i, name, _ in MOMENTS:
+            values[name] = moment = state[f"state{i}"]
+            if (scales := state.get(f"absmax{i}")) is not None:
+                table = state[f"qmap{i}"].to(moment.device)
+                values[name] = dequantize_blockwise(moment, absmax=scales, code=table, blocksize=BLOCK).cpu()
         return values
 
     def take(self, master: Tensor, values: Mapping[str, Tensor]) -> None:
         """The reverse of `values`: exact for what that gave, the nearest 8 bits for any other."""
         state = self.state[master]
         state["step"] = int(values["step"])
-        for name, (index, _) in MOMENTS.items():
-            moment = state[f"state{index}"]
+        for i, name, _ in MOMENTS:
+            moment = state[f"state{i}"]
             found = values[name].to(moment.device)
-            if f"qmap{index}" in state:
-                table = state[f"qmap{index}"].to(moment.device)
+            if (scales := state.get(f"absmax{i}")) is not None:
+                table = state[f"qmap{i}"].to(moment.device)
                 blocks = F.pad(found.flatten(), (0, -found.numel() % BLOCK)).view(-1, BLOCK)
-                state[f"absmax{index}"].copy_(absmax := blocks.abs().amax(1))
-                scaled = blocks / absmax.where(absmax > 0, 1.0)[:, None]
+                scales.copy_(blocks.abs().amax(1))
+                scaled = blocks / scales.where(scales > 0, 1.0)[:, None]
                 nearest = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True)
                 found = nearest.flatten()[: found.numel()].view_as(moment)
             moment.copy_(found)

@@ -41,8 +41,8 @@ class PolicyOptimizer:
         parameters: by name, as `Policy.trainable` gives them; they stay the model's.
         config: the run's `optimizer` section.
         total_steps: training steps of the whole run, for the schedule.
-        on_host: what lives in the host's memory from the start; see `keep_on_host`. Of kind adamw_offload
-            everything does.
+        on_host: what lives in the host's memory from the start, as `memory.offload` says; of kind
+            adamw_offload everything does.
         world: the ranks that train together.
 
     Raises:
@@ -55,7 +55,7 @@ class PolicyOptimizer:
         config: OptimizerConfig,
         *,
         total_steps: int,
-        on_host: Collection[State] = (),
+        on_host: Collection[str] = (),
         world: World = ALONE,
     ) -> None:
         if not parameters:
@@ -65,7 +65,8 @@ class PolicyOptimizer:
         self._parameters = dict(parameters)
         self._device = next(iter(self._parameters.values())).device
         self._world = world
-        self._on_host: set[State] = set(get_args(State) if config.kind == "adamw_offload" else on_host)
+        everything: tuple[State, ...] = get_args(State)
+        self._on_host = {s for s in everything if s in on_host or config.kind == "adamw_offload"}
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient

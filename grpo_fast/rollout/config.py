@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from grpo_fast.policy.config import State
 from grpo_fast.section import LARGEST, Count, Fraction, Positive, PositiveInt, Section
 
 Part = Literal["gradients", "optimizer", "master", "reference"]
@@ -138,9 +137,3 @@ class MemoryConfig(Section):
         "them. auto: on a GPU by the plan, and more where that leaves the engine too little room; "
         "elsewhere none",
     )
-
-    @property
-    def state_on_host(self) -> list[State]:
-        """Of the parts named, those that a run keeps on the host from its start."""
-        named = () if isinstance(self.offload, str) else self.offload
-        return [part for part in named if part == "optimizer" or part == "master"]

@@ -114,7 +114,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             policy.trainable(),
             config.optimizer,
             total_steps=schedule_steps(stages, 0),
-            on_host=config.memory.state_on_host,
+            on_host=config.memory.offload,
             world=world,
         )
         trainer = Trainer(

@@ -98,6 +98,15 @@ def test_so_it_does_where_a_completion_is_longer_than_tiles_of_mlps(
     compare(planned, sizes, 0.04)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_so_it_does_with_a_master_of_one_parameter_at_a_time(kind: str, config: Any, predictor: Any) -> None:
+    rounds = {"kind": kind, "stochastic_rounding": True}
+    rounded = predictor(config(), sections={"optimizer": rounds}, dtype="bfloat16")
+
+    for sizes in (UPDATE, FEW):
+        compare(rounded, sizes, 0.03)
+
+
 def test_so_it_does_in_several_micro_batches(config: Any, predictor: Any) -> None:
     compare(predictor(config("llama")), replace(UPDATE, prompts=4, micro_batch_tokens=400), 0.03)
 
