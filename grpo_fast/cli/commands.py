@@ -163,6 +163,8 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan`: 0 where the run fits, 1 where it does not; of several --gpus, on any of them."""
+    if args.table is not None:
+        return plan_table(args, overrides)
     config = plan_config(args, overrides)
     from rich.console import Console
 
@@ -203,6 +205,34 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         for line in borders(config, traces, devices[0], prompt_length):
             console.print(line)
     return 0 if found.choice.prediction.free >= 0 else 1
+
+
+def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast plan --table`"""
+    if args.model or args.calibrate or args.gpus != [1]:
+        raise ConfigError("plan", [Problem("--table", "goes without --model, --gpus and --calibrate")])
+    from rich.console import Console
+
+    from grpo_fast.plan import step_sizes
+    from grpo_fast.plan.report import render_table
+    from grpo_fast.plan.table import GPUS, MODELS, table
+
+    args.model = (models := args.table or MODELS)[0]
+    usual = {
+        "dataset.max_prompt_length": 512,
+        "rollout.max_completion_length": 4096,
+        "rollout.num_generations": 8,
+    }
+    given = " ".join(overrides).replace("-", "_")  # under another tool's name, too
+    unset = [f"{key}={value}" for key, value in usual.items() if key.rpartition(".")[2] not in given]
+    config = plan_config(args, overrides if args.config else [*unset, *overrides])
+    sizes = step_sizes(config, prompt_length=args.prompt_length)
+    cells = [*table(config, sizes, models, [args.gpu] if args.gpu else GPUS)]
+    if args.json:
+        print(json.dumps({"step": asdict(sizes), "what_fits": [*map(asdict, cells)]}, indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(render_table(cells, sizes))
+    return 0
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:

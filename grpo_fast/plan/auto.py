@@ -16,14 +16,13 @@ from grpo_fast.data import load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
+from grpo_fast.plan.room import cheapest_change, written
 from grpo_fast.plan.search import (
     CONSTANTS,
     RECOMPUTED,
     Choice,
     Search,
     divisions,
-    flow,
-    turned_knobs,
     with_constants,
     with_values,
 )
@@ -101,9 +100,8 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     }
     told = values | ({GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {})
     told |= {key: value for key in DIVIDED if (value := at(with_groups, key)) != at(config, key)}
-    text = " ".join(f"{key}={flow(value)}" for key, value in told.items())
     several = f"{ranks} ranks on " if ranks > 1 else ""
-    logger.warning("chosen for %s%s, %s: %s", several, device.name, bytes_text(device.total), text)
+    logger.warning("chosen for %s%s, %s: %s", several, device.name, bytes_text(device.total), written(told))
     return with_values(with_groups, values)
 
 
@@ -194,10 +192,10 @@ def _inherited(config: TrainConfig, sizes: Sequence[int]) -> list[int]:
 
 def _too_large(search: Search) -> str:
     least, device = search.least(), search.device
-    changes = [knob.change for knob in turned_knobs(search, least) if knob.largest_num_generations]
+    change = cheapest_change(search)
     return (
         f"{search.config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
         f"{least.sizes.generations} completions need {bytes_text(-least.prediction.free)} more than its "
         f"{bytes_text(device.total)}, however little is there at once. What makes room: "
-        f"{'; '.join(changes) or 'shorter completions, or a larger GPU'}"
+        f"{written(change) if change else 'shorter completions, or a larger GPU'}"
     )

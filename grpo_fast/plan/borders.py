@@ -26,7 +26,7 @@ def borders(config: TrainConfig, traces: Traces, device: DeviceBudget, prompt_le
         return []
 
     def winner(model: Traces, device: DeviceBudget) -> str:
-        choice = plan(config, model, device, prompt_length=prompt_length, knobs=False).choice
+        choice = plan(config, model, device, prompt_length=prompt_length).choice
         return choice.predictor.run.distributed.mode if choice.prediction.free >= 0 else "neither fits"
 
     counts = takewhile(lambda ranks: ranks <= config.prompts_per_step, RANKS)

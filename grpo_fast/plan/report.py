@@ -14,9 +14,12 @@ from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.exchange import HOP, NETWORK, REACHED_LINK
 from grpo_fast.plan.prediction import PHASES, Phase, Prediction
+from grpo_fast.plan.room import cheapest_change, turned_knobs, written
 from grpo_fast.plan.scaling import SPREAD, Scaled
-from grpo_fast.plan.search import MOST_GENERATIONS, Choice, Plan, flow
+from grpo_fast.plan.search import MOST_GENERATIONS, Choice, Context, Plan, flow
 from grpo_fast.plan.seconds import HOST_SECONDS, REACHED_BANDWIDTH, REACHED_FLOPS
+from grpo_fast.plan.sizes import StepSizes
+from grpo_fast.plan.table import HOST, Cell
 from grpo_fast.run_record.summary import bytes_text, duration_text
 
 
@@ -54,6 +57,9 @@ def render(plan: Plan) -> RenderableType:
         f"{f'fits, {spare} to spare' if prediction.free >= 0 else f'does not fit: {spare} too much'}\n"
         f"largest num_generations: {_size(plan.largest_generations)}{_a_step(plan.largest)}"
     )
+    answers += f"\n{_longest(plan.search.largest_context(sizes.generations))}"
+    if prediction.free < 0 and (change := cheapest_change(plan.search)):
+        answers += f"\nthe cheapest change with which it fits: {written(change)}"
     answers = "\n".join([answers, *(_beside(plan.choice, rival) for rival in plan.rivals)])
     if ranks == 1 and plan.config.distributed != DistributedConfig():
         answers += "\ndistributed: read under torchrun alone; --gpus plans for several"
@@ -62,10 +68,10 @@ def render(plan: Plan) -> RenderableType:
         settings.add_row(key, flow(value), "hand" if key in plan.by_hand else "the plan")
     knobs = _table("what makes room", *(f"{phase} saves" for phase in PHASES), "largest group")
     knobs.add_column("price")
-    for knob in plan.knobs:
+    for knob in (turned := turned_knobs(plan.search, plan.choice)):
         saves = (_cell(max(0, knob.saves[phase])) for phase in PHASES)
         knobs.add_row(knob.change, *saves, _size(knob.largest_num_generations, "-"), knob.cost)
-    room: list[RenderableType] = [Text(""), knobs] if plan.knobs else []
+    room: list[RenderableType] = [Text(""), knobs] if turned else []
     return Group(Text(heading), parts, Text(""), Text(answers), Text(""), settings, *room)
 
 
@@ -90,10 +96,30 @@ def render_scaling(steps: Sequence[Scaled], device: DeviceBudget) -> RenderableT
     return Group(table, Text(notes))
 
 
+def render_table(cells: Sequence[Cell], sizes: StepSizes) -> RenderableType:
+    """`group · context` of each model and training by GPU, and what they rest on."""
+    gpus = {cell.gpu: f"{cell.gpu}, {bytes_text(cell.bytes)}" for cell in cells}
+    rows = _table("model", "training", *gpus.values())
+    for index in range(0, len(cells), len(gpus)):
+        first, *_ = row = cells[index : index + len(gpus)]
+        rows.add_row(first.model, first.training, *map(_fitting, row))
+    notes = (
+        "\nlargest group · largest context in tokens; -: not even two completions fit\n"
+        f"group: {sizes.prompts} prompts in a step, {sizes.prompt_length} tokens and up to "
+        f"{sizes.completion_length:,} of a completion\n"
+        f"context: of a prompt and its completion, {sizes.generations} of each prompt, whether or not the "
+        "model has as many positions\n"
+        f"assumed: as little at once as need be, a host with {HOST} times the GPU's memory, LoRA of rank 16\n"
+        "predicted: tensors are counted, what libraries take besides is an allowance; nothing ran on a GPU"
+    )
+    return Group(rows, Text(notes))
+
+
 def record(plan: Plan) -> dict[str, Any]:
     """The same as JSON takes it; all sizes in bytes, and of each rank."""
     choice, predictor, prediction = plan.choice, plan.choice.predictor, plan.choice.prediction
     shape, device = predictor.shape, prediction.device
+    context = plan.search.largest_context(choice.sizes.generations)
     return {
         "model": predictor.run.model.path,
         "parameters": shape.parameters,
@@ -116,7 +142,9 @@ def record(plan: Plan) -> dict[str, Any]:
         "micro_batch": asdict(prediction.micro_batch),
         "largest_num_generations": plan.largest_generations,
         "estimated_seconds_of_largest": _seconds(plan.largest),
-        "knobs": [asdict(knob) for knob in plan.knobs],
+        "largest_context": asdict(context) if context else None,
+        "cheapest_change": cheapest_change(plan.search),
+        "knobs": [asdict(knob) for knob in turned_knobs(plan.search, choice)],
     }
 
 
@@ -137,6 +165,21 @@ def _beside(choice: Choice, rival: Choice) -> str:
     if lacks > short:
         return f"{choice.mode} is chosen: {rival.mode} needs {bytes_text(lacks - short)} more"
     return f"{choice.mode} is chosen: a completion takes {rival.mode} {other / own - 1:.0%} longer"
+
+
+def _longest(context: Context | None) -> str:
+    if context is None:
+        return "longest completion with this group: not even one token fits"
+    held = f"{context.tokens:,} tokens of prompt and completion, bound by {context.bound}"
+    if context.positions and context.positions < context.tokens:
+        held = f"{context.positions:,} tokens, the model's positions; the memory holds {held}"
+    return f"longest with this group: {held}"
+
+
+def _fitting(cell: Cell) -> str:
+    more = "+" if cell.group == MOST_GENERATIONS else ""
+    context = f" · {cell.context.tokens // 1000:,} K" if cell.context else ""
+    return f"{cell.group:,}{more}{context}" if cell.group else f"-{context}"
 
 
 def _table(name: str, *numbers: str) -> Table:

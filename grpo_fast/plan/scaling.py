@@ -60,7 +60,7 @@ def scaling(
     Raises:
         ValueError: nothing is published of the device's speed in the model's dtype, or as `plan`.
     """
-    planned = partial(plan, model=traces, prompt_length=prompt_length, calibration=calibration, knobs=False)
+    planned = partial(plan, model=traces, prompt_length=prompt_length, calibration=calibration)
     generations = planned(config, device=devices[-1]).choice.sizes.generations
     config = with_values(config, {"rollout.num_generations": generations})
     choices = [planned(config, device=device).choice for device in devices]

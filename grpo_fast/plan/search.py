@@ -1,22 +1,23 @@
-"""What to choose: the fastest of the settings that fit, the largest group, and what would make room."""
+"""What to choose: the fastest of the settings that fit, the largest group, the longest completion."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from operator import getitem
+from operator import getitem, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.plan.devices import GIB, DeviceBudget
-from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Calibration, Phase, Prediction, Predictor
+from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Calibration, Prediction, Predictor
 from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, largest_micro_batch, step_sizes
 from grpo_fast.plan.trace import Traces
-from grpo_fast.policy.config import LoraConfig
+from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.stages import PART, resolve_stages
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MOST_GENERATIONS = 4096  # where the search for a group's size ends
+MOST_CONTEXT = 1 << 24  # and for a completion's
 
 AUTO_MOST = 64
 """Completions of a prompt that `auto` goes up to: DeepSeekMath's group (arXiv:2402.03300, section 4.2). More
@@ -95,23 +97,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One change of the configuration that trades something for memory, and what it would do."""
-
-    change: str  # as it is written on the command line
-    saves: dict[Phase, int]  # bytes; negative where it costs some
-    cost: str
-    largest_num_generations: int | None  # that then fits; None: not even two
-
-
-@dataclass(frozen=True)
 class Plan:
     """The choice for a run, and what else would fit."""
 
     config: TrainConfig  # as it was asked for
+    search: Search  # that found it
     choice: Choice  # where nothing fits, what is least too large
     largest: Choice | None  # with the largest group that fits; None: not even two completions do
-    knobs: tuple[Knob, ...]  # what buys most comes first: the largest group, then the most bytes
     rivals: tuple[Choice, ...] = ()  # of other ways to divide the run over ranks: the best of each mode
 
     @property
@@ -123,6 +115,15 @@ class Plan:
     def by_hand(self) -> list[str]:
         """Keys of `choice.values` that the configuration sets itself."""
         return [key for key in self.choice.values if at(self.config, key) not in ("auto", None)]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The longest sequences of which a group fits."""
+
+    tokens: int  # of a prompt and its completion
+    bound: str  # what a longer completion exceeds
+    positions: int | None  # that the model was made for; None: no limit
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,27 @@ class Search:
             return asked
         one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step  # of one rank: more of them change no group
         return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
+
+    def largest_context(self, generations: int) -> Context | None:
+        """The longest that fits with the least at once; None: not even one token of a completion."""
+        sizes = replace(
+            self._least, generations=generations, micro_batch_tokens=1
+        )  # one in each, however long
+        found = [
+            (tokens, frugal)
+            for *_, frugal in self._ways()
+            if (tokens := largest(1, MOST_CONTEXT, partial(_fits_with, frugal, sizes, "completion_length")))
+        ]
+        if not found:
+            return None
+        tokens, frugal = max(found, key=itemgetter(0))
+        short, then = (frugal.predict(replace(sizes, completion_length=length)) for length in (1, tokens + 1))
+        phase = max(PHASES, key=then.total)
+        before = Counter(short.parts[phase])
+        part, _ = (Counter(then.parts[phase]) - before).most_common(1)[0]
+        bound = f"{part} in the {phase}" if then.free < 0 else "the host's memory"
+        text = self.traces.config.get_text_config()
+        return Context(sizes.prompt_length + tokens, bound, positions(text))
 
     def least(self) -> Choice:
         """The smallest step in the way that takes the least."""
@@ -254,9 +276,8 @@ def plan(
     *,
     prompt_length: int | None = None,
     calibration: Calibration | None = None,
-    knobs: bool = True,
 ) -> Plan:
-    """What to choose for a run on a device and, with `knobs`, the changes that would make room.
+    """What to choose for a run on a device.
 
     Args:
         model: configuration of the model that `config.model.path` names, or its traces, if there are any; no
@@ -282,9 +303,9 @@ def plan(
     most = search.largest_generations()
     return Plan(
         config,
+        search,
         choice,
         largest=search.fastest(most) if most else None,
-        knobs=turned_knobs(search, choice) if knobs else (),
         rivals=tuple(rival for rival, _ in rivals),
     )
 
@@ -331,24 +352,6 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
     ]
 
 
-def turned_knobs(search: Search, choice: Choice) -> tuple[Knob, ...]:
-    """Those that would save anything, were all else as it is chosen; what buys most comes first."""
-    found = []
-    for key, value, cost in _possible_knobs(search.config, choice):
-        asked, run = (with_values(one, {key: value}) for one in (search.config, choice.predictor.run))
-        prompts = -(-asked.prompts_per_step // search.device.ranks)
-        sizes = {"prompts": prompts} | ({key: value} if key == "micro_batch_tokens" else {})
-        predictor = Predictor(run, search.traces, search.device, search.calibration)
-        then = predictor.predict(replace(choice.sizes, **sizes))
-        saves = {phase: choice.prediction.total(phase) - then.total(phase) for phase in PHASES}
-        if max(saves.values()) > 0:
-            other = Search(asked, search.traces, search.device, replace(search.sizes, **sizes))
-            found.append(Knob(f"{key}={flow(value)}", saves, cost, other.largest_generations()))
-    return tuple(
-        sorted(found, key=lambda knob: (-(knob.largest_num_generations or 0), -max(knob.saves.values())))
-    )
-
-
 def flow(value: Any) -> str:
     """As YAML in one line, for a command's."""
     return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
@@ -367,32 +370,3 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
         *path, last = key.split(".")
         reduce(getitem, path, tree)[last] = value
     return TrainConfig.model_validate(tree, context=PART)
-
-
-def _possible_knobs(config: TrainConfig, choice: Choice) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, cost) of what the configuration has not turned yet, nor leaves to the plan."""
-    predictor, model, vllm = choice.predictor, config.model, config.rollout.vllm
-    if model.gradient_checkpointing in (False, "mlp"):
-        yield "model.gradient_checkpointing", True, "a second forward of every layer"
-    if model.lora is None and "experts" not in predictor.shape.parameters:
-        yield "model.lora", {"r": LoraConfig().r}, "adapters train, not the weights"
-    if model.lora is None and model.train_lm_head:
-        yield "model.train_lm_head", False, "the head stays as it is"
-    if model.dtype == "float32":
-        yield "model.dtype", "bfloat16", "weights of 16 bits"
-    if config.loss.needs_reference and model.lora is None:
-        yield "loss.beta", 0.0, "no KL to the first policy"
-    if config.memory.offload != "auto" and predictor.on_gpu and predictor.offloaded != predictor.parts:
-        yield "memory.offload", list(predictor.parts), "copies at every step"
-    if predictor.engine == "vllm":
-        if vllm.sleep_level == 0:
-            yield "rollout.vllm.sleep_level", "auto", "milliseconds at every step"
-        if not predictor.shares_weights and model.lora is not None:
-            yield "rollout.vllm.lora_sync", "adapter", "LoRA kernels while decoding"
-        if vllm.share_weights is False:
-            yield "rollout.vllm.share_weights", "auto", "nothing"
-    if config.micro_batch_tokens != "auto" and config.micro_batch_tokens > 1:
-        yield "micro_batch_tokens", config.micro_batch_tokens // 2, "more and smaller forwards"
-    if config.prompts_per_step > max(1, config.minibatches):
-        half = max(config.minibatches, config.prompts_per_step // 2, predictor.device.ranks)
-        yield "prompts_per_step", half, "fewer prompts in a step"

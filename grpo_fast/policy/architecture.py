@@ -79,19 +79,19 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
                 f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows; "
                 f"{OWN_TOKENIZER}"
             )
-    needed, positions = longest + completion_length, _positions(config)
-    if positions is not None and needed > positions:
+    needed, most = longest + completion_length, positions(config)
+    if most is not None and needed > most:
         completion = f" and {completion_length} of a completion" if completion_length else " and completion"
         stretch = ", or stretch its rotary positions by a rope_scaling (yarn) in its config.json"
         raise ValueError(
             f"{longest} tokens of the longest prompt{completion} need {needed} positions, and the model has "
-            f"{positions} (max_position_embeddings): lower dataset.max_prompt_length or max_completion_length"
+            f"{most} (max_position_embeddings): lower dataset.max_prompt_length or max_completion_length"
             f"{stretch if getattr(config, 'rope_parameters', None) else ''}"
         )
     return needed
 
 
-def _positions(config: PreTrainedConfig) -> int | None:
+def positions(config: PreTrainedConfig) -> int | None:
     """Those that the model was made for, or that its configuration stretches them to; None: no limit."""
     most: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes_that_are_missing_and_what_m
     memory(-1000)
 
     with pytest.raises(
-        ValueError, match=r"fit a small GPU: 4 prompts.* 1000 B more.*room: .*model\.train_lm_head=false"
+        ValueError, match=r"fit a small GPU: 4 prompts.* 1000 B more.*room: model\.dtype=bfloat16$"
     ):
         resolve_auto(auto_run(toy))
 

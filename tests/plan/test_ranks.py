@@ -102,7 +102,7 @@ def test_more_ranks_hold_and_compute_less_each(mode: str, head: str, traces: Tra
 
 
 def test_one_rank_is_planned_as_ever(traces: Traces) -> None:
-    plain, sharded = (plan(run(mode), traces, gpus(1), knobs=False).choice for mode in ("auto", "shard"))
+    plain, sharded = (plan(run(mode), traces, gpus(1)).choice for mode in ("auto", "shard"))
 
     assert plain.prediction == sharded.prediction and plain.values == sharded.values
     assert plain.prediction.exchange == dict.fromkeys(PHASES, 0.0)
@@ -145,9 +145,7 @@ def test_the_plan_and_a_run_shard_what_does_not_fit_whole(
         least = Search(mine, traces, gpus(4), step_sizes(mine, ranks=4)).least().prediction
         needed.append(max(map(least.total, PHASES)))
 
-    roomy, scarce = (
-        plan(run(), traces, gpus(4, total=total), knobs=False) for total in (8 << 30, sum(needed) // 2)
-    )
+    roomy, scarce = (plan(run(), traces, gpus(4, total=total)) for total in (8 << 30, sum(needed) // 2))
 
     assert (roomy.choice.mode, scarce.choice.mode) == ("replicate", "shard")
     assert scarce.choice.prediction.free >= 0 > scarce.rivals[0].prediction.free
@@ -213,7 +211,7 @@ def test_ranks_on_a_cpu_replicate_and_one_of_too_few_prompts_is_refused(toy: dic
 
 
 def test_equal_completions_take_on_one_rank_what_the_plan_predicts(traces: Traces) -> None:
-    choice = plan(run(prompts_per_step=4), traces, gpus(1), knobs=False).choice
+    choice = plan(run(prompts_per_step=4), traces, gpus(1)).choice
     sizes = choice.sizes
 
     found = step_seconds(choice, [[sizes.completion_length] * 8] * 4)
@@ -225,7 +223,7 @@ def test_equal_completions_take_on_one_rank_what_the_plan_predicts(traces: Trace
 
 def test_the_slowest_rank_is_waited_for(traces: Traces) -> None:
     """2 ms a token, for the model is small."""
-    choice = plan(run(prompts_per_step=2), traces, gpus(2), knobs=False).choice
+    choice = plan(run(prompts_per_step=2), traces, gpus(2)).choice
 
     found = step_seconds(choice, [[10, 20], [40, 4]])
 

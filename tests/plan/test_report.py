@@ -42,6 +42,7 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
         "fits, ",
         "completions of each",
         "4,096 or more, then ",
+        "longest with this group: 2,048 tokens, the model's positions; the memory holds ",
     ):
         assert text in printed
     assert re.search(r"num_generations +64 +the plan\n.*micro_batch_tokens +1024 +hand", printed)
@@ -51,11 +52,14 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
 def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["plan", "--model", model, "--gpu", "1GiB", *SIZES])
+    code = main(["plan", "--model", model, "--gpu", "1100MiB", *SIZES])
 
     printed = capsys.readouterr().out
     assert code == 1
-    assert "does not fit" in printed
+    assert (
+        "does not fit" in printed
+        and "the cheapest change with which it fits: model.train_lm_head=false\n" in printed
+    )
     assert "model.train_lm_head=false" in printed and "gradient_checkpointing=" not in printed
 
 
@@ -80,6 +84,9 @@ def test_the_plan_of_a_configuration_as_json(
     assert sum(found["parts"]["update"].values()) == found["total"]["update"]
     assert found["trainable_parameters"] == sum(found["parameters"].values())
     assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 3 * 64
+    context = found["largest_context"]
+    assert context["tokens"] > context["positions"] and " in the " in context["bound"]
+    assert found["cheapest_change"] == {}
     assert {"change", "saves", "cost", "largest_num_generations"} == set(found["knobs"][0])
 
 
@@ -108,6 +115,21 @@ def test_several_gpus_are_planned_in_both_modes(
     assert "read under torchrun alone" in capsys.readouterr().out
 
 
+def test_the_table_has_a_row_for_every_training_of_a_model(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--table", model, "--gpu", "2GiB", "rollout.max_completion_length=64"]
+
+    assert main(command) == 0
+    rows = re.findall(r" (full|LoRA|QLoRA) +([\d,]+)\+? · (\d+) K\n", capsys.readouterr().out)
+    assert main([*command, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["what_fits"]
+    assert [row[0] for row in rows] == [cell["training"] for cell in cells] == ["full", "LoRA", "QLoRA"]
+    assert [int(row[1].replace(",", "")) for row in rows] == [cell["group"] for cell in cells]
+    assert [int(row[2]) for row in rows] == [cell["context"]["tokens"] // 1000 for cell in cells]
+    assert cells[0]["group"] < cells[1]["group"] and cells[0]["bytes"] == 2 << 30
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +137,7 @@ def test_several_gpus_are_planned_in_both_modes(
         (["--model", "SmolLM2-135M", "--gpu", "H200"], "--prompt-length"),
         (["--gpu", "H200"], "--model"),
         (["--model", "SmolLM2-135M", "--gpu", "H200", "--gpus", "17", *SIZES], "17 ranks"),
+        (["--table", "--gpus", "8"], "goes without"),
         (["--model", "./nowhere", "--gpu", "H200", *SIZES], "'./nowhere'"),
         (["--model", "SmolLM2-135M", "--gpu", "H200", "--calibrate", *SIZES], "--calibrate"),
     ],

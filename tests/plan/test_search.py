@@ -8,11 +8,13 @@ import pytest
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget, device_budget
+from grpo_fast.plan.room import turned_knobs
 from grpo_fast.plan.search import (
     AUTO_MOST,
     BUSY,
     CONSTANTS,
     MOST_GENERATIONS,
+    RECOMPUTED,
     Choice,
     Search,
     plan,
@@ -54,7 +56,7 @@ def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(trace
     scarce = least + int(10.5 * 1.05 * sizes.packed_bytes / 8)  # ten more of each, with fragmentation
     assert group(scarce) == search(run(2), traces, scarce).largest_generations() == 12
     assert group(least - 1) is None
-    assert plan(run(), traces, gpu(2 << 30), knobs=False).largest_generations == MOST_GENERATIONS
+    assert plan(run(), traces, gpu(2 << 30)).largest_generations == MOST_GENERATIONS
 
 
 def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
@@ -62,7 +64,7 @@ def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
 
 
 def test_what_does_not_fit_says_so(traces: Traces) -> None:
-    found = plan(run(), traces, gpu(1 << 20), knobs=False)
+    found = plan(run(), traces, gpu(1 << 20))
 
     assert found.choice.prediction.free < 0
     assert found.largest_generations is None
@@ -72,7 +74,7 @@ def test_the_choice_is_the_fastest_of_all_that_fit(traces: Traces) -> None:
     """Beside every other way with its own largest micro-batch, on budgets from plenty to next to nothing."""
     keys = ("model.gradient_checkpointing", "memory.offload", "rollout.vllm.sleep_level")
     parts = ["gradients", "optimizer", "master"]
-    ways = list(product((False, "mlp", True), (parts[:count] for count in range(4)), (0, 1)))
+    ways = list(product(RECOMPUTED, (parts[:count] for count in range(4)), (0, 1)))
     least = search(run(), traces).least().prediction.total("update") + (20 << 20)
     for total in (least, 2 * least, 4 << 30):
         chosen = search(run(), traces, total).fastest(8)
@@ -153,7 +155,7 @@ def test_no_more_is_offloaded_than_the_host_holds(traces: Traces) -> None:
 
 def test_a_cpu_is_planned_with_its_constants(traces: Traces) -> None:
     model = ANY["model"] | {"attention": "sdpa"}
-    found = plan(run("auto", model=model), traces, DeviceBudget("cpu", "cpu", 8 << 30), knobs=False)
+    found = plan(run("auto", model=model), traces, DeviceBudget("cpu", "cpu", 8 << 30))
 
     assert found.choice.values == CONSTANTS | {"memory.offload": []}
     assert found.by_hand == []
@@ -171,7 +173,7 @@ def test_layers_without_mlps_are_recomputed_whole_or_not_at_all(
     assert "mlp" in recomputed()
     shape = replace(traces.shape(run().model), active_mlp=0)
     monkeypatch.setattr(Traces, "shape", lambda *_: shape)
-    assert recomputed() <= {True, False}
+    assert "mlp" not in recomputed()
 
 
 def test_an_engine_must_hold_a_sequence_of_the_length_that_it_is_started_for() -> None:
@@ -191,14 +193,14 @@ def test_small_micro_batches_do_beside_an_engine_that_cannot_sleep(traces: Trace
 def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:
     found = plan(run(loss={"beta": 0.1}), traces, gpu(2 << 30))
 
-    changes = {knob.change.partition("=")[0]: knob for knob in found.knobs}
-    assert {"model.lora", "loss.beta", "prompts_per_step"} <= set(changes)
-    assert all(max(knob.saves.values()) > 0 for knob in found.knobs)
-    groups = [knob.largest_num_generations or 0 for knob in found.knobs]
+    knobs = turned_knobs(found.search, found.choice)
+    changes = {knob.change: knob for knob in knobs}
+    assert {"model.lora={r: 16}", "loss.beta=0.0", "prompts_per_step=8"} <= set(changes)
+    assert all(max(knob.saves.values()) > 0 for knob in knobs)
+    groups = [knob.largest_num_generations or 0 for knob in knobs]
     assert groups == sorted(groups, reverse=True)
     weights = found.choice.prediction.parts["update"]["weights"]
-    assert changes["loss.beta"].saves["update"] == weights == changes["loss.beta"].saves["rollout"]
-    assert changes["model.lora"].change == "model.lora={r: 16}"
+    assert changes["loss.beta=0.0"].saves == {"update": weights, "rollout": weights}
 
 
 BY_HAND = {
@@ -211,7 +213,7 @@ BY_HAND = {
 def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(traces: Traces) -> None:
     def offered(config: TrainConfig) -> set[str]:
         found = plan(config, traces, gpu(2 << 30))
-        return {knob.change.partition("=")[0] for knob in found.knobs}
+        return {knob.change.partition("=")[0] for knob in turned_knobs(found.search, found.choice)}
 
     adapters = ANY["model"] | {"lora": {"r": 16}}
     assert not offered(run(model=adapters)) & {"model.lora", "model.train_lm_head", "loss.beta"}
@@ -228,5 +230,5 @@ def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
         plan(config, traces, gpu(1 << 30))
     with pytest.raises(ValueError, match="algorithm"):
         plan(TrainConfig.model_validate(without_rollouts), traces, gpu(1 << 30))
-    found = plan(config, traces, gpu(2 << 30), prompt_length=64, knobs=False)
+    found = plan(config, traces, gpu(2 << 30), prompt_length=64)
     assert found.choice.sizes.prompt_length == 64
