@@ -60,6 +60,7 @@ class ModelShape:
     active: int  # of them, that every token passes through: without embedding, head and experts not chosen
     active_mlp: int  # of these, in MLPs and experts
     bytes: int  # of all of them, in the dtypes they are kept in
+    quantized: int  # parameters in 4 bits
     narrow: int  # trained parameters of 16 bits, which have float32 masters
     wide: int  # trained parameters that are their own masters
     tensors: int
@@ -81,6 +82,10 @@ class ModelShape:
     def moments(self, kind: str) -> int:
         """Bytes of Adam's moments with an optimizer of this kind."""
         return self.moments_8bit if kind == "adamw_8bit" else 8 * (self.narrow + self.wide)
+
+    def inputs(self, tokens: int) -> int:
+        """Bytes of all layers' inputs."""
+        return self.itemsize * self.hidden * len(self.layers) * tokens
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of one sequence in transformers' cache, exactly `tokens` long."""
@@ -210,6 +215,7 @@ def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:
         active=sum(active.values()),
         active_mlp=active.get("mlp", 0) + active.get("experts", 0),
         bytes=sum(map(_nbytes, model.parameters())),
+        quantized=sum(count_numbers(p) for p in model.parameters() if is_quantized(p)),
         narrow=sum(p.numel() for p in trained if p.element_size() < 4),
         wide=sum(p.numel() for p in trained if p.element_size() >= 4),
         tensors=len([*model.parameters()]),

@@ -74,6 +74,7 @@ class Prediction:
     device: DeviceBudget
     parts: dict[Phase, dict[str, int]]
     offloaded: tuple[Part, ...]  # of the trainer
+    host: int  # bytes of the host's memory that these take, and layers' inputs
     micro_batch: MicroBatch
     seconds: dict[Phase, float]  # of a step, estimated: see `plan.seconds`
     exchange: dict[Phase, float]  # of these, between ranks: see `plan.exchange`
@@ -154,6 +155,10 @@ class Predictor:
         resident = self._resident(accumulates=False) | {"gradients": 0}
         return sum(resident[part] for part in parts)
 
+    def inputs_on_host(self, batch: MicroBatch) -> int:
+        """Bytes of the layers' inputs that wait in the host's memory for the backward."""
+        return self.shape.inputs(batch.inputs) * (self.run.model.gradient_checkpointing == "offload")
+
     def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
         """Bytes at these sizes, or with a micro-batch other than their largest."""
         batch = micro_batch or largest_micro_batch(sizes)
@@ -166,7 +171,8 @@ class Predictor:
         exchange: dict[Phase, float] = {"update": update_exchange(*of, batch), "rollout": sync_seconds(*of)}
         computing = self._seconds(sizes, batch)
         seconds = {phase: computing[phase] + exchange[phase] for phase in PHASES}
-        return Prediction(self.device, parts, self.offloaded, batch, seconds, exchange, timed)
+        host = self.on_host(self.offloaded) + self.inputs_on_host(batch)
+        return Prediction(self.device, parts, self.offloaded, host, batch, seconds, exchange, timed)
 
     def update(self, sizes: StepSizes, batch: MicroBatch | None = None) -> dict[str, int]:
         """Bytes by part of the backward or, where something comes for it alone, of the optimiser's step."""
@@ -219,12 +225,15 @@ class Predictor:
 
     def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
         device = self.timed_on
+        # An engine's own copy of the weights is in full precision.
+        copied = self.engine == "vllm" and not self.shares_weights
+        engine_shape = replace(self.shape, quantized=0) if copied else self.shape
         work = whole_step(sizes)
         work = replace(work, count=batch.count * sizes.minibatches)
         return {
             "update": update_seconds(self.run, self.shape, device, work)
             + transfer_seconds(self.run, self.shape, device, self.offloaded),
-            "rollout": rollout_seconds(self.shape, device, sizes, self.engine, self.rows_in_flight(sizes))
+            "rollout": rollout_seconds(engine_shape, device, sizes, self.engine, self.rows_in_flight(sizes))
             + SLEEP_SECONDS * self.sleeps,
         }
 

@@ -21,6 +21,8 @@ PCIE_4, PCIE_5 = 25e9, 50e9  # bytes a second as reached by 16 lanes, each way; 
 
 SLEEP_SECONDS = 0.2  # of vLLM's falling asleep and waking, a step
 
+FUSED_4_BITS = 4  # rows up to which bitsandbytes multiplies 4-bit weights as they are on every GPU
+
 HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 """The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
 
@@ -30,7 +32,7 @@ def update_seconds(
 ) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
     layers, head = _layer_flops(shape, work.inputs, work.pairs), _head_flops(shape, work.targets)
-    recomputed = {True: layers, "mlp": 2 * shape.active_mlp * work.inputs}
+    recomputed = {True: layers, "offload": layers, "mlp": 2 * shape.active_mlp * work.inputs}
     backward = 1 if run.model.lora is not None else 2  # a frozen weight has no gradient of its own
     passes = 1 + backward + recomputed.get(run.model.gradient_checkpointing, 0) / layers
     products = 3 + shape.head_trained  # the backward forms the logits once more
@@ -41,9 +43,10 @@ def update_seconds(
     launches = (run.num_iterations * passes + forwards) * work.count * len(shape.layers)
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
     moved = run.num_iterations * work.count * (2 * shape.itemsize + 8) * (shape.narrow + shape.wide)
-    return max(flops / (REACHED_FLOPS * device.flops), launches * HOST_SECONDS["transformers"]) + moved / (
-        REACHED_BANDWIDTH * device.bandwidth
-    )
+    computing = max(flops / (REACHED_FLOPS * device.flops), launches * HOST_SECONDS["transformers"])
+    if run.model.gradient_checkpointing == "offload":  # inputs leave and come back beside it
+        computing = max(computing, 2 * run.num_iterations * shape.inputs(work.inputs) / _host_link(device))
+    return computing + moved / (REACHED_BANDWIDTH * device.bandwidth)
 
 
 def transfer_seconds(
@@ -54,7 +57,11 @@ def transfer_seconds(
     masters = 4 * shape.narrow * ("master" in offloaded)
     steps = run.num_iterations * run.minibatches
     copied = steps * (moments + masters) / device.ranks + shape.bytes * ("reference" in offloaded)
-    return copied / (PCIE_5 if device.capability[0] >= 9 else PCIE_4)
+    return copied / _host_link(device)
+
+
+def _host_link(device: DeviceBudget) -> float:
+    return PCIE_5 if device.capability[0] >= 9 else PCIE_4
 
 
 def rollout_seconds(
@@ -80,7 +87,9 @@ def prefill_seconds(shape: ModelShape, device: DeviceBudget, sizes: StepSizes) -
 def token_seconds(shape: ModelShape, device: DeviceBudget, engine: str, seen: int, rows: int) -> float:
     """Of the next token of so many completions in flight, each of which sees `seen` tokens."""
     weights = shape.active + shape.vocabulary * shape.hidden
-    read = shape.itemsize * weights + rows * shape.kv_bytes(seen)
+    in_4_bits = 0.5 if rows <= FUSED_4_BITS else 0.5 + 2 * shape.itemsize  # else they are made anew, and read
+    read = shape.itemsize * (weights - shape.quantized) + in_4_bits * shape.quantized
+    read += rows * shape.kv_bytes(seen)
     computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
     host = HOST_SECONDS[engine] * (1 if engine == "vllm" else len(shape.layers))
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)

@@ -167,9 +167,9 @@ def tiled() -> Iterator[None]:
         recompute._tiles, recompute._result = own
 
 
-def _planned_tiles(tensor: Tensor) -> tuple[Tensor, ...]:
+def _planned_tiles(tensor: Tensor) -> list[Tensor]:
     tile = tensor.reshape(1, -1, tensor.shape[-1])[:, : UNITS["tile"]]
-    return tile, tile
+    return [tile, tile]
 
 
 def _planned_result(mlp: Any, hidden: Tensor) -> Tensor:

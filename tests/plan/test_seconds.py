@@ -7,7 +7,7 @@ import pytest
 
 from grpo_fast.plan.devices import device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.seconds import rollout_seconds, transfer_seconds, update_seconds
+from grpo_fast.plan.seconds import rollout_seconds, token_seconds, transfer_seconds, update_seconds
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, whole_step
 from grpo_fast.plan.trace import Traces
 
@@ -56,6 +56,35 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
     assert seconds({"num_iterations": 3}) == pytest.approx(3 * seconds())
     minibatches = {"minibatches": 2}
     assert seconds(minibatches) > seconds() == seconds({**minibatches, "old_logprobs": "sampler"})
+
+
+def test_a_base_in_4_bits_is_read_as_it_is_for_few_rows_and_made_anew_for_many(
+    config: Any, predictor: Any
+) -> None:
+    small, gpu = predictor(Traces(config()), dtype="bfloat16").shape, device_budget("H100")
+    plain = replace(small, active=10**10, layers=())
+    quantised = replace(plain, quantized=8 * 10**9)
+
+    def moved(shape: Any, rows: int) -> float:
+        return token_seconds(shape, gpu, "vllm", 1, rows) * 0.6 * gpu.bandwidth
+
+    head = 2 * small.vocabulary * small.hidden
+    assert moved(plain, 8) == pytest.approx(2e10 + head)
+    assert moved(quantised, 4) == pytest.approx(0.4e10 + 0.4e10 + head)
+    assert moved(quantised, 8) == pytest.approx(0.4e10 + 0.4e10 + 2 * 1.6e10 + head)
+
+
+def test_inputs_of_layers_leave_and_come_back_beside_the_computing(config: Any, predictor: Any) -> None:
+    traces = Traces(config())
+
+    def seconds(flops: float, recomputed: Any) -> float:
+        gpu = replace(device_budget("H100"), flops=flops)
+        made = predictor(traces, gpu, dtype="bfloat16", gradient_checkpointing=recomputed)
+        return update_seconds(made.run, made.shape, gpu, replace(whole_step(STEP), count=0))
+
+    assert seconds(1e12, "offload") == seconds(1e12, True)
+    inputs = 16 * (512 + 8 * 511)
+    assert seconds(1e30, "offload") == 2 * 3 * 128 * 2 * inputs / 50e9  # layers, width and bytes, both ways
 
 
 def test_a_token_of_a_mixture_visits_the_experts_it_chooses(config: Any, predictor: Any) -> None:
