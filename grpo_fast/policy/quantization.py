@@ -63,12 +63,12 @@ def require_bitsandbytes(what: str) -> None:
     """Raises ImportError where it is missing."""
     if find_spec("bitsandbytes") is None:
         raise ImportError(f"{what}, which needs bitsandbytes: pip install 'grpo-fast[quantization]'")
+    # It warns that it would compute faster on some CPUs with kernels that it downloads.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]:
     """How transformers loads a model that `quantizes`: layer by layer, onto the device."""
-    # It warns that it would compute faster on some CPUs with kernels that it downloads.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings: dict[str, Any] = {"device_map": {"": device}}
     if model.quantization is not None:
         from transformers import BitsAndBytesConfig
