@@ -219,8 +219,9 @@ def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     args.model = (models := args.table or MODELS)[0]
     usual = {
+        "prompts_per_step": 1,
         "dataset.max_prompt_length": 512,
-        "rollout.max_completion_length": 4096,
+        "rollout.max_completion_length": 2048,
         "rollout.num_generations": 8,
     }
     given = " ".join(overrides).replace("-", "_")  # under another tool's name, too

@@ -46,6 +46,11 @@ class DeviceBudget:
     node: int = 8  # of them at most, that `link` joins
 
     @property
+    def host_share(self) -> int:
+        """Bytes of its host's memory that each rank of a node may take."""
+        return self.host // min(self.ranks, self.node)
+
+    @property
     def head_device(self) -> Device:
         """What the head's plan needs to know of it."""
         return Device(self.kind, self.capability, self.shared_memory, has_triton=self.kind == "cuda")

@@ -90,8 +90,10 @@ class Prediction:
 
     @property
     def free(self) -> int:
-        """What is left of the device at the higher of the two peaks; negative where it does not fit."""
-        return self.device.total - max(map(self.total, PHASES))
+        """What is left of the device at the higher of the two peaks; negative where it does not fit, or where
+        the host does not hold what is offloaded."""
+        left, on_host = self.device.total - max(map(self.total, PHASES)), self.device.host_share - self.host
+        return left if on_host >= 0 else min(left, on_host)
 
 
 class Predictor:
@@ -171,7 +173,7 @@ class Predictor:
         exchange: dict[Phase, float] = {"update": update_exchange(*of, batch), "rollout": sync_seconds(*of)}
         computing = self._seconds(sizes, batch)
         seconds = {phase: computing[phase] + exchange[phase] for phase in PHASES}
-        host = self.on_host(self.offloaded) + self.inputs_on_host(batch)
+        host = self.host(batch)
         return Prediction(self.device, parts, self.offloaded, host, batch, seconds, exchange, timed)
 
     def update(self, sizes: StepSizes, batch: MicroBatch | None = None) -> dict[str, int]:
@@ -213,9 +215,15 @@ class Predictor:
         return self._with_overheads(parts)
 
     def fits(self, sizes: StepSizes, spare: int = 0) -> bool:
-        """Whether both phases do, and so many bytes besides."""
+        """Whether both phases do, and so many bytes besides, and the host what is offloaded."""
         room = self.device.total - spare
-        return all(sum(parts(sizes).values()) <= room for parts in (self.update, self.rollout))
+        return self.host(largest_micro_batch(sizes)) <= self.device.host_share and all(
+            sum(parts(sizes).values()) <= room for parts in (self.update, self.rollout)
+        )
+
+    def host(self, batch: MicroBatch) -> int:
+        """Bytes of the host's memory that a rank's offloaded parts and its layers' inputs take."""
+        return self.on_host(self.offloaded) + self.inputs_on_host(batch)
 
     @property
     def timed_on(self) -> DeviceBudget:

@@ -105,8 +105,8 @@ def render_table(cells: Sequence[Cell], sizes: StepSizes) -> RenderableType:
         rows.add_row(first.model, first.training, *map(_fitting, row))
     notes = (
         "\nlargest group · largest context in tokens; -: not even two completions fit\n"
-        f"group: {sizes.prompts} prompts in a step, {sizes.prompt_length} tokens and up to "
-        f"{sizes.completion_length:,} of a completion\n"
+        f"group: prompts of {sizes.prompt_length} tokens, completions of up to {sizes.completion_length:,}, "
+        f"all of {sizes.prompts} prompts in one micro-batch; in several, any fits where a context does\n"
         f"context: of a prompt and its completion, {sizes.generations} of each prompt, whether or not the "
         "model has as many positions\n"
         f"assumed: as little at once as need be, a host with {HOST} times the GPU's memory, LoRA of rank 16\n"

@@ -95,8 +95,12 @@ def _possible_knobs(config: TrainConfig, predictor: Predictor) -> Iterator[tuple
         yield {"rollout.vllm.lora_sync": "adapter"}, "LoRA kernels while decoding"
     if model.gradient_checkpointing in (False, "mlp"):
         yield {"model.gradient_checkpointing": True}, "a second forward of every layer"
+    if model.gradient_checkpointing is True and predictor.on_gpu:
+        yield {"model.gradient_checkpointing": "offload"}, "copies of every layer's input"
     if kind == "adamw":
         yield {"optimizer.kind": "adamw_8bit"}, "moments of 8 bits"
+    if model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding:
+        yield {"optimizer.stochastic_rounding": True}, "chance in the weights' last bit, no masters"
     if model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}, "weights of 16 bits"
     if config.loss.needs_reference and model.lora is None:

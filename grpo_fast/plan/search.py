@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ CONSTANTS = {
 
 OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
 BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
-RECOMPUTED = (False, "mlp", True)  # by what it costs
+RECOMPUTED = (False, "mlp", True, "offload")  # by what it costs
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,16 @@ class Search:
                 break
         return min(found, key=_seconds, default=None)
 
-    def largest_generations(self, most: int = MOST_GENERATIONS) -> int | None:
-        """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two."""
+    def largest_generations(self, most: int = MOST_GENERATIONS, *, at_once: bool = False) -> int | None:
+        """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two.
+
+        Args:
+            at_once: a step's in one micro-batch, instead of one in each.
+        """
         found: list[int] = []
+        sizes = replace(self._least, micro_batch_tokens=sys.maxsize) if at_once else self._least
         for *_, frugal in self._ways():
-            found += filter(None, [largest(2, most, partial(_fits_with, frugal, self._least, "generations"))])
+            found += filter(None, [largest(2, most, partial(_fits_with, frugal, sizes, "generations"))])
             if most in found:
                 break
         return max(found, default=None)
@@ -187,7 +193,7 @@ class Search:
         phase = max(PHASES, key=then.total)
         before = Counter(short.parts[phase])
         part, _ = (Counter(then.parts[phase]) - before).most_common(1)[0]
-        bound = f"{part} in the {phase}" if then.free < 0 else "the host's memory"
+        bound = f"{part} in the {phase}" if then.total(phase) > self.device.total else "the host's memory"
         text = self.traces.config.get_text_config()
         return Context(sizes.prompt_length + tokens, bound, positions(text))
 
@@ -232,8 +238,7 @@ class Search:
             lists: list[Any] = [memory.offload]
             if lists == ["auto"]:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
-                neighbours = min(self.device.ranks, self.device.node)
-                lists = [parts for parts in lists if neighbours * plain.on_host(parts) <= self.device.host]
+                lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host_share]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
     def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Choice | None:

@@ -34,7 +34,7 @@ class Cell:
     training: str
     gpu: str
     bytes: int  # of the GPU
-    group: int | None  # completions of a prompt; None: not even two
+    group: int | None  # completions of a prompt in one micro-batch; None: not even two
     context: Context | None  # None: not even one token of a completion
 
 
@@ -53,5 +53,6 @@ def table(
             run = with_values(config, values | {"model.path": model})
             for device in devices:
                 search = Search(run, traces, replace(device, host=HOST * device.total), sizes)
-                group, context = search.largest_generations(), search.largest_context(sizes.generations)
+                group = search.largest_generations(at_once=True)
+                context = search.largest_context(sizes.generations)
                 yield Cell(model, training, device.name, device.total, group, context)

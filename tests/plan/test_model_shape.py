@@ -21,7 +21,10 @@ PUBLISHED = {  # parameters of the published weights, a tied head counted once
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.1-8B": 8_030_261_248,
 }
