@@ -187,7 +187,7 @@ def _quantized(model: PreTrainedModel, settings: Any, device: torch.device | str
             layer.weight = Params4bit(numbers, **vars(layer.weight))._quantize(device)
             if layer.bias is not None:
                 layer.bias = nn.Parameter(numbers.new_zeros(layer.bias.shape), requires_grad=False)
-    return settle(quantizer.postprocess_model(model))
+    return settle(quantizer.postprocess_model(model), model.dtype)
 
 
 def model_shape(model: PreTrainedModel | PeftModel) -> ModelShape:

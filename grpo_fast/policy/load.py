@@ -203,7 +203,7 @@ def _load_model(
         **_origin(config),
         **(loading_settings(config, device) if quantized else {}),
     )
-    return settle(model) if quantized else model.to(device)
+    return settle(model, getattr(torch, config.dtype)) if quantized else model.to(device)
 
 
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:

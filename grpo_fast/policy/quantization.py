@@ -82,12 +82,17 @@ def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]
     return settings
 
 
-def settle(model: PreTrainedModel) -> PreTrainedModel:
-    """Quantised layers compute in the model's dtype, whichever they were saved with, and keep one layout."""
+def settle(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """All computes in `dtype`, whichever it was saved with, and quantised layers keep one layout."""
+    if model.dtype != dtype:  # transformers 5.23 leaves what is not quantised as it was saved
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        model.config.dtype = dtype
     modules: Iterable[Any] = model.modules()
     for layer in modules:
         if is_quantized(getattr(layer, "weight", None)):
-            layer.weight.quant_state.dtype = layer.compute_dtype = model.dtype
+            layer.weight.quant_state.dtype = layer.compute_dtype = dtype
             layer.compute_type_is_set = True
             layer.support_avx512bf16_for_cpu = False  # which would pack the weight anew to generate
     return model

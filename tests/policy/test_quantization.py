@@ -47,7 +47,8 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_every_linear_layer_but_the_head_is_rounded_to_nf4_and_nothing_else(load: Load) -> None:
     plain = dict(load("qwen2").named_weights())
-    policy = load("qwen2", quantization="nf4", lora={**LORA, "target_modules": ["v_proj"]})
+    lora = {**LORA, "target_modules": ["v_proj"]}
+    policy = load("qwen2", quantization="nf4", lora=lora)
 
     for name, weight in policy.named_weights():
         expected = plain[name]
@@ -56,9 +57,14 @@ def test_every_linear_layer_but_the_head_is_rounded_to_nf4_and_nothing_else(load
             expected = bnb.functional.dequantize_4bit(packed, state)
             assert not expected.equal(plain[name])
         assert weight.equal(expected), name
-    assert policy.quantized and not load("qwen2", lora=LORA).quantized
-    assert {p.dtype for n, p in policy.model.named_parameters() if "base_layer.weight" in n} == {torch.uint8}
-    assert policy.token_costs == load("qwen2", lora=LORA).token_costs
+    unquantized = load("qwen2", lora=lora)
+    assert policy.quantized and not unquantized.quantized
+    assert {
+        p.dtype
+        for n, p in policy.model.named_parameters()
+        if "_proj" in n and ".lora" not in n and n.endswith("weight")
+    } == {torch.uint8}
+    assert policy.token_costs == unquantized.token_costs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
