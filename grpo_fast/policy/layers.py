@@ -61,9 +61,8 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.devic
         experts = any("expert" in name for name, _ in model.named_parameters())
         wanted = device.type == "cuda" and not liger and not experts
     if wanted:
-        for mlp in (
-            token_wise_mlps(model) if config.recomputed else ()
-        ):  # which is no part of its layer's graph
+        # Compiled by itself where it computes tiles, which end its layer's graph.
+        for mlp in token_wise_mlps(model) if config.recomputed else ():
             mlp.forward = _compiled(mlp.forward)
         for layer in decoder_layers(model):
             layer.forward = _when_packed(layer.forward)
