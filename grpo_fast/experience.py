@@ -167,12 +167,14 @@ def bare_samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _sample(group_id: int, group: Group, completion: Completion, advantage: Advantage) -> Sample:
+    episode = completion.episode
     return Sample(
-        prompt_ids=group.prompt.token_ids,
+        prompt_ids=group.prompt.token_ids if episode is None else episode.prompt_ids,
         completion_ids=completion.token_ids,
         advantage=advantage,
         group_id=group_id,
         sampler_logprobs=completion.logprobs,
+        sampled=None if episode is None else episode.sampled,
     )
 
 
@@ -194,7 +196,7 @@ def make_samples(
         for completion, advantage in zip(group.completions, group.advantages, strict=True):
             masked = config.mask_truncated and completion.truncated
             num_sequences += 1
-            num_tokens += 0 if masked else len(completion.token_ids)
+            num_tokens += 0 if masked else completion.num_sampled
             if masked or (group.flat and skips):
                 continue
             samples.append(_sample(group_id, group, completion, advantage))

@@ -57,7 +57,7 @@ class Minibatch:
         found: dict[int, Tensor] = {}  # a sequence's tokens are contiguous in its batch
         for batch, tokens in zip(self.batches, values, strict=True):
             ids = batch.sample_ids.tolist()
-            parts = tokens.split([len(self.samples[i].completion_ids) for i in ids])
+            parts = tokens.split([self.samples[i].num_targets for i in ids])
             found |= zip([self.numbers[i] for i in ids], parts, strict=True)
         return found
 
@@ -147,7 +147,7 @@ class PolicyUpdate:
                 StepTotals(
                     num_tokens=totals.num_tokens / parts,
                     num_sequences=totals.num_sequences / parts,
-                    measured_tokens=sum(len(sample.completion_ids) for sample in part),
+                    measured_tokens=sum(sample.num_targets for sample in part),
                     measured_sequences=len(part),
                 ),
             )

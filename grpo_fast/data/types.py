@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Message = dict[str, str]  # {"role": "user" | "assistant" | "system", "content": str}
+# {"role": "user" | "assistant" | "system" | "tool", "content": str}, and an assistant's "tool_calls".
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,16 @@ class Sample:
     advantage: float | tuple[float, ...]  # of the whole completion, or C: of each of its tokens
     group_id: int
     sampler_logprobs: tuple[float, ...] | None = None  # C
+    sampled: tuple[bool, ...] | None = None  # C: what the model wrote, and learns from; None: all of it
+
+    @property
+    def num_targets(self) -> int:
+        """Completion tokens that the loss is of."""
+        return len(self.completion_ids) if self.sampled is None else sum(self.sampled)
+
+    def targets(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Of C values, those of the tokens that the loss is of."""
+        return values if self.sampled is None else [*itertools.compress(values, self.sampled)]
 
     @property
     def token_advantages(self) -> tuple[float, ...]:
@@ -37,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch. T input tokens, N completion tokens (targets), S sequences, D documents.
+    """A micro-batch. T input tokens, N sampled completion tokens (targets), S sequences, D documents.
 
     Completions of one prompt share its tokens: a document is then [prompt, c1, c2, ...], the positions of
     every completion go on from the prompt's, `loss_index` names the last prompt token once for each of them,
@@ -90,10 +100,7 @@ def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[
     if ranks == 1:
         return [[*range(len(samples))]]
     families = [*_families(samples).values()]
-    own = [
-        costs.more_inputs(len(s.prompt_ids), _inputs(s)) + costs.target * len(s.completion_ids)
-        for s in samples
-    ]
+    own = [costs.more_inputs(len(s.prompt_ids), _inputs(s)) + costs.target * s.num_targets for s in samples]
     found: list[tuple[float, list[list[int]]]] = []
     pieces, most = 1, max(map(len, families))
     while True:
@@ -179,11 +186,14 @@ def _check(sample: Sample, index: int) -> None:
     length = len(sample.completion_ids)
     if not sample.prompt_ids:
         raise ValueError(f"samples[{index}].prompt_ids is empty: nothing predicts the first completion token")
-    if not length:
-        raise ValueError(f"samples[{index}].completion_ids is empty; leave the sample out")
+    if not sample.num_targets:
+        raise ValueError(
+            f"samples[{index}].completion_ids is empty, or nothing of it is sampled; leave the sample out"
+        )
     for name, values in (
         ("advantage", sample.token_advantages),
         ("sampler_logprobs", sample.sampler_logprobs),
+        ("sampled", sample.sampled),
     ):
         if values is not None and len(values) != length:
             raise ValueError(
@@ -259,7 +269,7 @@ def _lay_out(samples: Sequence[Sample], documents: Sequence[Sequence[int]]) -> P
         for segment, i in enumerate(document, start=1):
             length = _inputs(samples[i])
             start = len(input_ids)
-            loss_index += [last_of_prompt, *range(start, start + length)]
+            loss_index += samples[i].targets([last_of_prompt, *range(start, start + length)])
             input_ids += samples[i].completion_ids[:-1]
             position_ids += range(prompt, prompt + length)
             segment_ids += [segment] * length
@@ -269,9 +279,10 @@ def _lay_out(samples: Sequence[Sample], documents: Sequence[Sequence[int]]) -> P
         return torch.from_numpy(np.array(values, dtype))  # torch takes five times as long over a list
 
     def flat(name: str, dtype: type) -> Tensor:
-        return tensor([value for sample in ordered for value in getattr(sample, name)], dtype)
+        values = (sample.targets(getattr(sample, name)) for sample in ordered)
+        return tensor([value for own in values for value in own], dtype)
 
-    lengths = tensor([len(sample.completion_ids) for sample in ordered])
+    lengths = tensor([sample.num_targets for sample in ordered])
     return PackedBatch(
         input_ids=tensor(input_ids),
         position_ids=tensor(position_ids),

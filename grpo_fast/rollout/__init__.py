@@ -5,7 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
+from grpo_fast.rollout.requests import Requests
+from grpo_fast.rollout.types import (
+    Completion,
+    Engine,
+    Episode,
+    Rollout,
+    RolloutObserver,
+    Sampling,
+    generate_rollout,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +26,13 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Engine",
+    "Episode",
+    "Requests",
+    "Rollout",
     "RolloutObserver",
     "Sampling",
     "chosen_engine",
+    "generate_rollout",
     "make_engine",
     "require_engine",
     "sampling_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,7 +82,9 @@ class RolloutConfig(Section):
         description="completions of a prompt; auto: on a GPU as many as the update's memory holds, up to 64 "
         "and to 1,024 in a step, elsewhere 8",
     )
-    max_completion_length: PositiveInt = Field(256, description="tokens")
+    max_completion_length: PositiveInt = Field(
+        256, description="tokens; of all turns, what an environment writes included"
+    )
     adaptive_length: AdaptiveLengthConfig | None = Field(
         None, description="moves the limit by what completions need; null: it stays"
     )
@@ -99,6 +101,28 @@ class RolloutConfig(Section):
     top_k: Count = Field(0, description="how many of the likeliest tokens are drawn from; 0: all")
     min_p: Fraction = Field(0.0, description="share of the likeliest token's probability that a token needs")
     stop: list[str] = Field([], description="texts that end a completion")
+    tools: list[str] = Field(
+        [],
+        description="functions that the model may call, as `module:function` or `path/to/file.py:function`",
+    )
+    environment: str | dict[str, str] | None = Field(
+        None,
+        description="class of which each completion gets an instance, as of TRL's environment_factory: "
+        "`module:Class` or `path/to/file.py:Class`, or {name: class}, of which the column `environment` "
+        "names one",
+    )
+    max_turns: PositiveInt | None = Field(
+        None, description="messages of the model in a completion with tools; null: no limit"
+    )
+    max_tool_calls: PositiveInt | None = Field(None, description="calls in a completion; null: no limit")
+    tool_timeout: float = Field(
+        60.0, gt=0, le=1e6, description="seconds that a call of a tool or an environment may take"
+    )
+    function: str | None = Field(
+        None,
+        description="a rollout of your own, as `module:function`: called with the engine, the prompts (each "
+        "as often as it is to be answered) and the sampling, it returns their completions",
+    )
     max_batch_tokens: PositiveInt | None = Field(
         None,
         description="of the transformers engine: KV tokens in flight at once; null: all, or what keeps a CPU "
@@ -115,6 +139,41 @@ class RolloutConfig(Section):
     def length_limit(self) -> int:
         """Tokens that no completion of the run exceeds."""
         return self.max_completion_length if self.adaptive_length is None else self.adaptive_length.max
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion may have several turns, which tools or an environment answer."""
+        return bool(self.tools) or self.environment is not None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _function_alone(cls, given: Any) -> Any:
+        return {"function": given} if isinstance(given, str) else given  # `rollout: module:function`
+
+    @model_validator(mode="after")
+    def _one_kind_of_turns(self) -> RolloutConfig:
+        if self.function is not None and self.has_turns:
+            raise ValueError(
+                f"rollout.function = {self.function!r} makes completions itself and would not call "
+                "rollout.tools or rollout.environment; leave one of them out"
+            )
+        for key in ("max_turns", "max_tool_calls", "tool_timeout"):
+            if key in self.model_fields_set and getattr(self, key) is not None and not self.has_turns:
+                raise ValueError(
+                    f"rollout.{key} = {getattr(self, key)} limits calls of tools, and there are none; set "
+                    "rollout.tools or rollout.environment"
+                )
+        if self.has_turns and self.stop:
+            raise ValueError(
+                f"rollout.stop = {self.stop} ends a completion in the middle of a turn, which tools "
+                "then cannot answer; leave it out"
+            )
+        if self.has_turns and self.vllm.tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.vllm.tensor_parallel_size = {self.vllm.tensor_parallel_size} with tools: ranks "
+                "that share a vLLM cannot answer turns as they end; set it to 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _length_within_bounds(self) -> RolloutConfig:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
-from grpo_fast.rollout.sampling import Warper, draw, make_warper
+from grpo_fast.rollout.requests import Request, Requests
+from grpo_fast.rollout.sampling import draw, make_warper
 from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless told otherwise: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
+Draws = Callable[[Sequence["Row"], int], Tensor]  # rows, and how many tokens they have -> (rows,) float64
+Done = Callable[["Row", Completion], None]
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class Row:
     """A completion to be drawn."""
 
     prompt: tuple[int, ...]
-    request: int  # which of the caller's prompts
-    number: int  # which of its completions
+    max_new: int  # tokens
+    key: Any  # whose completion it is
 
 
 @contextmanager
@@ -101,31 +105,74 @@ class TransformersEngine:
         Raises:
             ValueError: an empty prompt, `n` below 1, or a completion that alone exceeds `max_batch_tokens`.
         """
-        if self._asleep:
-            raise RuntimeError("generate() on a sleeping engine; call wake() first")
+        self._require_awake()
         check_prompts(prompts, n)
         if not prompts:
             return []
-        warper = make_warper(sampling)
+        self._require_room(max(map(len, prompts)), sampling.max_completion_length)
         generator = torch.Generator()
         if sampling.seed is None:
             generator.seed()
         else:
             generator.manual_seed(sampling.seed)
 
-        rows = [Row(tuple(prompt), request, i) for request, prompt in enumerate(prompts) for i in range(n)]
-        rows.sort(key=lambda row: (len(row.prompt), row.prompt))  # little padding, equal prompts adjacent
+        def uniforms(rows: Sequence[Row], length: int) -> Tensor:
+            return torch.rand(len(rows), generator=generator, dtype=torch.float64)
+
         collector = Collector(len(prompts), n, observer)
-        attention = self._base.config._attn_implementation
-        try:
-            # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
-            with evaluation_mode(self.model), torch.no_grad():
-                for chunk in self._chunks(rows, sampling.max_completion_length):
-                    self._complete(chunk, sampling, warper, generator, collector)
-        finally:
-            self._decoder = None
-            self._base.set_attn_implementation(attention)
+        rows = [
+            Row(tuple(prompt), sampling.max_completion_length, (request, number))
+            for request, prompt in enumerate(prompts)
+            for number in range(n)
+        ]
+        self._complete_all(
+            rows,
+            sampling,
+            uniforms,
+            lambda row, completion: collector.add(row.key[0], row.key[1], completion),
+            lambda decoding: collector.report(decoding) if collector.report_due else None,
+        )
         return collector.groups()
+
+    def serve(self, requests: Requests) -> None:
+        """As the protocol says, in batches: what is asked for while one is drawn waits for the next.
+
+        A batch begins when all clients wait for it, and each request's seed decides alone what is drawn: what
+        comes of it does not depend on how long anybody took.
+        """
+        self._require_awake()
+        while (taken := requests.take("all")) is not None:
+            alike: dict[Sampling, list[Request]] = {}
+            for request in taken:
+                how = replace(request.sampling, max_completion_length=1, seed=None)
+                alike.setdefault(how, []).append(request)
+            for how, members in alike.items():
+                self._answer(members, how, requests)
+
+    def _answer(self, asked: Sequence[Request], sampling: Sampling, requests: Requests) -> None:
+        """What `serve` has taken and is drawn alike."""
+        draws: dict[Request, Tensor] = {}
+        rows = []
+        for request in sorted(asked, key=lambda request: (request.sampling.seed or 0, request.token_ids)):
+            max_new = request.sampling.max_completion_length
+            try:
+                check_prompts([request.token_ids], 1)
+                self._require_room(len(request.token_ids), max_new)
+            except ValueError as error:
+                requests.give(request, error)
+                continue
+            generator, seed = torch.Generator(), request.sampling.seed
+            generator.seed() if seed is None else generator.manual_seed(seed)
+            draws[request] = torch.rand(max_new, generator=generator, dtype=torch.float64)
+            rows.append(Row(request.token_ids, max_new, request))
+        zero = torch.zeros((), dtype=torch.float64)
+
+        def uniforms(rows: Sequence[Row], length: int) -> Tensor:  # a row that is complete draws nothing
+            return torch.stack([draws[r.key][length] if length < r.max_new else zero for r in rows])
+
+        if rows:
+            give = lambda row, completion: requests.give(row.key, completion)  # noqa: E731
+            self._complete_all(rows, sampling, uniforms, give, requests.report)
 
     def sleep(self) -> None:
         self._asleep = True
@@ -152,18 +199,25 @@ class TransformersEngine:
     def __exit__(self, *exc: object) -> None:
         self._decoder = None
 
-    def _chunks(self, rows: Sequence[Row], max_new: int) -> Iterator[list[Row]]:
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("generate() on a sleeping engine; call wake() first")
+
+    def _require_room(self, prompt: int, max_new: int) -> None:
+        """Raises ValueError where one completion alone exceeds `max_batch_tokens`."""
+        largest = self._decoder_type.kv_tokens(1, prompt, 1, max_new)
+        if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens = {self.max_batch_tokens} cannot hold one completion of up to {max_new} "
+                f"tokens after a prompt of {prompt}; raise it to at least {largest}"
+            )
+
+    def _chunks(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
-        kv_tokens, longest = self._decoder_type.kv_tokens, len(rows[-1].prompt)
-        largest = kv_tokens(1, longest, 1, max_new)
+        kv_tokens, max_new = self._decoder_type.kv_tokens, max(row.max_new for row in rows)
         budget: float = inf if self.max_batch_tokens is None else self.max_batch_tokens
         if self.max_batch_tokens is None and self._base.device.type == "cpu":
-            budget = max(CPU_BATCH_TOKENS, largest)
-        if largest > budget:
-            raise ValueError(
-                f"max_batch_tokens = {budget} cannot hold one completion of up to {max_new} tokens after "
-                f"a prompt of {longest}; raise it to at least {largest}"
-            )
+            budget = CPU_BATCH_TOKENS
         chunk: list[Row] = []
         distinct = 0
         for row in rows:
@@ -175,19 +229,36 @@ class TransformersEngine:
             distinct += new
         yield chunk
 
-    def _complete(
-        self,
-        rows: Sequence[Row],
-        sampling: Sampling,
-        warper: Warper | None,
-        generator: torch.Generator,
-        collector: Collector,
+    def _complete_all(
+        self, rows: list[Row], sampling: Sampling, uniforms: Draws, done: Done, report: Report
     ) -> None:
-        """Draw one completion for each row, all at once; each is collected when it ends."""
-        device, count, max_new = self._base.device, len(rows), sampling.max_completion_length
+        """Draw a completion for each row.
+
+        Args:
+            uniforms: what decides the next token of each of these rows, after so many.
+            done: given each completion as it ends.
+            report: told of tokens that belong to completions that still go on.
+        """
+        rows.sort(key=lambda row: (len(row.prompt), row.prompt))  # little padding, equal prompts adjacent
+        attention = self._base.config._attn_implementation
+        try:
+            # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
+            with evaluation_mode(self.model), torch.no_grad():
+                for chunk in self._chunks(rows):
+                    self._complete(chunk, sampling, uniforms, done, report)
+        finally:
+            self._decoder = None
+            self._base.set_attn_implementation(attention)
+
+    def _complete(
+        self, rows: Sequence[Row], sampling: Sampling, uniforms: Draws, done: Done, report: Report
+    ) -> None:
+        """`_complete_all` of rows that are drawn all at once."""
+        device, count, max_new = self._base.device, len(rows), max(row.max_new for row in rows)
         numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
-        eos = torch.tensor(self.eos_ids, device=device)
+        limits = torch.tensor([row.max_new for row in rows], device=device)
+        eos, warper = torch.tensor(self.eos_ids, device=device), make_warper(sampling)
 
         self._decoder = decoder = self._decoder_type(self._base, max_new)
         self._base.set_attn_implementation(decoder.attention)
@@ -196,32 +267,30 @@ class TransformersEngine:
         going = torch.ones(count, dtype=torch.bool, device=device)  # rows that have not ended
         held = torch.arange(count, device=device)  # rows that the decoder computes
 
-        def collect(done: Tensor, length: int, *, truncated: bool) -> None:
-            """Hand over the completions of the rows `done`, an index."""
-            if not len(done):
+        def collect(ended: Tensor, length: int, *, truncated: bool) -> None:
+            """Hand over the completions of the rows `ended`, an index."""
+            going[ended] = False
+            if not len(ended):
                 return
-            ids = tokens[done, :length].tolist()
-            columns = (done.tolist(), ids, logprobs[done, :length].tolist(), self._texts(ids))
+            ids = tokens[ended, :length].tolist()
+            columns = (ended.tolist(), ids, logprobs[ended, :length].tolist(), self._texts(ids))
             for number, row, row_logprobs, text in zip(*columns, strict=True):
-                completion = Completion(tuple(row), tuple(row_logprobs), text, truncated)
-                collector.add(rows[number].request, rows[number].number, completion)
+                done(rows[number], Completion(tuple(row), tuple(row_logprobs), text, truncated))
 
         logits = decoder.prefill(list(numbers), owners)
         for length in range(1, max_new + 1):
             # A uniform for every row, held or not: what is drawn does not depend on which were evicted.
-            uniforms = torch.rand(count, generator=generator, dtype=torch.float64).to(device)
-            drawn, drawn_logprobs = draw(logits, uniforms[held], warper)
+            drawn, drawn_logprobs = draw(logits, uniforms(rows, length - 1).to(device)[held], warper)
             tokens[held, length - 1], logprobs[held, length - 1] = drawn, drawn_logprobs
             ended = torch.isin(drawn, eos)
             if sampling.stop:
                 ended |= self._completes_stop(tokens[held, :length], sampling.stop)
-            done = held[going[held] & ended]
-            going[done] = False
-            collect(done, length, truncated=False)
+            collect(held[going[held] & ended], length, truncated=False)
+            collect(held[going[held] & (limits[held] == length)], length, truncated=True)
             alive = going[held]
             living = int(alive.sum())
-            collector.report(living * length)
-            if living == 0 or length == max_new:
+            report(living * length)
+            if living == 0:
                 break
             if living < DROP_BELOW * len(held):
                 stay = alive.nonzero()[:, 0]
@@ -229,8 +298,6 @@ class TransformersEngine:
                 held, drawn = held[stay], drawn[stay]
             logits = decoder.step(drawn)
         self._decoder = None
-        collect(going.nonzero()[:, 0], max_new, truncated=True)
-        collector.report(0)
 
     def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
         """(rows,) bool: the end of the text of `tokens` (rows, t) holds a stop string."""

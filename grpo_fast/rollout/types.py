@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -13,7 +13,9 @@ from pydantic.dataclasses import dataclass
 from grpo_fast.section import EXACT, Count, Fraction, NotNegative, PositiveInt
 
 if TYPE_CHECKING:
+    from grpo_fast.data.types import Message, Prompt
     from grpo_fast.policy import Policy
+    from grpo_fast.rollout.requests import Requests
 
 REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
@@ -37,13 +39,40 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Episode:
+    """What a completion of several turns is, besides its tokens."""
+
+    prompt: str | list[Message]  # with what the environment began it with
+    prompt_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]  # of each token after the prompt: drawn by the model, not the environment's
+    messages: tuple[Message, ...]  # after the prompt
+    environment: Any = None  # the instance, until the rewards are known
+    tool_calls: int = 0
+    tool_failures: int = 0  # calls that raised, were of no known tool, or were given up
+    environment_seconds: float = 0.0  # the longest of calls made together, summed over turns
+
+    @property
+    def turns(self) -> int:
+        """Messages of the model."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
     """One sampled completion."""
 
     token_ids: tuple[int, ...]  # the end token included when one was drawn
     logprobs: tuple[float, ...] | None  # of each token, under what it was drawn from; None: unasked
     text: str  # decoded, special tokens removed
-    truncated: bool  # stopped by max_completion_length
+    truncated: bool  # stopped by a limit of tokens, turns or calls
+    episode: Episode | None = (
+        None  # of several turns: then an environment's tokens, of logprob 0, are between
+    )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model wrote."""
+        return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
 
 
 class RolloutObserver(Protocol):
@@ -87,6 +116,18 @@ class Engine(Protocol):
         """
         ...
 
+    def serve(self, requests: Requests) -> None:
+        """Draw what is asked for while it is asked; returns when nothing more will be.
+
+        A request that cannot be answered gets the ValueError that `generate` would raise; the others go on.
+        `generate` is not called meanwhile.
+
+        Raises:
+            RuntimeError: the engine sleeps.
+            FloatingPointError: as `generate`.
+        """
+        ...
+
     def sleep(self) -> None:
         """Free the memory; does nothing when asleep."""
         ...
@@ -119,6 +160,34 @@ class Engine(Protocol):
     def __enter__(self) -> Engine: ...
 
     def __exit__(self, *exc: object) -> None: ...
+
+
+class Rollout(Protocol):
+    """How prompts become completions: in one turn by `generate_rollout`, or in several."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt, in the order of the prompts."""
+        ...
+
+
+def generate_rollout(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    observer: RolloutObserver | None = None,
+) -> list[list[Completion]]:
+    """The `Rollout` of one turn."""
+    return engine.generate([prompt.token_ids for prompt in prompts], n, sampling, observer=observer)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], n: int) -> None:

@@ -31,6 +31,25 @@ def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_c
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
 
 
+def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
+    turns = replace(
+        sample(3, 5),
+        sampled=(True, False, False, True, True),
+        advantage=(1.0, 9.0, 9.0, 2.0, 3.0),
+        sampler_logprobs=(-1.0, 0.0, 0.0, -2.0, -3.0),
+    )
+
+    (batch,) = pack([turns, sample(3, 2)], max_tokens=100, device="cpu")
+
+    assert batch.input_ids.tolist() == [0, 1, 2, 10, 11, 12, 13, 10]
+    assert batch.loss_index.tolist() == [2, 5, 6, 2, 7]
+    assert batch.targets.tolist() == [10, 13, 14, 10, 11]
+    assert batch.advantages.tolist() == [1, 2, 3, 1, 1]
+    assert batch.sampler_logprobs is not None
+    assert batch.sampler_logprobs.tolist() == [-1, -2, -3, 1, 1]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+
+
 def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
     def packed(*samples: Sample, max_tokens: int = 10**6) -> PackedBatch:
         (batch,) = pack(samples, max_tokens=max_tokens, device="cpu")

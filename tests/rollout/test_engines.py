@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import torch
 
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout import Completion, Requests, Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 
@@ -405,3 +406,48 @@ def test_memory_is_told_by_part_and_bounds_what_a_prompt_may_ask_for(engine, pol
     assert 0.9 < parts["kv_cache"] / (0.05 * 2**30) <= 1
     with pytest.raises(ValueError, match=r"250 tokens.*256.*max_model_length"):
         engine.generate([(3,) * 250], 1, SAMPLING)
+
+
+def test_serving_answers_each_client_with_the_policys_draws_while_others_decode(
+    engine, policy, prompts, seed, largest_difference
+) -> None:
+    requests = Requests(clients=len(prompts))
+    turns: dict[int, list[tuple[tuple[int, ...], Completion]]] = {i: [] for i in range(len(prompts))}
+
+    def client(number: int) -> None:  # three turns, each going on with what was drawn before
+        ids = prompts[number]
+        for turn in range(3):
+            sampling = Sampling(max_completion_length=4 + number, seed=seed + 10 * number + turn)
+            answer = requests.ask(ids, sampling).result(60)
+            turns[number].append((ids, answer))
+            ids = (*ids, *answer.token_ids, 7)
+        requests.leave()
+
+    threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    engine.serve(requests)
+    for number, taken in turns.items():
+        assert len(taken) == 3
+        for ids, answer in taken:
+            assert 1 <= len(answer.token_ids) <= 4 + number
+            assert answer.truncated == (answer.token_ids[-1] not in ENDS)
+            assert largest_difference(policy, [ids], [[answer]]) < ROUNDING
+
+
+def test_a_request_without_room_fails_alone_and_an_error_of_a_client_ends_the_rollout(engine) -> None:
+    requests = Requests(clients=2)
+    good = requests.ask((3, 4), SAMPLING)
+    bad = requests.ask((), SAMPLING)
+    requests.leave()
+    requests.leave()
+    engine.serve(requests)
+    assert good.result().token_ids
+    with pytest.raises(ValueError, match="no tokens"):
+        bad.result()
+
+    failing = Requests(clients=1)
+    failing.fail(LookupError("the environment is gone"))
+    with pytest.raises(LookupError, match="is gone"):
+        engine.serve(failing)
+    assert len(engine.generate([(3, 4)], 1, SAMPLING)) == 1  # nothing stayed behind

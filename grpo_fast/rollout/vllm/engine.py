@@ -15,7 +15,7 @@ import secrets
 import signal
 import threading
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
+from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm.checks import (
     agree,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from grpo_fast.policy import Policy
+
+    Asking = tuple["Key", Sequence[int], SamplingParams]
+    Arrivals = Callable[[bool], Iterable[Asking] | None]
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, int, int]  # a completion's rank among vLLM's, its prompt, and its number among the prompt's
@@ -170,7 +174,8 @@ class VLLMEngine:
             for member, ask in enumerate(asked[self._members])
             for key in itertools.product(range(len(ask.prompts)), range(ask.n))
         )
-        with closing(self._run(requests)) as steps:
+        batches = iter([requests])
+        with closing(self._run(lambda idle: next(batches, None))) as steps:
             for finished in steps:
                 for (member, prompt, number), output in finished:
                     completion = completion_of(output.outputs[0], self._policy.tokenizer)
@@ -180,19 +185,68 @@ class VLLMEngine:
                     collector.report(self._tokens_in_flight())
         return collector.groups()
 
+    def serve(self, requests: Requests) -> None:
+        """As the protocol says: a request joins those in flight as soon as it is asked for.
+
+        Each rank serves its own; none shares its vLLM with another.
+        """
+
+        def ready() -> bool:
+            self._require_open()
+            self._cycle.require_awake()
+            return fingerprint(self._policy) != self._synced
+
+        if any(self._world.together("the requests of a rollout", ready)):
+            self.sync(self._policy)
+        numbers = itertools.count()
+        asked: dict[int, Request] = {}
+
+        def arrivals(idle: bool) -> Iterator[Asking] | None:
+            requests.report(self._tokens_in_flight())
+            if (taken := requests.take("any" if idle else "none")) is None:
+                return None
+            return self._accepted(taken, asked, numbers, requests)
+
+        with closing(self._run(arrivals)) as steps:
+            for finished in steps:
+                for (_, number, _), output in finished:
+                    answer = completion_of(output.outputs[0], self._policy.tokenizer)
+                    requests.give(asked.pop(number), answer)
+                if requests.closed:
+                    break
+        for request in asked.values():
+            requests.give(request, RuntimeError("the rollout was over before the completion was"))
+
+    def _accepted(
+        self, taken: Sequence[Request], asked: dict[int, Request], numbers: Iterator[int], requests: Requests
+    ) -> Iterator[Asking]:
+        """What vLLM is to draw of `taken`; a request for which there is no room is answered at once."""
+        for request in taken:
+            try:
+                check_prompts([request.token_ids], 1)
+                self._require_room(request.token_ids, request.sampling, "a request")
+            except ValueError as error:
+                requests.give(request, error)
+                continue
+            asked[number := next(numbers)] = request
+            yield (self._place, number, 0), request.token_ids, self._params(request.sampling)
+
+    def _require_room(self, prompt: Sequence[int], sampling: Sampling, name: str) -> None:
+        if len(prompt) + sampling.max_completion_length > self._max_length:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens, and with up to {sampling.max_completion_length} more "
+                f"exceeds the {self._max_length} that vLLM was started for; raise "
+                "rollout.vllm.max_model_length or kv_cache_gib, or lower dataset.max_prompt_length or "
+                "rollout.max_completion_length"
+            )
+
     def _asked(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Asked:
         """Raises as `generate`."""
-        longest = sampling.max_completion_length
         self._require_open()
         self._cycle.require_awake()
         check_prompts(prompts, n)
         for index, prompt in enumerate(prompts):
-            if len(prompt) + longest > self._max_length:
-                raise ValueError(
-                    f"prompts[{index}] has {len(prompt)} tokens, and with up to {longest} more exceeds the "
-                    f"{self._max_length} that vLLM was started for; raise rollout.vllm.max_model_length or "
-                    "kv_cache_gib, or lower dataset.max_prompt_length or rollout.max_completion_length"
-                )
+            self._require_room(prompt, sampling, f"prompts[{index}]")
         if sampling.stop:
             require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -301,13 +355,12 @@ class VLLMEngine:
         for cache in self._worker.model_runner.kv_caches:
             yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
 
-    def _run(
-        self, requests: Iterable[tuple[Key, Sequence[int], SamplingParams]]
-    ) -> Generator[list[tuple[Key, Any]]]:
+    def _run(self, arrivals: Arrivals) -> Generator[list[tuple[Key, Any]]]:
         """After each step of vLLM, what has ended with it; closing the iterator aborts what has not.
 
         Args:
-            requests: keys, prompts and how completions are drawn.
+            arrivals: keys, prompts and how completions are drawn, of requests that have come; asked before
+                every step, and told whether nothing is in flight. None ends the run, as soon as nothing is.
 
         Yields:
             Keys and vLLM's outputs.
@@ -316,12 +369,17 @@ class VLLMEngine:
         on_gpu = self._policy.device.type == "cuda"
         in_flight: dict[str, Key] = {}
         try:
-            for key, prompt, params in requests:
-                # vLLM runs a batch ahead: the last one still names requests of this call in the next one.
-                name = "-".join(map(str, (key[0], call, *key[1:])))
-                in_flight[name] = key
-                vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
-            while in_flight:
+            while True:
+                arrived = arrivals(not in_flight)
+                for key, prompt, params in arrived or ():
+                    # vLLM runs a batch ahead: the last one still names requests of this call in the next one.
+                    name = "-".join(map(str, (key[0], call, *key[1:])))
+                    in_flight[name] = key
+                    vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
+                if not in_flight:
+                    if arrived is None:
+                        return
+                    continue
                 # vLLM draws from torch's global random states even where seeds are given: they stay.
                 with held_interrupts(), torch.random.fork_rng([self._policy.device] if on_gpu else []):
                     outputs = vllm.step()
@@ -361,7 +419,8 @@ class VLLMEngine:
         """(T - 1,) of a fixed text's tokens but the first."""
         params = self._params(Sampling(max_completion_length=1, temperature=0.0))
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        ((_, output),) = itertools.chain.from_iterable(self._run([((0, 0, 0), self._probe, params)]))
+        batches = iter([[((0, 0, 0), self._probe, params)]])
+        ((_, output),) = itertools.chain.from_iterable(self._run(lambda idle: next(batches, None)))
         pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 
