@@ -158,7 +158,7 @@ class RolloutConfig(Section):
                 "rollout.tools or rollout.environment; leave one of them out"
             )
         for key in ("max_turns", "max_tool_calls", "tool_timeout"):
-            if key in self.model_fields_set and getattr(self, key) is not None and not self.has_turns:
+            if getattr(self, key) != type(self).model_fields[key].default and not self.has_turns:
                 raise ValueError(
                     f"rollout.{key} = {getattr(self, key)} limits calls of tools, and there are none; set "
                     "rollout.tools or rollout.environment"
