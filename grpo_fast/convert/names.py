@@ -171,8 +171,29 @@ def reward(name: str) -> dict[str, Any]:
             f"{name} names a reward model, and rewards here are functions; write one that asks the model and "
             "give its import path, `module:function`"
         )
+    return {"reward": import_path(name)}
+
+
+def import_path(name: str) -> str:
+    """`module.function` as `module:function`."""
     module, dot, function = name.rpartition(".")
-    return {"reward": name if ":" in name or not dot else f"{module}:{function}"}
+    return name if ":" in name or not dot else f"{module}:{function}"
+
+
+def tools(value: Any, _: Mapping[str, Any]) -> Places:
+    names = [value] if isinstance(value, str) else value or []
+    return {"rollout.tools": [import_path(name) for name in names]} if names else {}
+
+
+def environment_factory(value: Any, _: Mapping[str, Any]) -> Places:
+    if isinstance(value, Mapping):
+        value = {name: import_path(factory) for name, factory in value.items()}
+    return {"rollout.environment": import_path(value) if isinstance(value, str) else value} if value else {}
+
+
+def tool_rounds(value: Any, _: Mapping[str, Any]) -> Places:
+    """TRL counts rounds of calls, and a message of the model follows each."""
+    return {} if value is None else {"rollout.max_turns": value + 1}
 
 
 def reward_weights(value: Any, siblings: Mapping[str, Any]) -> Places:
@@ -210,6 +231,9 @@ MOVED: dict[str, Rule] = {
     "stop": stop,
     "vllm_importance_sampling_correction": correction,
     "vllm_importance_sampling_mode": correction_mode,
+    "tools": tools,
+    "environment_factory": environment_factory,
+    "max_tool_calling_iterations": tool_rounds,
     "adam_beta1": betas(),
     "adam_beta2": betas(),
     "lr_scheduler_kwargs": schedule_options,

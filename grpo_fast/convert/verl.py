@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
-from grpo_fast.convert.names import clip, in_steps, report_to
+from grpo_fast.convert.names import clip, in_steps, report_to, tool_rounds
 from grpo_fast.convert.references import flatten, resolve
 from grpo_fast.convert.rules import NotApplicable, Places, Rule, Translate, find_rule, load_yaml, rules_of
 from grpo_fast.objective.catalog import CATALOG
@@ -103,6 +103,7 @@ RULES: dict[str, Rule] = {
     f"{ACTOR}.clip_ratio_low": clip("low", MODE, "cispo"),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": warmup,
     f"{ACTOR}.ppo_mini_batch_size": minibatches,
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": tool_rounds,
     "data.train_files": one_file("dataset."),
     "data.val_files": one_file("evaluation.dataset."),
     "trainer.logger": report_to,

@@ -91,11 +91,20 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
             {"model.gradient_checkpointing": "offload"},
         ),
         ("{loss_type: luspo, importance_sampling_level: sequence}", {"loss.epsilon_low": 0.2}),
+        (
+            "{tools: [my.tools.search,'tools.py:add'], max_tool_calling_iterations: 3}",
+            # Three rounds of calls are four messages of the model.
+            {"rollout.tools": ["my.tools:search", "tools.py:add"], "rollout.max_turns": 4},
+        ),
+        (
+            "{environment_factory: {maze: games.Maze}, max_tool_calling_iterations: null}",
+            {"rollout.environment": {"maze": "games:Maze"}, "rollout.max_turns": ...},
+        ),
     ],
 )
 def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_path):
     found = run(tmp_path, f"num_generations: 8\n{text[1:-1].replace(', ', chr(10))}")
-    assert {place: found.places[place] for place in expected} == expected
+    assert {place: found.places.get(place, ...) for place in expected} == expected
     assert not decisions(found)
 
 
@@ -111,6 +120,8 @@ def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_p
         ("warmup_steps", "50", ["optimizer.warmup_steps = 50", "max_steps = 20"]),
         ("lr_scheduler_type", "polynomial", ["constant, linear or cosine"]),
         ("temperature", "-1", ["rollout.temperature"]),
+        ("max_tool_calling_iterations", "3", ["rollout.max_turns = 4", "rollout.environment"]),
+        ("rollout_func", "games.play", ["rollout.function"]),
     ],
 )
 def test_a_trl_value_without_an_equivalent_asks_for_a_decision_and_the_rest_is_converted(
@@ -200,6 +211,14 @@ def test_an_axolotl_run_keeps_its_vllm_settings_and_its_tracker_and_asks_for_its
     assert "more than 1 is refused" in found.listing()
     assert "prompt_column" in decisions(found)["datasets.0.type"]
     assert "share the GPU" in found.listing()
+
+
+def test_axolotls_rollout_function_and_its_servers_are_asked_about(tmp_path):
+    text = "base_model: m\nrl: grpo\nnemo_gym_enabled: true\nnemo_gym_max_turns: 4\n"
+    asked = decisions(run(tmp_path, text + "trl: {rollout_func: games.play}"))
+    assert asked.keys() == {"nemo_gym_enabled", "trl.rollout_func"}
+    assert "rollout.environment" in asked["nemo_gym_enabled"]
+    assert "rollout.function" in asked["trl.rollout_func"]
 
 
 @pytest.mark.parametrize(
@@ -359,6 +378,7 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
 
 
 ACTOR = "actor_rollout_ref.actor"
+AGENT, TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
 
 
 @pytest.mark.parametrize(
@@ -416,6 +436,8 @@ def test_verls_terms_find_their_places(overrides, expected, tmp_path):
         (f"{ACTOR}.ppo_mini_batch_size=7", f"{ACTOR}.ppo_mini_batch_size"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files"),
         ("data.shuffle=False", "data.shuffle"),
+        (f"{TURNS}.function_tool_path=t.py", f"{TURNS}.function_tool_path"),
+        (f"{AGENT}.default_agent_loop=mine", f"{AGENT}.default_agent_loop"),
         ("custom_reward_function.path=score.py", "custom_reward_function.path"),
         ("reward_model.enable=True", "reward_model.enable"),
         ("reward_model.reward_manager=dapo", "reward_model.reward_manager"),
@@ -429,6 +451,20 @@ def test_what_verl_would_do_otherwise_asks_for_a_decision(override, key, tmp_pat
     usual = " ".join(word for word in usual.split() if word.partition("=")[0] != key)
     found = run(tmp_path, f"{usual} trainer.total_training_steps=9 {override}", "run.txt")
     assert decisions(found).keys() - {f"{ACTOR}.policy_loss.loss_mode"} <= {key} and decisions(found)
+
+
+def test_verls_turns_are_ours_once_tools_are_named(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "{model: {path: m}, dataset: {source: d}, rollout: {tools: ['t.py:add']},"
+        " rewards: [{reward: length, options: {target: 3}}]}",
+        encoding="utf-8",
+    )
+    for key, turns in {"max_assistant_turns": 3, "max_user_turns": 4}.items():  # a message answers the last
+        assert load_config(tmp_path / "run.yaml", [f"{TURNS}.{key}=3"]).rollout.max_turns == turns
+    asking = f"{TURNS}.enable=True {TURNS}.max_assistant_turns=3"
+    found = run(tmp_path, f"algorithm.adv_estimator=grpo {asking}", "run.txt")
+    assert "rollout.tools" in decisions(found)[f"{TURNS}.enable"]
+    assert "rollout.max_turns = 3" in decisions(found)[f"{TURNS}.max_assistant_turns"]
 
 
 def test_every_key_of_the_real_verl_is_known(tmp_path):
