@@ -11,6 +11,7 @@ from typing import Literal
 from grpo_fast.rollout.types import Completion, Sampling
 
 GATHER_SECONDS = 0.02  # how long clients of an unknown number may take to ask together
+OVER = "the engine serves no more requests: the rollout is over"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Requests:
         self._changed = threading.Condition()
         self._clients = clients
         self._waiting: list[Request] = []  # for the engine to take
-        self._serving = 0  # taken and not answered
+        self._serving: set[Request] = set()  # taken and not answered
         self._closed = False
         self._error: BaseException | None = None
         self._on_progress = on_progress
@@ -50,7 +51,7 @@ class Requests:
         request = Request(tuple(token_ids), sampling)
         with self._changed:
             if self._closed:
-                raise RuntimeError("the engine serves no more requests: the rollout is over")
+                raise RuntimeError(OVER)
             self._waiting.append(request)
             self._changed.notify_all()
         return request.answer
@@ -63,19 +64,20 @@ class Requests:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """End the rollout by an error, which the engine's next `take` raises."""
+        """End the rollout by an error, which the engine's next `take` or `report` raises."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is served; who still waits for an answer gets none."""
+        """Nothing more is served, and who still waits gets a RuntimeError. An engine does it at its end."""
         with self._changed:
             self._closed = True
-            dropped, self._waiting = self._waiting, []
+            self._start()
+            dropped, self._serving = self._serving, set()
             self._changed.notify_all()
         for request in dropped:
-            request.answer.cancel()
+            request.answer.set_exception(RuntimeError(OVER))
 
     def take(self, wait: Literal["none", "any", "all"]) -> list[Request] | None:
         """For the engine: what is asked and not taken yet; None once nothing more will be.
@@ -87,21 +89,18 @@ class Requests:
         with self._changed:
             while self._error is None and not self._over and not self._enough(wait):
                 self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            if self._over:
-                return None
             if wait == "all" and self._clients is None:
                 self._changed.wait_for(lambda: self._over or self._error is not None, GATHER_SECONDS)
-            taken = [request for request in self._waiting if request.answer.set_running_or_notify_cancel()]
-            self._waiting = []
-            self._serving += len(taken)
-            return taken
+            if self._error is not None:
+                raise self._error
+            return None if self._over else self._start()
 
     def give(self, request: Request, answer: Completion | Exception) -> None:
-        """For the engine: a request's answer, or why there is none."""
+        """For the engine: a request's answer, or why there is none. Once closed, nobody waits for it."""
         with self._changed:
-            self._serving -= 1
+            if request not in self._serving:
+                return
+            self._serving.remove(request)
             self._tokens += len(answer.token_ids) if isinstance(answer, Completion) else 0
             self._changed.notify_all()
         if isinstance(answer, Completion):
@@ -111,6 +110,8 @@ class Requests:
 
     def report(self, decoding: int) -> None:
         """For the engine: `decoding` tokens belong to answers that it still draws."""
+        if self._error is not None:
+            raise self._error
         if self._on_progress is not None:
             self._on_progress(self._tokens + decoding)
 
@@ -119,6 +120,13 @@ class Requests:
         """Whether nobody wants anything any more, not even what is being drawn."""
         return self._closed
 
+    def _start(self) -> list[Request]:
+        """What waited and was not given up by who asked is the engine's now."""
+        taken = [request for request in self._waiting if request.answer.set_running_or_notify_cancel()]
+        self._waiting = []
+        self._serving.update(taken)
+        return taken
+
     @property
     def _over(self) -> bool:
         done = self._clients is not None and self._clients <= 0
@@ -126,5 +134,5 @@ class Requests:
 
     def _enough(self, wait: str) -> bool:
         if wait == "all" and self._clients is not None:
-            return len(self._waiting) + self._serving >= self._clients
+            return len(self._waiting) + len(self._serving) >= self._clients
         return wait == "none" or bool(self._waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -140,14 +140,15 @@ class TransformersEngine:
         A batch begins when all clients wait for it, and each request's seed decides alone what is drawn: what
         comes of it does not depend on how long anybody took.
         """
-        self._require_awake()
-        while (taken := requests.take("all")) is not None:
-            alike: dict[Sampling, list[Request]] = {}
-            for request in taken:
-                how = replace(request.sampling, max_completion_length=1, seed=None)
-                alike.setdefault(how, []).append(request)
-            for how, members in alike.items():
-                self._answer(members, how, requests)
+        with closing(requests):
+            self._require_awake()
+            while (taken := requests.take("all")) is not None:
+                alike: dict[Sampling, list[Request]] = {}
+                for request in taken:
+                    how = replace(request.sampling, max_completion_length=1, seed=None)
+                    alike.setdefault(how, []).append(request)
+                for how, members in alike.items():
+                    self._answer(members, how, requests)
 
     def _answer(self, asked: Sequence[Request], sampling: Sampling, requests: Requests) -> None:
         """What `serve` has taken and is drawn alike."""

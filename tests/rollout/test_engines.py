@@ -451,3 +451,16 @@ def test_a_request_without_room_fails_alone_and_an_error_of_a_client_ends_the_ro
     with pytest.raises(LookupError, match="is gone"):
         engine.serve(failing)
     assert len(engine.generate([(3, 4)], 1, SAMPLING)) == 1  # nothing stayed behind
+
+
+def test_requests_are_drawn_by_their_seeds_and_without_one_each_token_apart(engine) -> None:
+    def drawn(*seeds: int | None) -> list[tuple[int, ...]]:
+        requests = Requests(clients=0)
+        answers = [requests.ask(LONG, replace(SAMPLING, seed=seed, temperature=2.0)) for seed in seeds]
+        engine.serve(requests)
+        return [answer.result(0).token_ids for answer in answers]
+
+    first, again, other, *free = drawn(5, 5, 6, None, None, None)
+    assert first == again != other
+    assert first == drawn(5)[0]
+    assert len(set(free)) == 3 and len({token for ids in free for token in ids}) > 6  # else noise repeats

@@ -196,8 +196,6 @@ class VLLMEngine:
             self._cycle.require_awake()
             return fingerprint(self._policy) != self._synced
 
-        if any(self._world.together("the requests of a rollout", ready)):
-            self.sync(self._policy)
         numbers = itertools.count()
         asked: dict[int, Request] = {}
 
@@ -207,15 +205,16 @@ class VLLMEngine:
                 return None
             return self._accepted(taken, asked, numbers, requests)
 
-        with closing(self._run(arrivals)) as steps:
-            for finished in steps:
-                for (_, number, _), output in finished:
-                    answer = completion_of(output.outputs[0], self._policy.tokenizer)
-                    requests.give(asked.pop(number), answer)
-                if requests.closed:
-                    break
-        for request in asked.values():
-            requests.give(request, RuntimeError("the rollout was over before the completion was"))
+        with closing(requests):
+            if any(self._world.together("the requests of a rollout", ready)):
+                self.sync(self._policy)
+            with closing(self._run(arrivals)) as steps:
+                for finished in steps:
+                    for (_, number, _), output in finished:
+                        answer = completion_of(output.outputs[0], self._policy.tokenizer)
+                        requests.give(asked.pop(number), answer)
+                    if requests.closed:
+                        break
 
     def _accepted(
         self, taken: Sequence[Request], asked: dict[int, Request], numbers: Iterator[int], requests: Requests
@@ -225,11 +224,13 @@ class VLLMEngine:
             try:
                 check_prompts([request.token_ids], 1)
                 self._require_room(request.token_ids, request.sampling, "a request")
+                self._require_stops(request.sampling)
             except ValueError as error:
                 requests.give(request, error)
                 continue
             asked[number := next(numbers)] = request
-            yield (self._place, number, 0), request.token_ids, self._params(request.sampling)
+            params = self._params(request.sampling, seed_of(request.sampling))
+            yield (self._place, number, 0), request.token_ids, params
 
     def _require_room(self, prompt: Sequence[int], sampling: Sampling, name: str) -> None:
         if len(prompt) + sampling.max_completion_length > self._max_length:
@@ -240,6 +241,10 @@ class VLLMEngine:
                 "rollout.max_completion_length"
             )
 
+    def _require_stops(self, sampling: Sampling) -> None:
+        if sampling.stop:
+            require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
+
     def _asked(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Asked:
         """Raises as `generate`."""
         self._require_open()
@@ -247,9 +252,8 @@ class VLLMEngine:
         check_prompts(prompts, n)
         for index, prompt in enumerate(prompts):
             self._require_room(prompt, sampling, f"prompts[{index}]")
-        if sampling.stop:
-            require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._require_stops(sampling)
+        seed = seed_of(sampling)
         changed = fingerprint(self._policy) != self._synced
         return Asked(prompts, n, sampling, seed, changed)
 
@@ -445,6 +449,11 @@ class VLLMEngine:
             "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
             stacklevel=3,
         )
+
+
+def seed_of(sampling: Sampling) -> int:
+    """Any where none is given: from the global state, which `_run` keeps, each token would get one noise."""
+    return secrets.randbits(63) if sampling.seed is None else sampling.seed
 
 
 def request_seed(seed: int, prompt: int, number: int) -> int:

@@ -1,0 +1,91 @@
+"""What stands between clients and an engine: nobody waits for what will not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from grpo_fast.rollout import Completion, Requests, Sampling, requests
+from grpo_fast.rollout.transformers import TransformersEngine
+
+SAMPLING = Sampling(max_completion_length=100, seed=1)
+DONE = Completion((3,), (0.0,), "a", False)
+
+
+@pytest.fixture
+def engine(model, tokenizer) -> TransformersEngine:
+    return TransformersEngine(model, tokenizer, eos_ids=[99])  # never drawn
+
+
+def after(seconds: float, action) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def test_a_ctrl_c_while_all_wait_for_a_slow_tool_ends_the_rollout_and_leaves_nobody_waiting(engine):
+    between, before = Requests(clients=2), signal.getsignal(signal.SIGINT)
+    waiting = between.ask((3, 4), SAMPLING)  # the other client is in its tool
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    after(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.serve(between)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    with pytest.raises(RuntimeError, match="the rollout is over"):
+        waiting.result(0)
+    with pytest.raises(RuntimeError, match="the rollout is over"):
+        between.ask((3, 4), SAMPLING)
+
+
+def test_an_error_of_a_client_ends_what_others_wait_for_at_the_next_token(engine):
+    reports: list[int] = []
+
+    def fail(tokens: int) -> None:
+        reports.append(tokens)
+        between.fail(LookupError("the environment is gone"))
+
+    between = Requests(clients=1, on_progress=fail)
+    waiting = between.ask((3, 4), SAMPLING)
+    with pytest.raises(LookupError, match="is gone"):
+        engine.serve(between)
+
+    assert reports == [1]
+    with pytest.raises(RuntimeError, match="the rollout is over"):
+        waiting.result(0)
+
+
+def test_what_a_client_gave_up_is_not_drawn_and_a_late_answer_to_a_closed_rollout_goes_nowhere():
+    between = Requests()
+    given_up, wanted = between.ask((3,), SAMPLING), between.ask((4,), SAMPLING)
+    given_up.cancel()
+    (request,) = between.take("any")
+    assert request.answer is wanted and not wanted.cancel()
+
+    between.close()
+    between.give(request, DONE)
+    assert isinstance(wanted.exception(0), RuntimeError) and between.take("any") is None
+
+
+@pytest.mark.parametrize("end", ["close", "fail"])
+def test_an_engine_that_waits_for_more_clients_notices_the_end(monkeypatch, end):
+    monkeypatch.setattr(requests, "GATHER_SECONDS", 60.0)
+    between = Requests()
+    between.ask((3,), SAMPLING)
+    after(0.1, between.close if end == "close" else lambda: between.fail(LookupError()))
+    taken: Future = Future()
+
+    def take() -> None:
+        try:
+            taken.set_result(between.take("all"))
+        except LookupError:
+            taken.set_result("failed")
+
+    threading.Thread(target=take, daemon=True).start()
+    assert taken.result(10) == (None if end == "close" else "failed")
