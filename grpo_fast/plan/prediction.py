@@ -343,8 +343,8 @@ class Predictor:
     def _vllm(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of vLLM awake, with as many completions in flight as it may have."""
         shape, vllm, sequences = self.shape, self.run.rollout.vllm, sizes.in_flight
-        most = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU]
-        prefill_tokens = min(most, sizes.prompts * sizes.prompt_length)
+        most, read = _BATCHED_TOKENS[self.device.total >= _LARGE_GPU], self._read_at_once(sizes)
+        prefill_tokens = min(most, read.prompts * read.prompt_length)
         prefill = int(self.traces.forward(self.run.model).live({"tokens": prefill_tokens}).max())
         # Each of them at its longest, none preempted. A group shares the full pages of its prompt.
         shared = sizes.prompt_length // BLOCK_TOKENS
@@ -364,6 +364,7 @@ class Predictor:
         """Bytes of our own engine at the end of its longest batch, when the cache is full."""
         shape, length = self.shape, sizes.completion_length
         prompts, rows = self.in_flight(sizes)
+        sizes = self._read_at_once(sizes)
         batch = {"tokens": prompts * sizes.prompt_length, "targets": prompts}
         prefill = self.traces.forward(self.run.model).live(batch).max()
         prefill += shape.itemsize * prompts * shape.vocabulary
@@ -390,6 +391,7 @@ class Predictor:
 
     def in_flight(self, sizes: StepSizes) -> tuple[int, int]:
         """(prompts, completions) that the transformers engine decodes at once."""
+        sizes = self._read_at_once(sizes)
 
         def held(rows: int) -> int:
             if not self._shares_prefix:
@@ -404,6 +406,13 @@ class Predictor:
         if budget is not None:
             rows = largest(1, rows, lambda count: held(count) <= budget) or 1
         return -(-rows // sizes.generations), rows
+
+    def _read_at_once(self, sizes: StepSizes) -> StepSizes:
+        """With turns, completions come back as prompts of their own, as long as the longest of a batch."""
+        if not self.run.rollout.has_turns:
+            return sizes
+        own = {"prompts": sizes.completions, "generations": 1, "prompt_length": sizes.sequence_length}
+        return replace(sizes, **own)
 
     @property
     def _base_bytes(self) -> int:

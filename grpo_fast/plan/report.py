@@ -22,6 +22,15 @@ from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.table import HOST, Cell
 from grpo_fast.run_record.summary import bytes_text, duration_text
 
+TURNS = (
+    "turns: max_completion_length bounds the tokens of all, what tools and an environment say included, and "
+    "so the bytes; seconds leave tools out; a completion that waits for one keeps no place in the KV cache: "
+)
+AGAIN = {
+    "vllm": "what of it is evicted meanwhile is computed again",
+    "transformers": "all of it is computed again, in a batch padded to the longest",
+}
+
 
 def render(plan: Plan) -> RenderableType:
     """Heading, parts by phase and mode, what fits, and what would make room."""
@@ -61,6 +70,8 @@ def render(plan: Plan) -> RenderableType:
     if prediction.free < 0 and (change := cheapest_change(plan.search)):
         answers += f"\nthe cheapest change with which it fits: {written(change)}"
     answers = "\n".join([answers, *(_beside(plan.choice, rival) for rival in plan.rivals)])
+    if plan.config.rollout.has_turns:
+        answers += f"\n{TURNS}{AGAIN[predictor.engine]}"
     if ranks == 1 and plan.config.distributed != DistributedConfig():
         answers += "\ndistributed: read under torchrun alone; --gpus plans for several"
     settings = _table("setting", "value", "chosen by")

@@ -412,6 +412,24 @@ def test_keys_and_values_are_what_the_engine_holds(
     assert held <= growing <= 1.25 * held  # of one layer, a copy while it grows; windows keep a token less
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox"])
+def test_with_turns_a_long_history_beside_a_new_completion_fits(family: str, config: Any, predictor: Any):
+    planned = predictor(config(family), sections={"rollout": {"tools": ["tools.py:add"]}})
+    model = AutoModelForCausalLM.from_config(planned.traces.config, dtype=planned.dtype).eval()
+    length, rows = ROLLOUT.completion_length, torch.arange(ROLLOUT.completions)
+    decoder = (SharedPrefixDecoder if family == "qwen2" else ExpandedDecoder)(model, length)
+    model.set_attn_implementation(decoder.attention)
+
+    with torch.no_grad():
+        begun = ROLLOUT.prompt_length
+        decoder.prefill([[1 + row] * (begun + (length - 1) * (row % 2)) for row in rows.tolist()], rows)
+        for _ in range(length):
+            decoder.step(torch.ones(len(rows), dtype=torch.int64))
+
+    predicted = planned.predict(ROLLOUT).parts["rollout"]["KV cache"]
+    assert decoder.memory() <= predicted <= 1.25 * decoder.memory()
+
+
 def test_decoding_takes_what_was_predicted(traces: Traces, predictor: Any) -> None:
     planned = predictor(traces)
     parts = planned.predict(ROLLOUT).parts["rollout"]

@@ -47,6 +47,10 @@ def test_a_plan_for_a_gpu_one_does_not_have(model: str, capsys: pytest.CaptureFi
         assert text in printed
     assert re.search(r"num_generations +64 +the plan\n.*micro_batch_tokens +1024 +hand", printed)
     assert "memory.offload=[gradients," in printed  # not taken for markup
+    assert "turns: " not in printed
+    main([*command, "rollout.tools=[tools.py:add]"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "turns: max_completion_length bounds the tokens of all" in told and "evicted" in told
 
 
 def test_a_plan_that_does_not_fit_is_a_failure_with_remedies(
