@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import sys
@@ -76,7 +77,12 @@ def load_object(path: str, key: str) -> Any:
 
 def raised_at(error: BaseException) -> str:
     """The innermost line of the user's own file that an error went through; nothing where none was."""
-    machinery = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
+    libraries = (importlib, asyncio)
+    machinery = (
+        "<frozen",
+        *(str(Path(str(m.__file__)).parent) for m in libraries),
+        str(Path(__file__).parent),
+    )
     trace = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in trace if not frame.filename.startswith(machinery)]
     own = [frame for frame in frames if frame.filename == frames[0].filename]

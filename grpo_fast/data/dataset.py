@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, overload
 
 from grpo_fast.data.config import PREFIX, DatasetConfig
 from grpo_fast.data.files import Row, place_of, row_named
-from grpo_fast.data.render import Renderer
+from grpo_fast.data.render import Renderer, Tools
 from grpo_fast.data.sources import read_rows
 from grpo_fast.data.types import Prompt, own_text
 
@@ -64,7 +64,9 @@ class PromptDataset(Sequence[Prompt]):
         return f"{self.config.source}: {len(self):,} prompts{told and f' of {report.rows:,} rows ({told})'}"
 
 
-def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+) -> PromptDataset:
     """Reads, renders and tokenises a dataset.
 
     Rows that are text reach the rewards as text, conversations as conversations (system prompt and examples
@@ -73,25 +75,29 @@ def load_prompts(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> P
     Args:
         config: where the rows are and how they become prompts.
         tokenizer: the model's.
+        tools: schemas of what the model may call, for a row; the chat template shows them.
 
     Raises:
         FileNotFoundError: a local file that is not there.
         ImportError: reasoning-gym is asked for and missing.
         ValueError: a setting, a column or a row that makes no prompt; no prompt left.
     """
-    return prompts_of(read_rows(config), config, tokenizer)
+    return prompts_of(read_rows(config), config, tokenizer, tools)
 
 
 def prompts_of(
-    rows: Sequence[Row], config: DatasetConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Row],
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None = None,
 ) -> PromptDataset:
     """Renders and tokenises rows; arguments and errors as of `load_prompts`."""
-    render = Renderer(config, tokenizer)
+    render = Renderer(config, tokenizer, tools)
     prompts, texts, begun = [], [], []
     for index, row in enumerate(rows):
         with row_named(config, index):
             prompt = render.prompt(row)
-            text = render.text(prompt)
+            text = render.text(prompt, row)
             text.encode()  # half a surrogate pair has no UTF-8, and tokenizers raise a TypeError
         prompts.append(prompt)
         texts.append(text)
@@ -118,10 +124,12 @@ def prompts_of(
     return PromptDataset(tuple(found), config, report)
 
 
-def load_held_out(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_held_out(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+) -> PromptDataset:
     """`load_prompts` of `evaluation.dataset`; its errors say so."""
     try:
-        return load_prompts(config, tokenizer)
+        return load_prompts(config, tokenizer, tools)
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"evaluation: {error}") from error
 

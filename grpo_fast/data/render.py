@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 ROLES = ("assistant", "developer", "system", "tool", "user")
 TEMPLATE_REMEDY = "set model.chat_template to a Jinja file, or use an instruction-tuned model's tokenizer"
 
+Tools = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+NO_ROW: Mapping[str, Any] = MappingProxyType({})
+
 
 class Renderer:
     """Applies one dataset's settings to its rows.
@@ -25,13 +29,27 @@ class Renderer:
     otherwise it is given to the model as it is, which is what TRL does with text in any case (`chat: false`).
     """
 
-    def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ValueError where the settings contradict each other or the tokenizer."""
+    def __init__(
+        self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+    ) -> None:
+        """
+        Args:
+            tools: JSON schemas of what the model may call, for a row; an environment may then begin a prompt
+                that the row leaves empty.
+
+        Raises:
+            ValueError: the settings contradict each other or the tokenizer.
+        """
         self.config = config
         self.tokenizer = tokenizer
+        self.tools = tools
         has_template = bool(getattr(tokenizer, "chat_template", None))
         self.chat = has_template if config.chat == "auto" else config.chat
         self._no_chat = "dataset.chat = false" if has_template else "the tokenizer has no chat template"
+        if tools is not None and not self.chat:
+            raise ValueError(
+                f"rollout.tools and rollout.environment need a conversation, but {self._no_chat}"
+            )
         if self.chat and not has_template:
             raise ValueError(f"dataset.chat = true, but {self._no_chat}: {TEMPLATE_REMEDY}")
         if not self.chat and (config.system_prompt is not None or config.examples):
@@ -49,7 +67,7 @@ class Renderer:
         """
         value = self._value(row)
         if isinstance(value, str):
-            if not value.strip():
+            if not value.strip() and self.tools is None:
                 raise ValueError("the prompt is empty")
             return value
         turns = self._conversation(value)
@@ -58,15 +76,16 @@ class Renderer:
             raise ValueError(f"the prompt is a conversation, but {self._no_chat}: {remedy}")
         return self._with_config_turns(turns)
 
-    def text(self, prompt: str | list[Message]) -> str:
-        """What the tokenizer is given of a prompt.
+    def text(self, prompt: str | list[Message], row: Mapping[str, Any] = NO_ROW) -> str:
+        """What the tokenizer is given of a prompt, of which the row says what tools it has.
 
         Raises:
             ValueError: the template refuses the conversation.
         """
         if isinstance(prompt, str) and not self.chat:
             return prompt
-        return self._apply_template(self._turns(prompt))
+        tools = None if self.tools is None else self.tools(row)
+        return self._apply_template(self.turns(prompt), tools=tools)
 
     def answer(self, prompt: str | list[Message], answer: str) -> str:
         """What follows the prompt's text when `answer` completes it, to the end of the turn.
@@ -80,7 +99,7 @@ class Renderer:
         """
         if isinstance(prompt, str) and not self.chat:
             return answer
-        turns, asked = self._turns(prompt), self.text(prompt)
+        turns, asked = self.turns(prompt), self.text(prompt)
         if turns[-1]["role"] == "assistant":
             turns, answer = turns[:-1], turns[-1]["content"] + answer
         reply = {"role": "assistant", "content": answer}
@@ -95,6 +114,8 @@ class Renderer:
     def _value(self, row: Mapping[str, Any]) -> Any:
         column, template = self.config.prompt_column, self.config.prompt_template
         if template is None:
+            if column not in row and self.tools is not None:
+                return ""
             if column not in row:
                 raise ValueError(f"dataset.prompt_column = {column!r} is no column: {choices(column, row)}")
             if row[column] is None:
@@ -114,7 +135,8 @@ class Renderer:
                 f"name, as {{question}}; {braces}"
             ) from error
 
-    def _turns(self, prompt: str | list[Message]) -> list[Message]:
+    def turns(self, prompt: str | list[Message]) -> list[Message]:
+        """A prompt as a conversation."""
         if isinstance(prompt, str):
             return self._with_config_turns([{"role": "user", "content": prompt}])
         return prompt
@@ -137,14 +159,20 @@ class Renderer:
         ]
         return system + examples + turns
 
-    def _apply_template(self, turns: list[Message], *, finished: bool = False) -> str:
+    def _apply_template(
+        self, turns: list[Message], *, finished: bool = False, tools: list[Any] | None = None
+    ) -> str:
         # A conversation that ends with the assistant is a completion already begun, unless it is `finished`.
         begun = turns[-1]["role"] == "assistant" and not finished
         asks = not begun and not finished
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=asks, continue_final_message=begun
+                    turns,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                    continue_final_message=begun,
                 )
             )
         except Exception as error:

@@ -1,1 +1,34 @@
-"""Completions of several turns: tools, environments and what of them the model sees, token by token."""
+"""Completions of several turns: tools, environments, and what of them the model sees, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grpo_fast.environments.tools import Toolsets, load_toolsets
+from grpo_fast.rollout.types import Rollout, generate_rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_fast.rollout.config import RolloutConfig
+
+__all__ = ["Toolsets", "load_toolsets", "make_rollout"]
+
+
+def make_rollout(
+    config: RolloutConfig,
+    toolsets: Toolsets | None,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+) -> Rollout:
+    """How the run's prompts become completions.
+
+    Raises:
+        ValueError: tools with a chat template that cannot go on after calls.
+    """
+    if toolsets is None:
+        return generate_rollout
+    from grpo_fast.environments.episodes import EpisodeRollout
+
+    return EpisodeRollout(config, toolsets, tokenizer, end_ids)

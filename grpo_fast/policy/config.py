@@ -71,7 +71,9 @@ class ModelConfig(Section):
         "auto",
         description="torch.compile of each layer; auto: on a GPU without Liger, not of experts",
     )
-    chat_template: str | None = Field(None, description="a Jinja file, in place of the tokenizer's own")
+    chat_template: str | None = Field(
+        None, description="a Jinja file, or a template's text, in place of the tokenizer's own"
+    )
     trust_remote_code: bool = Field(
         False, description="true runs the Python code that the model's repository ships, whatever it does"
     )

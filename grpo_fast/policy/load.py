@@ -232,7 +232,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source, template = resolve_source(config.path), None
-    if config.chat_template is not None:
+    if config.chat_template is not None and "{%" in config.chat_template:
+        template = config.chat_template
+    elif config.chat_template is not None:
         try:
             template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -107,6 +108,14 @@ def first_above(cdf: Tensor, target: Tensor) -> Tensor:
     last = torch.nextafter(cdf[:, -1:], torch.zeros_like(target))  # rounding may carry the target to the end
     index = torch.searchsorted(cdf, torch.minimum(target, last), right=True)
     return index.clamp(max=cdf.shape[-1] - 1)
+
+
+def request_seed(seed: int, *place: int) -> int:
+    """A seed of its own, in [0, 2^63), for what is drawn at this place: a prompt and a number, a turn.
+
+    vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
+    """
+    return random.Random(f"{seed} {' '.join(map(str, place))}").getrandbits(63)
 
 
 class CompletionLength:

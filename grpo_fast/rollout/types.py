@@ -49,7 +49,8 @@ class Episode:
     environment: Any = None  # the instance, until the rewards are known
     tool_calls: int = 0
     tool_failures: int = 0  # calls that raised, were of no known tool, or were given up
-    environment_seconds: float = 0.0  # the longest of calls made together, summed over turns
+    environment_seconds: float = 0.0  # that its calls took
+    reward: float | None = None  # what `get_reward` of the environment gave
 
     @property
     def turns(self) -> int:
@@ -227,9 +228,13 @@ class Collector:
 
     def report(self, decoding: int) -> None:
         """`decoding` tokens belong to completions that still go on; told now and then, and at the end."""
+        self.progress(self._tokens + decoding)
+
+    def progress(self, tokens: int) -> None:
+        """So many tokens are decoded; told now and then, and at the end."""
         if self._observer is not None and self.report_due:
             self._reported = time.monotonic()
-            self._observer.progress(self._tokens + decoding, self._finished, self._total)
+            self._observer.progress(tokens, self._finished, self._total)
 
     def groups(self) -> list[list[Completion]]:
         """Everything that has ended."""

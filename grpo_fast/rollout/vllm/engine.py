@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import random
 import secrets
 import signal
 import threading
@@ -28,6 +27,7 @@ from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
+from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
 from grpo_fast.rollout.vllm.checks import (
     agree,
@@ -454,14 +454,6 @@ class VLLMEngine:
 def seed_of(sampling: Sampling) -> int:
     """Any where none is given: from the global state, which `_run` keeps, each token would get one noise."""
     return secrets.randbits(63) if sampling.seed is None else sampling.seed
-
-
-def request_seed(seed: int, prompt: int, number: int) -> int:
-    """A seed of its own, in [0, 2^63), for completion `number` of prompt `prompt`.
-
-    vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
-    """
-    return random.Random(f"{seed} {prompt} {number}").getrandbits(63)
 
 
 def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:

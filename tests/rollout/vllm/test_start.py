@@ -16,8 +16,9 @@ from grpo_fast.config_io import load_config
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.rollout import Sampling, make_engine, require_engine, vllm
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
+from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
-from grpo_fast.rollout.vllm.engine import VLLMEngine, request_seed
+from grpo_fast.rollout.vllm.engine import VLLMEngine
 from grpo_fast.rollout.vllm.sleep import GIB, SleepCycle
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,

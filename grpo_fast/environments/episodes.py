@@ -1,0 +1,275 @@
+"""Completions of several turns: the model writes, its calls are answered, the model goes on.
+
+One coroutine plays each completion. All run beside the engine, which draws whatever turns are asked for; so
+calls of one completion are answered while others decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.render import Renderer
+from grpo_fast.data.types import Message, Prompt
+from grpo_fast.environments.template import TurnTemplate
+from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolset, Toolsets
+from grpo_fast.lookup import choices, raised_at
+from grpo_fast.rewards.calls import CallFailed, check_values, in_thread
+from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.rollout.requests import Requests
+from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class CallError(Exception):
+    """A call that the model is told has failed, and why."""
+
+
+@dataclass
+class Play:
+    """A completion while it is played."""
+
+    prompt_ids: tuple[int, ...]
+    room: int  # tokens that it may have
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, *, sampled: bool) -> None:
+        """Tokens that follow."""
+        self.token_ids += token_ids
+        self.sampled += [sampled] * len(token_ids)
+        if logprobs is None:
+            self.logprobs = None
+        elif self.logprobs is not None:
+            self.logprobs += logprobs
+
+    @property
+    def left(self) -> int:
+        return self.room - len(self.token_ids)
+
+
+class EpisodeRollout:
+    """The `Rollout` with tools and environments.
+
+    What the model wrote stays as the ids that were sampled; what a call returned is tokenised as the chat
+    template writes it. `max_completion_length` bounds all of it together, and what `reset` adds to a prompt.
+
+    Args:
+        toolsets: what may be called.
+        tokenizer: the model's.
+        end_ids: tokens at which the engine ends a turn.
+
+    Raises:
+        ValueError: a chat template that cannot go on after calls.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        toolsets: Toolsets,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._toolsets = toolsets
+        self._tokenizer = tokenizer
+        self._templates = {
+            name: TurnTemplate(tokenizer, end_ids, toolset.schemas)
+            for name, toolset in toolsets.by_name.items()
+        }
+        self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __call__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt.
+
+        Raises:
+            RuntimeError: an environment's `reset` or `get_reward` fails.
+            ValueError: a prompt that leaves no room.
+        """
+        if not prompts:
+            return []
+        collector = Collector(len(prompts), n, observer)
+        requests = Requests(n * len(prompts), collector.progress)
+
+        async def play(index: int, number: int) -> None:
+            try:
+                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
+                asked = replace(sampling, seed=seed)
+                collector.add(index, number, await self._play(prompts[index], requests, asked))
+            except BaseException as error:
+                requests.fail(error)
+                raise
+            finally:
+                requests.leave()
+
+        async def play_all() -> None:
+            pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
+            await asyncio.gather(*(play(*pair) for pair in pairs))
+
+        playing = self._start(play_all())
+        try:
+            engine.serve(requests)
+            playing.result()
+        finally:
+            requests.close()
+            playing.cancel()
+        return collector.groups()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        # One loop for all rollouts: clients that tools keep between calls are bound to it.
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
+        """One completion, turn after turn."""
+        toolset = self._toolsets.of(prompt.columns)
+        template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]
+        environment, turns, play = await self._begin(prompt, toolset, sampling.max_completion_length)
+        tools, truncated = toolset.calls(environment), False
+        while True:
+            seed = None if sampling.seed is None else request_seed(sampling.seed, play.turns)
+            ask = replace(sampling, max_completion_length=play.left, seed=seed)
+            answer = await asyncio.wrap_future(requests.ask((*play.prompt_ids, *play.token_ids), ask))
+            message = template.parse(answer.token_ids)
+            play.add(answer.token_ids, answer.logprobs, sampled=True)
+            play.messages.append(message)
+            play.turns += 1
+            calls = message.get("tool_calls", [])
+            if answer.truncated or not calls or answer.token_ids[-1] != template.end_id:
+                truncated = answer.truncated
+                break
+            if truncated := self._beyond(play, len(calls)):
+                break
+            results = [await self._answer(play, tools, call["function"]) for call in calls]
+            ids = template.after(calls, results)
+            if truncated := len(ids) >= play.left:
+                break
+            play.add(ids, [0.0] * len(ids), sampled=False)
+            names = [call["function"]["name"] for call in calls]
+            play.messages += [
+                {"role": "tool", "name": name, "content": result}
+                for name, result in zip(names, results, strict=True)
+            ]
+        episode = Episode(
+            prompt=turns,
+            prompt_ids=play.prompt_ids,
+            sampled=tuple(play.sampled),
+            messages=tuple(play.messages),
+            environment=environment,
+            tool_calls=play.calls,
+            tool_failures=play.failures,
+            environment_seconds=play.seconds,
+            reward=await self._reward(environment, play, prompt),
+        )
+        text = str(self._tokenizer.decode(play.token_ids, skip_special_tokens=True))
+        logprobs = None if play.logprobs is None else tuple(play.logprobs)
+        return Completion(tuple(play.token_ids), logprobs, text, truncated, episode)
+
+    async def _begin(self, prompt: Prompt, toolset: Toolset, room: int) -> tuple[Any, list[Message], Play]:
+        """A fresh environment, the conversation that it begins, and its tokens."""
+        turns, play = self._renderer.turns(prompt.prompt), Play(prompt.token_ids, room)
+        if toolset.factory is None:
+            return None, turns, play
+        environment = await self._own_call(play, "made", toolset.factory, {}, prompt)
+        row = {name: value for name, value in prompt.columns.items() if name != ENVIRONMENT_COLUMN}
+        said = await self._own_call(play, "reset", environment.reset, {**row, "prompt": turns}, prompt)
+        if said is None:
+            return environment, turns, play
+        last = turns[-1]
+        turns = [*turns[:-1], {**last, "content": f"{last['content']}{said}"}]
+        text = self._renderer.text(turns, prompt.columns)
+        play.prompt_ids = tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        longer = len(play.prompt_ids) - len(prompt.token_ids)
+        play.room -= max(0, longer)
+        if play.room < 1:
+            raise ValueError(
+                f"rollout.max_completion_length = {room} bounds what an environment says, too, and "
+                f"{type(environment).__name__}.reset made the prompt {longer} tokens longer; raise it"
+            )
+        return environment, turns, play
+
+    def _beyond(self, play: Play, calls: int) -> bool:
+        """Whether a limit ends the completion before these calls."""
+        turns, most = self._config.max_turns, self._config.max_tool_calls
+        return (turns is not None and play.turns >= turns) or (most is not None and play.calls + calls > most)
+
+    async def _answer(
+        self, play: Play, tools: Mapping[str, Callable[..., Any]], function: Mapping[str, Any]
+    ) -> str:
+        """What the model is told of a call: its result, or the error."""
+        name = function["name"]
+        play.calls += 1
+        try:
+            if name not in tools:
+                raise CallError(f"there is no tool {name!r}: {choices(name, tools)}")
+            return str(await self._call(play, tools[name], function["arguments"]))
+        except Exception as error:  # a tool may raise anything
+            play.failures += 1
+            return str({"error": str(error)})  # as TRL says it
+
+    async def _own_call(
+        self, play: Play, what: str, function: Callable[..., Any], row: Mapping[str, Any], prompt: Prompt
+    ) -> Any:
+        """A call without which there is no completion; its errors end the rollout."""
+        try:
+            return await self._call(play, function, row)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}{raised_at(error)}"
+            raise RuntimeError(
+                f"rollout.environment cannot be {what} for row {prompt.index} ({problem})"
+            ) from error
+
+    async def _reward(self, environment: Any, play: Play, prompt: Prompt) -> float | None:
+        """What the environment itself gives; None where it gives none."""
+        if not hasattr(environment, "get_reward"):
+            return None
+        given = await self._own_call(play, "asked for its reward", environment.get_reward, {}, prompt)
+        try:
+            return check_values([given], 1)[0]
+        except CallFailed as failure:
+            raise RuntimeError(f"{type(environment).__name__}.get_reward {failure}") from failure
+
+    async def _call(self, play: Play, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """The function's result: of a coroutine on the loop, else of a thread.
+
+        Raises:
+            CallError: not within `rollout.tool_timeout`; a thread is left to itself.
+        """
+        if inspect.iscoroutinefunction(function):
+            work = function(**arguments)
+        else:
+            work = asyncio.wrap_future(in_thread(lambda: function(**arguments)))
+        begun = time.monotonic()
+        try:
+            return await asyncio.wait_for(work, self._config.tool_timeout)
+        except TimeoutError as error:
+            raise CallError(f"no answer within {self._config.tool_timeout:g} seconds") from error
+        finally:
+            play.seconds += time.monotonic() - begun

@@ -1,0 +1,204 @@
+"""Between two turns of the model: what the chat template writes there, and what a turn says.
+
+What the model wrote stays as the ids that were sampled. Only what others say is tokenised: the text that the
+chat template writes between the end of the assistant's turn and the beginning of its next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.data.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARK = "c41f8e"  # a text that nobody writes by chance
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"key": MARK}}}
+REMEDY = "set model.chat_template to a Jinja file of a template for tools, or use a model trained with them"
+
+_JSON_CALL = {"transform": {"type": "function", "function": "{content}"}, "content": "json"}
+_NAMED_CALL = {
+    "type": "function",
+    "function": {"name": "{name}", "arguments": "{content}"},
+}
+# How families of models write a call, for tokenizers that bring no `response_template` of their own.
+FORMATS: dict[str, dict[str, Any]] = {
+    # Hermes, Qwen2.5, Qwen3, SmolLM3
+    "JSON in <tool_call>": {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", **_JSON_CALL},
+    # Qwen3-Coder, Qwen3.5
+    "<function=name> in <tool_call>": {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+        "close_pattern": r"</function>\s*</tool_call>\s*",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\s]+)>\n?(?P<value>.*?)\n?</parameter>",
+            "value_parser": {"name": "text"},
+        },
+        "transform": _NAMED_CALL,
+    },
+    # Llama 3.1 and later
+    "JSON with parameters": {
+        "open_pattern": r'(?:<\|python_tag\|>)?\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
+        "close_pattern": r"\}\s*(?:;\s*|$)",
+        "content": "json",
+        "transform": _NAMED_CALL,
+    },
+}
+
+
+class TurnTemplate:
+    """How a tokenizer's chat template goes on after a turn with calls; tried out when made.
+
+    Args:
+        end_ids: tokens at any of which the engine ends a turn.
+        schemas: of the tools that prompts tell of.
+
+    Raises:
+        ValueError: a template that does not show calls or answers, that does not end a turn with one of
+            `end_ids`, whose text cannot be tokenised in parts, or whose calls nothing here can read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        schemas: Sequence[dict[str, Any]],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._schemas: list[Any] = list(schemas)
+        ends = {id: str(tokenizer.decode([id])) for id in end_ids}
+        self._ends = {text: id for id, text in ends.items() if text}
+        self.end_id = -1  # the token that ends a turn in this template
+        try:
+            self._try_out()
+        except ValueError as error:
+            raise ValueError(
+                f"tools need a chat template that goes on after calls: {error}; {REMEDY}"
+            ) from error
+
+    def after(self, calls: Sequence[Message], results: Sequence[str]) -> tuple[int, ...]:
+        """The ids that follow a turn's end token: the results of its calls, and the next turn's beginning."""
+        text, end = self._answered(calls, results)
+        return tuple(self._ids(text[end:]))
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """A turn as a message, with `tool_calls` where all of them can be read; else all of it as text."""
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in self._ends.values() else token_ids
+        text = str(self._tokenizer.decode(list(ids)))
+        try:
+            return self._read(text, self._header)
+        except ValueError:  # no calls, or malformed ones
+            text = str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return {"role": "assistant", "content": text}
+
+    def _try_out(self) -> None:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has none")
+        answer = MARK[::-1]
+        text, end = self._answered([CALL], [answer])
+        asked, begun = (self._render([{"role": "user", "content": "?"}], more) for more in (False, True))
+        if not begun.startswith(asked) or not text.startswith(asked):
+            raise ValueError("it writes a question otherwise once it is answered")
+        if CALL["function"]["name"] not in text[:end] or answer not in text[end:]:  # type: ignore[index]
+            raise ValueError("it does not show calls and their answers")
+        rest = self._ids(text[end:])
+        whole = self._ids(text)
+        if not rest or whole[-len(rest) :] != rest or whole[-len(rest) - 1] != self.end_id:
+            raise ValueError("its tokens after a turn depend on those before")
+        self._header = begun[len(asked) :]
+        anchor = self._header.split("<think>")[0]  # some templates begin the model's thoughts for it
+        turn = text[len(asked) : end].removeprefix(anchor)
+        self._find_format(turn.removesuffix(str(self._tokenizer.decode([self.end_id]))), anchor)
+
+    def _answered(self, calls: Sequence[Message], results: Sequence[str]) -> tuple[str, int]:
+        """A conversation in which such calls got these results, and where their turn ends in it."""
+        names = [str(call["function"]["name"]) for call in calls]
+        dummies = [
+            {"id": f"{i:09d}", "type": "function", "function": {"name": name, "arguments": {"key": MARK}}}
+            for i, name in enumerate(names)
+        ]
+        turns: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": dummies},
+            *(
+                {"role": "tool", "name": name, "tool_call_id": f"{i:09d}", "content": result}
+                for i, (name, result) in enumerate(zip(names, results, strict=True))
+            ),
+        ]
+        text, after = self._render(turns, True), 0
+        for _ in calls:
+            after = text.find(MARK, after) + len(MARK)
+            if after < len(MARK):
+                raise ValueError("it does not show the arguments of calls")
+        ends = [(at, mark) for mark in self._ends if (at := text.find(mark, after)) >= 0]
+        if not ends:
+            known = ", ".join(map(repr, self._ends))
+            raise ValueError(f"it ends a turn with none of the tokens at which generation stops ({known})")
+        at, mark = min(ends)
+        self.end_id = self._ends[mark]
+        return text, at + len(mark)
+
+    def _render(self, turns: list[Message], more: bool) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns, tools=self._schemas or None, tokenize=False, add_generation_prompt=more
+                )
+            )
+        except Exception as error:  # whatever a template raises
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(f"it refuses the roles {roles} ({error})") from error
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _find_format(self, turn: str, anchor: str) -> None:
+        """The response template that reads back the call which the chat template has written."""
+        own = getattr(self._tokenizer, "response_template", None)
+        thoughts = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+        known = (
+            [own]
+            if own
+            else [
+                {
+                    "defaults": {"role": "assistant"},
+                    "start_anchor": anchor,
+                    "fields": {
+                        "reasoning_content": thoughts,
+                        "tool_calls": {**form, "repeats": True},
+                        "content": {"content": "text"},
+                    },
+                }
+                for form in FORMATS.values()
+            ]
+        )
+        for template in known:
+            self._format = template
+            try:
+                calls = self._read(turn, anchor).get("tool_calls")
+            except ValueError:
+                continue
+            if calls and calls[0]["function"] == CALL["function"]:
+                return
+        forms = "its tokenizer's response_template" if own else ", ".join(FORMATS)
+        raise ValueError(f"its calls, as {turn!r}, can be read as none of: {forms}")
+
+    def _read(self, text: str, prefix: str) -> Message:
+        """Raises ValueError for what is malformed."""
+        try:
+            found = self._tokenizer.parse_response(
+                text, self._format, prefix=prefix, tools=self._schemas or None
+            )
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        message: Message = {"role": "assistant", "content": "", **(found or {})}
+        for call in message.get("tool_calls", ()):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError("a call without a name")
+            function["arguments"] = function.get("arguments") or {}
+            if not isinstance(function["arguments"], dict):
+                raise ValueError("arguments are an object")
+        return message

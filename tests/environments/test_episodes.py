@@ -1,0 +1,410 @@
+"""Completions of several turns: what the model sees and learns from, token by token, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fast.data import Prompt
+from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.dataset import prompts_of
+from grpo_fast.environments import load_toolsets, make_rollout
+from grpo_fast.environments.template import TurnTemplate
+from grpo_fast.lookup import given
+from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout.config import RolloutConfig
+from tests.environments.conftest import END, ScriptedEngine
+
+TURNS = int(os.environ.get("GRPO_FAST_TURNS", "1500"))  # of random text
+SAMPLING = Sampling(max_completion_length=400, seed=3)
+
+
+def look_up(key: str, times: int = 1) -> str:
+    """Look something up.
+
+    Args:
+        key: what to look up
+        times: how often
+    """
+    if key == "bad":
+        raise LookupError("there is no bad key")
+    if key == "slow":
+        time.sleep(5)
+    return f"[{key}]" * times
+
+
+async def wait_for(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+class Game:
+    """Remembers what was said to it."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def reset(self, **row: Any) -> str | None:
+        self.log.append(row)
+        return row.get("begin")
+
+    def guess(self, word: str) -> int:
+        """Guess a word.
+
+        Args:
+            word: the guess
+        """
+        self.log.append(word)
+        return len(self.log)
+
+    async def get_reward(self) -> float:
+        return float(len(self.log))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def play(
+    tokenizer, turns: Sequence[str], *, rows=({"prompt": "Who?"},), n=1, sampling=SAMPLING, **settings: Any
+) -> tuple[list[list[Completion]], ScriptedEngine, list[Prompt]]:
+    """Every completion says these turns, one after another; the last again and again."""
+    config = RolloutConfig(**settings)
+    toolsets = load_toolsets(config)
+    assert toolsets is not None
+    prompts = list(prompts_of(rows, DatasetConfig(source="rows"), tokenizer, toolsets.schemas))
+
+    def say(context: Sequence[int]) -> list[int]:
+        said = str(tokenizer.decode(list(context))).count("<|im_start|>assistant\n") - 1
+        return [*tokenizer(turns[min(said, len(turns) - 1)], add_special_tokens=False)["input_ids"], END]
+
+    engine = ScriptedEngine(say)
+    return make_rollout(config, toolsets, tokenizer, [END])(engine, prompts, n, sampling), engine, prompts
+
+
+def paths(**objects: Any) -> Any:
+    return given({f"m:{name}": value for name, value in objects.items()})
+
+
+def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_own(tokenizer) -> None:
+    turns = [call("guess", word="äpfel") + call("look_up", key="k", times=2), "It is [k]."]
+    with paths(look_up=look_up, Game=Game):
+        rows = [{"prompt": "Who?", "begin": " Guess!", "answer": 4}]
+        ((one, two),), engine, (prompt,) = play(
+            tokenizer, turns, rows=rows, n=2, tools=["m:look_up"], environment="m:Game"
+        )
+    episode = one.episode
+    assert episode is not None
+    assert two.episode is not None
+    assert episode.prompt == [{"role": "user", "content": "Who? Guess!"}]
+    seen = str(tokenizer.decode(list(episode.prompt_ids + one.token_ids)))
+    tools = str(tokenizer.decode(list(prompt.token_ids)))
+    assert seen.startswith(tools[: tools.index("Who?")] + "Who? Guess!<|im_end|>\n<|im_start|>assistant\n")
+    assert '"description": "how often"' in tools
+    results = "".join(f"\n<tool_response>\n{text}\n</tool_response>" for text in ("2", "[k][k]"))
+    assert seen.endswith(
+        f"{turns[0]}<|im_end|>\n<|im_start|>user{results}<|im_end|>\n"
+        "<|im_start|>assistant\nIt is [k].<|im_end|>"
+    )
+    drawn = [token for _, _, ids in engine.served[::2] for token in ids]
+    own = [*compress(one.token_ids, episode.sampled)]
+    assert own == drawn
+    assert one.num_sampled == len(drawn)
+    assert one.logprobs is not None
+    assert [p for p, mine in zip(one.logprobs, episode.sampled, strict=True) if not mine] == [0.0] * (
+        len(one.token_ids) - len(drawn)
+    )
+    assert all(p < 0 for p in compress(one.logprobs, episode.sampled))
+    roles = ["assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in episode.messages] == roles
+    assert [m["content"] for m in episode.messages] == ["", "2", "[k][k]", "It is [k]."]
+    assert episode.turns == 2
+    assert (episode.tool_calls, episode.tool_failures) == (2, 0)
+    assert episode.environment.log == [
+        {"begin": " Guess!", "answer": 4, "prompt": [{"role": "user", "content": "Who?"}]},
+        "äpfel",
+    ]
+    assert episode.environment is not two.episode.environment
+    assert episode.reward == 2.0
+    assert not one.truncated
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (call("look_up", key="bad"), "there is no bad key"),
+        (call("look_op", key="x"), "did you mean 'look_up'"),
+        (call("look_up", word="x"), "unexpected keyword argument 'word'"),
+        (call("look_up", key="slow"), "no answer within 0.2 seconds"),
+        (call("wait_for", seconds=5), "no answer within 0.2 seconds"),
+    ],
+)
+def test_a_call_that_fails_or_hangs_answers_the_model_with_why(tokenizer, said: str, told: str) -> None:
+    with paths(look_up=look_up, wait_for=wait_for):
+        ((one,),), *_ = play(tokenizer, [said, "Oh."], tools=["m:look_up", "m:wait_for"], tool_timeout=0.2)
+    assert one.episode is not None
+    assert told in one.episode.messages[1]["content"]
+    assert one.episode.messages[1]["content"].startswith("{'error': ")
+    assert (one.episode.tool_calls, one.episode.tool_failures) == (1, 1)
+    assert one.episode.messages[2]["content"] == "Oh."
+
+
+def test_calls_of_all_completions_run_at_once(tokenizer) -> None:
+    together = threading.Barrier(8)  # breaks, and the calls fail, unless eight are there at a time
+
+    def meet(key: str) -> str:
+        """Meet the others.
+
+        Args:
+            key: unused
+        """
+        together.wait(20)
+        return "met"
+
+    with paths(meet=meet):
+        groups, *_ = play(tokenizer, [call("meet", key="x"), "Done."], n=8, tools=["m:meet"])
+    assert all(one.episode.messages[1]["content"] == "met" for one in groups[0] if one.episode)
+
+
+def test_turns_calls_and_tokens_have_limits(tokenizer) -> None:
+    def played(**settings: Any) -> Completion:
+        with paths(look_up=look_up):
+            ((one,),), *_ = play(tokenizer, [call("look_up", key="x")], tools=["m:look_up"], **settings)
+        assert one.episode is not None
+        assert one.episode.messages[-1]["role"] == "assistant"  # nothing that no turn follows
+        assert one.episode.sampled[-1]
+        return one
+
+    three = played(max_turns=3)
+    assert three.episode is not None
+    assert (three.episode.turns, three.episode.tool_calls, three.truncated) == (3, 2, True)
+    two = played(max_tool_calls=2)
+    assert two.episode is not None
+    assert (two.episode.turns, two.episode.tool_calls, two.truncated) == (3, 2, True)
+    for room in (60, 61, 62, 150):
+        short = played(sampling=Sampling(max_completion_length=room, seed=1))
+        assert short.truncated
+        assert len(short.token_ids) <= room
+
+
+def test_what_reset_says_counts_and_must_leave_room(tokenizer) -> None:
+    rows = [{"prompt": "", "begin": "x y z " * 20}]
+    with paths(Game=Game):
+        ((one,),), _, (prompt,) = play(tokenizer, ["Fine."], rows=rows, environment="m:Game")
+        assert one.episode is not None
+        longer = len(one.episode.prompt_ids) - len(prompt.token_ids)
+        with pytest.raises(
+            ValueError, match=rf"= {longer} bounds .* Game.reset made .* {longer} tokens longer"
+        ):
+            play(
+                tokenizer,
+                ["Fine."],
+                rows=rows,
+                environment="m:Game",
+                sampling=Sampling(max_completion_length=longer, seed=1),
+            )
+
+
+def test_rows_choose_among_environments_and_see_the_tools_of_their_own(tokenizer) -> None:
+    class Shop(Game):
+        def buy(self, thing: str) -> str:
+            """Buy.
+
+            Args:
+                thing: what
+            """
+            return f"bought {thing}"
+
+    rows = [{"prompt": "a", "environment": "shop"}, {"prompt": "b", "environment": "game"}]
+    with paths(Game=Game, Shop=Shop):
+        settings = {"environment": {"game": "m:Game", "shop": "m:Shop"}}
+        groups, _, prompts = play(tokenizer, [call("buy", thing="tea"), "."], rows=rows, **settings)
+        told = ['"name": "buy"' in tokenizer.decode(list(prompt.token_ids)) for prompt in prompts]
+        assert told == [True, False]
+        answers = [group[0].episode.messages[1]["content"] for group in groups if group[0].episode]
+        assert answers[0] == "bought tea"
+        assert "there is no tool 'buy'" in answers[1]
+        assert "environment" not in groups[0][0].episode.environment.log[0]  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"says 'shp'.*did you mean 'shop'"):
+            play(tokenizer, ["."], rows=[{"prompt": "a", "environment": "shp"}], **settings)
+
+
+class Broken(Game):
+    def reset(self, **row: Any) -> None:
+        raise OSError("no route")
+
+
+class Unpaid(Game):
+    def get_reward(self) -> float:  # type: ignore[override]
+        return float("nan")
+
+
+class Speechless:
+    def guess(self, word: str) -> None:
+        """Guess."""
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Broken", RuntimeError, r"cannot be reset for row 0 \(OSError: no route, at .*test_episodes.py"),
+        ("Unpaid", RuntimeError, r"Unpaid.get_reward returned nan"),
+        ("Speechless", ValueError, r"rollout.environment = 'm:Speechless' has no method reset"),
+    ],
+)
+def test_an_environment_that_is_broken_ends_the_rollout(
+    tokenizer, name: str, error: type, message: str
+) -> None:
+    with paths(**{name: globals()[name]}), pytest.raises(error, match=message):
+        play(tokenizer, ["."], n=3, environment=f"m:{name}")
+
+
+def test_a_tool_without_a_schema_is_refused_by_name(tokenizer) -> None:
+    def bare(key) -> str:
+        """Bare."""
+        return key
+
+    with (
+        paths(bare=bare),
+        pytest.raises(ValueError, match=r"the tool bare has no schema .*give every argument"),
+    ):
+        load_toolsets(RolloutConfig(tools=["m:bare"]))
+
+
+def test_an_error_of_the_engine_ends_every_completion(tokenizer) -> None:
+    def fail(context: Sequence[int]) -> list[int]:
+        raise FloatingPointError("diverged")
+
+    config = RolloutConfig(tools=["m:look_up"])
+    with paths(look_up=look_up):
+        toolsets = load_toolsets(config)
+    assert toolsets is not None
+    prompts = prompts_of([{"prompt": "?"}], DatasetConfig(source="rows"), tokenizer, toolsets.schemas)
+    rollout = make_rollout(config, toolsets, tokenizer, [END])
+    with pytest.raises(FloatingPointError, match="diverged"):
+        rollout(ScriptedEngine(fail), list(prompts), 2, SAMPLING)
+    ((one,),) = rollout(ScriptedEngine(lambda _: [5, END]), list(prompts), 1, SAMPLING)
+    assert one.token_ids == (5, END)
+
+
+def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
+    """Random turns and random answers; what a decoded turn would have been tokenised to differs often."""
+    source, said, kept, anew = random.Random(seed), 0, 0, 0
+    alphabet = "abc the answer<tool_response>\n\"'{}\\ äß漢\U0001f600\u200b\r\t"
+
+    def noise(key: str) -> str:
+        """Noise.
+
+        Args:
+            key: unused
+        """
+        return "".join(random.Random(f"{seed} {key}").choices(alphabet, k=source.randrange(30)))
+
+    def say(context: Sequence[int]) -> list[int]:
+        nonlocal said
+        said += 1
+        drawn = [source.randrange(len(tokenizer)) for _ in range(source.randrange(12))]
+        drawn = [token for token in drawn if token > END]
+        asked = call("noise", key=str(said)) if source.random() < 0.95 else ""
+        return [*drawn, *tokenizer(asked, add_special_tokens=False)["input_ids"], END]
+
+    config = RolloutConfig(tools=["m:noise"], max_turns=50)
+    with paths(noise=noise):
+        toolsets = load_toolsets(config)
+    assert toolsets is not None
+    prompts = list(
+        prompts_of(
+            [{"prompt": str(i)} for i in range(4)], DatasetConfig(source="rows"), tokenizer, toolsets.schemas
+        )
+    )
+    rollout = make_rollout(config, toolsets, tokenizer, [END])
+    while said < TURNS:
+        engine = ScriptedEngine(say)
+        sampling = Sampling(max_completion_length=10**6, seed=source.getrandbits(30))
+        for prompt, group in zip(prompts, rollout(engine, prompts, 4, sampling), strict=True):
+            for one in group:
+                assert one.episode is not None
+                assert one.episode.prompt_ids == prompt.token_ids
+                whole = prompt.token_ids + one.token_ids
+                answers = ((c, ids) for c, _, ids in engine.served if whole[: len(c + ids)] == c + ids)
+                turns = {len(context): ids for context, ids in answers}  # in their order
+                own = [*compress(one.token_ids, one.episode.sampled)]
+                assert own == [token for ids in turns.values() for token in ids]
+                kept += len(own)
+                for ids in turns.values():
+                    again = tokenizer(tokenizer.decode(list(ids)), add_special_tokens=False)["input_ids"]
+                    anew += again != list(ids)
+    print(
+        f"{said} turns, {kept} tokens of the model, all as sampled; {anew} turns read otherwise when decoded"
+    )
+    assert kept
+    assert anew > said / 10
+
+
+Refusal = Callable[[str], str]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: "", "the tokenizer has none"),
+        (lambda t: t.replace("{{ call.function.arguments | tojson }}", "{}"), "arguments of calls"),
+        (
+            lambda t: t.replace("{{ message.content }}\n</tool_response>", "</tool_response>"),
+            "their answers",
+        ),
+        (lambda t: t.replace("<|im_end|>", "<|endoftext|>"), "none of the tokens at which generation stops"),
+        (lambda t: t.replace("<tool_call>", "<<call>>"), "can be read as none of: JSON in <tool_call>"),
+        (lambda t: "{{ raise_exception('no roles') }}" + t, "refuses the roles user, assistant, tool"),
+        (lambda t: "{{ messages | length }}" + t, "writes a question otherwise once it is answered"),
+    ],
+)
+def test_a_template_that_cannot_go_on_is_refused_with_the_reason(
+    tokenizer, change: Refusal, reason: str
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = change(tokenizer.chat_template)
+    config = RolloutConfig(tools=["m:look_up"])
+    with paths(look_up=look_up), pytest.raises(ValueError, match=reason):
+        make_rollout(config, load_toolsets(config), other, [END])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "nemotron_3_nano"])
+def test_the_templates_of_the_field_go_on_as_they_write_the_whole(tokenizer, family: str) -> None:
+    trl = pytest.importorskip("trl")
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
+    other.add_special_tokens({"additional_special_tokens": ["<|eot_id|>", "<|start_header_id|>"]})
+    ends = [END, other.convert_tokens_to_ids("<|eot_id|>")]
+    config = RolloutConfig(tools=["m:look_up"])
+    with paths(look_up=look_up):
+        toolsets = load_toolsets(config)
+    assert toolsets is not None
+    template = TurnTemplate(other, ends, toolsets.by_name[None].schemas)
+    asked = {"type": "function", "function": {"name": "look_up", "arguments": {"key": "k", "times": 2}}}
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [asked]}]
+    answer = {"role": "tool", "name": "look_up", "content": "result"}
+    whole = other.apply_chat_template([*turns, answer], tokenize=False, add_generation_prompt=True)
+    assert whole.endswith(other.decode(list(template.after([asked], ["result"]))))
+    begun = other.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    turn = whole[whole.index("?") :].split("assistant", 1)[1].split(str(other.decode([template.end_id])))[0]
+    own = turn[turn.index("{" if family == "llama3_1" else "<tool_call>") :]
+    thought = "</think>" if begun.rstrip().endswith("<think>") else ""
+    parsed = template.parse([*other(thought + own, add_special_tokens=False)["input_ids"], template.end_id])
+    assert parsed["tool_calls"][0]["function"] == asked["function"]
