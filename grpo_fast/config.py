@@ -77,7 +77,9 @@ class TrainConfig(Section):
     )
     model: ModelConfig
     dataset: DatasetConfig
-    rewards: list[RewardConfig] = Field([], description="what grpo maximises; at least one")
+    rewards: list[RewardConfig] = Field(
+        [], description="what grpo maximises; at least one, or a rollout.environment with get_reward"
+    )
     rollout: RolloutConfig = RolloutConfig()
     memory: MemoryConfig = MemoryConfig()
     distributed: DistributedConfig = DistributedConfig()
@@ -105,8 +107,16 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if self.algorithm == "grpo" and not self.rewards:
-            raise ValueError("rewards is empty: algorithm = 'grpo' maximises them; give at least one")
+        if self.algorithm == "grpo" and not self.rewards and self.rollout.environment is None:
+            raise ValueError(
+                "rewards is empty: algorithm = 'grpo' maximises them; give at least one, or a "
+                "rollout.environment with a method get_reward"
+            )
+        if self.rollout.has_turns and self.dataset.overlong_prompts == "truncate":
+            raise ValueError(
+                "dataset.overlong_prompts = 'truncate' keeps a prompt's end, and what it says of tools is at "
+                "its beginning; leave it out, or rollout.tools and rollout.environment"
+            )
         if self.minibatches > self.prompts_per_step:
             raise ValueError(
                 f"minibatches = {self.minibatches} exceeds prompts_per_step = {self.prompts_per_step}: a "

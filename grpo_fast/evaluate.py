@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from grpo_fast.data.config import DatasetConfig
+from grpo_fast.rollout.types import generate_rollout
 from grpo_fast.run_record.summary import Interval, mean_interval
 from grpo_fast.section import Count, NotNegative, PositiveInt, Section
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from grpo_fast.data.types import Prompt
     from grpo_fast.distributed.world import World
     from grpo_fast.rewards import RewardSet
-    from grpo_fast.rollout.types import Completion, Engine, RolloutObserver, Sampling
+    from grpo_fast.rollout.types import Completion, Engine, Rollout, RolloutObserver, Sampling
 
 
 class EvaluationConfig(Section):
@@ -133,6 +134,7 @@ def evaluate(
     sampling: Sampling,
     *,
     world: World,
+    rollout: Rollout = generate_rollout,
     observer: RolloutObserver | None = None,
 ) -> Evaluation:
     """Answer every question `config.num_samples` times and score the answers.
@@ -142,6 +144,7 @@ def evaluate(
         rewards: all are computed; one decides.
         sampling: how answers are drawn; several answers need a temperature.
         world: the ranks that answer, each its share.
+        rollout: how answers are drawn, in one turn or in several.
         observer: told how the generation goes.
 
     Raises:
@@ -161,11 +164,12 @@ def evaluate(
 
     def answer() -> tuple[list[list[Completion]], list[list[float]]]:
         own = world.share(questions)
-        completions = engine.generate([q.token_ids for q in own], n, sampling, observer=observer)
+        completions = rollout(engine, own, n, sampling, observer=observer)
         if not own:
             return [], []
         table = rewards.score_completions(own, completions).table
-        return completions, table[:, deciding].view(-1, n).tolist()
+        kept = [[completion.without_environment() for completion in group] for group in completions]
+        return kept, table[:, deciding].view(-1, n).tolist()
 
     parts = world.together("the evaluation", answer)
     completions = [group for found, _ in parts for group in found]

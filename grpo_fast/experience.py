@@ -17,7 +17,7 @@ from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.policy.packing import Sample
 from grpo_fast.rewards import EarlyScores, RewardSet, weighted_sum
 from grpo_fast.rewards.builtins import BUILTINS
-from grpo_fast.rollout.types import Completion, Engine, Sampling
+from grpo_fast.rollout.types import Completion, Engine, Rollout, Sampling, as_asked, generate_rollout
 
 Progress = Callable[[int, int, int], None]  # tokens decoded, completions ended, completions in all
 Advantage = float | tuple[float, ...]  # of a completion, or of each of its tokens
@@ -58,6 +58,7 @@ def generate(
     sampling: Sampling,
     rewards: RewardSet,
     *,
+    rollout: Rollout = generate_rollout,
     progress: Progress | None = None,
 ) -> tuple[list[list[Completion]], EarlyScores]:
     """`n` completions of each prompt, and the rewards that were begun meanwhile."""
@@ -65,8 +66,7 @@ def generate(
     watch = RolloutWatch(progress, scores)
     watch.progress(0, 0, n * len(prompts))  # the prefill counts
     try:
-        ids = [prompt.token_ids for prompt in prompts]
-        return engine.generate(ids, n, sampling, observer=watch), scores
+        return rollout(engine, prompts, n, sampling, observer=watch), scores
     except BaseException:
         scores.cancel()
         raise
@@ -80,7 +80,7 @@ def score(
     weights: Sequence[float] | None = None,
     precomputed: Mapping[str, Sequence[float]] = MappingProxyType({}),
 ) -> list[Group]:
-    """What G prompts with n completions each earned.
+    """What G prompts with n completions each earned; their environments have then done their part.
 
     Args:
         weights: of the F reward functions in place of their own.
@@ -90,7 +90,10 @@ def score(
     result = rewards.score_completions(prompts, completions, precomputed=precomputed)
     totals = result.total if weights is None else weighted_sum(result.table, weights)
     per_prompt = zip(prompts, completions, totals.split(n), result.table.split(n), strict=True)
-    return [Group(prompt, tuple(group), total, table) for prompt, group, total, table in per_prompt]
+    return [
+        Group(prompt, tuple(completion.without_environment() for completion in group), total, table)
+        for prompt, group, total, table in per_prompt
+    ]
 
 
 def compare(
@@ -118,7 +121,7 @@ def compare(
             scale_rewards=config.scale_rewards,
             baseline=config.baseline,
             baseline_groups=baseline_groups,
-            lengths=torch.tensor([[len(c.token_ids) for c in group.completions] for group in groups]),
+            lengths=torch.tensor([[c.num_sampled for c in group.completions] for group in groups]),
         )
     advantages = found.advantages
     if config.rescale_flat_groups:
@@ -169,7 +172,7 @@ def bare_samples(groups: Sequence[Group]) -> list[Sample]:
 def _sample(group_id: int, group: Group, completion: Completion, advantage: Advantage) -> Sample:
     episode = completion.episode
     return Sample(
-        prompt_ids=group.prompt.token_ids if episode is None else episode.prompt_ids,
+        prompt_ids=as_asked(group.prompt, completion).token_ids,
         completion_ids=completion.token_ids,
         advantage=advantage,
         group_id=group_id,
@@ -207,7 +210,7 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
     """Metrics of a step's groups."""
     rewards = torch.cat([group.rewards for group in groups])
     completions = [completion for group in groups for completion in group.completions]
-    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.float32)
+    lengths = torch.tensor([completion.num_sampled for completion in completions], dtype=torch.float32)
     unique = [
         (len({c.token_ids for c in group.completions}) - 1) / (len(group.completions) - 1) for group in groups
     ]
@@ -226,4 +229,10 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
     correlation = length_reward_correlation(lengths.view(len(groups), -1), rewards.view(len(groups), -1))
     if correlation is not None:
         metrics["completion/length_reward_correlation"] = correlation
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if episodes:
+        calls = sum(episode.tool_calls for episode in episodes)
+        metrics["turns/mean"] = sum(episode.turns for episode in episodes) / len(episodes)
+        metrics["tools/calls"] = calls / len(episodes)
+        metrics["tools/failures"] = sum(episode.tool_failures for episode in episodes) / max(1, calls)
     return metrics

@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.environments import Toolsets
 from grpo_fast.evaluate import Evaluation, evaluate
 from grpo_fast.experience import (
     Group,
@@ -37,9 +38,10 @@ from grpo_fast.experience import (
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.rewards import RewardSet
-from grpo_fast.rollout import Engine, sampling_of
+from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.handover import DeviceHandover
 from grpo_fast.rollout.sampling import CompletionLength
+from grpo_fast.rollout.types import as_asked
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.stages import Stage, schedule_steps, stage_at
 from grpo_fast.update import PolicyUpdate
@@ -58,6 +60,8 @@ class StageParts:
     dataset: PromptDataset
     prompts: PromptSampler
     adaptive_weights: AdaptiveWeights | None = None
+    toolsets: Toolsets | None = None
+    rollout: Rollout = generate_rollout
 
 
 class Trainer:
@@ -67,6 +71,7 @@ class Trainer:
         config: the run's; evaluation goes by it in every stage.
         stages: at least one; each brings the configuration, rewards and prompts that it trains with.
         judges: the rewards of evaluation, the same in every stage.
+        evaluated_by: the rollout of evaluation, the same in every stage.
         world: the ranks that train together. Each answers and scores its share of a step's prompts; then all
             have all groups, and what follows is the same everywhere up to the update.
     """
@@ -80,6 +85,7 @@ class Trainer:
         optimizer: PolicyOptimizer,
         stages: Sequence[StageParts],
         judges: RewardSet,
+        evaluated_by: Rollout = generate_rollout,
         held_out: Sequence[Prompt] = (),
         world: World = ALONE,
     ) -> None:
@@ -89,6 +95,7 @@ class Trainer:
         self.optimizer = optimizer
         self.stages = stages
         self.judges = judges
+        self.evaluated_by = evaluated_by
         self.held_out = held_out
         self.step = 0
         self.on_progress: Progress | None = None  # told how every generation goes
@@ -112,6 +119,7 @@ class Trainer:
         self.config = parts.stage.config.with_engine(self.engine.name)
         self.rewards = parts.rewards
         self.prompts = parts.prompts
+        self.drawn_by = parts.rollout
         self.adaptive_weights = parts.adaptive_weights
         self.sampling = sampling_of(self.config.rollout)
         self.length = CompletionLength(self.config.rollout)
@@ -140,12 +148,14 @@ class Trainer:
             metrics |= self.update.run(samples, totals, clock)
         self.step += 1
         self.optimizer.advance()
-        tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+        completions = [completion for group in groups for completion in group.completions]
         timings = clock.seconds | self.handover.timings()
         timings |= {
-            "tokens_per_second": tokens / timings["time/step"],
+            "tokens_per_second": sum(c.num_sampled for c in completions) / timings["time/step"],
             "memory/micro_batch_tokens": self.update.micro_batch_tokens,
         }
+        if seconds := [c.episode.environment_seconds for c in completions if c.episode is not None]:
+            timings["environment/seconds"] = fmean(seconds)
         return StepResult(metrics, timings, self.pick_samples(groups[: self.config.logging.samples]))
 
     def collect(self, clock: Clock) -> tuple[list[Group], dict[str, float]]:
@@ -202,6 +212,7 @@ class Trainer:
                 n,
                 sampling,
                 self.rewards,
+                rollout=self.drawn_by,
                 progress=self.on_progress,
             )
         with clock("reward"):
@@ -236,7 +247,14 @@ class Trainer:
         questions, watch = self.held_out[:size], RolloutWatch(self.on_progress)
         config, sampling = self.evaluation, self.evaluation_sampling
         return evaluate(
-            self.engine, questions, self.judges, config, sampling, world=self.world, observer=watch
+            self.engine,
+            questions,
+            self.judges,
+            config,
+            sampling,
+            world=self.world,
+            rollout=self.evaluated_by,
+            observer=watch,
         )
 
     def pick_samples(self, groups: Sequence[Group]) -> list[SampleRecord]:
@@ -244,14 +262,15 @@ class Trainer:
         return [
             SampleRecord(
                 group=number,
-                question=group.prompt.prompt,
-                prompt=str(self.policy.tokenizer.decode(list(group.prompt.token_ids))),
+                question=(asked := as_asked(group.prompt, completion)).prompt,
+                prompt=str(self.policy.tokenizer.decode(list(asked.token_ids))),
                 completion=completion.text,
                 rewards=dict(zip(self.rewards.names, group.reward_table[i].tolist(), strict=True)),
                 reward=group.rewards[i].item(),
                 advantage=fmean(advantage if isinstance(advantage, tuple) else (advantage,)),
                 truncated=completion.truncated,
-                num_tokens=len(completion.token_ids),
+                num_tokens=completion.num_sampled,
+                messages=None if completion.episode is None else completion.episode.messages,
             )
             for number, group in enumerate(groups)
             for i, (completion, advantage) in enumerate(zip(group.completions, group.advantages, strict=True))

@@ -64,22 +64,26 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.cli.show import evaluation_record, evaluation_table
     from grpo_fast.data import load_held_out
     from grpo_fast.distributed.world import ALONE
+    from grpo_fast.environments import load_toolsets, make_rollout
     from grpo_fast.rewards import load_rewards
     from grpo_fast.run.export import load_policy_of
     from grpo_fast.run_record.alerts import AlertMonitor
     from grpo_fast.run_record.logs import provenance
 
     require_engine(config.rollout)
-    rewards = load_rewards(config.rewards)
+    toolsets = load_toolsets(config.rollout)
+    rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     rewards.position(config.evaluation.reward)
     source = None if args.model else args.config
     policy, step = load_policy_of(source, config)
     load = load_prompts if config.evaluation.dataset is None else load_held_out
-    questions = load(config.evaluation.dataset or config.dataset, policy.tokenizer)
+    schemas = toolsets.schemas if toolsets else None
+    questions = load(config.evaluation.dataset or config.dataset, policy.tokenizer, schemas)
+    rollout = make_rollout(config.rollout, toolsets, policy.tokenizer, policy.eos_token_ids)
     sampling = evaluation_sampling(config, num_samples)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     with engine_for(config, policy, questions, sampling) as engine:
-        result = score_answers(engine, questions, rewards, asked, sampling, world=ALONE)
+        result = score_answers(engine, questions, rewards, asked, sampling, world=ALONE, rollout=rollout)
         engine_name = engine.name
     print(config.model.path if step is None else f"{source}, step {step}", questions.described, sep="; ")
     print(evaluation_table(result, args.k, sampling.temperature))
@@ -106,28 +110,32 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(args.config, overrides)
     check_filled_in(config)
     from grpo_fast.cli.show import group_text
+    from grpo_fast.environments import load_toolsets, make_rollout
     from grpo_fast.experience import compare, score
     from grpo_fast.plan import resolve_auto
     from grpo_fast.rewards import load_rewards
+    from grpo_fast.rollout.types import as_asked
     from grpo_fast.run.export import load_policy_of
 
     require_engine(config.rollout)
     config = resolve_auto(config)
-    rewards = load_rewards(config.rewards)
+    toolsets = load_toolsets(config.rollout)
+    rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     policy, _ = load_policy_of(args.config, config)
-    dataset = load_prompts(config.dataset, policy.tokenizer)
+    dataset = load_prompts(config.dataset, policy.tokenizer, toolsets.schemas if toolsets else None)
+    rollout = make_rollout(config.rollout, toolsets, policy.tokenizer, policy.eos_token_ids)
     if args.num_prompts > len(dataset):
         message = f"the dataset has {len(dataset)} prompts"
         raise ConfigError("generate", [Problem("--num-prompts", message, args.num_prompts)])
     prompts = dataset[: args.num_prompts]
     print(dataset.described)
     sampling = sampling_of(config.rollout, config.seed)
-    token_ids = [prompt.token_ids for prompt in prompts]
     with engine_for(config, policy, prompts, sampling) as engine:
-        completions = engine.generate(token_ids, int(config.rollout.num_generations), sampling)
+        completions = rollout(engine, prompts, int(config.rollout.num_generations), sampling)
     groups = score(prompts, completions, rewards)
     for group in compare(groups, config.advantage, rewards.weights):
-        rendered = str(policy.tokenizer.decode(list(group.prompt.token_ids)))
+        asked = as_asked(group.prompt, group.completions[0])
+        rendered = str(policy.tokenizer.decode(list(asked.token_ids)))
         print(group_text(group, rewards.names, rendered))
     return 0
 
@@ -135,6 +143,7 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
     config = load_config(args.config, overrides)
+    from grpo_fast.environments import load_toolsets
     from grpo_fast.groups.sampler import describe_groups
     from grpo_fast.plan import resolve_auto
     from grpo_fast.policy import load_tokenizer
@@ -143,16 +152,19 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     tokenizer = load_tokenizer(config.model)
     shown: list[tuple[object, ...]] = []
     for stage in resolve_stages(config):
-        settings = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
+        rollout = stage.config.rollout
+        grouped = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
+        settings = (*grouped, rollout.tools, rollout.environment)
         if settings in shown:
             continue
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
+        toolsets = load_toolsets(rollout)
         description = describe_groups(
-            load_prompts(stage.config.dataset, tokenizer),
+            load_prompts(stage.config.dataset, tokenizer, toolsets.schemas if toolsets else None),
             stage.config.groups,
-            num_generations=int(stage.config.rollout.num_generations),
+            num_generations=int(rollout.num_generations),
             prompts_per_step=stage.config.prompts_per_step,
             seed=stage.config.seed,
             examples=args.examples,

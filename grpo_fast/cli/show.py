@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_fast.data.types import spoken
 from grpo_fast.evaluate import Evaluation
 from grpo_fast.experience import Group
 from grpo_fast.run_record.summary import score_text
@@ -19,8 +20,12 @@ def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) 
     answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
     for number, (completion, reward, row) in enumerate(answers, 1):
         parts = ", ".join(f"{name} {_value(value)}" for name, value in zip(reward_names, row, strict=True))
-        size = f"{len(completion.token_ids)} tokens{', truncated' if completion.truncated else ''}"
-        lines += [f"completion {number}: reward {_value(reward)} ({parts}), {size}", _block(completion.text)]
+        size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
+        lines.append(f"completion {number}: reward {_value(reward)} ({parts}), {size}")
+        if completion.episode is None:
+            lines.append(_block(completion.text))
+        for who, what in spoken(completion.episode.messages) if completion.episode else ():
+            lines += [f"  {who}", _block(what)]
     spread = group.rewards.std(correction=0).item()
     verdict = "no spread: this group teaches nothing" if group.flat else f"standard deviation {spread:.3f}"
     lines.append(f"group: mean reward {_value(group.rewards.nanmean().item())}, {verdict}")
@@ -69,8 +74,8 @@ def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
                 "index": prompt.index,
                 "prompt": prompt.prompt,
                 "scores": [None if score != score else score for score in scores],
-                "completions": [completion.text for completion in group],
-                "tokens": [len(completion.token_ids) for completion in group],
+                "completions": [c.text if c.episode is None else c.episode.messages for c in group],
+                "tokens": [completion.num_sampled for completion in group],
             }
             for prompt, scores, group in zip(result.prompts, result.scores, result.completions, strict=True)
         ],

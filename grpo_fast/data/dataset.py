@@ -164,7 +164,11 @@ def _fit(
 
 
 def exclude_overlap(
-    train: PromptDataset, held_out: PromptDataset, *, any_order: bool | None = None
+    train: PromptDataset,
+    held_out: PromptDataset,
+    *,
+    any_order: bool | None = None,
+    by_columns: bool = False,
 ) -> PromptDataset:
     """The training prompts that do not occur in the held-out set; `report.overlapping` counts the others.
 
@@ -174,14 +178,15 @@ def exclude_overlap(
     Args:
         any_order: also take questions as equal that hold the same words and symbols in another order, as
             `6 + 31` and `31 + 6`. Generated tasks are full of these; None: for reasoning-gym's.
+        by_columns: rows of one prompt and other columns, which environments read, are different questions.
 
     Raises:
         ValueError: nothing is left to train on.
     """
     if any_order is None:
         any_order = any(part.config.source.startswith(PREFIX) for part in (train, held_out))
-    taken = {_key(prompt, held_out, any_order) for prompt in held_out}
-    kept = tuple(prompt for prompt in train if _key(prompt, train, any_order) not in taken)
+    taken = {_key(prompt, held_out, any_order, by_columns) for prompt in held_out}
+    kept = tuple(prompt for prompt in train if _key(prompt, train, any_order, by_columns) not in taken)
     if not kept:
         raise ValueError(
             f"all {len(train)} training prompts of {train.config.source} occur in the held-out set: "
@@ -191,8 +196,9 @@ def exclude_overlap(
     return replace(train, prompts=kept, report=replace(train.report, overlapping=overlapping))
 
 
-def _key(prompt: Prompt, dataset: PromptDataset, any_order: bool) -> str:
+def _key(prompt: Prompt, dataset: PromptDataset, any_order: bool, by_columns: bool) -> tuple[str, str]:
     text = own_text(prompt, 2 * len(dataset.config.examples))
     text = unicodedata.normalize("NFKC", text).casefold()
     words = re.findall(r"\d+(?:[.,]\d+)*|\w+|[^\w\s]", text)
-    return " ".join(sorted(words) if any_order else words)
+    columns = repr(sorted(prompt.columns.items())) if by_columns else ""
+    return " ".join(sorted(words) if any_order else words), columns

@@ -13,7 +13,7 @@ from grpo_fast.data.files import Row, file_rows, files_of
 from grpo_fast.lookup import choices
 
 # Names that a reward function receives besides the columns.
-RESERVED = ("prompts", "completions", "completion_ids")
+RESERVED = ("prompts", "completions", "completion_ids", "environments")
 
 
 def read_rows(config: DatasetConfig) -> list[Row]:

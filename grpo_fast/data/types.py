@@ -20,6 +20,21 @@ class Prompt:
     columns: Mapping[str, Any]  # every other column of the row
 
 
+def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Who says what, for a person: thoughts and text, then calls as `name(argument=value)`, one a line."""
+    turns = []
+    for message in messages:
+        parts = [message.get("reasoning_content"), message.get("content")]
+        for call in message.get("tool_calls") or ():
+            name, given = call["function"]["name"], call["function"]["arguments"]
+            if isinstance(given, Mapping):
+                given = ", ".join(f"{key}={value!r}" for key, value in given.items())
+            parts.append(f"{name}({given})")
+        tool = message.get("name") if message["role"] == "tool" else None
+        turns.append((f"tool {tool}" if tool else message["role"], "\n".join(filter(None, parts))))
+    return turns
+
+
 def own_turns(turns: Sequence[Message], example_turns: int) -> Sequence[Message]:
     """A row's own turns: without the system message and the turns of the configuration's examples."""
     return turns[(turns[0]["role"] == "system") + example_turns :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from grpo_fast.environments.function import FunctionRollout
 from grpo_fast.environments.tools import Toolsets, load_toolsets
 from grpo_fast.rollout.types import Rollout, generate_rollout
 
@@ -27,6 +28,8 @@ def make_rollout(
     Raises:
         ValueError: tools with a chat template that cannot go on after calls.
     """
+    if config.function is not None:
+        return FunctionRollout(config.function)
     if toolsets is None:
         return generate_rollout
     from grpo_fast.environments.episodes import EpisodeRollout

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from grpo_fast.rewards.types import (
     column_names,
     weighted_sum,
 )
-from grpo_fast.rollout.types import Completion
+from grpo_fast.rollout.types import Completion, Episode
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +45,30 @@ class Reward:
     on_error: Literal["fail", "skip"] = "fail"
     per_group: bool = False  # scores a prompt's completions by themselves, whatever the others are
     written: str = ""  # as the configuration names it
+    environment: type | None = None  # which has given it in its episodes: nothing is called
 
 
-def load_rewards(configs: Sequence[RewardConfig]) -> RewardSet:
+def load_rewards(configs: Sequence[RewardConfig], environments: Sequence[type] = ()) -> RewardSet:
     """The reward functions that the configuration names; a name that occurs again is numbered.
+
+    Args:
+        environments: the run's; each with a method `get_reward` is one more reward, of weight 1, as in TRL.
 
     Raises:
         ValueError: an unknown name, or options that a reward does not take.
     """
-    rewards, seen = [], Counter[str]()
+    rewards = []
     for config in configs:
         name, function, options = load_function(config.reward, config.options)
-        seen[name] += 1
-        if seen[name] > 1:
-            name = f"{name}_{seen[name]}"
         how = config.model_dump(include={"weight", "timeout", "on_error", "per_group"})
         rewards.append(Reward(name, function, options=options, written=config.reward, **how))
+    own = (kind for kind in environments if hasattr(kind, "get_reward"))
+    rewards += [Reward(kind.__name__, kind.get_reward, environment=kind) for kind in own]
+    seen = Counter[str]()
+    for place, reward in enumerate(rewards):
+        seen[reward.name] += 1
+        if seen[reward.name] > 1:
+            rewards[place] = replace(reward, name=f"{reward.name}_{seen[reward.name]}")
     return RewardSet(rewards)
 
 
@@ -72,7 +80,10 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self.names = tuple(reward.name for reward in rewards)
         if not rewards:
-            raise ValueError("rewards is empty: nothing scores completions; give rewards=[{reward: NAME}]")
+            raise ValueError(
+                "rewards is empty: nothing scores completions; give rewards=[{reward: NAME}], or a "
+                "rollout.environment with a method get_reward"
+            )
         if len(set(self.names)) < len(rewards):
             raise ValueError(f"each reward needs a name of its own; got {list(self.names)}")
         self.weights = tuple(reward.weight for reward in rewards)
@@ -97,6 +108,8 @@ class RewardSet:
         """
         empty = Batch.of([], [], columns)
         for reward in self.rewards:
+            if reward.environment is not None:
+                continue
             empty.arguments(reward.name, reward.function, reward.options)
             for option, column in column_options(reward.function).items():
                 if column not in columns:
@@ -123,6 +136,10 @@ class RewardSet:
         if not len(batch):
             raise ValueError("completions is empty; there is nothing to score")
         values: dict[str, Sequence[float]] = dict(precomputed or {})
+        episodes = [completion.episode for group in completions for completion in group]
+        for reward in self.rewards:
+            if reward.environment is not None:
+                values[reward.name] = _given(reward.environment, episodes)
         skipped: dict[str, str] = {}
         due = [reward for reward in self.rewards if reward.name not in values]
         running = {reward.name: self._start(reward, batch) for reward in due if is_async(reward.function)}
@@ -190,6 +207,12 @@ class RewardSet:
             remedy = "check that the columns hold what the rewards expect"
             raise RewardError(names, f"{problem}; {remedy}\n{sample}", unscored[0])
         logger.warning("reward %r %s; the first is %s", names, problem, sample)
+
+
+def _given(environment: type, episodes: Sequence[Episode | None]) -> list[float]:
+    """What environments of this class, not of one derived from it, gave themselves; NaN for others."""
+    given = [e.reward if e is not None and type(e.environment) is environment else None for e in episodes]
+    return [math.nan if reward is None else reward for reward in given]
 
 
 class EarlyScores:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.lookup import choices
-from grpo_fast.rollout.types import Completion
+from grpo_fast.rollout.types import Completion, as_asked
 from grpo_fast.section import short
 
-# TRL's contract: f(prompts, completions, completion_ids, **columns) -> one number or None a completion.
-# A function names the arguments that it wants. It may be async.
+# TRL's contract: f(prompts, completions, completion_ids, environments, **columns) -> one number or None a
+# completion. A function names the arguments that it wants. It may be async.
 RewardFunction = Callable[..., Any]
 ANSWER_COLUMN = "answer"
+ENVIRONMENTS = "environments"
 
 
 class RewardError(RuntimeError):
@@ -35,7 +36,7 @@ class Batch:
     """N completions with what they answer, in the columns that reward functions take."""
 
     prompts: list[str | list[Message]]
-    completions: list[str | list[Message]]  # a conversation's answer is one assistant message, as in TRL
+    completions: list[str | list[Message]]  # an episode's messages; a conversation's answer is one, as in TRL
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
 
@@ -43,18 +44,20 @@ class Batch:
     def of(
         cls, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], columns: Sequence[str]
     ) -> Batch:
-        """One sample a completion, group after group; None where a prompt lacks a column."""
+        """One sample a completion, group after group; None where a prompt lacks a column.
+
+        The instances that played are the column `environments`.
+        """
         pairs = [(p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
+        values = {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns}
+        environments = [completion.episode and completion.episode.environment for _, completion in pairs]
+        if any(environment is not None for environment in environments):
+            values[ENVIRONMENTS] = environments
         return cls(
-            [prompt.prompt for prompt, _ in pairs],
-            [
-                completion.text
-                if isinstance(prompt.prompt, str)
-                else [{"role": "assistant", "content": completion.text}]
-                for prompt, completion in pairs
-            ],
+            [as_asked(prompt, completion).prompt for prompt, completion in pairs],
+            [_answer(prompt, completion) for prompt, completion in pairs],
             [list(completion.token_ids) for _, completion in pairs],
-            {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns},
+            values,
         )
 
     def __len__(self) -> int:
@@ -101,10 +104,13 @@ class Batch:
                 and parameter.default is parameter.empty
                 and parameter.kind is not parameter.VAR_POSITIONAL
             ):
+                remedy = "Rename a column (dataset.rename) or give the value in the reward's options"
+                if asked == ENVIRONMENTS:
+                    remedy = "The run has none: set rollout.environment"
                 raise RewardError(
                     name,
                     f"asks for {asked!r}, which is no column of the dataset: {choices(asked, self.columns)}. "
-                    "Rename a column (dataset.rename) or give the value in the reward's options",
+                    f"{remedy}",
                 )
         return {**chosen, **options}
 
@@ -116,6 +122,14 @@ class RewardResult:
     table: Tensor  # (N, F) float32 as the functions gave them, NaN where one does not apply
     total: Tensor  # (N,) float32 sum of weight × value over those that apply, NaN where none does
     skipped: Mapping[str, str]  # function that failed and was left out by `on_error: skip` -> why
+
+
+def _answer(prompt: Prompt, completion: Completion) -> str | list[Message]:
+    if completion.episode is not None:
+        return list(completion.episode.messages)
+    if isinstance(prompt.prompt, str):
+        return completion.text
+    return [{"role": "assistant", "content": completion.text}]
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:

@@ -75,6 +75,19 @@ class Completion:
         """Tokens that the model wrote."""
         return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
 
+    def without_environment(self) -> Completion:
+        """What is kept, and sent to other ranks, once the rewards are known."""
+        if self.episode is None:
+            return self
+        return dataclasses.replace(self, episode=dataclasses.replace(self.episode, environment=None))
+
+
+def as_asked(prompt: Prompt, completion: Completion) -> Prompt:
+    """A prompt as this completion answers it: with what its environment began the episode with."""
+    if (episode := completion.episode) is None:
+        return prompt
+    return dataclasses.replace(prompt, prompt=episode.prompt, token_ids=episode.prompt_ids)
+
 
 class RolloutObserver(Protocol):
     """Told of a rollout while it runs, from the thread that called `generate`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_fast.config import TrainConfig
+from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.distributed.world import ALONE, World
+from grpo_fast.environments import load_toolsets, make_rollout
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
@@ -24,7 +26,8 @@ from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
 from grpo_fast.preference.scoring import reference_logprobs
 from grpo_fast.preference.trainer import PreferenceTrainer
-from grpo_fast.rewards import RewardError, load_rewards
+from grpo_fast.rewards import RewardError, RewardSet, load_rewards
+from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import make_engine, require_engine
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
 from grpo_fast.run_record.hub import PushToHub
@@ -35,6 +38,7 @@ from grpo_fast.trainer import StageParts, Trainer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
 
@@ -80,7 +84,8 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
-    judges = load_rewards(config.rewards)
+    toolsets = load_toolsets(config.rollout)
+    judges = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
     for stage in stages:
@@ -89,15 +94,18 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     tokenizer = load_tokenizer(config.model)  # first, so that a mistake in the data shows before weights load
     held_out = None
     if config.evaluation.dataset is not None:
-        held_out = load_held_out(config.evaluation.dataset, tokenizer)
+        schemas = toolsets.schemas if toolsets else None
+        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
         try:
-            judges.check_columns(list(held_out[0].columns))
+            check_columns(judges, held_out, config)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out)
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
+    drawn_by = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
+    parts = tuple(replace(part, rollout=drawn_by(part.stage.config.rollout, part.toolsets)) for part in parts)
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     with ExitStack() as unless_built:
@@ -124,6 +132,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             optimizer=optimizer,
             stages=parts,
             judges=judges,
+            evaluated_by=drawn_by(config.rollout, toolsets),
             held_out=held_out or (),
             world=world,
         )
@@ -201,27 +210,37 @@ def build_stage(
     config = stage.config
 
     def same(*keys: str) -> bool:
-        return before is not None and all(
-            getattr(config, key) == getattr(before.stage.config, key) for key in keys
-        )
+        return before is not None and all(at(config, key) == at(before.stage.config, key) for key in keys)
 
-    rewards = before.rewards if before and same("rewards") else load_rewards(config.rewards)
+    toolsets = before.toolsets if before and same(*TOOLS) else load_toolsets(config.rollout)
+    if before and same("rewards", *TOOLS):
+        rewards = before.rewards
+    else:
+        rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     weights = None
-    if before and same("rewards", "adaptive_weights"):
+    if before and same("rewards", "adaptive_weights", *TOOLS):
         weights = before.adaptive_weights
     elif config.adaptive_weights is not None:
         weights = AdaptiveWeights(config.adaptive_weights, rewards.names, rewards.weights)
-    if before and same("dataset"):
+    if before and same("dataset", *TOOLS):
         dataset = before.dataset
     else:
-        dataset = load_prompts(config.dataset, tokenizer)
-        dataset = dataset if held_out is None else exclude_overlap(dataset, held_out)
+        dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
+        if held_out is not None:
+            plays = config.rollout.environment is not None
+            dataset = exclude_overlap(dataset, held_out, by_columns=plays)
     # Pass rates are of the rewards that they were measured by.
     measured_by = () if config.curriculum is None else ("rewards",)
-    if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by):
+    if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by, *TOOLS):
         prompts = before.prompts
     else:
         seed, size = config.seed + index * SEEDS_PER_STAGE, config.prompts_per_step
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
-    rewards.check_columns(list(dataset[0].columns))
-    return StageParts(stage, rewards, dataset, prompts, weights)
+    check_columns(rewards, dataset, config)
+    return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
+
+
+def check_columns(rewards: RewardSet, dataset: PromptDataset, config: TrainConfig) -> None:
+    """Raises RewardError for a reward that asks for what the run has not."""
+    environments = () if config.rollout.environment is None else (ENVIRONMENTS,)
+    rewards.check_columns([*dataset[0].columns, *environments])

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from grpo_fast.data.types import spoken
 from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.run_record.summary import PHASES, Interval, bytes_text, duration_text, score_text
 
@@ -71,6 +72,9 @@ COMPLETIONS = (
     Field("sampler difference", "sampler_diff", "sampling/logp_difference_mean", ".2g"),
     Field("length", "length", "completion/length_mean", ".1f"),
     Field("truncated", "truncated", "completion/truncated", "percent"),
+    Field("turns", "turns", "turns/mean", ".1f"),
+    Field("tool calls", "calls", "tools/calls", ".1f"),
+    Field("failed calls", "failed", "tools/failures", "percent"),
 )
 SPEED = (
     Field("tokens/s", "tok/s", "tokens_per_second", ",.0f"),
@@ -80,7 +84,8 @@ SPEED = (
 SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
 # A plain line's words, the most useful first: it has as many as fit.
 WORDS = (
-    *("flat", "truncated", "length", "preferred", "gap", "ranked", "entropy", "kl", "t_step", "tok/s", "mem"),
+    *("flat", "truncated", "length", "turns", "calls", "failed"),
+    *("preferred", "gap", "ranked", "entropy", "kl", "t_step", "tok/s", "mem"),
     *("grad_norm", "clip", "loss", "lr", "beta", "sampler_diff", *(field.key for field in SECONDS)),
 )
 BY_KEY = {field.key: field for field in (*LEARNING, *POLICY, *COMPLETIONS, *SPEED, *SECONDS)}
@@ -270,9 +275,9 @@ def _sample_table(sample: SampleRecord) -> Table:
     """The conversation so far, or the prompt; the completion; what it earned."""
     rows, question = _pairs(), sample.question
     turns = [{"role": "prompt", "content": question}] if isinstance(question, str) else question
-    for turn in turns[-TURNS:]:
-        rows.add_row(turn["role"], _readable(turn["content"]))
-    rows.add_row("completion", _readable(sample.completion))
+    said = spoken(sample.messages or ()) or [("completion", sample.completion)]
+    for who, what in [*spoken(turns[-TURNS:]), *said]:
+        rows.add_row(who, _readable(what))
     parts = (
         f"{name} {'not applicable' if value is None or value != value else f'{value:.3f}'}"
         for name, value in sample.rewards.items()

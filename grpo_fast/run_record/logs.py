@@ -57,7 +57,8 @@ class SampleRecord:
     reward: float  # the weighted total
     advantage: float  # mean over the tokens
     truncated: bool  # stopped by max_completion_length
-    num_tokens: int  # of the completion
+    num_tokens: int  # that the model wrote
+    messages: Sequence[Message] | None = None  # the completion, where tools or an environment take part
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from grpo_fast.data.types import spoken
 from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
 from grpo_fast.run_record.charts import SCORE, AlertSpan, Columns, draw_curves
@@ -115,7 +116,8 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
         names = [str(run_dir) for run_dir in run_dirs]
     runs = [read_run(run_dir, name) for run_dir, name in zip(run_dirs, names, strict=True)]
     last = max(run.last for run in runs)
-    texts = sum(len(group) for run in runs for step in run.shown for group in run.groups[step])
+    shown = (record for run in runs for step in run.shown for group in run.groups[step] for record in group)
+    texts = sum(max(1, len(record.get("messages") or ())) for record in shown)
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     script = packaged("report.js")
     page = jinja.from_string(packaged("report.html.j2")).render(
@@ -125,6 +127,7 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
         differences=differences([run.config for run in runs]),
         excerpt=lambda text: excerpt(text, PAGE_CHARACTERS // max(texts, 100)),
         score_text=score_text,
+        spoken=spoken,
         confidence=f"{100 * CONFIDENCE:.0f} %",
         style=packaged("report.css"),
         script=script,

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_fast.lookup import choices
 
-Completions = Sequence[Any]  # N texts, or N conversations of one assistant message
+Completions = Sequence[Any]  # N texts, or N conversations: one message of the assistant, or an episode's
 Scores = list[float | None]
 # Patterns run on what the model writes: one that backtracks for ever cannot be interrupted.
 Pattern = re.Pattern[str]
@@ -22,8 +22,12 @@ reward = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 
 
 def texts(completions: Completions) -> list[str]:
-    """The text of each completion."""
-    return [item if isinstance(item, str) else item[-1]["content"] for item in completions]
+    """The text of each completion; of an episode what the assistant said last, nothing where a tool did."""
+    return [item if isinstance(item, str) else _said(item[-1]) for item in completions]
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return (message.get("content") or "") if message["role"] == "assistant" else ""
 
 
 @reward
