@@ -10,13 +10,16 @@ from pydantic import Field
 from grpo_fast.section import PositiveInt, Section, Seed
 
 PREFIX = "reasoning_gym:"
+VERIFIERS = "verifiers:"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class DatasetConfig(Section):
     """Where prompts come from, and how a row becomes one."""
 
-    source: str = Field(description="JSONL, Parquet or CSV file, a folder, hub id, or `reasoning_gym:TASK`")
+    source: str = Field(
+        description="JSONL, Parquet or CSV file, a folder, hub id, `reasoning_gym:TASK`, `verifiers:TASKSET`"
+    )
     name: str | None = Field(None, description="the hub dataset's configuration; in a folder, a folder")
     split: str = Field(
         "train", description="of a hub dataset; in a folder, how its files' names begin; a file has none"
@@ -41,14 +44,20 @@ class DatasetConfig(Section):
     )
     size: PositiveInt | None = Field(None, description="rows to generate, or to keep")
     seed: Seed = Field(
-        0, description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i"
+        0,
+        description="of the generator of `reasoning_gym:TASK`: row i is drawn from seed + i; where it is "
+        "given, of the order of `verifiers:TASKSET`",
     )
-    options: dict[str, Any] = Field({}, description="passed to the generator of `reasoning_gym:TASK`")
+    options: dict[str, Any] = Field(
+        {},
+        description="passed to the generator of `reasoning_gym:TASK`; of `verifiers:TASKSET` its `env` "
+        "block, and that library's `renderer` and `select`",
+    )
 
     @property
     def idle_keys(self) -> tuple[str, ...]:
         """Keys that only other sources read."""
-        if self.source.startswith(PREFIX):
+        if self.source.startswith((PREFIX, VERIFIERS)):
             return ("name", "split")
         one_file = Path(self.source).suffix in SUFFIXES
         return ("name", "split", "seed", "options") if one_file else ("seed", "options")

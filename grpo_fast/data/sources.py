@@ -1,4 +1,4 @@
-"""Where rows come from: local files, a hub dataset, or the generators of reasoning-gym."""
+"""Where rows come from: local files, a hub dataset, the generators of reasoning-gym, tasks of verifiers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from grpo_fast.data.config import PREFIX, SUFFIXES, DatasetConfig
+from grpo_fast.data.config import PREFIX, SUFFIXES, VERIFIERS, DatasetConfig
 from grpo_fast.data.files import Row, file_rows, files_of
+from grpo_fast.data.tasksets import task_rows
 from grpo_fast.lookup import choices
 
 # Names that a reward function receives besides the columns.
@@ -46,6 +47,8 @@ def _source_rows(config: DatasetConfig) -> Iterable[Row]:
     if config.source.startswith(PREFIX):
         task = config.source.removeprefix(PREFIX)
         return generate_rows(task, seed=config.seed, size=config.size, options=config.options)
+    if config.source.startswith(VERIFIERS):
+        return task_rows(config)
     files = files_of(config)
     return (row for _, row in file_rows(files)) if files else _hub_rows(config)
 

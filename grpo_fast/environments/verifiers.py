@@ -1,0 +1,227 @@
+"""Rollouts on environments of the verifiers library: its loop asks the run's engine, through an endpoint.
+
+The library's TrainClient renders prompts and parses answers, the endpoint draws from token ids and gives
+token ids, and the library's trace keeps which of them the model wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
+from grpo_fast.data.types import Prompt
+from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
+from grpo_fast.rollout.requests import Requests
+from grpo_fast.rollout.sampling import request_seed
+from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
+
+if TYPE_CHECKING:
+    import verifiers.v1 as vf
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Verifiers:
+    """What rewards are given as a completion's environment."""
+
+    trace: vf.Trace
+    reward: float | None  # None: the episode failed, and nothing scored it
+
+    def get_reward(self) -> float | None:
+        return self.reward
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all rollouts of the process: the library keeps locks between them, which belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
+    return loop
+
+
+class VerifiersRollout:
+    """The `Rollout` whose prompts are rows of `verifiers:` sources.
+
+    Of a trace with several branches, those of a harness that writes its context anew, the one with the most
+    sampled tokens trains. What is left out is counted and told; so are turns that a renderer gave back in
+    other tokens than were sampled, which end a branch, too.
+
+    Args:
+        max_prompt_length: tokens of an episode's first prompt, which the library renders.
+        end_ids: tokens at which the engine ends a turn.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, end_ids: Sequence[int]
+    ) -> None:
+        import_verifiers()
+        self.retokenised = self.left_out = 0  # turns, and sampled tokens of other branches
+        self._tokenizer = tokenizer
+        self._saved = TemporaryDirectory(prefix="grpo-fast-tokenizer-")  # the library loads its own, by path
+        tokenizer.save_pretrained(self._saved.name)
+        self._endpoint = Endpoint(max_prompt_length, end_ids)
+        self._environments: dict[str, tuple[vf.Env, vf.TrainClientConfig]] = {}
+        self._over = asyncio.Event()  # keeps alive what waits for it
+        weakref.finalize(self, _loop().call_soon_threadsafe, self._over.set)
+        # It warns of each end of a conversation that the limit brings.
+        quiet = logging.getLogger("verifiers.v1.interception.server")
+        quiet.addFilter(lambda record: OVERFLOW not in record.getMessage())
+
+    def __call__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt.
+
+        Raises:
+            RuntimeError: an episode ended before the model wrote anything.
+            ValueError: an environment that trains several agents at once.
+        """
+        collector = Collector(len(prompts), n, observer)
+        requests = Requests(n * len(prompts), collector.report)
+        before = self.retokenised, self.left_out
+
+        async def play(index: int, number: int) -> None:
+            try:
+                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
+                episode = await self._play(prompts[index], seed)
+                collector.add(index, number, self._completion(episode))
+            finally:
+                requests.leave()
+
+        async def play_all() -> None:
+            try:
+                if not self._endpoint.url:
+                    await self._endpoint.start()
+                for prompt in prompts:
+                    await self._environment(prompt.columns[COLUMN])
+                pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
+                with self._endpoint.opened(requests, sampling):
+                    await asyncio.gather(*(play(*pair) for pair in pairs))
+            except BaseException as error:
+                requests.fail(error)
+                raise
+
+        playing = asyncio.run_coroutine_threadsafe(play_all(), _loop())
+        try:
+            engine.serve(requests)
+            playing.result()
+        finally:
+            requests.close()
+            playing.cancel()
+        if (self.retokenised, self.left_out) != before:
+            logger.warning(
+                "%d sampled tokens are not trained: their harness wrote the context anew, or (%d turns) the "
+                "renderer wrote it in other tokens; dataset.options.renderer names another",
+                *(self.left_out - before[1], self.retokenised - before[0]),
+            )
+        return collector.groups()
+
+    async def _environment(self, own: Mapping[str, Any]) -> tuple[vf.Env, vf.TrainClientConfig]:
+        """A row's environment, with the library's servers for it running, and the client that asks us."""
+        key = json.dumps([own["source"], own["options"]], sort_keys=True)
+        if key not in self._environments:
+            library, port = import_verifiers(), self._endpoint.url.rpartition(":")[2]
+            env = library.load_environment(environment_config(own["source"], own["options"]))
+            variable = f"GRPO_FAST_{port}_API_KEY"  # the library's agents inherit no variable named so
+            os.environ[variable] = self._endpoint.key
+            client = library.TrainClientConfig(
+                base_url=f"{self._endpoint.url}/v1",
+                api_key_var=variable,
+                renderer=own["options"].get("renderer"),
+                renderer_model_name=self._saved.name,
+            )
+            ready, over = asyncio.Event(), self._over
+
+            async def serve() -> None:  # entered and left in one task, as the library's servers must be
+                async with env.serving():
+                    ready.set()
+                    await over.wait()
+
+            serving, is_ready = asyncio.ensure_future(serve()), asyncio.ensure_future(ready.wait())
+            await asyncio.wait([serving, is_ready], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            self._environments[key] = env, client
+        return self._environments[key]
+
+    async def _play(self, prompt: Prompt, seed: int | None) -> vf.Episode:
+        library, own = import_verifiers(), prompt.columns[COLUMN]
+        env, client = await self._environment(own)
+        kind = type(env.taskset).task_type()
+        task = kind(kind.data_type().model_validate(own["task"]), env.taskset.config.task)
+        drawn = library.SamplingConfig.model_validate({"seed": seed})  # the endpoint knows the rest
+        context = library.ModelContext(model=MODEL, client=client, sampling=drawn)
+        return await env.run_slot(env.slots(task)[0], context)
+
+    def _completion(self, episode: vf.Episode) -> Completion:
+        from verifiers.v1.dialects.chat import message_to_wire
+
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "nothing was asked of it"
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if len(traces) > 1:
+            raise ValueError(
+                f"{episode.env.id} trains {', '.join(trace.agent.name for trace in traces)} in one episode, "
+                "and a completion is of one agent: choose another environment"
+            )
+        branches = [b for trace in traces for b in trace.branches if b.trainable and any(b.sampled_mask)]
+        if not branches:
+            raise RuntimeError(f"an episode of {episode.env.id} ended before its model wrote a word: {why}")
+        if not episode.ok:
+            logger.warning("an episode of %s failed and has no reward: %s", episode.env.id, why)
+        trace, branch = traces[0], max(branches, key=lambda branch: sum(branch.sampled_mask))
+        self._count_others(branch, branches)
+        ids, mask = branch.token_ids, branch.sampled_mask
+        first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+        told = next(i for i, node in enumerate(branch.nodes) if any(node.mask))
+        messages = [message_to_wire(message) for message in branch.messages]
+        reward, failed = trace.reward if episode.ok else None, trace.calls[-1].error
+        overflown = failed is not None and OVERFLOW in failed.message
+        return Completion(
+            token_ids=tuple(ids[first:end]),
+            logprobs=tuple(branch.logprobs[first:end]),
+            text=str(self._tokenizer.decode(ids[first:end], skip_special_tokens=True)),
+            truncated=trace.is_truncated or trace.is_timeout or overflown,
+            episode=Episode(
+                prompt=messages[:told],
+                prompt_ids=tuple(ids[:first]),
+                sampled=tuple(mask[first:end]),
+                messages=tuple(messages[told:]),
+                environment=Verifiers(trace, reward),
+                tool_calls=sum(len(message.get("tool_calls", ())) for message in messages[told:]),
+                environment_seconds=trace.timing.agent.harness.duration,
+                reward=reward,
+            ),
+        )
+
+    def _count_others(self, trained: vf.Branch, branches: Sequence[vf.Branch]) -> None:
+        """Branches share what comes before they part; where they say the same after that, tokens differ."""
+        from verifiers.v1.graph import message_hash
+
+        known = {id(node) for node in trained.nodes}
+        for branch in branches:
+            self.left_out += sum(sum(node.mask) for node in branch.nodes if id(node) not in known)
+            known |= {id(node) for node in branch.nodes}
+            pairs = zip(branch.nodes, trained.nodes, strict=False)
+            parted = next(((a, b) for a, b in pairs if a is not b), None)
+            if parted is not None:
+                a, b = (message_hash(node.message) for node in parted)
+                self.retokenised += a == b
