@@ -193,7 +193,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if prompt_length is None:
         if args.config is None:
             raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
-        prompt_length = longest_prompt(config.dataset, config.model)
+        prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
     calibration = None
     if args.calibrate:
         if args.gpu is not None:

@@ -14,6 +14,7 @@ from grpo_fast.config import TrainConfig, at
 from grpo_fast.config_io import load_config
 from grpo_fast.data import load_prompts
 from grpo_fast.data.config import DatasetConfig
+from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.room import cheapest_change, written
@@ -32,6 +33,7 @@ from grpo_fast.policy import load_tokenizer
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.rollout import chosen_engine
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.run_record.summary import bytes_text
 from grpo_fast.stages import PART, resolve_stages
@@ -105,11 +107,14 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     return with_values(with_groups, values)
 
 
-def longest_prompt(dataset: DatasetConfig, model: ModelConfig) -> int:
-    """Tokens: the limit that is set, or of the longest in the data, which is read for it."""
+def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutConfig) -> int:
+    """Tokens: the limit that is set, or of the longest in the data, which is read for it, tools shown."""
     if dataset.max_prompt_length is not None:
         return dataset.max_prompt_length
-    return max(len(prompt.token_ids) for prompt in load_prompts(dataset, load_tokenizer(model)))
+    toolsets = load_toolsets(rollout)
+    schemas = None if toolsets is None else toolsets.schemas
+    prompts = load_prompts(dataset, load_tokenizer(model), schemas)
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 @lru_cache(maxsize=1)
@@ -154,9 +159,13 @@ def _searches(
 
 def _longest_prompts(config: TrainConfig) -> dict[str, int]:
     """Of each dataset of the run, by its section as JSON."""
-    sections = [*(stage.config.dataset for stage in resolve_stages(config)), config.evaluation.dataset]
-    by_text = {section.model_dump_json(): section for section in sections if section}
-    return {text: longest_prompt(section, config.model) for text, section in by_text.items()}
+    stages = [(stage.config.dataset, stage.config.rollout) for stage in resolve_stages(config)]
+    found: dict[tuple[str, str], int] = {}
+    for section, rollout in (*stages, (config.evaluation.dataset, config.rollout)):
+        if section:
+            key = section.model_dump_json(), rollout.model_dump_json(include={"tools", "environment"})
+            found[key] = found.get(key) or longest_prompt(section, config.model, rollout)
+    return {text: max(found[key] for key in found if key[0] == text) for text, _ in found}
 
 
 def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:

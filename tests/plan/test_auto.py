@@ -18,10 +18,12 @@ from grpo_fast.plan.search import Search
 from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.rollout import vllm
+from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run import train
 from grpo_fast.stages import resolve_stages
 
 GPU = replace(device_budget("H200"), name="a small GPU")
+TOOL = "grpo_fast.examples.code_tool:run_python"
 LENGTHS = {"max_completion_length": 8}
 
 
@@ -136,8 +138,18 @@ def test_prompts_without_a_limit_are_measured(toy: dict[str, Any], memory: Any) 
         resolve_auto(auto_run(toy, dataset=dict(toy["dataset"], max_prompt_length=3))),
     )
 
-    assert longest_prompt(unlimited.dataset, unlimited.model) == 3
+    assert longest_prompt(unlimited.dataset, unlimited.model, unlimited.rollout) == 3
     assert found == limited.model_copy(update={"dataset": unlimited.dataset})
+
+
+def test_what_a_prompt_shows_of_tools_is_measured(toy: dict[str, Any]) -> None:
+    template = "{% for tool in tools or [] %}w2 w3 {% endfor %}{{ messages[0].content }}"
+    stages = [{"name": "with tools", "overrides": {"rollout": {"tools": [TOOL]}}}]
+    config = auto_run(toy, dataset=toy["dataset"], model=toy["model"] | {"chat_template": template})
+
+    assert longest_prompt(config.dataset, config.model, RolloutConfig(tools=[TOOL])) == 3 + 2
+    staged = TrainConfig.model_validate(config.model_dump() | {"stages": stages})
+    assert list(auto._longest_prompts(staged).values()) == [3 + 2, 4]
 
 
 def test_what_does_not_fit_is_refused_with_the_bytes_that_are_missing_and_what_makes_room(
