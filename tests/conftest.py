@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,6 +245,55 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "optimizer": {"learning_rate": 3e-3},
         "evaluation": {"dataset": {"source": str(folder / "held_out.jsonl")}, "threshold": 0.5},
         "logging": {"tensorboard": False},
+    }
+
+
+TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] -%}
+<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+CALL = '<tool_call>{{"name": "guess", "arguments": {{"number": {}}}}}</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def playing_toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A random model in whose vocabulary a call is one token, so that it makes some."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder, own = tmp_path_factory.mktemp("playing"), Path(__file__).parent / "environments" / "guess.py"
+    words = ["<unk>", "guess", "w1", "w2", "w3", "w4"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    fast.add_tokens([AddedToken(text, special=True) for text in ("<user>", "<assistant>", "<tool>")])
+    fast.add_tokens([AddedToken(CALL.format(i), normalized=False) for i in range(1, 9)])
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder / "model")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        tokens = {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id, "bos_token_id": None}
+        LlamaForCausalLM(LlamaConfig(**sizes, **tokens)).save_pretrained(folder / "model")
+    rows = [{"prompt": f"w{1 + i % 4} w{1 + i % 3}", "start": i % 5} for i in range(16)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row | {"start": 7}) for row in rows[:4]))
+    return {
+        "max_steps": 2,
+        "prompts_per_step": 2,
+        "threads": 1,
+        "micro_batch_tokens": 256,
+        "model": {"path": str(folder / "model"), "dtype": "float32", "device": "cpu"},
+        "dataset": {"source": str(folder / "rows.jsonl")},
+        "rewards": [{"reward": f"{own}:patience"}],
+        "rollout": {
+            "environment": f"{own}:Guess",
+            "num_generations": 4,
+            "max_completion_length": 32,
+            "max_turns": 4,
+        },
+        "evaluation": {"dataset": {"source": str(folder / "held_out.jsonl")}, "reward": "Guess", "every": 1},
+        "logging": {"tensorboard": False, "samples_every": 1},
     }
 
 

@@ -13,7 +13,7 @@ from grpo_fast.groups.advantages import decoupled_advantages, group_advantages
 from grpo_fast.groups.config import AdvantageConfig
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.rewards import Reward, RewardSet
-from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout import Completion, Episode, Sampling
 
 
 @pytest.fixture
@@ -151,6 +151,30 @@ def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(sc
         },
         abs=1e-4,
     )
+
+
+def test_what_an_environment_wrote_is_no_token_of_the_model_and_the_environment_is_not_kept(scored, table):
+    told = ({"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant"})
+    episode = Episode("longer?", (1, 2, 3), (True, False, True), told, object(), 3, 1, 2.0)
+    prompts = [Prompt(0, "?", (1, 2), {})]
+    played = Completion((5, 6, 7), (-1.0, 0.0, -1.0), "", False, episode)
+    single = replace(
+        played,
+        episode=replace(episode, sampled=(True,) * 3, messages=told[:1], tool_calls=0, tool_failures=0),
+    )
+    rewards = RewardSet([Reward("one", lambda environments: [float(e is not None) for e in environments])])
+
+    groups = compare(score(prompts, [[played, single]], rewards), AdvantageConfig(), (1.0,))
+    metrics = describe(groups, ("one",))
+    samples, totals = make_samples(groups, AdvantageConfig(skip_flat_groups=False), GRPOLossConfig())
+
+    assert metrics["reward/mean"] == 1.0 and all(c.episode.environment is None for c in groups[0].completions)
+    assert (metrics["turns/mean"], metrics["tools/calls"], metrics["tools/failures"]) == (1.5, 1.5, 1 / 3)
+    assert (metrics["completion/length_mean"], totals.num_tokens) == (2.5, 5)
+    assert [(s.prompt_ids, s.sampled) for s in samples] == [
+        ((1, 2, 3), (True, False, True)),
+        ((1, 2, 3), (True,) * 3),
+    ]
 
 
 def test_the_prefill_counts_as_generation_and_an_engine_that_fails_is_heard() -> None:

@@ -60,7 +60,8 @@ class Renderer:
             )
 
     def prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """A row as the rewards see it: text as it is; a conversation after the configured turns.
+        """A row as the rewards see it: text as it is, a conversation after the configured turns; where there
+        are tools, always a conversation.
 
         Raises:
             ValueError: it makes no prompt; the message says what is wrong with it.
@@ -69,7 +70,7 @@ class Renderer:
         if isinstance(value, str):
             if not value.strip() and self.tools is None:
                 raise ValueError("the prompt is empty")
-            return value
+            return value if self.tools is None else self.turns(value)
         turns = self._conversation(value)
         if not self.chat:
             remedy = "set dataset.chat = auto" if self.config.chat is False else TEMPLATE_REMEDY

@@ -31,7 +31,7 @@ def spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
                 given = ", ".join(f"{key}={value!r}" for key, value in given.items())
             parts.append(f"{name}({given})")
         tool = message.get("name") if message["role"] == "tool" else None
-        turns.append((f"tool {tool}" if tool else message["role"], "\n".join(filter(None, parts))))
+        turns.append((f"tool {tool}" if tool else message["role"], "\n".join(map(str, filter(None, parts)))))
     return turns
 
 

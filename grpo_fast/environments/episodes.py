@@ -10,9 +10,9 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
@@ -64,6 +64,14 @@ class Play:
         return self.room - len(self.token_ids)
 
 
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """One for all rollouts of the process: clients that tools keep between calls are bound to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
+
+
 class EpisodeRollout:
     """The `Rollout` with tools and environments.
 
@@ -94,7 +102,6 @@ class EpisodeRollout:
             for name, toolset in toolsets.by_name.items()
         }
         self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __call__(
         self,
@@ -131,7 +138,7 @@ class EpisodeRollout:
             pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
             await asyncio.gather(*(play(*pair) for pair in pairs))
 
-        playing = self._start(play_all())
+        playing = asyncio.run_coroutine_threadsafe(play_all(), event_loop())
         try:
             engine.serve(requests)
             playing.result()
@@ -139,13 +146,6 @@ class EpisodeRollout:
             requests.close()
             playing.cancel()
         return collector.groups()
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        # One loop for all rollouts: clients that tools keep between calls are bound to it.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
         """One completion, turn after turn."""

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from grpo_fast.data import LoadReport, exclude_overlap, load_held_out, load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.render import Renderer
+from grpo_fast.data.types import spoken
 
 CONVERSATION = [{"role": "user", "content": "what is one"}]
 BEGUN = [{**CONVERSATION[0], "name": "me"}, {"role": "assistant", "content": "one is"}]
@@ -239,6 +241,32 @@ def test_system_prompts_and_examples_take_no_part(questions_of):
     train = questions_of("train", conversation, "two", system_prompt="be brief", examples=[("two ?", "2")])
     held_out = questions_of("test", [{"role": "system", "content": "be"}, *conversation])
     assert questions(exclude_overlap(train, held_out)) == ["two"]
+
+
+def test_where_environments_read_the_columns_questions_differ_by_them(tokenizer, write):
+    rows = [{"prompt": "what is one", "start": start} for start in (1, 2)]
+    train = load_prompts(DatasetConfig(source=write(*rows)), tokenizer)
+    held_out = replace(train, prompts=train.prompts[:1])
+    assert [p.columns["start"] for p in exclude_overlap(train, held_out, by_columns=True)] == [2]
+    with pytest.raises(ValueError, match="occur in the held-out set"):
+        exclude_overlap(train, held_out)
+
+
+def test_messages_are_told_with_thoughts_calls_and_who_says_them():
+    call = {"function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
+    raw = {"function": {"name": "add", "arguments": "{"}}
+    messages = [
+        {"role": "assistant", "reasoning_content": "hm", "content": "I add.", "tool_calls": [call, raw]},
+        {"role": "tool", "name": "add", "content": "1x"},
+        {"role": "tool", "content": "?"},
+        {"role": "assistant", "content": None},
+    ]
+    assert spoken(messages) == [
+        ("assistant", "hm\nI add.\nadd(a=1, b='x')\nadd({)"),
+        ("tool add", "1x"),
+        ("tool", "?"),
+        ("assistant", ""),
+    ]
 
 
 def test_neighbouring_seeds_of_a_task_are_found_out_with_commuted_sums(tokenizer):

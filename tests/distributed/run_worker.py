@@ -1,6 +1,7 @@
-"""Runs of two ranks that an error ends: `python run_worker.py FOLDER`, the toy in FOLDER.
+"""Runs of two ranks that an error ends: `python run_worker.py FOLDER`, the toys in FOLDER.
 
-Each rank writes FOLDER/CASE.RANK, what it raised. Then one rank goes on alone.
+Each rank writes FOLDER/CASE.RANK, what it raised. Then they play with an environment, and one rank goes on
+alone with what an error has ended.
 """
 
 from __future__ import annotations
@@ -60,17 +61,20 @@ def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
 
 def run(rank: int, ports: list[int], folder: Path) -> None:
     transformers.TransformersEngine = FailingEngine  # type: ignore[misc]
-    for port, (case, error) in zip(ports, ERRORS.items(), strict=True):
+    for port, (case, error) in zip(ports[:-1], ERRORS.items(), strict=True):
         be_rank(rank, 2, port)
         FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None
         with pytest.raises(Exception) as raised:
             train(config_of(folder, case, rank), display=False)
         (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
+    be_rank(rank, 2, ports[-1])
+    playing = json.loads((folder / "playing.json").read_text())
+    train(TrainConfig(**playing, output_dir=str(folder / "playing")), display=False)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    ports = [free_port() for _ in ERRORS]
+    ports = [free_port() for _ in (*ERRORS, "playing")]
     multiprocessing.start_processes(run, args=(ports, folder), nprocs=2, start_method="fork")
     train(config_of(folder, "reward"), resume="latest", display=False)

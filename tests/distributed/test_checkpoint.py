@@ -37,8 +37,12 @@ def test_any_number_of_ranks_goes_on_from_any_number_s_checkpoint_and_all_fail_w
     work("checkpoint_worker.py", tmp_path, seed)
 
 
-def test_a_run_that_one_rank_ends_is_saved_by_all_unless_it_diverged_and_one_rank_goes_on(toy, tmp_path):
+def test_a_run_that_one_rank_ends_is_saved_by_all_unless_it_diverged_and_one_rank_goes_on(
+    toy, playing_toy, tmp_path
+):
     (tmp_path / "toy.json").write_text(json.dumps(toy))
+    asked = {"source": playing_toy["evaluation"]["dataset"]["source"], "size": 1}  # of one of the ranks
+    (tmp_path / "playing.json").write_text(json.dumps(playing_toy | {"evaluation": {"dataset": asked}}))
 
     work("run_worker.py", tmp_path)
 
@@ -50,3 +54,5 @@ def test_a_run_that_one_rank_ends_is_saved_by_all_unless_it_diverged_and_one_ran
         assert saved == [f"step-0000000{step}" for step in steps]
     metrics = (tmp_path / "reward" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    last = json.loads((tmp_path / "playing" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["turns/mean"] > 1 and 0 <= last["eval/reward"] <= 1

@@ -3,107 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import grpo_fast
 from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
-from grpo_fast.run import train
+from grpo_fast.data import Prompt
+from grpo_fast.environments import make_rollout
+from grpo_fast.lookup import given
+from grpo_fast.rollout import Completion, Episode, Sampling
+from grpo_fast.rollout.config import RolloutConfig
+from grpo_fast.run import build_trainer, train
 
-OWN = '''
-import threading
-
-
-class Guess:
-    """Numbers to guess."""
-
-    def __init__(self) -> None:
-        self.guessed, self.lock = [], threading.Lock()  # which no other rank can be sent
-
-    def reset(self, start, **row):
-        return f" w{start}" if start else None
-
-    def guess(self, number: int) -> str:
-        """Guess a number.
-
-        Args:
-            number: one to four
-        """
-        if number > 4:
-            raise ValueError("too large")
-        self.guessed.append(number)
-        return f"w{number}"
-
-    async def get_reward(self) -> float:
-        return float(3 in self.guessed)
-
-
-def patience(completions, environments, **columns):
-    assert all(completion[0]["role"] == "assistant" for completion in completions)
-    return [len(environment.guessed) / 10 for environment in environments]
-
-
-def plain(engine, prompts, sampling):
-    return [group[0] for group in engine.generate([p.token_ids for p in prompts], 1, sampling)]
-'''
-TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
-{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] -%}
-<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>
-{%- endfor %}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
-CALL = '<tool_call>{{"name": "guess", "arguments": {{"number": {}}}}}</tool_call>'
+SHORT = {"reward": "length", "options": {"target": 4}}
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A random model in whose vocabulary a call is one token, so that it makes some."""
-    folder = tmp_path_factory.mktemp("toy")
-    words = ["<unk>", "guess", "w1", "w2", "w3", "w4"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
-    fast.add_tokens([AddedToken(text, special=True) for text in ("<user>", "<assistant>", "<tool>")])
-    fast.add_tokens([AddedToken(CALL.format(i), normalized=False) for i in range(1, 9)])
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder / "model")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        tokens = {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id, "bos_token_id": None}
-        LlamaForCausalLM(LlamaConfig(**sizes, **tokens)).save_pretrained(folder / "model")
-    rows = [{"prompt": f"w{1 + i % 4} w{1 + i % 3}", "start": i % 5} for i in range(16)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row | {"start": 7}) for row in rows[:4]))
-    (folder / "own.py").write_text(OWN)
-    return {
-        "max_steps": 2,
-        "prompts_per_step": 2,
-        "threads": 1,
-        "model": {"path": str(folder / "model"), "dtype": "float32", "device": "cpu"},
-        "dataset": {"source": str(folder / "rows.jsonl")},
-        "rewards": [{"reward": f"{folder / 'own.py'}:patience"}],
-        "rollout": {
-            "environment": f"{folder / 'own.py'}:Guess",
-            "num_generations": 4,
-            "max_completion_length": 32,
-            "max_turns": 4,
-        },
-        "evaluation": {"dataset": {"source": str(folder / "held_out.jsonl")}, "reward": "Guess", "every": 1},
-        "logging": {"tensorboard": False, "samples_every": 1},
-    }
+def toy(playing_toy: dict[str, Any]) -> dict[str, Any]:
+    return playing_toy
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def with_rollout(toy: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return toy | {"rollout": toy["rollout"] | changes}
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +75,113 @@ def test_people_read_who_said_what(finished: Path, toy, tmp_path: Path, capsys: 
     assert main(["preview", str(config)]) == 0
     shown = capsys.readouterr().out
     assert "\n  tool guess\n  | " in shown and "guess(number=" in shown and "Guess 0.000" in shown
+
+
+def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(toy, tmp_path: Path):
+    single = {"rollout": {"environment": None, "max_turns": None}, "rewards": [SHORT]}
+    stages = [{"name": "single", "steps": 1, "overrides": single}, {"name": "several"}]
+    train(TrainConfig(**toy, stages=stages, output_dir=str(tmp_path)), display=False)
+
+    first, second = lines(tmp_path / "metrics.jsonl")[1:]
+    assert "turns/mean" not in first and "reward/length/mean" in first
+    assert second["turns/mean"] > 1 and "reward/Guess/mean" in second
+    plain, told = (sample for sample in lines(tmp_path / "samples.jsonl") if sample["group"] == 1)
+    assert plain["messages"] is None and "guess" not in plain["prompt"] and told["prompt"].startswith("guess")
+    assert [one["n"] for one in lines(tmp_path / "evaluations.jsonl")] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
+        (
+            {"rollout": {"environment": {"a": "OWN:Guess"}}},
+            "line 1: the column 'environment' says None",
+        ),
+        ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
+        ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
+        ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
+        ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
+    ],
+)
+def test_a_run_that_could_not_play_is_refused_at_its_start(toy, changes, said: str):
+    text = json.dumps(toy | {"evaluation": {}} | changes)
+    own = toy["rollout"]["environment"].rpartition(":")[0]
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        build_trainer(TrainConfig(**json.loads(text.replace("OWN", own))))
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: any
+    """
+    return 2 * number
+
+
+class Easy:
+    """An environment of a Python program."""
+
+    def reset(self, **row: Any) -> None:
+        return None
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: any
+        """
+        self.last = number
+        return "w1"
+
+    def get_reward(self) -> float:
+        return float(getattr(self, "last", 0))
+
+
+def test_a_python_program_gives_tools_and_environments_as_objects(toy, tmp_path: Path):
+    rollout = toy["rollout"] | {"tools": [double], "environment": Easy}
+    sections = {key: toy[key] for key in ("model", "prompts_per_step", "logging")}
+    rows = [{"prompt": "w1 w2"}] * 4
+    run = grpo_fast.train(
+        **sections, dataset=rows, rollout=rollout, max_steps=1, output_dir=tmp_path / "run", display=False
+    )
+
+    assert run.metrics.loc[1, "reward/Easy/mean"] == run.metrics.loc[1, "reward/mean"] > 0
+    assert str(run.config.rollout.environment).startswith(f"{__name__}:Easy@")
+    assert run.config.rollout.tools[0].startswith(f"{__name__}:double@")
+    assert run.policy.generate(["w1"])[0].episode is None
+
+
+def repeated(engine: Any, prompts: Any, sampling: Sampling) -> list[Completion]:
+    return [Completion((7, 8), (-1.0, -2.0), prompt.prompt, False) for prompt in prompts]
+
+
+PROMPTS = [Prompt(i, f"question {i}", (1, 2), {}) for i in range(2)]
+ONE = Completion((7, 8), (-1.0, -2.0), "", False)
+PLAYED = Episode("", (1,), (True,), ())
+
+
+def test_a_rollout_of_ones_own_answers_each_prompt_as_often_as_asked(toy, tmp_path: Path):
+    with given({"m:f": repeated}):
+        rollout = make_rollout(RolloutConfig.model_validate("m:f"), None, None, ())
+        groups = rollout(None, PROMPTS, 3, Sampling(4))
+    assert [[c.text for c in group] for group in groups] == [["question 0"] * 3, ["question 1"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "a NoneType for 2 prompts; return a list"),
+        ([ONE], "1 completions for 2 prompts"),
+        ([ONE, "text"], "at place 1, a str; make a grpo_fast.rollout.Completion"),
+        ([replace(ONE, token_ids=(), logprobs=()), ONE], "at place 0, 0 tokens, 0 of the model"),
+        ([ONE, replace(ONE, token_ids=(7,) * 5)], "5 tokens.* at most sampling.max_completion_length = 4"),
+        ([ONE, replace(ONE, logprobs=None)], "no logprobs"),
+        ([ONE, replace(ONE, logprobs=(-1.0,))], "1 logprobs for 2 tokens"),
+        ([ONE, replace(ONE, episode=PLAYED)], "1 sampled for 2 tokens"),
+    ],
+)
+def test_what_a_rollout_of_ones_own_returns_is_checked(found: Any, said: str):
+    with given({"m:f": lambda engine, prompts, sampling: found}), pytest.raises(ValueError, match=said):
+        make_rollout(RolloutConfig(function="m:f"), None, None, ())(None, PROMPTS, 1, Sampling(4))

@@ -11,7 +11,7 @@ import torch
 from grpo_fast.data import Prompt
 from grpo_fast.rewards import Reward, RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.config import RewardConfig
-from grpo_fast.rollout import Completion
+from grpo_fast.rollout import Completion, Episode
 
 PROMPTS = ["one?", "two?", "three?"]
 COMPLETIONS = ["1", "22", "333"]
@@ -295,3 +295,58 @@ class TestAsync:
         assert "an async reward blocks the event loop" in first.skipped["blocking"]
         assert second.skipped == {"blocking": "has not returned from an earlier call yet"}
         assert third.total.tolist() == [1, 1, 1]
+
+
+class Game:
+    def get_reward(self):
+        raise AssertionError("the episode has asked")
+
+
+class Derived(Game):
+    pass
+
+
+class Silent:
+    pass
+
+
+SAID = [{"role": "user", "content": "one? go!"}]
+MESSAGES = ({"role": "assistant", "content": ""}, {"role": "tool", "name": "t", "content": "5"})
+
+
+class TestEpisodes:
+    def score(self, rewards, *environments):
+        episodes = [
+            Episode(SAID, (0,), (True,), MESSAGES, one, reward=float(i)) for i, one in enumerate(environments)
+        ]
+        groups = [[Completion((i,), (0.0,), "", False, episode)] for i, episode in enumerate(episodes)]
+        return rewards.score_completions([Prompt(0, "one?", (0,), {})] * len(groups), groups)
+
+    def test_a_function_gets_conversations_and_the_environments_that_played(self):
+        def reward(prompts, completions, environments):
+            assert prompts == [SAID] * 2 and completions == [list(MESSAGES)] * 2
+            return [environments.index(one) for one in (game, silent)]
+
+        game, silent = Game(), Silent()
+        assert self.score(RewardSet([Reward("r", reward)]), game, silent).total.tolist() == [0, 1]
+        RewardSet([Reward("r", reward)]).check_columns(["environments"])
+        with pytest.raises(RewardError, match=r"asks for 'environments'.*set rollout\.environment"):
+            RewardSet([Reward("r", reward)]).check_columns(["answer"])
+
+    def test_environments_give_their_own_rewards_and_none_for_others_beside_the_configured(self):
+        numeric = RewardConfig(reward="numeric_match", weight=0.5, options={"answer_column": "a"})
+        rewards = load_rewards([numeric], [Game, Silent, Derived, type("Game", (Game,), {})])
+        rewards.check_columns(["a"])
+        assert rewards.names == ("numeric_match", "Game", "Derived", "Game_2")
+        assert rewards.weights == (0.5, 1.0, 1.0, 1.0)
+
+        table = self.score(load_rewards([], [Game, Silent, Derived]), Silent(), Game(), Derived()).table
+        expected = torch.tensor([[math.nan, math.nan], [1.0, math.nan], [math.nan, 2.0]])
+        torch.testing.assert_close(table, expected, equal_nan=True)
+
+    def test_a_built_in_reads_what_the_assistant_said_last_and_no_tool(self):
+        row = {"a": ["5"]}
+        said = [*MESSAGES, {"role": "assistant", "content": "5"}]
+        match = load_rewards([RewardConfig(reward="exact_match", options={"answer_column": "a"})])
+        function = match.rewards[0].function
+        assert [function([turns], **row) for turns in (said, list(MESSAGES))] == [[1.0], [0.0]]
