@@ -263,13 +263,16 @@ class EpisodeRollout:
             CallError: not within `rollout.tool_timeout`; a thread is left to itself.
         """
         if inspect.iscoroutinefunction(function):
-            work = function(**arguments)
+            work = asyncio.ensure_future(function(**arguments))
         else:
             work = asyncio.wrap_future(in_thread(lambda: function(**arguments)))
         begun = time.monotonic()
         try:
-            return await asyncio.wait_for(work, self._config.tool_timeout)
-        except TimeoutError as error:
-            raise CallError(f"no answer within {self._config.tool_timeout:g} seconds") from error
+            # Not wait_for, whose TimeoutError could be the function's own.
+            await asyncio.wait([work], timeout=self._config.tool_timeout)
+            if not work.done():
+                raise CallError(f"no answer within {self._config.tool_timeout:g} seconds")
+            return work.result()
         finally:
+            work.cancel()
             play.seconds += time.monotonic() - begun

@@ -39,6 +39,8 @@ def look_up(key: str, times: int = 1) -> str:
     """
     if key == "bad":
         raise LookupError("there is no bad key")
+    if key == "late":
+        raise TimeoutError("the library is closed")
     if key == "slow":
         time.sleep(5)
     return f"[{key}]" * times
@@ -149,6 +151,7 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
     ("said", "told"),
     [
         (call("look_up", key="bad"), "there is no bad key"),
+        (call("look_up", key="late"), "the library is closed"),
         (call("look_op", key="x"), "did you mean 'look_up'"),
         (call("look_up", word="x"), "unexpected keyword argument 'word'"),
         (call("look_up", key="slow"), "no answer within 0.2 seconds"),
