@@ -79,7 +79,7 @@ class Evaluation:
 
     @property
     def truncated(self) -> float:
-        """Share of answers cut off by the length limit."""
+        """Share of answers cut off by a limit."""
         return fmean(completion.truncated for group in self.completions for completion in group)
 
     @property

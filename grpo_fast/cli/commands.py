@@ -136,7 +136,7 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for group in compare(groups, config.advantage, rewards.weights):
         asked = as_asked(group.prompt, group.completions[0])
         rendered = str(policy.tokenizer.decode(list(asked.token_ids)))
-        print(group_text(group, rewards.names, rendered))
+        print(group_text(replace(group, prompt=asked), rewards.names, rendered))
     return 0
 
 

@@ -80,6 +80,7 @@ SPEED = (
     Field("tokens/s", "tok/s", "tokens_per_second", ",.0f"),
     Field("memory", "mem", "memory/peak_bytes", "bytes"),
     Field("a step", "t_step", "time/step", "duration"),
+    Field("in an environment", "t_env", "environment/seconds", "duration"),
 )
 SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
 # A plain line's words, the most useful first: it has as many as fit.
