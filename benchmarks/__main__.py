@@ -14,6 +14,7 @@ COMMANDS = {
     "kernels": ("kernels", "each kernel of ours alone, against what the device can do"),
     "step": ("step", "one policy update of a real architecture, ours and the peers'"),
     "rollout": ("rollout", "an engine's cycle: generate, sleep, sync, wake"),
+    "turns": ("turns", "a rollout of several turns: how much slow tools hold it up"),
     "group": ("group", "the largest group whose update fits the memory"),
     "train": ("train", "whole training steps, our trainer and TRL's"),
     "mismatch": ("sampler_mismatch", "training on what rounded weights draw, under each correction"),

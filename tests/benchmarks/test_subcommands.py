@@ -74,6 +74,17 @@ def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
     assert 0 < found.metrics["tokens"] <= 2 * 3 * 4
 
 
+def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(tmp_path):
+    sizes = ["--prompts", "2", "--group", "3", "--common", "4", "--turn", "6", "--seconds", "0.05"]
+    record = run(tmp_path, "turns", "--model", "toy", *sizes, "--impl", "transformers")
+
+    at_once, slow = (found.metrics for found in record.cells)
+    assert {found.status for found in record.cells} == {OK}
+    assert at_once["tokens"] == slow["tokens"] and 2 * 3 <= slow["calls"] <= 2 * 3 * 2
+    assert slow["chain_seconds"] in (0.05, 0.1)  # of the completion with the most turns, not of all
+    assert slow["one_by_one_seconds"] >= slow["calls"] * 0.05
+
+
 def test_whole_steps_of_both_trainers_have_phases(tmp_path):
     pytest.importorskip("trl")
     sizes = ["--prompts", "2", "--group", "2", "--prompt", "4", "--completion", "4", "--steps", "1"]
