@@ -15,7 +15,7 @@ from grpo_fast.cli import main
 from grpo_fast.config import TrainConfig
 from grpo_fast.data import Prompt
 from grpo_fast.environments import make_rollout
-from grpo_fast.lookup import given
+from grpo_fast.lookup import given, load_callable
 from grpo_fast.rollout import Completion, Episode, Sampling
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.run import build_trainer, train
@@ -23,23 +23,20 @@ from grpo_fast.run import build_trainer, train
 SHORT = {"reward": "length", "options": {"target": 4}}
 
 
-@pytest.fixture(scope="module")
-def toy(playing_toy: dict[str, Any]) -> dict[str, Any]:
-    return playing_toy
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def finished(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = TrainConfig(**toy, output_dir=str(tmp_path_factory.mktemp("run") / "run"))
+def finished(playing_toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = TrainConfig(**playing_toy, output_dir=str(tmp_path_factory.mktemp("run") / "run"))
     return train(config, display=False).run_dir
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(toy, finished: Path, tmp_path: Path):
-    stopped = TrainConfig(**toy, output_dir=str(tmp_path))
+def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
+    playing_toy, finished: Path, tmp_path: Path
+):
+    stopped = TrainConfig(**playing_toy, output_dir=str(tmp_path))
     train(stopped.model_copy(update={"max_steps": 1}), display=False)
     train(stopped, display=False, resume="latest")
 
@@ -59,7 +56,9 @@ def test_a_run_counts_turns_calls_and_tokens_of_the_model_and_keeps_its_clock_ap
         assert sample["rewards"]["patience"] >= sum(answer[0] == "w" for answer in answers) / 10 - 1e-6
 
 
-def test_people_read_who_said_what(finished: Path, toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_people_read_who_said_what(
+    finished: Path, playing_toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     page = (finished / "report.html").read_text()
     assert '<span class="tag">tool guess</span>' in page and "guess(number=" in page
 
@@ -71,16 +70,16 @@ def test_people_read_who_said_what(finished: Path, toy, tmp_path: Path, capsys: 
     }
     assert roles == {"assistant", "tool"}
 
-    config.write_text(yaml.safe_dump(toy))
+    config.write_text(yaml.safe_dump(playing_toy))
     assert main(["preview", str(config)]) == 0
     shown = capsys.readouterr().out
     assert "\n  tool guess\n  | " in shown and "guess(number=" in shown and "Guess 0.000" in shown
 
 
-def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(toy, tmp_path: Path):
+def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(playing_toy, tmp_path: Path):
     single = {"rollout": {"environment": None, "max_turns": None}, "rewards": [SHORT]}
     stages = [{"name": "single", "steps": 1, "overrides": single}, {"name": "several"}]
-    train(TrainConfig(**toy, stages=stages, output_dir=str(tmp_path)), display=False)
+    train(TrainConfig(**playing_toy, stages=stages, output_dir=str(tmp_path)), display=False)
 
     first, second = lines(tmp_path / "metrics.jsonl")[1:]
     assert "turns/mean" not in first and "reward/length/mean" in first
@@ -94,19 +93,16 @@ def test_stages_bring_their_own_tools_and_evaluation_keeps_those_of_the_run(toy,
     ("changes", "said"),
     [
         ({"rollout": {}}, "reward 'patience' asks for 'environments'.*set rollout.environment"),
-        (
-            {"rollout": {"environment": {"a": "OWN:Guess"}}},
-            "line 1: the column 'environment' says None",
-        ),
+        ({"rollout": {"environment": {"a": "OWN:Guess"}}}, "line 1: the column 'environment' says None"),
         ({"rollout": {"environment": "OWN:Mute"}, "rewards": []}, "rewards is empty.* with a method get_rew"),
         ({"rollout": {}, "rewards": []}, "rewards is empty.* with a method get_reward"),
         ({"dataset": {"source": "x", "overlong_prompts": "truncate"}}, "'truncate' keeps .* says of tools"),
         ({"algorithm": "dpo", "rewards": []}, "is not read by algorithm = 'dpo'"),
     ],
 )
-def test_a_run_that_could_not_play_is_refused_at_its_start(toy, changes, said: str):
-    text = json.dumps(toy | {"evaluation": {}} | changes)
-    own = toy["rollout"]["environment"].rpartition(":")[0]
+def test_a_run_that_could_not_play_is_refused_at_its_start(playing_toy, changes, said: str):
+    text = json.dumps(playing_toy | {"evaluation": {}} | changes)
+    own = playing_toy["rollout"]["environment"].rpartition(":")[0]
     with pytest.raises((ValueError, RuntimeError), match=said):
         build_trainer(TrainConfig(**json.loads(text.replace("OWN", own))))
 
@@ -120,41 +116,17 @@ def double(number: int) -> int:
     return 2 * number
 
 
-class Easy:
-    """An environment of a Python program."""
+def test_a_python_program_gives_tools_and_environments_as_objects(playing_toy, tmp_path: Path):
+    environment = load_callable(playing_toy["rollout"]["environment"], "rollout.environment")
+    rollout = playing_toy["rollout"] | {"tools": [double], "environment": environment}
+    call = {key: playing_toy[key] for key in ("model", "prompts_per_step", "logging")}
+    call |= {"dataset": [{"prompt": "w1 w2", "start": 1}] * 4, "rollout": rollout, "max_steps": 1}
+    run = grpo_fast.train(**call, output_dir=tmp_path / "run", display=False)
 
-    def reset(self, **row: Any) -> None:
-        return None
-
-    def guess(self, number: int) -> str:
-        """Guess.
-
-        Args:
-            number: any
-        """
-        self.last = number
-        return "w1"
-
-    def get_reward(self) -> float:
-        return float(getattr(self, "last", 0))
-
-
-def test_a_python_program_gives_tools_and_environments_as_objects(toy, tmp_path: Path):
-    rollout = toy["rollout"] | {"tools": [double], "environment": Easy}
-    sections = {key: toy[key] for key in ("model", "prompts_per_step", "logging")}
-    rows = [{"prompt": "w1 w2"}] * 4
-    run = grpo_fast.train(
-        **sections, dataset=rows, rollout=rollout, max_steps=1, output_dir=tmp_path / "run", display=False
-    )
-
-    assert run.metrics.loc[1, "reward/Easy/mean"] == run.metrics.loc[1, "reward/mean"] > 0
-    assert str(run.config.rollout.environment).startswith(f"{__name__}:Easy@")
+    assert run.metrics.loc[1, "reward/Guess/mean"] == run.metrics.loc[1, "reward/mean"] > 0
+    assert str(run.config.rollout.environment).startswith(f"{environment.__module__}:Guess@")
     assert run.config.rollout.tools[0].startswith(f"{__name__}:double@")
     assert run.policy.generate(["w1"])[0].episode is None
-
-
-def repeated(engine: Any, prompts: Any, sampling: Sampling) -> list[Completion]:
-    return [Completion((7, 8), (-1.0, -2.0), prompt.prompt, False) for prompt in prompts]
 
 
 PROMPTS = [Prompt(i, f"question {i}", (1, 2), {}) for i in range(2)]
@@ -162,10 +134,13 @@ ONE = Completion((7, 8), (-1.0, -2.0), "", False)
 PLAYED = Episode("", (1,), (True,), ())
 
 
-def test_a_rollout_of_ones_own_answers_each_prompt_as_often_as_asked(toy, tmp_path: Path):
-    with given({"m:f": repeated}):
+def test_a_rollout_of_ones_own_answers_each_prompt_as_often_as_asked():
+    def answers(engine: Any, prompts: Any, sampling: Sampling) -> list[Completion]:
+        return [replace(ONE, text=prompt.prompt) for prompt in prompts]
+
+    with given({"m:f": answers}):
         rollout = make_rollout(RolloutConfig.model_validate("m:f"), None, None, ())
-        groups = rollout(None, PROMPTS, 3, Sampling(4))
+    groups = rollout(None, PROMPTS, 3, Sampling(4))
     assert [[c.text for c in group] for group in groups] == [["question 0"] * 3, ["question 1"] * 3]
 
 
