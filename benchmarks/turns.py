@@ -47,7 +47,7 @@ DEFAULTS = Defaults(
         "prompts": (8, 8, "of one rollout"),
         "group": (8, 8, "completions a prompt"),
         "common": (256, 192, "tokens that all prompts begin with, such as tools' schemas"),
-        "turn": (256, 24, "tokens of the model's longest turn; the shortest has half as many"),
+        "turn": (256, 12, "tokens of the model's longest turn; the shortest has half as many"),
     },
 )
 
