@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.data.config import VERIFIERS, DatasetConfig
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.evaluate import EvaluationConfig
 from grpo_fast.groups.config import AdaptiveWeightsConfig, AdvantageConfig, CurriculumConfig, GroupConfig
@@ -107,7 +107,8 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if self.algorithm == "grpo" and not self.rewards and self.rollout.environment is None:
+        plays = self.rollout.environment is not None or self.dataset.source.startswith(VERIFIERS)
+        if self.algorithm == "grpo" and not self.rewards and not plays:
             raise ValueError(
                 "rewards is empty: algorithm = 'grpo' maximises them; give at least one, or a "
                 "rollout.environment with a method get_reward"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.run_record.logs import provenance
 
     require_engine(config.rollout)
-    toolsets = load_toolsets(config.rollout)
+    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
     rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     rewards.position(config.evaluation.reward)
     source = None if args.model else args.config
@@ -119,7 +120,7 @@ def generate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     require_engine(config.rollout)
     config = resolve_auto(config)
-    toolsets = load_toolsets(config.rollout)
+    toolsets = load_toolsets(config.rollout, config.dataset)
     rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     policy, _ = load_policy_of(args.config, config)
     dataset = load_prompts(config.dataset, policy.tokenizer, toolsets.schemas if toolsets else None)
@@ -160,7 +161,7 @@ def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         shown.append(settings)
         if stage.name:
             print(f"stage {stage.name}:")
-        toolsets = load_toolsets(rollout)
+        toolsets = load_toolsets(rollout, stage.config.dataset)
         description = describe_groups(
             load_prompts(stage.config.dataset, tokenizer, toolsets.schemas if toolsets else None),
             stage.config.groups,
@@ -317,8 +318,10 @@ def engine_for(
     config: TrainConfig, policy: Policy, prompts: Sequence[Prompt], sampling: Sampling
 ) -> AbstractContextManager[Engine]:
     """An engine with room for the longest prompt and its completion."""
+    from grpo_fast.data.tasksets import library_prompts
     from grpo_fast.policy import longest_sequence
 
     ids = (prompt.token_ids for prompt in prompts)
-    longest = longest_sequence(policy, ids, sampling.max_completion_length)
+    rendered = library_prompts([config.dataset, config.evaluation.dataset])
+    longest = longest_sequence(policy, chain(ids, rendered), sampling.max_completion_length)
     return make_engine(config.rollout, policy, max_length=longest)

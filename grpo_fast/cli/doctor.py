@@ -33,6 +33,10 @@ LIBRARIES = {
         "generated tasks, such as the quickstart's",
         "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
     ),
+    "verifiers": (
+        "its environments",
+        "pip install 'grpo-fast[verifiers]'  (Python 3.11 or later)",
+    ),
     "wandb": ("Weights & Biases", ""),
     "trackio": ("trackio", ""),
 }

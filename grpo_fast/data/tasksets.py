@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from grpo_fast.data.files import Row
 if TYPE_CHECKING:
     from verifiers.v1 import AgentConfig, EnvConfig
 
-COLUMN = "verifiers"  # of a row: {source, options, task}, which a rollout makes its environment of
+COLUMN = "task"  # of a row: the library's data of it, which a rollout makes the task of
 OUTSIDE = ("renderer", "select")  # options that are no part of the library's `env` block
 
 
@@ -97,7 +97,12 @@ def task_rows(config: DatasetConfig) -> list[Row]:
     rows = []
     for task in islice(tasks, config.size):
         data = task.data.model_dump(mode="json")
-        asked = task.data.prompt_text or task.data.system_prompt or task.data.name or f"task {task.data.idx}"
-        own = {"source": config.source, "options": dict(options), "task": data}
-        rows.append({config.prompt_column: asked, COLUMN: own})
+        asked = task.data.prompt_text or task.data.name or f"task {task.data.idx}"
+        rows.append({config.prompt_column: asked, COLUMN: data})
     return rows
+
+
+def library_prompts(datasets: Iterable[DatasetConfig | None]) -> list[list[int]]:
+    """A prompt as long as any that the library may render itself, for whoever keeps room for the longest."""
+    own = (d for d in datasets if d is not None and d.source.startswith(VERIFIERS))
+    return [[0] * (dataset.max_prompt_length or 0) for dataset in own]

@@ -32,6 +32,10 @@ def make_rollout(
         return FunctionRollout(config.function)
     if toolsets is None:
         return generate_rollout
+    if toolsets.tasks is not None:
+        from grpo_fast.environments.verifiers import VerifiersRollout
+
+        return VerifiersRollout(toolsets.tasks, tokenizer, end_ids)
     from grpo_fast.environments.episodes import EpisodeRollout
 
     return EpisodeRollout(config, toolsets, tokenizer, end_ids)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_fast.data.config import VERIFIERS, DatasetConfig
 from grpo_fast.lookup import choices, load_callable
 from grpo_fast.rollout.config import RolloutConfig
 
@@ -34,6 +35,7 @@ class Toolsets:
 
     by_name: Mapping[str | None, Toolset]
     classes: tuple[type, ...]  # of the environments
+    tasks: DatasetConfig | None = None  # of the verifiers library, which calls its tools itself
 
     def of(self, row: Mapping[str, Any]) -> Toolset:
         """That of a row.
@@ -56,13 +58,15 @@ class Toolsets:
         return list(self.of(row).schemas)
 
 
-def load_toolsets(config: RolloutConfig) -> Toolsets | None:
-    """The tools and environments that `rollout` names; None without any. Makes each environment once.
+def load_toolsets(config: RolloutConfig, dataset: DatasetConfig | None = None) -> Toolsets | None:
+    """The tools and environments that `rollout` or the dataset names; None without any. Makes each once.
 
     Raises:
         ValueError: something that cannot be loaded or made, a tool without types or docstring, two tools of
-            one name, or an environment without `reset`.
+            one name, or an environment without `reset`; both environments of ours and of verifiers.
     """
+    if dataset is not None and dataset.source.startswith(VERIFIERS):
+        return _tasks_of_library(config, dataset)
     if not config.has_turns:
         return None
     functions = tuple(load_callable(path, "rollout.tools") for path in config.tools)
@@ -80,6 +84,22 @@ def load_toolsets(config: RolloutConfig) -> Toolsets | None:
             tools += methods_of(probe)
         by_name[name] = Toolset(functions, factory, _schemas(tools, key))
     return Toolsets(by_name, tuple(classes))
+
+
+def _tasks_of_library(config: RolloutConfig, dataset: DatasetConfig) -> Toolsets:
+    from grpo_fast.environments.verifiers import Verifiers
+
+    if config.has_turns or config.function is not None:
+        raise ValueError(
+            f"dataset.source = {dataset.source!r} is an environment with a loop of its own; leave "
+            "rollout.tools, rollout.environment and rollout.function out"
+        )
+    if dataset.max_prompt_length is None:
+        raise ValueError(
+            f"dataset.source = {dataset.source!r} renders its prompts itself, with its tools: set "
+            "dataset.max_prompt_length to the tokens that the longest may have"
+        )
+    return Toolsets({None: Toolset((), None, ())}, (Verifiers,), dataset)
 
 
 def methods_of(environment: Any) -> list[Callable[..., Any]]:

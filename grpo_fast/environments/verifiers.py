@@ -7,17 +7,18 @@ token ids, and the library's trace keeps which of them the model wrote.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
@@ -43,6 +44,16 @@ class Verifiers:
         return self.reward
 
 
+def own_renderer(model: str, end_ids: Sequence[int]) -> dict[str, Any]:
+    """The library's renderer of a model that it knows by name, else one of ours for any chat template."""
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if model in MODEL_RENDERER_MAP:
+        return {"name": MODEL_RENDERER_MAP[model]}
+    path = "grpo_fast.environments.renderer:TurnRenderer"
+    return {"name": "custom", "import_path": path, "end_ids": tuple(end_ids)}
+
+
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all rollouts of the process: the library keeps locks between them, which belong to a loop."""
@@ -52,32 +63,56 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class VerifiersRollout:
-    """The `Rollout` whose prompts are rows of `verifiers:` sources.
+    """The `Rollout` of an environment of the library.
 
     Of a trace with several branches, those of a harness that writes its context anew, the one with the most
     sampled tokens trains. What is left out is counted and told; so are turns that a renderer gave back in
     other tokens than were sampled, which end a branch, too.
 
     Args:
-        max_prompt_length: tokens of an episode's first prompt, which the library renders.
+        dataset: the environment's; `max_prompt_length` bounds an episode's first prompt.
         end_ids: tokens at which the engine ends a turn.
+
+    Raises:
+        ValueError: an option that the library refuses.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, end_ids: Sequence[int]
+        self, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]
     ) -> None:
-        import_verifiers()
+        assert dataset.max_prompt_length is not None
         self.retokenised = self.left_out = 0  # turns, and sampled tokens of other branches
         self._tokenizer = tokenizer
         self._saved = TemporaryDirectory(prefix="grpo-fast-tokenizer-")  # the library loads its own, by path
         tokenizer.save_pretrained(self._saved.name)
-        self._endpoint = Endpoint(max_prompt_length, end_ids)
-        self._environments: dict[str, tuple[vf.Env, vf.TrainClientConfig]] = {}
+        self._endpoint = Endpoint(dataset.max_prompt_length, end_ids)
+        self._environment = import_verifiers().load_environment(
+            environment_config(dataset.source, dataset.options)
+        )
+        self._renderer = dataset.options.get("renderer") or own_renderer(tokenizer.name_or_path, end_ids)
+        self._client: vf.TrainClientConfig | None = None  # once it is served
         self._over = asyncio.Event()  # keeps alive what waits for it
         weakref.finalize(self, _loop().call_soon_threadsafe, self._over.set)
         # It warns of each end of a conversation that the limit brings.
         quiet = logging.getLogger("verifiers.v1.interception.server")
         quiet.addFilter(lambda record: OVERFLOW not in record.getMessage())
+
+    @property
+    def described(self) -> str:
+        """The parts of the library that are at work."""
+        from verifiers.v1.configs.agent import agent_config_fields
+
+        env = self._environment
+        seats = (
+            f"{name} by the harness {seat.harness.id if seat.harness else env.config.taskset.id} in "
+            f"{seat.runtime.type}"
+            for name, seat in agent_config_fields(env.config).items()
+        )
+        renderer = self._renderer.get("import_path") or self._renderer.get("name")
+        return (
+            f"verifiers {version('verifiers')}: {env.config.env_id} ({type(env).__name__}, "
+            f"{type(env.taskset).__name__}), {', '.join(seats)}; TrainClient with the renderer {renderer}"
+        )
 
     def __call__(
         self,
@@ -98,23 +133,20 @@ class VerifiersRollout:
         requests = Requests(n * len(prompts), collector.report)
         before = self.retokenised, self.left_out
 
-        async def play(index: int, number: int) -> None:
+        async def play(index: int, number: int, client: vf.TrainClientConfig) -> None:
             try:
                 seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
-                episode = await self._play(prompts[index], seed)
+                episode = await self._play(prompts[index], seed, client)
                 collector.add(index, number, self._completion(episode))
             finally:
                 requests.leave()
 
         async def play_all() -> None:
             try:
-                if not self._endpoint.url:
-                    await self._endpoint.start()
-                for prompt in prompts:
-                    await self._environment(prompt.columns[COLUMN])
+                client = await self._serve()
                 pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
                 with self._endpoint.opened(requests, sampling):
-                    await asyncio.gather(*(play(*pair) for pair in pairs))
+                    await asyncio.gather(*(play(*pair, client) for pair in pairs))
             except BaseException as error:
                 requests.fail(error)
                 raise
@@ -134,21 +166,19 @@ class VerifiersRollout:
             )
         return collector.groups()
 
-    async def _environment(self, own: Mapping[str, Any]) -> tuple[vf.Env, vf.TrainClientConfig]:
-        """A row's environment, with the library's servers for it running, and the client that asks us."""
-        key = json.dumps([own["source"], own["options"]], sort_keys=True)
-        if key not in self._environments:
-            library, port = import_verifiers(), self._endpoint.url.rpartition(":")[2]
-            env = library.load_environment(environment_config(own["source"], own["options"]))
-            variable = f"GRPO_FAST_{port}_API_KEY"  # the library's agents inherit no variable named so
-            os.environ[variable] = self._endpoint.key
-            client = library.TrainClientConfig(
+    async def _serve(self) -> vf.TrainClientConfig:
+        """Start the endpoint and the library's own servers, once; the client that asks us."""
+        if self._client is None:
+            await self._endpoint.start()
+            variable = "GRPO_FAST_API_KEY_" + self._endpoint.url.rpartition(":")[2]
+            os.environ[variable] = self._endpoint.key  # the library's agents inherit no variable named so
+            client = import_verifiers().TrainClientConfig(
                 base_url=f"{self._endpoint.url}/v1",
                 api_key_var=variable,
-                renderer=own["options"].get("renderer"),
+                renderer=self._renderer,
                 renderer_model_name=self._saved.name,
             )
-            ready, over = asyncio.Event(), self._over
+            env, ready, over = self._environment, asyncio.Event(), self._over
 
             async def serve() -> None:  # entered and left in one task, as the library's servers must be
                 async with env.serving():
@@ -159,14 +189,13 @@ class VerifiersRollout:
             await asyncio.wait([serving, is_ready], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
-            self._environments[key] = env, client
-        return self._environments[key]
+            self._client = client
+        return self._client
 
-    async def _play(self, prompt: Prompt, seed: int | None) -> vf.Episode:
-        library, own = import_verifiers(), prompt.columns[COLUMN]
-        env, client = await self._environment(own)
+    async def _play(self, prompt: Prompt, seed: int | None, client: vf.TrainClientConfig) -> vf.Episode:
+        library, env = import_verifiers(), self._environment
         kind = type(env.taskset).task_type()
-        task = kind(kind.data_type().model_validate(own["task"]), env.taskset.config.task)
+        task = kind(kind.data_type().model_validate(prompt.columns[COLUMN]), env.taskset.config.task)
         drawn = library.SamplingConfig.model_validate({"seed": seed})  # the endpoint knows the rest
         context = library.ModelContext(model=MODEL, client=client, sampling=drawn)
         return await env.run_slot(env.slots(task)[0], context)

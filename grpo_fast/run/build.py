@@ -15,8 +15,9 @@ import torch
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.environments import load_toolsets, make_rollout
+from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
 from grpo_fast.objective import resolve_loss
@@ -84,7 +85,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
             f"hub.push = {config.hub.push!r} writes the model on one rank, and with distributed.mode = "
             "'shard' none has it: leave hub out, and push what `grpo-fast export` writes of the run"
         )
-    toolsets = load_toolsets(config.rollout)
+    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
     judges = load_rewards(config.rewards, toolsets.classes if toolsets else ())
     judges.position(config.evaluation.reward)  # refused before any work where there is no such reward
     stages = resolve_stages(config)
@@ -97,7 +98,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
         schemas = toolsets.schemas if toolsets else None
         held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
         try:
-            check_columns(judges, held_out, config)
+            check_columns(judges, held_out, toolsets)
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out)
@@ -107,13 +108,15 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     drawn_by = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(replace(part, rollout=drawn_by(part.stage.config.rollout, part.toolsets)) for part in parts)
     prompts = chain(held_out or (), *(part.dataset for part in parts))
+    ids = (prompt.token_ids for prompt in prompts)
+    datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
     completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
     with ExitStack() as unless_built:
         engine = unless_built.enter_context(
             make_engine(
                 config.rollout,
                 policy,
-                max_length=longest_sequence(policy, (prompt.token_ids for prompt in prompts), completion),
+                max_length=longest_sequence(policy, chain(ids, library_prompts(datasets)), completion),
                 world=world,
             )
         )
@@ -212,7 +215,11 @@ def build_stage(
     def same(*keys: str) -> bool:
         return before is not None and all(at(config, key) == at(before.stage.config, key) for key in keys)
 
-    toolsets = before.toolsets if before and same(*TOOLS) else load_toolsets(config.rollout)
+    toolsets = (
+        before.toolsets
+        if before and same("dataset", *TOOLS)
+        else load_toolsets(config.rollout, config.dataset)
+    )
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:
@@ -227,7 +234,7 @@ def build_stage(
     else:
         dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
         if held_out is not None:
-            plays = config.rollout.environment is not None
+            plays = toolsets is not None and bool(toolsets.classes)
             dataset = exclude_overlap(dataset, held_out, by_columns=plays)
     # Pass rates are of the rewards that they were measured by.
     measured_by = () if config.curriculum is None else ("rewards",)
@@ -236,11 +243,11 @@ def build_stage(
     else:
         seed, size = config.seed + index * SEEDS_PER_STAGE, config.prompts_per_step
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
-    check_columns(rewards, dataset, config)
+    check_columns(rewards, dataset, toolsets)
     return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
 
 
-def check_columns(rewards: RewardSet, dataset: PromptDataset, config: TrainConfig) -> None:
+def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:
     """Raises RewardError for a reward that asks for what the run has not."""
-    environments = () if config.rollout.environment is None else (ENVIRONMENTS,)
+    environments = (ENVIRONMENTS,) if toolsets and toolsets.classes else ()
     rewards.check_columns([*dataset[0].columns, *environments])

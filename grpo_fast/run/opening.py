@@ -32,6 +32,8 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
             f"at most {trainer.length.limit} tokens, by {type(trainer.engine).__name__}{corrected}; "
             f"rewards: {', '.join(trainer.rewards.names)}"
         )
+        if told := getattr(trainer.drawn_by, "described", ""):
+            lines["rollout"] = told
     else:
         kind = "ranked groups" if config.algorithm == "rank" else "comparisons"
         lines["groups"] = f"{config.prompts_per_step} {kind} a step"

@@ -11,12 +11,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from grpo_fast.config import TrainConfig
 from grpo_fast.data import load_prompts
 from grpo_fast.data.config import DatasetConfig
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import Requests, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.run import build_trainer
 
 pytest.importorskip("verifiers.v1")
 from grpo_fast.environments.verifiers import VerifiersRollout
@@ -60,9 +62,8 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 __all__ = ["Chat", "Tasks"]
 """
-# What Qwen's renderer needs; `ay` is two letters at once, and text of it is read as one token or as two.
+# `ay` is two letters at once, and text of it is read as one token or as two.
 WORDS = "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call> <tool_response> </tool_response>"
-OPTIONS = {"taskset": {"letters": "aby"}, "renderer": {"name": "qwen3", "enable_thinking": False}}
 
 
 @pytest.fixture
@@ -105,8 +106,9 @@ def test_what_trains_is_what_was_sampled_turn_by_turn(source, policy, seed, monk
 
     monkeypatch.setattr(Requests, "ask", spied)
     engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids)
-    prompts = load_prompts(DatasetConfig(source=source, size=2, options=OPTIONS), policy.tokenizer)
-    rollout = VerifiersRollout(policy.tokenizer, 50, policy.eos_token_ids)
+    dataset = DatasetConfig(source=source, max_prompt_length=50)
+    prompts = load_prompts(dataset, policy.tokenizer)
+    rollout = VerifiersRollout(dataset, policy.tokenizer, policy.eos_token_ids)
     groups, again = (rollout(engine, prompts, 3, Sampling(120, seed=seed)) for _ in range(2))
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in g] for g in again]
     assert (rollout.retokenised, rollout.left_out) == (0, 0)
@@ -128,15 +130,36 @@ def test_what_trains_is_what_was_sampled_turn_by_turn(source, policy, seed, monk
 
 def test_turns_that_a_renderer_writes_in_other_tokens_are_counted(source, policy, seed, caplog):
     engine = TransformersEngine(policy.model, policy.tokenizer, eos_ids=[2])
-    prompts = load_prompts(
-        DatasetConfig(source=source, options={"renderer": {"name": "default"}}), policy.tokenizer
-    )
-    rollout = VerifiersRollout(policy.tokenizer, 50, [2])
+    options = {"renderer": {"name": "default"}, "taskset": {"letters": "aby"}}
+    dataset = DatasetConfig(source=source, size=2, max_prompt_length=50, options=options)
+    prompts = load_prompts(dataset, policy.tokenizer)
+    rollout = VerifiersRollout(dataset, policy.tokenizer, [2])
     for step in range(9):  # `ay` comes by chance
         rollout(engine, prompts, 4, Sampling(160, seed=seed + step))
         if rollout.retokenised:
             break
     assert rollout.retokenised and rollout.left_out and "other tokens" in caplog.text
+
+
+def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_path):
+    config = TrainConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model"), "device": "cpu", "dtype": "float32"},
+            "dataset": {"source": source, "max_prompt_length": 50},
+            "rollout": {"num_generations": 4, "max_completion_length": 90},
+            "output_dir": str(tmp_path / "run"),
+            "prompts_per_step": 2,
+            "micro_batch_tokens": 512,
+            "max_steps": 1,
+        }
+    )
+    trainer = build_trainer(config)
+    assert "agent by the harness letters-env in subprocess" in trainer.drawn_by.described
+    before = {name: weight.clone() for name, weight in trainer.policy.trainable().items()}
+    with trainer.engine:
+        metrics = trainer.train_step().metrics
+    assert trainer.rewards.names == ("Verifiers",) and metrics["reward/mean"] >= 0, sorted(metrics)
+    assert any(not before[name].equal(weight) for name, weight in trainer.policy.trainable().items())
 
 
 @pytest.mark.parametrize(

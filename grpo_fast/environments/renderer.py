@@ -1,0 +1,98 @@
+"""The renderers library's view of any chat template: turns stay as they were sampled, calls are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from renderers import BaseRendererConfig, DefaultRenderer, ParsedResponse, RenderedTokens
+from renderers.base import ParsedToolCall
+
+from grpo_fast.environments.template import MARK, TurnTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TurnRendererConfig(BaseRendererConfig):
+    """For `TurnRenderer`, as that library's `custom` renderer."""
+
+    name: Literal["custom"] = "custom"
+    end_ids: tuple[int, ...]
+    _internal_fields = frozenset({"end_ids"})
+
+
+class TurnRenderer(DefaultRenderer):
+    """The library's default, which renders what the tokenizer's chat template writes; beyond that, it goes on
+    after a turn without writing it anew, and reads the calls of a template for tools."""
+
+    config_class = TurnRendererConfig
+    supports_tools = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TurnRendererConfig) -> None:
+        super().__init__(tokenizer)
+        self._end_ids = config.end_ids
+        self._templates: dict[str, TurnTemplate] = {}  # by the tools that they show
+
+    def get_stop_token_ids(self) -> list[int]:
+        return list(self._end_ids)
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> ParsedResponse:
+        if not tools:
+            parsed = super().parse_response(token_ids, prompt_ids=prompt_ids)
+            # What is no text does not come back in the next request, which must be known as what followed.
+            return replace(parsed, reasoning_content=parsed.reasoning_content or None)
+        key = json.dumps(tools)
+        if key not in self._templates:
+            self._templates[key] = TurnTemplate(self._tokenizer, self._end_ids, tools)
+        message = self._templates[key].parse(token_ids)
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return ParsedResponse(
+            content=message["content"],
+            reasoning_content=message.get("reasoning_content") or None,
+            tool_calls=[ParsedToolCall(json.dumps(call), call["name"], call["arguments"]) for call in calls],
+        )
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> RenderedTokens | None:
+        """All ids so far, and what the template writes from there to the model's next turn."""
+        said: dict[str, Any] = {"role": "assistant", "content": MARK}
+        for message in new_messages:
+            if message["role"] == "tool":
+                call = {"name": message.get("name") or "tool", "arguments": {MARK: MARK}}
+                whole = {"id": message["tool_call_id"], "type": "function", "function": call}
+                said.setdefault("tool_calls", []).append(whole)
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}, said, *new_messages],
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        text = text[text.rindex(MARK) :]
+        ends = (str(self._tokenizer.decode([id])) for id in self._end_ids)
+        found = [(at, end) for end in ends if (at := text.find(end)) >= 0]
+        if not found:
+            return None
+        at, end = min(found)
+        ids = [*previous_prompt_ids, *previous_completion_ids]
+        rest = text[at:].removeprefix(end if ids[-1] in self._end_ids else "")  # a turn cut off is ended
+        new = self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"]
+        return RenderedTokens(
+            token_ids=ids + new,
+            message_indices=[-1] * len(ids) + [len(new_messages) - 1] * len(new),
+            message_roles=[message["role"] for message in new_messages],
+        )
