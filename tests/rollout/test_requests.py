@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -89,3 +91,27 @@ def test_an_engine_that_waits_for_more_clients_notices_the_end(monkeypatch, end)
 
     threading.Thread(target=take, daemon=True).start()
     assert taken.result(10) == (None if end == "close" else "failed")
+
+
+def test_how_long_clients_take_does_not_change_what_a_batch_of_their_turns_draws(engine, seed):
+    """So that a resumed run draws what an uninterrupted one does, to the bit."""
+    pauses = random.Random(seed)
+
+    def played(*, slow: bool) -> dict[int, list[Completion]]:
+        between, said = Requests(clients=5), {number: [] for number in range(5)}
+
+        def client(number: int) -> None:
+            ids = (3, 4 + number)
+            for turn in range(number % 3 + 1):  # some leave early
+                time.sleep(pauses.random() / 30 if slow else 0)
+                sampling = Sampling(max_completion_length=5 + number, seed=seed + 10 * number + turn)
+                said[number].append(between.ask(ids, sampling).result(60))
+                ids = (*ids, *said[number][-1].token_ids, 7)
+            between.leave()
+
+        for number in range(5):
+            threading.Thread(target=client, args=(number,), daemon=True).start()
+        engine.serve(between)
+        return said
+
+    assert played(slow=True) == played(slow=False) == played(slow=True)
