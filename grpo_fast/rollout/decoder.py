@@ -23,6 +23,7 @@ Prompt = Sequence[int]
 
 SHARED_PREFIX_ATTENTION = "grpo_fast_shared_prefix"  # among transformers' implementations
 WORTH_SHARING = 16  # tokens: a shorter common beginning is not worth a forward of its own
+WORTH_APART = 128  # tokens: a shorter one is cheaper read with each prompt than by a product of its own
 FIRST_CAPACITY = 16  # tokens a row's buffer holds at first; it doubles when full
 
 
@@ -45,6 +46,11 @@ class ExpandedDecoder:
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
         """Tokens whose keys and values are held at once for `rows` completions of `prompts` prompts."""
         return rows * (longest + max_new)
+
+    @staticmethod
+    def held_once(prompts: Sequence[Prompt]) -> int:
+        """Tokens that all prompts begin with, and whose keys and values are not held for each."""
+        return 0
 
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
         """Read U prompts. `owners` (R,) int64, ascending, says whose completion a row is. (R, V) logits."""
@@ -94,6 +100,11 @@ class SharedPrefixDecoder:
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
         return prompts * longest + rows * max_new
 
+    @staticmethod
+    def held_once(prompts: Sequence[Prompt]) -> int:
+        common = common_length(prompts)
+        return common if common >= WORTH_APART else 0
+
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
         """Prefixes and suffixes are laid out as [common | padding | rest]."""
         device = self.model.device
@@ -114,8 +125,11 @@ class SharedPrefixDecoder:
         )
         self.owners, self.grid = owners, Grid(owners)
         self.positions = positions[owners, -1:]
+        apart = self.held_once(prompts)
+        if self.bias is not None:
+            self.bias = self.bias[:, apart:]
         caches = cast("list[DynamicLayer]", cache.layers)
-        self.layers = [SuffixLayer(layer, len(owners), self.max_new) for layer in caches]
+        self.layers = [SuffixLayer(layer, len(owners), self.max_new, apart) for layer in caches]
         self.cache = Cache(layers=list(self.layers))
         return logits[owners]
 
@@ -143,7 +157,9 @@ class SharedPrefixDecoder:
             layer.keep(rows, self.grid.prompts if lost else None)
 
     def memory(self) -> int:
-        return sum(part.nbytes for layer in self.layers for part in (*layer.own, *layer.prefix))
+        return sum(
+            part.nbytes for layer in self.layers for part in (*layer.own, *layer.prefix, *layer.common)
+        )
 
     def attend(self, layer: SuffixLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One query a row against its prompt and its own tokens.
@@ -161,23 +177,36 @@ class SharedPrefixDecoder:
         prefix = partial_attention(packed.flatten(2, 3), *layer.prefix, bias=bias)
         outs, lses = (self.grid.collect(x.unflatten(2, (-1, query.shape[2])).transpose(1, 2)) for x in prefix)
         own, own_lses = partial_attention(query, keys, values)
-        return torch.lerp(own, outs, torch.sigmoid(lses - own_lses)).flatten(1, 2)
+        merged, mass = torch.lerp(own, outs, torch.sigmoid(lses - own_lses)), torch.logaddexp(lses, own_lses)
+        if layer.common[0].shape[-2]:
+            together = query.transpose(0, 1).flatten(1, 2)[None]  # (1, Hkv, R * rep, D)
+            common = partial_attention(together, *layer.common)
+            outs, lses = (x[0].unflatten(1, query.shape[0:3:2]).transpose(0, 1) for x in common)
+            merged = torch.lerp(merged, outs, torch.sigmoid(lses - mass))
+        return merged.flatten(1, 2)
 
 
 class SuffixLayer(DynamicLayer):
     """One layer's keys and values: U prefixes, read-only, and the R rows' own tokens in a growing buffer.
 
+    The first `apart` tokens of all prefixes are the same, and held once.
+
     `keys` and `values` (R, heads, t, D) are views of the buffers' first t tokens, which `torch.cat`, as in
     the parent, would copy at each token.
     """
 
-    def __init__(self, prefix: DynamicLayer, rows: int, max_new: int) -> None:
+    def __init__(self, prefix: DynamicLayer, rows: int, max_new: int, apart: int = 0) -> None:
         super().__init__()
         keys, values = cast(Tensor, prefix.keys), cast(Tensor, prefix.values)
         # CPUs multiply fp32 batches as fast as bf16 ones; converting at each step would cost more.
         self.dtype = torch.float32 if keys.device.type == "cpu" else keys.dtype
         self.device = keys.device
-        self.prefix = (keys.to(self.dtype), values.to(self.dtype))  # (U, heads, P, D)
+        keys, values = keys.to(self.dtype), values.to(self.dtype)
+        # Copies: a view would keep what all prefixes hold.
+        self.common = (keys[:1, :, :apart].clone(), values[:1, :, :apart].clone())  # (1, heads, apart, D)
+        self.prefix = (keys[:, :, apart:], values[:, :, apart:])  # (U, heads, P, D)
+        if apart:
+            self.prefix = (self.prefix[0].clone(), self.prefix[1].clone())
         self.max_new, self.length = max_new, 0
         self.own = [self._buffer(rows, part, FIRST_CAPACITY) for part in self.prefix]
         self._show()

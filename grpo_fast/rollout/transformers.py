@@ -216,6 +216,7 @@ class TransformersEngine:
     def _chunks(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
         kv_tokens, max_new = self._decoder_type.kv_tokens, max(row.max_new for row in rows)
+        once = self._decoder_type.held_once([row.prompt for row in rows])
         budget: float = inf if self.max_batch_tokens is None else self.max_batch_tokens
         if self.max_batch_tokens is None and self._base.device.type == "cpu":
             budget = CPU_BATCH_TOKENS
@@ -223,7 +224,8 @@ class TransformersEngine:
         distinct = 0
         for row in rows:
             new = not chunk or row.prompt != chunk[-1].prompt
-            if chunk and kv_tokens(distinct + new, len(row.prompt), len(chunk) + 1, max_new) > budget:
+            own = len(row.prompt) - once
+            if chunk and once + kv_tokens(distinct + new, own, len(chunk) + 1, max_new) > budget:
                 yield chunk
                 chunk, distinct, new = [], 0, True
             chunk.append(row)

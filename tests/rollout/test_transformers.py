@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 
-from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout import Sampling, decoder, make_engine
 from grpo_fast.rollout import transformers as engine_module
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.decoder import SharedPrefixDecoder
@@ -77,7 +77,9 @@ def test_models_with_full_attention_share_prefixes_and_others_do_not(family_mode
     assert supported == {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}
 
 
-def test_sharing_prefixes_draws_what_expanding_them_draws(model, seed, tokenizer, monkeypatch):
+@pytest.mark.parametrize("apart", [16, 128], ids=["common-beginning-once", "with-each-prompt"])
+def test_sharing_prefixes_draws_what_expanding_them_draws(model, seed, tokenizer, monkeypatch, apart):
+    monkeypatch.setattr(decoder, "WORTH_APART", apart)
     prompts = random_prompts(seed, 5, system=SYSTEM)
     shared = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
     monkeypatch.setattr(SharedPrefixDecoder, "supports", staticmethod(lambda model: False))
