@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -230,7 +230,7 @@ class EpisodeRollout:
             if name not in tools:
                 raise CallError(f"there is no tool {name!r}: {choices(name, tools)}")
             return str(await self._call(play, tools[name], function["arguments"]))
-        except Exception as error:  # a tool may raise anything
+        except (Exception, SystemExit) as error:  # a tool may raise anything
             play.failures += 1
             return str({"error": str(error)})  # as TRL says it
 
@@ -240,7 +240,7 @@ class EpisodeRollout:
         """A call without which there is no completion; its errors end the rollout."""
         try:
             return await self._call(play, function, row)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}{raised_at(error)}"
             raise RuntimeError(
                 f"rollout.environment cannot be {what} for row {prompt.index} ({problem})"
@@ -263,7 +263,7 @@ class EpisodeRollout:
             CallError: not within `rollout.tool_timeout`; a thread is left to itself.
         """
         if inspect.iscoroutinefunction(function):
-            work = asyncio.ensure_future(function(**arguments))
+            work: asyncio.Future[Any] = asyncio.ensure_future(_without_exit(function(**arguments)))
         else:
             work = asyncio.wrap_future(in_thread(lambda: function(**arguments)))
         begun = time.monotonic()
@@ -276,3 +276,10 @@ class EpisodeRollout:
         finally:
             work.cancel()
             play.seconds += time.monotonic() - begun
+
+
+async def _without_exit(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:  # it would end the event loop
+        raise CallError(f"SystemExit: {error}") from error

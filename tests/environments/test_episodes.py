@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ def look_up(key: str, times: int = 1) -> str:
         raise LookupError("there is no bad key")
     if key == "late":
         raise TimeoutError("the library is closed")
+    if key == "exit":
+        sys.exit("enough")
     if key == "slow":
         time.sleep(5)
     return f"[{key}]" * times
@@ -52,6 +55,8 @@ async def wait_for(seconds: float) -> str:
     Args:
         seconds: how long
     """
+    if seconds < 0:
+        sys.exit("no time")
     await asyncio.sleep(seconds)
     return "waited"
 
@@ -152,6 +157,8 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
     [
         (call("look_up", key="bad"), "there is no bad key"),
         (call("look_up", key="late"), "the library is closed"),
+        (call("look_up", key="exit"), "enough"),
+        (call("wait_for", seconds=-1), "no time"),
         (call("look_op", key="x"), "did you mean 'look_up'"),
         (call("look_up", word="x"), "unexpected keyword argument 'word'"),
         (call("look_up", key="slow"), "no answer within 0.2 seconds"),
