@@ -15,6 +15,7 @@ import torch
 
 from grpo_fast.config import TrainConfig, at
 from grpo_fast.data import PromptDataset, PromptSampler, exclude_overlap, load_held_out, load_prompts
+from grpo_fast.data.config import PREFIX
 from grpo_fast.data.tasksets import library_prompts
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
@@ -235,7 +236,8 @@ def build_stage(
         dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
         if held_out is not None:
             plays = toolsets is not None and bool(toolsets.classes)
-            dataset = exclude_overlap(dataset, held_out, by_columns=plays)
+            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
+            dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
     # Pass rates are of the rewards that they were measured by.
     measured_by = () if config.curriculum is None else ("rewards",)
     if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by, *TOOLS):
