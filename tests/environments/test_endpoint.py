@@ -41,7 +41,6 @@ def served() -> Iterator[tuple[Endpoint, Requests]]:
     with endpoint.opened(requests, SAMPLING):
         yield endpoint, requests
     requests.close()
-    loop.call_soon_threadsafe(loop.stop)
 
 
 async def ask(
