@@ -21,6 +21,8 @@ from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run import build_trainer
 
 pytest.importorskip("verifiers.v1")
+from grpo_fast.environments.renderer import TurnRenderer, TurnRendererConfig
+from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.verifiers import VerifiersRollout
 
 # Its harness asks in this process: the library's own programs start an interpreter each.
@@ -139,6 +141,24 @@ def test_turns_that_a_renderer_writes_in_other_tokens_are_counted(source, policy
         if rollout.retokenised:
             break
     assert rollout.retokenised and rollout.left_out and "other tokens" in caplog.text
+
+
+def test_our_renderer_reads_calls_and_goes_on_after_them_without_touching_what_was_sampled(tokenizer):
+    properties = {"type": "object", "properties": {"key": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": properties}}]
+    renderer = TurnRenderer(tokenizer, TurnRendererConfig(end_ids=(2,)))
+    asked = renderer.render(
+        [{"role": "user", "content": "?"}], tools=tools, add_generation_prompt=True
+    ).token_ids
+    text = '<tool_call>\n{"name": "look", "arguments": {"key": "a"}}\n</tool_call>'
+    said = [token for letter in text for token in tokenizer(letter)["input_ids"]]  # never so from the text
+    (called,) = renderer.parse_response([*said, 2], tools=tools).tool_calls
+    assert (called.name, called.arguments) == ("look", {"key": "a"})
+    answer = {"role": "tool", "tool_call_id": "x", "name": "look", "content": "42"}
+    after = TurnTemplate(tokenizer, [2], tools).after([{"function": {"name": "look"}}], ["42"])
+    for sampled in ([*said, 2], said):  # a turn that was cut off is ended first
+        bridged = renderer.bridge_to_next_turn(asked, sampled, [answer], tools=tools)
+        assert bridged.token_ids == [*asked, *said, 2, *after]
 
 
 def test_a_step_trains_on_an_environment_and_its_own_reward(source, policy, tmp_path):
