@@ -235,4 +235,5 @@ def describe(groups: Sequence[Group], reward_names: Sequence[str]) -> dict[str, 
         metrics["turns/mean"] = sum(episode.turns for episode in episodes) / len(episodes)
         metrics["tools/calls"] = calls / len(episodes)
         metrics["tools/failures"] = sum(episode.tool_failures for episode in episodes) / max(1, calls)
+        metrics["tools/given_up"] = sum(episode.tools_given_up for episode in episodes) / max(1, calls)
     return metrics

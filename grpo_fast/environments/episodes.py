@@ -35,6 +35,10 @@ class CallError(Exception):
     """A call that the model is told has failed, and why."""
 
 
+class Overdue(CallError):
+    """A call that is given up."""
+
+
 @dataclass
 class Play:
     """A completion while it is played."""
@@ -48,6 +52,7 @@ class Play:
     turns: int = 0
     calls: int = 0
     failures: int = 0
+    given_up: int = 0
     seconds: float = 0.0
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, *, sampled: bool) -> None:
@@ -185,6 +190,7 @@ class EpisodeRollout:
             environment=environment,
             tool_calls=play.calls,
             tool_failures=play.failures,
+            tools_given_up=play.given_up,
             environment_seconds=play.seconds,
             reward=await self._reward(environment, play, prompt),
         )
@@ -232,6 +238,7 @@ class EpisodeRollout:
             return str(await self._call(play, tools[name], function["arguments"]))
         except (Exception, SystemExit) as error:  # a tool may raise anything
             play.failures += 1
+            play.given_up += isinstance(error, Overdue)
             return str({"error": str(error)})  # as TRL says it
 
     async def _own_call(
@@ -260,7 +267,7 @@ class EpisodeRollout:
         """The function's result: of a coroutine on the loop, else of a thread.
 
         Raises:
-            CallError: not within `rollout.tool_timeout`; a thread is left to itself.
+            Overdue: not within `rollout.tool_timeout`; a thread is left to itself.
         """
         if inspect.iscoroutinefunction(function):
             work: asyncio.Future[Any] = asyncio.ensure_future(_without_exit(function(**arguments)))
@@ -271,7 +278,7 @@ class EpisodeRollout:
             # Not wait_for, whose TimeoutError could be the function's own.
             await asyncio.wait([work], timeout=self._config.tool_timeout)
             if not work.done():
-                raise CallError(f"no answer within {self._config.tool_timeout:g} seconds")
+                raise Overdue(f"no answer within {self._config.tool_timeout:g} seconds")
             return work.result()
         finally:
             work.cancel()

@@ -49,6 +49,7 @@ class Episode:
     environment: Any = None  # the instance, until the rewards are known
     tool_calls: int = 0
     tool_failures: int = 0  # calls that raised, were of no known tool, or were given up
+    tools_given_up: int = 0  # calls that did not return in time
     environment_seconds: float = 0.0  # that its calls took
     reward: float | None = None  # what `get_reward` of the environment gave
 

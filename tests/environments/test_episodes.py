@@ -172,6 +172,7 @@ def test_a_call_that_fails_or_hangs_answers_the_model_with_why(tokenizer, said: 
     assert told in one.episode.messages[1]["content"]
     assert one.episode.messages[1]["content"].startswith("{'error': ")
     assert (one.episode.tool_calls, one.episode.tool_failures) == (1, 1)
+    assert one.episode.tools_given_up == told.startswith("no answer within")
     assert one.episode.messages[2]["content"] == "Oh."
 
 
