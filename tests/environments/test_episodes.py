@@ -150,6 +150,7 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
     assert episode.environment is not two.episode.environment
     assert episode.reward == 2.0
     assert not one.truncated
+    assert len({sampling.seed for _, sampling, _ in engine.served}) == 4  # turns and completions draw apart
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,7 @@ def test_what_the_model_sees_is_the_conversation_and_what_it_learns_from_is_its_
         (call("look_up", key="late"), "the library is closed"),
         (call("look_up", key="exit"), "enough"),
         (call("wait_for", seconds=-1), "no time"),
+        ('<tool_call>\n{"name": "look_up"}\n</tool_call>', "required positional argument: 'key'"),
         (call("look_op", key="x"), "did you mean 'look_up'"),
         (call("look_up", word="x"), "unexpected keyword argument 'word'"),
         (call("look_up", key="slow"), "no answer within 0.2 seconds"),
@@ -353,8 +355,12 @@ def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
                 assert one.episode is not None
                 assert one.episode.prompt_ids == prompt.token_ids
                 whole = prompt.token_ids + one.token_ids
-                answers = ((c, ids) for c, _, ids in engine.served if whole[: len(c + ids)] == c + ids)
-                turns = {len(context): ids for context, ids in answers}  # in their order
+                turns = {
+                    len(context): ids  # in their order
+                    for context, _, ids in engine.served
+                    if whole[len(context) : len(context) + len(ids)] == ids
+                    and whole[: len(context)] == context
+                }
                 own = [*compress(one.token_ids, one.episode.sampled)]
                 assert own == [token for ids in turns.values() for token in ids]
                 kept += len(own)
