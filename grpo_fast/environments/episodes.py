@@ -123,8 +123,7 @@ class EpisodeRollout:
             RuntimeError: an environment's `reset` or `get_reward` fails.
             ValueError: a prompt that leaves no room.
         """
-        if not prompts:
-            return []
+        # Without prompts, too: the engines of several ranks begin to serve together.
         collector = Collector(len(prompts), n, observer)
         requests = Requests(n * len(prompts), collector.progress)
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
+from grpo_fast.environments.episodes import event_loop
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import request_seed
 from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
@@ -54,14 +53,6 @@ def own_renderer(model: str, end_ids: Sequence[int]) -> dict[str, Any]:
     return {"name": "custom", "import_path": path, "end_ids": tuple(end_ids)}
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One for all rollouts of the process: the library keeps locks between them, which belong to a loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="verifiers", daemon=True).start()
-    return loop
-
-
 class VerifiersRollout:
     """The `Rollout` of an environment of the library.
 
@@ -92,7 +83,7 @@ class VerifiersRollout:
         self._renderer = dataset.options.get("renderer") or own_renderer(tokenizer.name_or_path, end_ids)
         self._client: vf.TrainClientConfig | None = None  # once it is served
         self._over = asyncio.Event()  # keeps alive what waits for it
-        weakref.finalize(self, _loop().call_soon_threadsafe, self._over.set)
+        weakref.finalize(self, event_loop().call_soon_threadsafe, self._over.set)
         # It warns of each end of a conversation that the limit brings.
         quiet = logging.getLogger("verifiers.v1.interception.server")
         quiet.addFilter(lambda record: OVERFLOW not in record.getMessage())
@@ -130,7 +121,7 @@ class VerifiersRollout:
             ValueError: an environment that trains several agents at once.
         """
         collector = Collector(len(prompts), n, observer)
-        requests = Requests(n * len(prompts), collector.report)
+        requests = Requests(n * len(prompts), collector.progress)
         before = self.retokenised, self.left_out
 
         async def play(index: int, number: int, client: vf.TrainClientConfig) -> None:
@@ -151,7 +142,7 @@ class VerifiersRollout:
                 requests.fail(error)
                 raise
 
-        playing = asyncio.run_coroutine_threadsafe(play_all(), _loop())
+        playing = asyncio.run_coroutine_threadsafe(play_all(), event_loop())
         try:
             engine.serve(requests)
             playing.result()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import compress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from grpo_fast.data.dataset import prompts_of
 from grpo_fast.environments import load_toolsets, make_rollout
 from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.lookup import given
-from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout import Completion, Requests, Sampling
 from grpo_fast.rollout.config import RolloutConfig
 from tests.environments.conftest import END, ScriptedEngine
 
@@ -425,3 +426,13 @@ def test_the_templates_of_the_field_go_on_as_they_write_the_whole(tokenizer, fam
     thought = "</think>" if begun.rstrip().endswith("<think>") else ""
     parsed = template.parse([*other(thought + own, add_special_tokens=False)["input_ids"], template.end_id])
     assert parsed["tool_calls"][0]["function"] == asked["function"]
+
+
+def test_a_rank_without_prompts_serves_with_the_others(tokenizer) -> None:
+    config = RolloutConfig(tools=["m:look_up"])
+    with paths(look_up=look_up):
+        toolsets = load_toolsets(config)
+    served: list[Requests] = []
+    engine = SimpleNamespace(serve=lambda requests: served.append(requests) or requests.take("all"))
+    assert make_rollout(config, toolsets, tokenizer, [END])(engine, [], 2, SAMPLING) == []
+    assert len(served) == 1
