@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,52 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def play_all(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    play: Callable[[Prompt, Requests, Sampling], Awaitable[Completion]],
+    observer: RolloutObserver | None = None,
+    around: Callable[[Requests], AbstractAsyncContextManager[None]] = lambda requests: nullcontext(),
+) -> list[list[Completion]]:
+    """`n` completions for each prompt, played on the event loop while the engine serves what they ask.
+
+    Without prompts the engine serves, too: those of several ranks begin together.
+
+    Args:
+        play: one completion, which asks these requests and samples so, with a seed of its own.
+        around: what is open while they are played.
+    """
+    collector = Collector(len(prompts), n, observer)
+    requests = Requests(n * len(prompts), collector.progress)
+
+    async def play_one(index: int, number: int) -> None:
+        try:
+            seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
+            collector.add(index, number, await play(prompts[index], requests, replace(sampling, seed=seed)))
+        finally:
+            requests.leave()
+
+    async def play_every() -> None:
+        try:
+            async with around(requests):
+                pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
+                await asyncio.gather(*(play_one(*pair) for pair in pairs))
+        except BaseException as error:
+            requests.fail(error)
+            raise
+
+    playing = asyncio.run_coroutine_threadsafe(play_every(), event_loop())
+    try:
+        engine.serve(requests)
+        playing.result()
+    finally:
+        requests.close()
+        playing.cancel()
+    return collector.groups()
+
+
 class EpisodeRollout:
     """The `Rollout` with tools and environments.
 
@@ -123,33 +170,7 @@ class EpisodeRollout:
             RuntimeError: an environment's `reset` or `get_reward` fails.
             ValueError: a prompt that leaves no room.
         """
-        # Without prompts, too: the engines of several ranks begin to serve together.
-        collector = Collector(len(prompts), n, observer)
-        requests = Requests(n * len(prompts), collector.progress)
-
-        async def play(index: int, number: int) -> None:
-            try:
-                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
-                asked = replace(sampling, seed=seed)
-                collector.add(index, number, await self._play(prompts[index], requests, asked))
-            except BaseException as error:
-                requests.fail(error)
-                raise
-            finally:
-                requests.leave()
-
-        async def play_all() -> None:
-            pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
-            await asyncio.gather(*(play(*pair) for pair in pairs))
-
-        playing = asyncio.run_coroutine_threadsafe(play_all(), event_loop())
-        try:
-            engine.serve(requests)
-            playing.result()
-        finally:
-            requests.close()
-            playing.cancel()
-        return collector.groups()
+        return play_all(engine, prompts, n, sampling, self._play, observer)
 
     async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
         """One completion, turn after turn."""

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from tempfile import TemporaryDirectory
@@ -20,10 +21,9 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
-from grpo_fast.environments.episodes import event_loop
+from grpo_fast.environments.episodes import event_loop, play_all
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.sampling import request_seed
-from grpo_fast.rollout.types import Collector, Completion, Engine, Episode, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Completion, Engine, Episode, RolloutObserver, Sampling
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -120,45 +120,25 @@ class VerifiersRollout:
             RuntimeError: an episode ended before the model wrote anything.
             ValueError: an environment that trains several agents at once.
         """
-        collector = Collector(len(prompts), n, observer)
-        requests = Requests(n * len(prompts), collector.progress)
         before = self.retokenised, self.left_out
 
-        async def play(index: int, number: int, client: vf.TrainClientConfig) -> None:
-            try:
-                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
-                episode = await self._play(prompts[index], seed, client)
-                collector.add(index, number, self._completion(episode))
-            finally:
-                requests.leave()
+        @asynccontextmanager
+        async def served(requests: Requests) -> AsyncIterator[None]:
+            await self._serve()
+            with self._endpoint.opened(requests, sampling):
+                yield
 
-        async def play_all() -> None:
-            try:
-                client = await self._serve()
-                pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
-                with self._endpoint.opened(requests, sampling):
-                    await asyncio.gather(*(play(*pair, client) for pair in pairs))
-            except BaseException as error:
-                requests.fail(error)
-                raise
-
-        playing = asyncio.run_coroutine_threadsafe(play_all(), event_loop())
-        try:
-            engine.serve(requests)
-            playing.result()
-        finally:
-            requests.close()
-            playing.cancel()
+        groups = play_all(engine, prompts, n, sampling, self._play, observer, served)
         if (self.retokenised, self.left_out) != before:
             logger.warning(
                 "%d sampled tokens are not trained: their harness wrote the context anew, or (%d turns) the "
                 "renderer wrote it in other tokens; dataset.options.renderer names another",
                 *(self.left_out - before[1], self.retokenised - before[0]),
             )
-        return collector.groups()
+        return groups
 
-    async def _serve(self) -> vf.TrainClientConfig:
-        """Start the endpoint and the library's own servers, once; the client that asks us."""
+    async def _serve(self) -> None:
+        """Start the endpoint and the library's own servers, once."""
         if self._client is None:
             await self._endpoint.start()
             variable = "GRPO_FAST_API_KEY_" + self._endpoint.url.rpartition(":")[2]
@@ -181,15 +161,14 @@ class VerifiersRollout:
             if serving.done():
                 serving.result()
             self._client = client
-        return self._client
 
-    async def _play(self, prompt: Prompt, seed: int | None, client: vf.TrainClientConfig) -> vf.Episode:
+    async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
         library, env = import_verifiers(), self._environment
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.columns[COLUMN]), env.taskset.config.task)
-        drawn = library.SamplingConfig.model_validate({"seed": seed})  # the endpoint knows the rest
-        context = library.ModelContext(model=MODEL, client=client, sampling=drawn)
-        return await env.run_slot(env.slots(task)[0], context)
+        drawn = library.SamplingConfig.model_validate({"seed": sampling.seed})  # the endpoint knows the rest
+        context = library.ModelContext(model=MODEL, client=self._client, sampling=drawn)
+        return self._completion(await env.run_slot(env.slots(task)[0], context))
 
     def _completion(self, episode: vf.Episode) -> Completion:
         from verifiers.v1.dialects.chat import message_to_wire
