@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from grpo_fast.environments.function import FunctionRollout
+from grpo_fast.environments.function import function_rollout
 from grpo_fast.environments.tools import Toolsets, load_toolsets
 from grpo_fast.rollout.types import Rollout, generate_rollout
 
@@ -29,7 +29,7 @@ def make_rollout(
         ValueError: tools with a chat template that cannot go on after calls.
     """
     if config.function is not None:
-        return FunctionRollout(config.function)
+        return function_rollout(config.function)
     if toolsets is None:
         return generate_rollout
     if toolsets.tasks is not None:

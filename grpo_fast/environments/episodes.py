@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.data.config import DatasetConfig
@@ -22,7 +20,7 @@ from grpo_fast.data.types import Message, Prompt
 from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.environments.tools import ENVIRONMENT_COLUMN, Toolset, Toolsets
 from grpo_fast.lookup import choices, raised_at
-from grpo_fast.rewards.calls import CallFailed, check_values, in_thread
+from grpo_fast.rewards.calls import CallFailed, check_values, event_loop, in_thread
 from grpo_fast.rollout.config import RolloutConfig
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import request_seed
@@ -70,61 +68,62 @@ class Play:
         return self.room - len(self.token_ids)
 
 
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One for all rollouts of the process: clients that tools keep between calls are bound to it."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
-    return loop
+class CoroutineRollout:
+    """A `Rollout` each completion of which is a coroutine, on the event loop, while the engine serves."""
 
+    async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
+        """One completion, whose turns are asked of `requests`; `sampling.seed` is its own."""
+        raise NotImplementedError
 
-def play_all(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    play: Callable[[Prompt, Requests, Sampling], Awaitable[Completion]],
-    observer: RolloutObserver | None = None,
-    around: Callable[[Requests], AbstractAsyncContextManager[None]] = lambda requests: nullcontext(),
-) -> list[list[Completion]]:
-    """`n` completions for each prompt, played on the event loop while the engine serves what they ask.
+    @asynccontextmanager
+    async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
+        """What is open while completions are played."""
+        yield
 
-    Without prompts the engine serves, too: those of several ranks begin together.
+    def __call__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        observer: RolloutObserver | None = None,
+    ) -> list[list[Completion]]:
+        """`n` completions for each prompt.
 
-    Args:
-        play: one completion, which asks these requests and samples so, with a seed of its own.
-        around: what is open while they are played.
-    """
-    collector = Collector(len(prompts), n, observer)
-    requests = Requests(n * len(prompts), collector.progress)
+        Without prompts the engine serves, too: those of several ranks begin together.
+        """
+        collector = Collector(len(prompts), n, observer)
+        requests = Requests(n * len(prompts), collector.progress)
 
-    async def play_one(index: int, number: int) -> None:
+        async def play_one(index: int, number: int) -> None:
+            try:
+                seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
+                own = replace(sampling, seed=seed)
+                collector.add(index, number, await self.play(prompts[index], requests, own))
+            finally:
+                requests.leave()
+
+        async def play_all() -> None:
+            try:
+                async with self.opened(requests, sampling):
+                    pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
+                    await asyncio.gather(*(play_one(*pair) for pair in pairs))
+            except BaseException as error:
+                requests.fail(error)
+                raise
+
+        playing = asyncio.run_coroutine_threadsafe(play_all(), event_loop("environments"))
         try:
-            seed = None if sampling.seed is None else request_seed(sampling.seed, index, number)
-            collector.add(index, number, await play(prompts[index], requests, replace(sampling, seed=seed)))
+            engine.serve(requests)
+            playing.result()
         finally:
-            requests.leave()
-
-    async def play_every() -> None:
-        try:
-            async with around(requests):
-                pairs = [(index, number) for index in range(len(prompts)) for number in range(n)]
-                await asyncio.gather(*(play_one(*pair) for pair in pairs))
-        except BaseException as error:
-            requests.fail(error)
-            raise
-
-    playing = asyncio.run_coroutine_threadsafe(play_every(), event_loop())
-    try:
-        engine.serve(requests)
-        playing.result()
-    finally:
-        requests.close()
-        playing.cancel()
-    return collector.groups()
+            requests.close()
+            playing.cancel()
+        return collector.groups()
 
 
-class EpisodeRollout:
+class EpisodeRollout(CoroutineRollout):
     """The `Rollout` with tools and environments.
 
     What the model wrote stays as the ids that were sampled; what a call returned is tokenised as the chat
@@ -155,25 +154,13 @@ class EpisodeRollout:
         }
         self._renderer = Renderer(DatasetConfig(source=""), tokenizer, toolsets.schemas)
 
-    def __call__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        observer: RolloutObserver | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt.
+    async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
+        """One completion, turn after turn.
 
         Raises:
             RuntimeError: an environment's `reset` or `get_reward` fails.
             ValueError: a prompt that leaves no room.
         """
-        return play_all(engine, prompts, n, sampling, self._play, observer)
-
-    async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
-        """One completion, turn after turn."""
         toolset = self._toolsets.of(prompt.columns)
         template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]
         environment, turns, play = await self._begin(prompt, toolset, sampling.max_completion_length)

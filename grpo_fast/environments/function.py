@@ -7,22 +7,19 @@ from typing import Any
 
 from grpo_fast.data.types import Prompt
 from grpo_fast.lookup import load_callable
-from grpo_fast.rollout.types import Collector, Completion, Engine, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Collector, Completion, Engine, Rollout, RolloutObserver, Sampling
 
 
-class FunctionRollout:
+def function_rollout(path: str) -> Rollout:
     """The `Rollout` of `rollout.function`: called with the engine, each prompt n times, and the sampling.
 
     Raises:
-        ValueError: the path leads to no function.
+        ValueError: the path leads to no function; a rollout, that the function returns something else than a
+            completion for each prompt.
     """
+    function = load_callable(path, "rollout.function")
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._function = load_callable(path, "rollout.function")
-
-    def __call__(
-        self,
+    def rollout(
         engine: Engine,
         prompts: Sequence[Prompt],
         n: int,
@@ -30,26 +27,23 @@ class FunctionRollout:
         *,
         observer: RolloutObserver | None = None,
     ) -> list[list[Completion]]:
-        """`n` completions for each prompt.
-
-        Raises:
-            ValueError: the function returns something else than a completion for each prompt.
-        """
         asked = [prompt for prompt in prompts for _ in range(n)]
-        found = self._function(engine, asked, sampling)
+        found = function(engine, asked, sampling)
         if not isinstance(found, Sequence) or len(found) != len(asked):
             got = f"{len(found)} completions" if isinstance(found, Sequence) else f"a {type(found).__name__}"
             raise ValueError(
-                f"rollout.function = {self._path!r} returned {got} for {len(asked)} prompts; return a list "
-                "with one completion for each, in their order"
+                f"rollout.function = {path!r} returned {got} for {len(asked)} prompts; return a list with "
+                "one completion for each, in their order"
             )
         collector = Collector(len(prompts), n, observer)
         for place, completion in enumerate(found):
             if (problem := _problem(completion, sampling)) is not None:
-                raise ValueError(f"rollout.function = {self._path!r} returned, at place {place}, {problem}")
+                raise ValueError(f"rollout.function = {path!r} returned, at place {place}, {problem}")
             collector.add(*divmod(place, n), completion)
         collector.report(0)
         return collector.groups()
+
+    return rollout
 
 
 def _problem(found: Any, sampling: Sampling) -> str | None:

@@ -21,9 +21,10 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.data.tasksets import COLUMN, environment_config, import_verifiers
 from grpo_fast.data.types import Prompt
 from grpo_fast.environments.endpoint import MODEL, OVERFLOW, Endpoint
-from grpo_fast.environments.episodes import event_loop, play_all
+from grpo_fast.environments.episodes import CoroutineRollout
+from grpo_fast.rewards.calls import event_loop
 from grpo_fast.rollout.requests import Requests
-from grpo_fast.rollout.types import Completion, Engine, Episode, RolloutObserver, Sampling
+from grpo_fast.rollout.types import Completion, Episode, Sampling
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -53,7 +54,7 @@ def own_renderer(model: str, end_ids: Sequence[int]) -> dict[str, Any]:
     return {"name": "custom", "import_path": path, "end_ids": tuple(end_ids)}
 
 
-class VerifiersRollout:
+class VerifiersRollout(CoroutineRollout):
     """The `Rollout` of an environment of the library.
 
     Of a trace with several branches, those of a harness that writes its context anew, the one with the most
@@ -83,7 +84,7 @@ class VerifiersRollout:
         self._renderer = dataset.options.get("renderer") or own_renderer(tokenizer.name_or_path, end_ids)
         self._client: vf.TrainClientConfig | None = None  # once it is served
         self._over = asyncio.Event()  # keeps alive what waits for it
-        weakref.finalize(self, event_loop().call_soon_threadsafe, self._over.set)
+        weakref.finalize(self, event_loop("environments").call_soon_threadsafe, self._over.set)
         # It warns of each end of a conversation that the limit brings.
         quiet = logging.getLogger("verifiers.v1.interception.server")
         quiet.addFilter(lambda record: OVERFLOW not in record.getMessage())
@@ -105,37 +106,18 @@ class VerifiersRollout:
             f"{type(env.taskset).__name__}), {', '.join(seats)}; TrainClient with the renderer {renderer}"
         )
 
-    def __call__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        observer: RolloutObserver | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt.
-
-        Raises:
-            RuntimeError: an episode ended before the model wrote anything.
-            ValueError: an environment that trains several agents at once.
-        """
+    @asynccontextmanager
+    async def opened(self, requests: Requests, sampling: Sampling) -> AsyncIterator[None]:
         before = self.retokenised, self.left_out
-
-        @asynccontextmanager
-        async def served(requests: Requests) -> AsyncIterator[None]:
-            await self._serve()
-            with self._endpoint.opened(requests, sampling):
-                yield
-
-        groups = play_all(engine, prompts, n, sampling, self._play, observer, served)
+        await self._serve()
+        with self._endpoint.opened(requests, sampling):
+            yield
         if (self.retokenised, self.left_out) != before:
             logger.warning(
                 "%d sampled tokens are not trained: their harness wrote the context anew, or (%d turns) the "
                 "renderer wrote it in other tokens; dataset.options.renderer names another",
                 *(self.left_out - before[1], self.retokenised - before[0]),
             )
-        return groups
 
     async def _serve(self) -> None:
         """Start the endpoint and the library's own servers, once."""
@@ -162,7 +144,13 @@ class VerifiersRollout:
                 serving.result()
             self._client = client
 
-    async def _play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
+    async def play(self, prompt: Prompt, requests: Requests, sampling: Sampling) -> Completion:
+        """One episode of the library.
+
+        Raises:
+            RuntimeError: it ended before the model wrote anything.
+            ValueError: an environment that trains several agents at once.
+        """
         library, env = import_verifiers(), self._environment
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(prompt.columns[COLUMN]), env.taskset.config.task)

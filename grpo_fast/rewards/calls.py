@@ -9,10 +9,10 @@ import math
 import numbers
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.lookup import raised_at
@@ -51,7 +51,6 @@ class Runner:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._busy: dict[str, Future[Any]] = {}  # functions whose abandoned call may hold a thread
 
     def start(
@@ -62,7 +61,7 @@ class Runner:
             future: Future[Any] = Future()
             future.set_exception(CallFailed("has not returned from an earlier call yet"))
         elif is_async(function):
-            future = asyncio.run_coroutine_threadsafe(function(**arguments), self._event_loop())
+            future = asyncio.run_coroutine_threadsafe(function(**arguments), event_loop("rewards"))
         else:
             future = in_thread(lambda: function(**arguments))
         return Call(name, future, timeout, time.monotonic() + timeout)
@@ -84,26 +83,25 @@ class Runner:
             raise error
         raise CallFailed(f"raised {type(error).__name__}: {error}{raised_at(error)}") from error
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        # One loop for all calls: clients that functions keep between calls are bound to it.
-        if self._loop is None:
-            loop = self._loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-            weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
-        return self._loop
-
     def _abandon(self, call: Call) -> str:
         """Remember what may hold a thread from now on; why it does, where that is known."""
         self._busy[call.name] = call.future
         if not call.future.cancel():
             return ""
         # A cancelled coroutine ends when it awaits; the loop answers unless some function never does.
-        self._busy[call.name] = answer = asyncio.run_coroutine_threadsafe(
-            asyncio.sleep(0), self._event_loop()
-        )
+        answer = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), event_loop("rewards"))
+        self._busy[call.name] = answer
         if wait([answer], 1.0).done:
             return ""
         return "; an async reward blocks the event loop: let it await, or make it a plain function"
+
+
+@cache
+def event_loop(of: str) -> asyncio.AbstractEventLoop:
+    """One for all async functions of a kind: clients that they keep between calls are bound to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=f"async {of}", daemon=True).start()
+    return loop
 
 
 def is_async(function: RewardFunction) -> bool:
