@@ -7,7 +7,6 @@ normal noise are told apart once in a hundred comparisons, however few their sam
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from .measure import OK, SKIPPED, Spread
 from .record import Measurement, read
-from .tables import console, label
+from .tables import label
 
 Pairs = Sequence[tuple[Measurement, Measurement]]
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles
@@ -46,42 +45,35 @@ def main(options: argparse.Namespace) -> int:
             f"{options.before} is of `{before.kind}`, {options.after} of `{after.kind}`: "
             "compare records of one subcommand"
         )
-    screen = console()
-
-    def say(text: str, style: str = "") -> None:
-        screen.print(text, style=style, markup=False, soft_wrap=True)
-
     pairs = pairs_of(before.cells, after.cells)
     for difference in environment_changes(before.environment, after.environment):
-        say(difference, "yellow")
+        print(difference)
     slowdown = ceiling_slowdown(pairs)
     if abs(slowdown - 1) > SMALLEST:
-        say(f"the ceilings took {slowdown:.2f} times as long in the second run: the machine itself changed "
-            "its speed", "yellow")  # fmt: skip
+        print(
+            f"the ceilings took {slowdown:.2f} times as long in the second run: the machine's speed changed"
+        )
     worse = 0
     for old, new in pairs:
         for is_worse, what in changes(old, new):
             worse += is_worse
-            kind, style = ("REGRESSION", "red") if is_worse else ("improvement", "green")
-            say(f"{kind}: {new.implementation}: {what} ({label(new.shape)})", style)
+            kind = "REGRESSION" if is_worse else "improvement"
+            print(f"{kind}: {new.implementation}: {what} ({label(new.shape)})")
     alone = max(len(before.cells), len(after.cells)) - len(pairs)
     left_out = f", {alone} skipped or in one alone" if alone else ""
-    say(f"{len(pairs)} measurements in both{left_out}; {worse} regressions beyond noise")
+    print(f"{len(pairs)} measurements in both{left_out}; {worse} regressions beyond noise")
     return 1 if worse else 0
 
 
 def pairs_of(before: Sequence[Measurement], after: Sequence[Measurement]) -> Pairs:
     """Everything measured in both; what one run skipped, or had no time for, is not compared."""
-
-    def by_key(cells: Sequence[Measurement]) -> dict[tuple[str, str], Measurement]:
-        return {
-            (cell.implementation, json.dumps(cell.shape, sort_keys=True)): cell
-            for cell in cells
-            if cell.status != SKIPPED
-        }
-
-    old = by_key(before)
-    return [(old[key], new) for key, new in by_key(after).items() if key in old]
+    return [
+        (old, new)
+        for new in after
+        for old in before
+        if (old.implementation, old.shape) == (new.implementation, new.shape)
+        and SKIPPED not in (old.status, new.status)
+    ]
 
 
 def changes(old: Measurement, new: Measurement) -> Iterator[tuple[bool, str]]:

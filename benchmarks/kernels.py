@@ -268,7 +268,7 @@ def main(options: argparse.Namespace) -> int:
     histogram = given_histogram(options.histogram, device)
     rows = options.rows or ("histogram" if histogram else "peaked")
     if rows == "histogram" and histogram is None:
-        raise ValueError("--rows histogram needs --histogram FILE; `python -m benchmarks tiles` makes one")
+        raise ValueError("--rows histogram needs --histogram FILE; `python -m benchmarks rows` makes one")
     cases = ON_CUDA if device.type == "cuda" else ON_CPU
     cases = {name: cases[name] for name in choose_names(list(cases), options.impl)}
     bouts = []

@@ -1,7 +1,8 @@
 """How many vocabulary tiles of a row matter: counting them, and histograms of the counts.
 
-`python -m benchmarks tiles` counts those of saved rows, with the head of a GGUF file. It is dequantised part
-by part: a head of 151,936 x 1,536 takes 100 MB, where loading the model takes gigabytes.
+`python -m benchmarks rows` samples a model's own rows, on-policy at temperature 1. Its file holds `hidden`
+(M, H), the final hidden states that predict each sampled token, `target` (M,) int64, and `weight` (V, H), the
+head, in the model's vocabulary order.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +24,6 @@ TILE = 128
 HISTOGRAM = Path(__file__).parent / "results" / "live_tiles_qwen2.5_coder_1.5b.json"
 """The checked-in one, in a checkout."""
 THRESHOLD = 1e-5  # a tile is live when one of its probabilities is larger
-PART_ROWS = 64 * TILE  # of a head that is read, or multiplied by, in parts
-_GGUF_HEADS = ("output.weight", "token_embd.weight")  # a tied head has the second name alone
 
 
 @dataclass(frozen=True)
@@ -55,28 +53,16 @@ class Histogram:
         return (drawn * -(-vocabulary // self.tile) / self.tiles).round().clamp(min=1).long()
 
 
-_JSON = TypeAdapter(Histogram)
-
-
-def histogram_of(counts: Tensor, source: str, vocabulary: int) -> Histogram:
-    return Histogram(source, vocabulary, dict(sorted(Counter(counts.tolist()).items())))
-
-
 def load_histogram(path: Path) -> Histogram:
     """
     Raises:
-        ValueError: not a file that `python -m benchmarks rows` wrote, as `--histogram` or as `--out`.
+        ValueError: not a file that `python -m benchmarks rows --histogram` wrote.
     """
     try:
-        if path.suffix == ".safetensors":
-            tensors, about = load_tensors(path)
-            found = histogram_of(tensors["live_tiles"], about["source"], int(about["vocabulary"]))
-            found = replace(found, tile=int(about["tile"]), threshold=float(about["threshold"]))
-        else:
-            found = _JSON.validate_json(path.read_bytes())
-    except (OSError, KeyError, ValueError) as error:
+        found = TypeAdapter(Histogram).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is no histogram ({error}); `python -m benchmarks tiles` and `rows` write them"
+            f"{path} is no histogram ({error}); `python -m benchmarks rows` writes them"
         ) from error
     if (found.tile, found.threshold) != (TILE, THRESHOLD) or not found.rows_by_live_tiles:
         raise ValueError(
@@ -93,75 +79,63 @@ def given_histogram(path: Path | None, device: torch.device) -> Histogram | None
     return None if path is None else load_histogram(path)
 
 
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A safetensors file's tensors, on the CPU, and what it says about itself.
-
-    Raises:
-        ValueError: no such file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def live_tiles(hidden: Tensor, parts: Iterable[Tensor]) -> Tensor:
-    """(N,) int64: tiles with a probability above THRESHOLD.
-
-    Args:
-        hidden: (N, H).
-        parts: the (V, H) weight in order, cut at multiples of TILE.
-    """
-    highest, sums = [], []
-    for part in parts:
-        logits = hidden.float() @ part.to(hidden.device).float().T
-        highest.append(_tile_maxima(logits))
-        sums.append(logits.logsumexp(1))
-    return _above(torch.cat(highest, 1), torch.stack(sums).logsumexp(0))
-
-
 def count_live(logits: Tensor) -> Tensor:
     """(n, V) float32 -> (n,) int64: tiles with a probability above THRESHOLD."""
-    return _above(_tile_maxima(logits), logits.logsumexp(1))
-
-
-def _above(highest: Tensor, logsumexp: Tensor) -> Tensor:
-    return (highest > logsumexp[:, None] + math.log(THRESHOLD)).sum(1)
-
-
-def _tile_maxima(logits: Tensor) -> Tensor:
-    """(n, V) -> (n, tiles)."""
-    return pad(logits, (0, -logits.shape[1] % TILE), value=-math.inf).view(len(logits), -1, TILE).amax(2)
+    padded = pad(logits, (0, -logits.shape[1] % TILE), value=-math.inf)
+    highest = padded.view(len(logits), -1, TILE).amax(2)
+    return (highest > logits.logsumexp(1, keepdim=True) + math.log(THRESHOLD)).sum(1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=Path, required=True, metavar="FILE", help="safetensors with `hidden`")
-    parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the model the rows are of")
-    parser.add_argument("--source", required=True, help="the model and how its rows were made, in words")
-    parser.add_argument("--limit", type=int, help="the first rows alone")
-    parser.add_argument("--histogram", type=Path, required=True, metavar="OUT", help="JSON to write")
+    parser.add_argument("--model", required=True, help="a folder, a hub id, or package:NAME for a GGUF")
+    parser.add_argument("--dataset", required=True, metavar="SOURCE", help="as `dataset.source` takes it")
+    parser.add_argument("--prompt-column", default="prompt", help="of a file or a hub dataset (prompt)")
+    parser.add_argument("--count", type=int, default=32, help="prompts (32)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of a completion (256)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="safetensors of the rows")
+    parser.add_argument("--histogram", type=Path, metavar="FILE", help="JSON of the live tiles per row")
 
 
+@torch.no_grad()
 def main(options: argparse.Namespace) -> int:
-    from gguf import GGUFReader, dequantize
+    from safetensors.torch import save_file
 
-    tensors, _ = load_tensors(options.rows)
-    if "hidden" not in tensors:
-        raise ValueError(f"{options.rows} holds {sorted(tensors)} but no hidden")
-    hidden = tensors["hidden"][: options.limit]
-    of_model = {tensor.name: tensor for tensor in GGUFReader(options.gguf).tensors}
-    head = next((of_model[name] for name in _GGUF_HEADS if name in of_model), None)
-    if head is None:
-        raise ValueError(f"{options.gguf} has neither {' nor '.join(_GGUF_HEADS)}")
-    width, vocabulary = (int(size) for size in head.shape)  # GGUF counts from the innermost
-    if hidden.shape[1] != width:
-        raise ValueError(f"{options.rows} has rows of {hidden.shape[1]}, the head of {options.gguf} {width}")
-    places = (slice(start, start + PART_ROWS) for start in range(0, vocabulary, PART_ROWS))
-    parts = (torch.from_numpy(dequantize(head.data[p], head.tensor_type)).view(-1, width) for p in places)
-    found = histogram_of(live_tiles(hidden, parts), options.source, vocabulary)
-    write_json(options.histogram, found)
-    print(f"{len(hidden)} rows: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
+    from grpo_fast.data import load_prompts
+    from grpo_fast.data.config import DatasetConfig
+    from grpo_fast.policy import Sample, load_policy, pack
+    from grpo_fast.policy.config import ModelConfig
+    from grpo_fast.policy.load import resolve_source
+    from grpo_fast.rollout import Sampling
+    from grpo_fast.rollout.transformers import TransformersEngine
+
+    policy = load_policy(ModelConfig(path=options.model, dtype=options.dtype))
+    head = policy.head
+    if head.bias is not None or head.logit_scale != 1.0 or head.softcap is not None:
+        raise ValueError("this model biases, scales or caps its logits; such rows cannot be replayed")
+    asked = DatasetConfig(source=options.dataset, prompt_column=options.prompt_column, size=options.count)
+    prompts = [prompt.token_ids for prompt in load_prompts(asked, policy.tokenizer)]
+    with TransformersEngine(policy.model, policy.tokenizer, eos_ids=policy.eos_token_ids) as engine:
+        groups = engine.generate(prompts, 1, Sampling(options.max_tokens, temperature=1.0, seed=options.seed))
+    samples = [
+        Sample(prompt, completion.token_ids, 0.0, 0, completion.logprobs)
+        for prompt, (completion,) in zip(prompts, groups, strict=True)
+    ]
+    batches = pack(samples, max_tokens=8192, device=policy.device)
+    hidden = torch.cat([policy.hidden_states(batch) for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    weight = head.weight.float()
+    counts = torch.cat([count_live(part.float() @ weight.T) for part in hidden.split(64)])
+    name = Path(resolve_source(options.model)).name  # of a GGUF file: it says how its weights were rounded
+    of_prompts = f"{len(prompts)} prompts of {Path(options.dataset).name}"
+    about = f"{name}, {len(hidden)} tokens sampled at temperature 1 on {of_prompts}"
+    found = Histogram(about, len(weight), dict(sorted(Counter(counts.tolist()).items())))
+    if options.histogram is not None:
+        write_json(options.histogram, found)
+    if options.out is not None:
+        tensors = {"hidden": hidden, "target": targets, "weight": head.weight}
+        on_cpu = {key: of.cpu().contiguous() for key, of in tensors.items()}
+        save_file(on_cpu, options.out, {"source": about})
+    print(f"{about}: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")
     return 0

@@ -13,8 +13,9 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,14 @@ from pydantic import TypeAdapter
 from grpo_fast.run_record.summary import duration_text, score_text
 
 from .accuracy import is_wrong
-from .measure import FAILED, OOM, SKIPPED
+from .measure import SKIPPED
 from .problem import PRODUCT
 from .record import Measurement, Record
-from .tables import DASH, ERRORS, OURS, label, shapes_of, split_axes
+from .tables import DASH, ERRORS, OURS, STATES, label, number, shapes_of, split_axes
 
 HERE = Path(__file__).resolve().parent
 _REGION = re.compile(r"(<!-- table: (?P<name>\S+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 _OPENED = re.compile(r"<!-- table: ")
-_STATES = {OOM: "OOM", FAILED: "failed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,73 +100,63 @@ def render(path: Path, link: str) -> str:
 
 
 def measurements(found: dict[str, Any]) -> dict[str, Any]:
-    """Implementations down, shapes across: median times, worst errors, largest memory."""
+    """Implementations down, the fastest at the first shape on top; shapes across, then the worst errors and
+    the largest memory."""
     record = TypeAdapter(Record).validate_python(found)
     constant, varying = split_axes(record.cells)
     shapes = shapes_of(record.cells)
-    there = [cell for cell in record.cells if cell.status != SKIPPED and cell.implementation != PRODUCT]
-    errors = [name for name in ERRORS if any(name in cell.accuracy for cell in there)]
-    memory = any(cell.peak_bytes is not None for cell in there)
-    value, unit = (_largest, "largest group") if record.kind == "group" else (_time, "ms")
-    heads = [", ".join(filter(None, (label(shape, varying), unit))) for shape in shapes]
-    heads += [f"worst {ERRORS[name]}".replace("|", "\\|") for name in errors] + ["most extra MiB"] * memory
+    cells = [cell for cell in record.cells if cell.status != SKIPPED and cell.implementation != PRODUCT]
+    names = dict.fromkeys(cell.implementation for cell in cells)
+    errors = [name for name in ERRORS if any(name in cell.accuracy for cell in cells)]
+    has_memory = any(cell.peak_bytes is not None for cell in cells)
+    unit = "largest group" if record.kind == "group" else "ms"
+    heads = ["implementation", *(", ".join(filter(None, (label(of, varying), unit))) for of in shapes)]
+    heads += [f"worst {ERRORS[name]}".replace("|", "\\|") for name in errors]
+    heads += ["most extra MiB"] * has_memory
 
-    def row(name: str) -> tuple[list[float], list[str]]:
-        """What sorts it, the time at the first shape, then the second, …; and the row."""
-        mine = [cell for cell in there if cell.implementation == name]
-        by_shape = [next((cell for cell in mine if cell.shape == shape), None) for shape in shapes]
-        texts = [f"**{name}**" if name.startswith(OURS) else name, *map(value, by_shape)]
-        texts += [_worst(cell.accuracy.get(error) for cell in mine) for error in errors]
-        peak = max((cell.peak_bytes for cell in mine if cell.peak_bytes is not None), default=None)
-        texts += [DASH if peak is None else f"{peak / 2**20:,.0f}"] * memory
-        return [cell.time.median if cell and cell.time else math.inf for cell in by_shape], texts
-
-    rows = [texts for _, texts in sorted((row(name) for name in _names(there)), key=lambda pair: pair[0])]
+    rows: list[tuple[list[float], list[str]]] = []  # the times, and the text
+    for name in names:
+        mine = [cell for cell in cells if cell.implementation == name]
+        at_shapes = [next((cell for cell in mine if cell.shape == shape), None) for shape in shapes]
+        row = [f"**{name}**" if name.startswith(OURS) else name, *map(_value, at_shapes)]
+        row += [_worst([cell.accuracy[error] for cell in mine if error in cell.accuracy]) for error in errors]
+        peaks = [cell.peak_bytes for cell in mine if cell.peak_bytes is not None]
+        row += [f"{max(peaks) / 2**20:,.0f}" if peaks else DASH] * has_memory
+        rows.append(([cell.time.median if cell and cell.time else math.inf for cell in at_shapes], row))
+    rows.sort(key=itemgetter(0))
     timed = [cell for cell in record.cells if "product_seconds" in cell.ceilings]
-    if products := {repr(cell.shape): _digits(1e3 * cell.ceilings["product_seconds"]) for cell in timed}:
+    if products := {repr(cell.shape): number(1e3 * cell.ceilings["product_seconds"]) for cell in timed}:
         times = [products.get(repr(shape), DASH) for shape in shapes]
-        rows.insert(0, [f"*{PRODUCT}*", *times, *[DASH] * (len(errors) + memory)])
+        rows.insert(0, ([], [f"*{PRODUCT}*", *times, *[DASH] * (len(errors) + has_memory)]))
+
+    absent = [cell for cell in record.cells if cell.status == SKIPPED and cell.implementation not in names]
+    reasons = {cell.implementation: cell.reason for cell in absent}
     return {
-        "heads": ["implementation", *heads],
-        "rows": rows,
+        "heads": heads,
+        "rows": [row for _, row in rows],
         "constant": label(constant),
-        "skipped": _skipped(record.cells),
+        "skipped": [
+            f"{', '.join(name for name in reasons if reasons[name] == reason)} ({reason})"
+            for reason in dict.fromkeys(reasons.values())
+        ],
     }
 
 
-def _names(cells: Iterable[Measurement]) -> list[str]:
-    return list(dict.fromkeys(cell.implementation for cell in cells))
+def _value(cell: Measurement | None) -> str:
+    """The largest group, the time, or why there is none."""
+    if cell is None:
+        return DASH
+    if "largest_group" in cell.metrics:
+        return f"{cell.metrics['largest_group']:,.0f}"
+    if cell.time is None:
+        return STATES.get(cell.status, DASH)
+    return f"{number(cell.time.median)}{' **wrong**' if is_wrong(cell.accuracy) else ''}"
 
 
-def _time(cell: Measurement | None) -> str:
-    if cell is None or cell.time is None:
-        return DASH if cell is None else _STATES.get(cell.status, DASH)
-    return f"{_digits(cell.time.median)}{' **wrong**' if is_wrong(cell.accuracy) else ''}"
-
-
-def _largest(cell: Measurement | None) -> str:
-    size = cell and cell.metrics.get("largest_group")
-    return _time(cell) if size is None else f"{size:,.0f}"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def _worst(errors: Iterable[float | None]) -> str:
+def _worst(errors: Sequence[float]) -> str:
     """NaN is the worst."""
-    found = [error for error in errors if error is not None]
-    return f"{max(found, key=lambda error: math.inf if math.isnan(error) else error):.1e}" if found else DASH
-
-
-def _skipped(cells: Sequence[Measurement]) -> list[str]:
-    """What was measured nowhere, by reason."""
-    measured = _names(cell for cell in cells if cell.status != SKIPPED)
-    absent = {cell.implementation: cell.reason for cell in cells if cell.implementation not in measured}
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in absent.items():
-        by_reason.setdefault(reason, []).append(name)
-    return [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+    largest = max(errors, key=lambda error: (math.isnan(error), error), default=None)
+    return DASH if largest is None else f"{largest:.1e}"
 
 
 def side_by_side(all_cells: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
@@ -178,5 +168,5 @@ def side_by_side(all_cells: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             gaps = [run["differences"] for run in mine if run["differences"]]
             others = [gap[metric] for gap in gaps for metric in gap if metric not in ("loss", "grad_norm")]
             compared, steps = (sum(run["steps_compared"] for run in mine), sum(c["steps"] for c in cells))
-            worst = [_worst(gap[key] for gap in gaps) for key in ("loss", "grad_norm")]
+            worst = [_worst([gap[key] for gap in gaps]) for key in ("loss", "grad_norm")]
             yield [name, precision, str(len(mine)), f"{compared} of {steps}", *worst, _worst(others)]

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shlex
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice, zip_longest
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_fast.run_record.report import packaged
 
-from . import charts
-from .charts import Plot, Quantity, Slice
 from .measure import SKIPPED
 from .record import Measurement, Record, read
-from .tables import EXPLANATION, conclusions, label, shape_tables, shapes_of, skipped, split_axes
+from .tables import EXPLANATION, OURS, label, number, shape_tables, shapes_of, skipped, split_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-MOST_PLOTS = 6  # of one sort: the longest slices, the first shapes
-TITLES = {"head": "LM head", "kernels": "Kernels", "step": "Policy update", "rollout": "Rollout",
-          "group": "Largest group", "train": "Training", "scaling": "Scaling"}  # fmt: skip
-FRONTS = {"hidden_gradient": "Relative error of dX", "logprob": "Largest error of log p, nats"}
-_FIRST_AXES = ("tokens", "vocabulary", "hidden")
-Plots = Iterator[Plot | None]
+MOST_PLOTS = 6  # of each kind
+QUANTITIES: dict[str, Callable[[Measurement], float | None]] = {
+    "Time, ms": lambda cell: cell.time and cell.time.median,
+    "Peak memory beyond the inputs, MiB": lambda cell: cell.peak_bytes and cell.peak_bytes / 2**20,
+    "Largest group, completions": lambda cell: cell.metrics.get("largest_group"),
+}
+STYLE = {
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+}
+Plot = tuple[str, str, str]  # what it shows, at which shape, and the address of its image
+Points = list[tuple[float, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
     """
     Raises:
         ValueError: a file that is no record, or a folder that does not exist.
-        ModuleNotFoundError: matplotlib or jinja2 is missing.
+        ModuleNotFoundError: matplotlib is missing.
     """
     if not options.html.resolve().parent.is_dir():
         raise ValueError(f"--html {options.html}: its folder does not exist")
@@ -61,80 +77,87 @@ def render(records: Sequence[tuple[Path, Record]]) -> str:
 def _section(path: Path, record: Record) -> dict[str, Any]:
     """One record, as the template takes it."""
     measured = [cell for cell in record.cells if cell.status != SKIPPED]
-    concluded = conclusions(measured)
-    drawn = [cell for cell in measured if cell not in concluded] or measured
-    # Where the ceilings are measurements too, they bound the others instead of standing among them.
-    drawn = [cell for cell in drawn if cell.ceilings] or drawn
-    constant, varying = split_axes(drawn or record.cells)
-    styles = charts.styles_of(list(dict.fromkeys(cell.implementation for cell in drawn)))
     everywhere = {cell.implementation for cell in measured}
-    others = [cell for cell in measured if cell.shape not in shapes_of(concluded)]
+    constant, varying = split_axes([cell for cell in measured if cell.time] or measured)
+    plots = [*islice(bars(measured, varying), MOST_PLOTS), *islice(lines(measured, varying), MOST_PLOTS)]
     return {
-        "title": TITLES.get(record.kind, record.kind),
         "record": record,
         "file": path.name,
         "common": label(constant) if varying else "",
-        "legend": {name: charts.swatch(style) for name, style in styles.items()},
-        "has_product": any("product_seconds" in cell.ceilings for cell in measured),
-        "groups": [_first(title, plots) for title, plots in _plots(record, drawn, varying, styles).items()],
-        "tables": shape_tables(concluded) + shape_tables(others, varying),
+        "plots": plots,
+        "tables": shape_tables(measured, varying),
         "skipped": [(name, reason) for name, reason in skipped(record.cells) if name not in everywhere],
         "provenance": dict(_provenance(record)),
     }
 
 
-def _plots(
-    record: Record, cells: Sequence[Measurement], varying: Sequence[str], styles: dict[str, charts.Style]
-) -> dict[str, Plots]:
-    """By heading, each drawn when its turn comes."""
-    shapes = [
-        ([cell for cell in cells if cell.shape == shape], label(shape, varying) or label(shape))
-        for shape in shapes_of(cells)
-    ]
-    sizes = [(part, label(part.fixed, varying)) for part in _sizes(cells)]
-    copy_rate = 1e9 * record.environment.get("copy_gigabytes_per_second", 0.0)
-
-    def bars(quantity: Quantity) -> Plots:
-        return (charts.bars(found, quantity, title) for found, title in shapes)
-
-    def lines(quantity: Quantity) -> Plots:
-        return (charts.lines(part, quantity, styles, title) for part, title in sizes)
-
-    return {
-        "Largest group that fits": bars(charts.GROUP),
-        "Time at one shape": bars(charts.TIME),
-        "Throughput at one shape": bars(charts.THROUGHPUT),
-        "Time against size": lines(charts.TIME),
-        "Memory": lines(charts.MEMORY) if sizes else bars(charts.MEMORY),
-        "Accuracy against time": (
-            charts.pareto(found, error, words, styles, title)
-            for found, title in shapes
-            for error, words in FRONTS.items()
-        ),
-        "Roofline": iter([charts.roofline(cells, copy_rate, styles)]),
-        "Phases": (charts.phases(found, title) for found, title in shapes),
-    }
+def bars(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot]:
+    """A bar for each implementation, at one shape after the other."""
+    for quantity, value_of in QUANTITIES.items():
+        for shape in shapes_of(cells):
+            numbers = [(cell.implementation, value_of(cell)) for cell in cells if cell.shape == shape]
+            values = sorted([(name, value) for name, value in numbers if value], key=itemgetter(1))
+            if values:
+                address = image(partial(_draw_bars, values), height=0.8 + len(values) / 4)
+                yield quantity, label(shape, varying) or label(shape), address
 
 
-def _first(title: str, drawn: Plots) -> dict[str, Any]:
-    """The first plots that have something to show."""
-    plots = list(islice((plot for plot in drawn if plot is not None), MOST_PLOTS + 1))
-    return {"title": title, "plots": plots[:MOST_PLOTS], "more": len(plots) > MOST_PLOTS}
+def _draw_bars(values: Sequence[tuple[str, float]], axes: Axes) -> None:
+    for name, value in values:
+        drawn = axes.barh(name, value, color="C0" if name.startswith(OURS) else "C7")
+        axes.bar_label(drawn, [number(value)], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
 
 
-def _sizes(cells: Sequence[Measurement]) -> list[Slice]:
-    """An axis after the other, the longest slice of each first, so that none is crowded out."""
-    axes = dict.fromkeys([*_FIRST_AXES, *(name for cell in cells for name in cell.shape)])
-    by_axis = [charts.slices(cells, axis) for axis in axes]
-    return [part for part in chain.from_iterable(zip_longest(*by_axis)) if part is not None]
+def lines(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot]:
+    """A line for each implementation, along one size after the other while all else stays."""
+    for quantity, value_of in QUANTITIES.items():
+        for axis in varying:
+            others = [name for name in varying if name != axis]
+            curves: dict[str, dict[str, Points]] = {}  # by the other sizes and by implementation
+            for cell in cells:
+                size, value = cell.shape.get(axis), value_of(cell)
+                if type(size) in (int, float) and value:
+                    at = curves.setdefault(label(cell.shape, others), {})
+                    at.setdefault(cell.implementation, []).append((size, value))
+            for fixed, of_names in curves.items():
+                if max(map(len, of_names.values())) > 1:
+                    address = image(partial(_draw_lines, axis, of_names), height=4.0)
+                    yield f"{quantity}, against {axis}", fixed, address
+
+
+def _draw_lines(size_name: str, curves: Mapping[str, Points], axes: Axes) -> None:
+    for name, points in curves.items():
+        axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name)
+    sizes = sorted({size for points in curves.values() for size, _ in points})
+    axes.set_xticks(sizes, [number(size) for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(size_name)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.figure.legend(loc="outside lower center", ncols=2)
+
+
+def image(draw: Callable[[Axes], None], height: float) -> str:
+    """The address of an SVG image that holds all of itself; `height` in inches."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the page's plots need `pip install matplotlib`") from error
+    target = io.BytesIO()
+    with rc_context(STYLE):
+        figure = Figure(figsize=(5.2, height), layout="constrained")
+        draw(figure.add_subplot())
+        figure.savefig(target, format="svg")
+    return f"data:image/svg+xml;base64,{b64encode(target.getvalue()).decode()}"
 
 
 def _provenance(record: Record) -> Iterator[tuple[str, str]]:
     """Everything needed to judge the run or to repeat it."""
-    found = dict(record.environment)
     states = [state for state in record.gpu_states if state]
-    found |= {
-        "command": shlex.join(found.get("command", [])),
+    found = record.environment | {
+        "command": shlex.join(record.environment.get("command", [])),
         "first and last clocks": [*states[:1], *states[-1:]],
         "rows": record.notes,
         "options": record.options,

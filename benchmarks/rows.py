@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .accuracy import exact_logprobs
-from .live_tiles import TILE, Histogram, count_live, load_tensors
+from .live_tiles import TILE, Histogram, count_live
 from .problem import DPO, DTYPES, FORWARD_BACKWARD, GRPO, Problem, Setting
 
 KINDS = ("flat", "peaked", "real", "histogram")
@@ -67,12 +68,16 @@ def load_real_rows(path: Path) -> RealRows:
     Raises:
         ValueError: a tensor is missing or does not fit the others.
     """
-    tensors, about = load_tensors(path)
+    try:
+        with safe_open(path, "pt") as file:
+            tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--real-rows {path} cannot be read as safetensors: {error}") from error
     missing = [name for name in ("hidden", "target", "weight") if name not in tensors]
     if missing:
         raise ValueError(
             f"--real-rows {path} holds {sorted(tensors)} but no {', '.join(missing)}; "
-            "`python -m benchmarks rows` writes such files (without --no-head)"
+            "`python -m benchmarks rows` writes such files"
         )
     hidden, targets, weight = tensors["hidden"], tensors["target"].long(), tensors["weight"]
     if hidden.shape[0] != targets.shape[0] or hidden.shape[1] != weight.shape[1] or not len(hidden):

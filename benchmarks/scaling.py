@@ -8,11 +8,10 @@ least that reading every row and every vocabulary entry allows.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from .contest import Contest, Entrant, Prepared
@@ -89,40 +88,32 @@ def exponents(found: Sequence[Measurement]) -> list[Measurement]:
         along = [one for one in found if one.status == OK and one.shape.get("axis") == axis]
         for name in {one.implementation: None for one in along if one.implementation != PRODUCT}:
             members = [one for one in along if one.implementation == name]
-            sizes = [one.shape[axis] for one in members]
-            times = [one.time and one.time.median for one in members]
-            peaks = [one.metrics.get("counted_bytes", one.peak_bytes) for one in members]
-            metrics = _exponent("time", sizes, times) | _exponent("memory", sizes, peaks)
+            times = {one.shape[axis]: one.time.median for one in members if one.time}
+            peaks = {one.shape[axis]: one.metrics.get("counted_bytes", one.peak_bytes) for one in members}
+            metrics = {}
+            for what, values in (("time", times), ("memory", peaks)):
+                fit = fit_power_law({size: value for size, value in values.items() if value})
+                names = (f"{what}_exponent{end}" for end in ("", "_lower", "_upper"))
+                metrics |= dict(zip(names, fit, strict=False))  # a fit of too little is empty
             if metrics:
+                sizes = [one.shape[axis] for one in members]
                 shape = {"fit": axis, "from": min(sizes), "to": max(sizes)}
                 fits.append(Measurement(name, shape, metrics=metrics))
     return fits
 
 
-def _exponent(what: str, sizes: Sequence[int], values: Sequence[float | None]) -> dict[str, float]:
-    pairs = [(size, value) for size, value in zip(sizes, values, strict=True) if value]
-    law = fit_power_law(*zip(*pairs, strict=True)) if pairs else None
-    if law is None:
-        return {}
-    exponent, half = law
-    name = f"{what}_exponent"
-    return {name: exponent, f"{name}_lower": exponent - half, f"{name}_upper": exponent + half}
+def fit_power_law(points: Mapping[float, float]) -> tuple[float, ...]:
+    """The exponent of y ≈ factor · x^exponent by least squares on logarithms, and its 95 % interval.
 
-
-def fit_power_law(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float] | None:
-    """The exponent of y ≈ factor · x^exponent by least squares on logarithms, and half its 95 % interval.
-
-    None where there are fewer than three different sizes, or a value that has no logarithm. The interval
-    supposes that the logarithms scatter normally about one line; a curve bends it, and shows as a wide one.
+    Nothing for fewer than three points. The interval supposes that the logarithms scatter normally about one
+    line; a curve bends it, and shows as a wide one.
     """
-    if len(set(xs)) < 3 or min(*xs, *ys) <= 0:
-        return None
-    u, v = [math.log(x) for x in xs], [math.log(y) for y in ys]
-    exponent, factor = statistics.linear_regression(u, v)
-    residual = sum((b - factor - exponent * a) ** 2 for a, b in zip(u, v, strict=True))
-    freedom = len(u) - 2
-    t = _T_95[min(freedom, len(_T_95)) - 1]
-    return exponent, t * math.sqrt(residual / freedom / (len(u) * statistics.pvariance(u)))
+    if len(points) < 3:
+        return ()
+    (exponent, _), covariance = np.polyfit(np.log(list(points)), np.log(list(points.values())), 1, cov=True)
+    t = _T_95[min(len(points) - 2, len(_T_95)) - 1]
+    half = t * np.sqrt(covariance[0, 0])
+    return float(exponent), float(exponent - half), float(exponent + half)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -13,14 +13,14 @@ from rich.text import Text
 
 from .accuracy import is_wrong
 from .contest import BYTES, FLOPS, TOKENS
-from .measure import OK, SKIPPED
+from .measure import SKIPPED
 from .problem import NAMES
 from .record import Measurement
 
 Shape = dict[str, Any]
 DASH = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
-OURS = "ours"
+OURS, REMARK = "ours", "remark"
 STATES = {"oom": "out of memory", "failed": "failed"}
 ERRORS = {"logprob": "|Δlogp|", "loss": "|Δloss|", "hidden_gradient": "dX", "weight_gradient": "dW"}
 _RATES = {
@@ -49,12 +49,6 @@ EXPLANATION = (
 def shapes_of(cells: Sequence[Measurement]) -> list[Shape]:
     """Each once, in the order of the measurements."""
     return list({repr(cell.shape): cell.shape for cell in cells}.values())
-
-
-def conclusions(cells: Sequence[Measurement]) -> list[Measurement]:
-    """What follows from the others, like fitted exponents: it stands where nothing was timed."""
-    timed = shapes_of([cell for cell in cells if cell.time is not None])
-    return [cell for cell in cells if cell.status == OK and cell.metrics and cell.shape not in timed]
 
 
 def split_axes(cells: Sequence[Measurement]) -> tuple[Shape, list[str]]:
@@ -100,33 +94,16 @@ def number(value: object) -> str:
 # Tables ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement in the columns of its table."""
-
-    name: str
-    values: list[str]
-    remark: str
-    status: str  # "" where all went well
-    wrong: bool
-
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith(OURS)
-
-
-@dataclass(frozen=True)
-class ShapeTable:
+class ShapeTable(NamedTuple):
     """Every measurement at one shape but those that were skipped, in the columns that anything stands in."""
 
     title: str
-    heads: list[str]
-    rows: list[Row]
-    timed: bool
+    heads: list[str]  # "implementation" the first
+    rows: list[list[str]]  # the fastest first; "" where there is nothing
 
 
 def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = None) -> list[ShapeTable]:
-    """In the order of the shapes; the fastest first.
+    """In the order of the shapes.
 
     Args:
         names: the parts of a shape that tell it apart.
@@ -134,20 +111,11 @@ def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = Non
     found = []
     for shape in shapes_of([cell for cell in cells if cell.status != SKIPPED]):
         here = [cell for cell in cells if cell.shape == shape and cell.status != SKIPPED]
-        here.sort(key=lambda cell: (cell.time is None, cell.time.median if cell.time else 0.0))
-        heads = [head for head, text in _COLUMNS.items() if any(text(cell) for cell in here)]
-        rows = [
-            Row(
-                cell.implementation,
-                [_COLUMNS[head](cell) for head in heads],
-                _remark(cell),
-                STATES.get(cell.status, ""),
-                is_wrong(cell.accuracy),
-            )
-            for cell in here
-        ]
-        title = label(shape, names) or label(shape)
-        found.append(ShapeTable(title, heads, rows, any(cell.time for cell in here)))
+        here.sort(key=lambda cell: cell.time.median if cell.time else math.inf)
+        columns = {head: [text(cell) for cell in here] for head, text in _COLUMNS.items()}
+        columns = {head: texts for head, texts in columns.items() if any(texts)}
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        found.append(ShapeTable(label(shape, names) or label(shape), list(columns), rows))
     return found
 
 
@@ -169,19 +137,10 @@ def _error(name: str, cell: Measurement) -> str:
     return f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
 
 
-_COLUMNS: dict[str, Callable[[Measurement], str]] = {
-    "ms": lambda cell: number(cell.time.median) if cell.time else "",
-    "quartiles": lambda cell: DASH.join(map(number, (cell.time.lower, cell.time.upper))) if cell.time else "",
-    f"{TIMES} X Wᵀ": _multiple,
-    **{unit: partial(_rate, name) for name, (unit, _) in _RATES.items()},
-    **{f"{part} MiB": partial(_mebibytes, part) for part in ("allocator", "driver")},
-    **{symbol: partial(_error, name) for name, symbol in ERRORS.items()},
-}
-
-
 def _remark(cell: Measurement) -> str:
-    """What has no column of its own; a metric with its interval, whose bounds are none to a reader."""
-    parts = [cell.reason]
+    """Status, and what has no column of its own; a metric with its interval, whose bounds stay out."""
+    parts = [" ".join(filter(None, (STATES.get(cell.status), cell.reason)))]
+    parts += ["INACCURATE"] * is_wrong(cell.accuracy)
     parts += [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in cell.phases.items()]
     for name, value in cell.metrics.items():
         if name not in (*_RATES, *_IN_THE_RECORD_ALONE) and not name.endswith(_BOUNDS):
@@ -192,6 +151,18 @@ def _remark(cell: Measurement) -> str:
     return "; ".join(filter(None, parts))
 
 
+_COLUMNS: dict[str, Callable[[Measurement], str]] = {
+    "implementation": lambda cell: cell.implementation,
+    "ms": lambda cell: number(cell.time.median) if cell.time else "",
+    "quartiles": lambda cell: DASH.join(map(number, (cell.time.lower, cell.time.upper))) if cell.time else "",
+    f"{TIMES} X Wᵀ": _multiple,
+    **{unit: partial(_rate, name) for name, (unit, _) in _RATES.items()},
+    **{f"{part} MiB": partial(_mebibytes, part) for part in ("allocator", "driver")},
+    **{symbol: partial(_error, name) for name, symbol in ERRORS.items()},
+    REMARK: _remark,
+}
+
+
 def console() -> Console:
     """The terminal, or wide enough for every column where the output goes to a file."""
     screen = Console(highlight=False)
@@ -200,16 +171,14 @@ def console() -> Console:
 
 def print_measurements(screen: Console, found: Sequence[Measurement]) -> None:
     """Nothing for no measurements."""
-    for shape in shape_tables(found):
-        table = Table(title=shape.title)
-        table.add_column("implementation", overflow="fold")
-        for head in shape.heads:
-            table.add_column(head, justify="right")
-        table.add_column("remark", overflow="fold")
-        for row in shape.rows:
-            remark = " ".join(filter(None, (row.status, "INACCURATE" * row.wrong, row.remark)))
-            values = [value or DASH for value in row.values]
-            table.add_row(row.name, *values, Text(remark), style="bold" if row.ours else "")
+    for title, heads, rows in shape_tables(found):
+        table = Table(title=title)
+        for head in heads:
+            is_text = head in ("implementation", REMARK)
+            table.add_column(head, justify="left" if is_text else "right", overflow="fold")
+        for row in rows:
+            style = "bold" if row[0].startswith(OURS) else ""
+            table.add_row(*(Text(text or DASH) for text in row), style=style)
         screen.print(table)
         screen.print()
 

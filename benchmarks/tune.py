@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,28 +123,25 @@ def compile_one(architecture: int, shape: Shape, sizes: Sizes, exact: bool = Fal
     return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
 
 
-def compile_all(
-    architecture: int, sizes: dict[Shape, Sizes], processes: int
-) -> Iterator[tuple[Shape, dict[str, list[str]]]]:
-    """Faults of what is shipped and of every candidate by its name, shape after shape as they are ready.
+def compile_all(architecture: int, shipped: dict[Shape, Sizes], processes: int) -> dict[Shape, list[str]]:
+    """Faults of what is shipped and of every candidate, by shape; compiled `processes` at a time.
 
-    Compiled `processes` at a time. What is shipped goes first: most of a candidate's kernels are its, and two
-    processes that compile the same kernel at once do it twice. The exact backward is not tuned: two thirds of
-    it are the vendor's.
+    What is shipped goes first: most of a candidate's kernels are its, and two processes that compile the same
+    kernel at once do it twice. The exact backward is not tuned: two thirds of it are the vendor's.
     """
-    found: dict[Shape, dict[str, Future[list[str]]]] = {}
+    first = [(shape, sizes, exact) for shape, sizes in shipped.items() for exact in (False, True)]
+    then = [
+        (shape, tried, False)
+        for shape, sizes in shipped.items()
+        for _, _, tried in candidates(sizes, architecture)
+    ]
+    found: dict[Shape, list[str]] = {shape: [] for shape in shipped}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for shape, its in sizes.items():
-            for key, exact in (("as shipped", False), ("as shipped, exact", True)):
-                compiled = pool.submit(compile_one, architecture, shape, its, exact)
-                found.setdefault(shape, {})[key] = compiled
-        wait(future for futures in found.values() for future in futures.values())
-        for shape, its in sizes.items():
-            for stage, change, tried in candidates(its, architecture):
-                compiled = pool.submit(compile_one, architecture, shape, tried)
-                found[shape][name(stage, change)] = compiled
-        for shape, futures in found.items():
-            yield shape, {key: future.result() for key, future in futures.items()}
+        for jobs in (first, then):
+            faults = pool.map(partial(compile_one, architecture), *zip(*jobs, strict=True))
+            for (shape, _, _), its in zip(jobs, faults, strict=True):
+                found[shape] += its
+    return found
 
 
 # Measurement ---------------------------------------------------------------------------------------------
@@ -249,13 +246,12 @@ def tune(options: argparse.Namespace) -> int:
     }  # fmt: skip
     starts = {shape: shipped.sizes("half", shape.hidden, shape.trainable) for shape in SHAPES}
     # All of them before the first measurement: it should have the machine to itself.
-    for shape, faults in list(compile_all(architecture, starts, options.processes)):
+    for shape, faults in compile_all(architecture, starts, options.processes).items():
         if time.monotonic() > deadline:
             break
-        print(json.dumps({"shape": vars(shape), "compiled": len(faults)}), flush=True)
-        bench = Bench(shape, device)
-        found[shape], log = tune_shape(bench, starts[shape], architecture, deadline)
-        logs.append({"shape": vars(shape), "faults": {k: v for k, v in faults.items() if v}, "tried": log})
+        print(json.dumps({"shape": vars(shape), "faults": faults}), flush=True)
+        found[shape], log = tune_shape(Bench(shape, device), starts[shape], architecture, deadline)
+        logs.append({"shape": vars(shape), "faults": faults, "tried": log})
         write_table(out, merged(shipped, found, provenance))
         if options.log is not None:
             write_json(options.log, {"provenance": provenance, "shapes": logs})

@@ -176,7 +176,7 @@ def test_the_tuner_measures_checks_and_writes_a_table(gpu, monkeypatch, tmp_path
     for name, value in {"SHAPES": (shape,), "TOKENS": N, "ROUNDS": 1, "CANDIDATES": changes}.items():
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "WORST_GRADIENT", 0.05)  # four rows average nothing out
-    monkeypatch.setattr(tune, "compile_all", lambda _, sizes, processes: ((key, {}) for key in sizes))
+    monkeypatch.setattr(tune, "compile_all", lambda _, sizes, processes: {key: [] for key in sizes})
     out, log = tmp_path / "sm_90.json", tmp_path / "log.json"
 
     assert tune.main(["--out", str(out), "--log", str(log)]) == 0

@@ -39,7 +39,7 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
         "| implementation | N 64, ms | N 128, ms | worst \\|Δlogp\\| | most extra MiB |",
         "|---|---:|---:|---:|---:|",
         f"| *one product X Wᵀ* | {DASH} | 1.50 | {DASH} | {DASH} |",
-        f"| fast | 2.00 **wrong** | OOM | nan | {DASH} |",
+        f"| fast | 2.00 **wrong** | out of memory | nan | {DASH} |",
         "| **ours** | 4.00 | 123 | 2.0e-06 | 3 |",
         "",
         "Not measured: absent (not installed).",
