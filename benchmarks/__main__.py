@@ -53,7 +53,7 @@ def _parser(program: str, chosen: Sequence[str]) -> argparse.ArgumentParser:
             found = importlib.import_module(f".{module}", __package__)
             command.description = found.__doc__
             found.add_arguments(command)
-            command.set_defaults(handler=found.main)
+            command.set_defaults(handler=found.main, kind=name)
     return parser
 
 

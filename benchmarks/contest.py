@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .measure import (
-    NO_TIME,
-    OK,
-    SKIPPED,
-    DeviceLost,
-    Stopwatch,
-    at_most,
-    failure_of,
-    give_back_memory,
-    memory_of,
-    summarise,
-    synchronize,
-)
+from . import measure
+from .measure import NO_TIME, OK, SKIPPED, DeviceLost, Stopwatch
 from .record import Measurement
 
 FLOPS, BYTES, TOKENS = "flops_per_second", "bytes_per_second", "tokens_per_second"
@@ -36,48 +25,22 @@ FIRST_CALLS = 120.0
 GRACE = 15.0
 """Seconds beyond a run's deadline to end what has begun."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Of the whole command."""
-
-    deadline: float  # on the monotonic clock
-    rounds: int = ROUNDS
-
-    @property
-    def passed(self) -> bool:
-        return time.monotonic() >= self.deadline
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one repetition achieves, however it is done."""
-
-    flops: float = 0.0
-    bytes: float = 0.0  # read and written at least
-    tokens: float = 0.0
-
-    def rates(self, seconds: float) -> dict[str, float]:
-        parts = ((FLOPS, self.flops), (BYTES, self.bytes), (TOKENS, self.tokens))
-        return {name: amount / seconds for name, amount in parts if amount}
-
-    def share(self, seconds: float, ceilings: dict[str, float]) -> dict[str, float]:
-        """Of the time that the ceilings allow for (the roofline), what part was needed; one is the best."""
-        parts = ((FLOPS, self.flops), (BYTES, self.bytes))
-        bounds = [amount / ceilings[name] for name, amount in parts if amount and name in ceilings]
-        return {"share_of_ceiling": max(bounds) / seconds} if bounds else {}
+Sample = tuple[float, dict[str, float]]
+"""Of one repetition: its seconds, and those of its phases."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """An implementation that is ready to run."""
 
-    run: Callable[[Stopwatch], object] | None  # one repetition; it may mark phases. None: nothing to time
-    work: Work = field(default_factory=Work)
+    run: Callable[[Stopwatch], Any] | None  # one repetition; it may mark phases. None: nothing to time
+    work: Mapping[str, float] = field(default_factory=dict)
+    """FLOPs, bytes and tokens of one repetition, by the name of their rate."""
     metrics: Callable[[float], dict[str, float]] = lambda _: {}  # of the median's seconds, asked at the end
-    accuracy: dict[str, float] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)  # fields of its `Measurement` that are known already
     reset: Callable[[], object] = lambda: None  # after each repetition, untimed
     close: Callable[[], object] = lambda: None
+    times_itself: bool = False  # `run` does several repetitions and returns their samples
 
 
 @dataclass
@@ -89,15 +52,18 @@ class Entrant:
     prepare: Callable[[], Prepared]
     ceiling: bool = False  # its rates and metrics bound the others'
     prepared: Prepared | None = field(default=None, init=False)
-    seconds: list[float] = field(default_factory=list, init=False)
-    phases: list[dict[str, float]] = field(default_factory=list, init=False)
-    work: Work = field(default_factory=Work, init=False)
+    samples: list[Sample] = field(default_factory=list, init=False)
+    rates: dict[str, float] = field(default_factory=dict, init=False)
     found: dict[str, Any] = field(default_factory=lambda: {"status": SKIPPED, "reason": NO_TIME}, init=False)
     """Fields of its `Measurement`."""
 
     @property
+    def seconds(self) -> list[float]:
+        return [seconds for seconds, _ in self.samples]
+
+    @property
     def wants_more(self) -> bool:
-        enough = len(self.seconds) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
+        enough = len(self.samples) >= FEWEST and sum(self.seconds) >= SECONDS_EACH
         return self.prepared is not None and self.prepared.run is not None and not enough
 
     def fail(self, status: str, reason: str) -> None:
@@ -114,28 +80,26 @@ class Entrant:
         if prepared is None:
             return
         prepared.close()
-        if prepared.run is None:
-            self.found |= {"status": OK, "reason": "", "metrics": prepared.metrics(0.0)}
-        if self.seconds:
-            median = statistics.median(self.seconds)
-            self.work = prepared.work
-            self.found |= {
-                "status": OK,
-                "reason": "",
-                "seconds": self.seconds,
-                "time": summarise(self.seconds),
-                "phases": medians(self.phases),
-                "metrics": prepared.work.rates(median) | prepared.metrics(median),
-            }
+        seconds = self.seconds
+        if seconds:
+            spread, phases = measure.summarise(seconds), _medians([phases for _, phases in self.samples])
+            self.found |= {"seconds": seconds, "time": spread, "phases": phases}
+        if seconds or prepared.run is None:
+            median = statistics.median(seconds or [0.0])
+            self.rates = {name: amount / median for name, amount in prepared.work.items()}
+            metrics = self.rates | prepared.metrics(median)
+            self.found |= {"status": OK, "reason": "", "metrics": metrics}
+        self.found |= prepared.found
 
     def measurement(self, shape: dict[str, Any], ceilings: dict[str, float]) -> Measurement:
+        """With the share of the roofline: what the ceilings' rates allow for, one at the best."""
         if self.ceiling:
             return Measurement(self.name, shape, **self.found)
+        shares = [self.rates[name] / ceilings[name] for name in (FLOPS, BYTES)
+                  if name in self.rates and name in ceilings]  # fmt: skip
         found = Measurement(self.name, shape, **self.found, ceilings=ceilings)
-        if not found.seconds:
-            return found
-        share = self.work.share(statistics.median(found.seconds), ceilings)
-        return replace(found, metrics=found.metrics | share)
+        found.metrics.update({"share_of_ceiling": max(shares)} if shares else {})
+        return found
 
 
 class Contest:
@@ -170,10 +134,13 @@ class Contest:
         self._memory = memory
         self._hurry = hurry
 
-    def measure(self, limits: Limits) -> None:
+    def measure(self, deadline: float, rounds: int = ROUNDS) -> None:
         """Each entrant once to warm up and once for its memory, then all in turn for time.
 
         Past the deadline, whoever has entered still gets the fewest samples that a median needs.
+
+        Args:
+            deadline: on the monotonic clock.
 
         Raises:
             DeviceLost: the device takes no more work.
@@ -182,48 +149,45 @@ class Contest:
             if not self._guard(self._share, *self._entrants):
                 return
             for one in self._entrants:
-                if limits.passed:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     break
-                patience = min(FIRST_CALLS, max(0.0, limits.deadline - time.monotonic()) + GRACE)
-                hurry = at_most(patience) if self._hurry else nullcontext()
+                patience = min(FIRST_CALLS, left + GRACE)
+                hurry = measure.at_most(patience) if self._hurry else nullcontext()
                 self._guard(lambda one=one, hurry=hurry: self._enter(one, hurry), one)
-            for _ in range(limits.rounds):
+            for _ in range(rounds):
                 for one in self._entrants:
-                    late = limits.passed and len(one.seconds) >= FEWEST
+                    late = time.monotonic() >= deadline and len(one.samples) >= FEWEST
                     if one.wants_more and not late:
-                        self._guard(lambda one=one: self._time(one), one)
+                        self._guard(lambda one=one: one.samples.extend(self._once(one.prepared)), one)
         finally:
             for one in self._entrants:
                 one.finish()
             self._release()
 
     def results(self) -> list[Measurement]:
-        """The ceilings first, then the others as they were given."""
-        ordered = sorted(self._entrants, key=lambda one: not one.ceiling)
+        """Of every entrant; complete at any time."""
         ceilings: dict[str, float] = {}
-        for one in ordered:
+        for one in self._entrants:
             ceilings |= one.found.get("metrics", {}) if one.ceiling else {}
-        return [one.measurement(self.shape, ceilings) for one in ordered]
+        return [one.measurement(self.shape, ceilings) for one in self._entrants]
 
     def _enter(self, one: Entrant, hurry: Any) -> None:
         with hurry:
             prepared = one.prepared = one.prepare()
-            one.found["accuracy"] = prepared.accuracy
             if prepared.run is None:
                 return
             self._once(prepared)
             if self._memory and not one.ceiling:
-                one.found["memory"] = memory_of(lambda: self._once(prepared), self._device)
+                one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self._device)
 
-    def _once(self, prepared: Prepared) -> tuple[float, dict[str, float]]:
-        taken = self._watch.time(lambda: prepared.run(self._watch))
+    def _once(self, prepared: Prepared) -> list[Sample]:
+        if prepared.times_itself:
+            samples = prepared.run(self._watch)
+        else:
+            samples = [self._watch.time(lambda: prepared.run(self._watch))]
         prepared.reset()
-        return taken
-
-    def _time(self, one: Entrant) -> None:
-        seconds, phases = self._once(one.prepared)
-        one.seconds.append(seconds)
-        one.phases.append(phases)
+        return samples
 
     def _guard(self, action: Callable[[], object], *concerned: Entrant) -> bool:
         """Whether it went well. What goes wrong becomes the entrants' failure; their memory is given back.
@@ -233,20 +197,20 @@ class Contest:
         """
         try:
             action()
-            synchronize(self._device)
+            measure.synchronize(self._device)
             return True
         except Exception as error:
-            failure = failure_of(error)
+            failure = measure.failure_of(error)
         try:
             for one in concerned:
                 one.fail(*failure)
-            give_back_memory(self._device)
+            measure.give_back_memory(self._device)
         except RuntimeError as lost:
             raise DeviceLost(concerned[0].name, failure[1]) from lost
         return False
 
 
-def medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+def _medians(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     """Of each phase; where a repetition did without one, it took no time."""
     names = {name: None for sample in samples for name in sample}
     return {name: statistics.median(sample.get(name, 0.0) for sample in samples) for name in names}

@@ -21,12 +21,15 @@ from .peers import choose
 from .peers.ours import PEERS
 from .problem import FORWARD_BACKWARD, Setting
 from .record import Measurement
-from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
+from .session import add_common_arguments, add_sizes, check_common, run_session
 from .tables import OURS
 
-KIND = "crossover"
 _FACTORS = (1.0, 4.0, 0.3, 8.0, 2.0, 16.0)  # of the live tiles; what brackets the answer comes first
-_SIZES = {"cuda": (16_384, 2048, 151_936), "cpu": (64, 64, 8192)}
+_SIZES = {
+    "tokens": (16_384, 64, "tokens N"),
+    "hidden": (2048, 64, "hidden size H"),
+    "vocab": (151_936, 8192, "vocabulary V"),
+}
 
 
 def multiplied(histogram: Histogram, factor: float) -> Histogram:
@@ -57,7 +60,7 @@ def crossover(found: Sequence[Measurement]) -> list[Measurement]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=3, repeats=15)
-    add_sizes(parser, nargs=1)
+    add_sizes(parser, _SIZES)
     parser.add_argument("--factors", type=float, nargs="+", default=_FACTORS, help="times the live tiles")
     parser.add_argument(
         "--histogram", type=Path, default=HISTOGRAM, metavar="FILE", help="of live tiles, JSON"
@@ -70,8 +73,8 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"--factors must be above 0, got {options.factors}")
     histogram = load_histogram(options.histogram)
     peers = choose([peer for peer in PEERS if "reference" not in peer.name], options.impl)
-    sizes = [size for (size,) in sizes_of(options, [(usual,) for usual in _SIZES[device.type]])]
+    sizes = options.tokens, options.hidden, options.vocab
     setting = Setting("histogram", *sizes, FORWARD_BACKWARD, True, options.dtype)
     contests = HeadContests(peers, device, options.seed)
     bouts = [contests.contest(setting, multiplied(histogram, f), factor=f) for f in options.factors]
-    return run_session(KIND, options, device, bouts, conclude=crossover)
+    return run_session(options, bouts, conclude=crossover)

@@ -15,18 +15,21 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from grpo_fast.policy.config import ModelConfig
 
 from . import step
-from .contest import Limits
+from .contest import Contest, Entrant, Prepared
 from .measure import (
     FAILED,
     NO_TIME,
@@ -39,31 +42,16 @@ from .measure import (
     resident_bytes,
     summarise,
 )
-from .models import (
-    Defaults,
-    add_training_arguments,
-    architecture,
-    make_samples,
-    model_section,
-    training_shape,
-    vocabulary_of,
-)
+from .models import add_models, architecture, chosen_models, model_section
 from .peers import choose_names
-from .record import Measurement
-from .session import add_common_arguments, check_common, run_session
+from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
-KIND = "group"
 PREDICTED = "ours, predicted"
-DEFAULTS = Defaults(
-    ("Qwen2.5-1.5B", "Qwen2.5-0.5B"),
-    "SmolLM2-135M",
-    cpu_layers=1,
-    sizes={
-        "prompt": (128, 16, "tokens of the prompt"),
-        "completion": (1024, 32, "tokens of a completion"),
-        "largest": (1 << 16, 32, "group to try at most"),
-    },
-)
+SIZES = {
+    "prompt": (128, 16, "tokens of the prompt"),
+    "completion": (1024, 32, "tokens of a completion"),
+    "largest": (1 << 16, 32, "group to try at most"),
+}
 _CPU_GIB = 0.75
 _TRY_SECONDS = 300.0
 _LIBRARIES = ("torch", "transformers", "grpo_fast.policy", f"{__package__}.step")
@@ -88,10 +76,12 @@ def preload(implementations: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
-def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> Measurement:
+def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> dict[str, Any]:
     """Two updates in a child: beyond the budget it is out of memory, beyond the time it has failed.
 
-    Bytes are of model, optimizer and update together; the time is the second's, since the first compiles.
+    Returns:
+        Fields of a measurement. Bytes are of model, optimizer and update together; the time is the second's,
+        since the first compiles.
     """
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
@@ -99,14 +89,13 @@ def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> Measurement:
     child.start()
     sender.close()
     try:
-        found = receiver.recv() if receiver.poll(seconds) else {"status": FAILED, "reason": "the time is up"}
+        return receiver.recv() if receiver.poll(seconds) else {"status": FAILED, "reason": "the time is up"}
     except EOFError:  # ended without a word: by the system, most likely for its memory
-        found = {"status": OOM, "reason": "the system ended the process"}
+        return {"status": OOM, "reason": "the system ended the process"}
     finally:
         child.kill()
         child.join()
         receiver.close()
-    return Measurement(probe.implementation, {}, **found)
 
 
 def _child(probe: Probe, sender: Connection) -> None:
@@ -118,13 +107,11 @@ def _child(probe: Probe, sender: Connection) -> None:
 
 
 def _update_twice(probe: Probe) -> dict[str, Any]:
-    """Of a measurement."""
     device = torch.device(probe.model.device)
-    held = resident_bytes() or 0
+    held = resident_bytes()
     _bound(probe.budget, device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
-    samples, totals = make_samples(lengths, probe.size, vocabulary_of(probe.model.path), seed=0)
-    update = step.Update(probe.model, probe.layers, samples, totals, sum(map(sum, lengths)))
+    update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
     prepared = step.entrant(probe.implementation, update).prepare()
     watch = Stopwatch(device)
     for _ in range(2):
@@ -133,7 +120,7 @@ def _update_twice(probe: Probe) -> dict[str, Any]:
     if device.type == "cuda":
         memory = Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     else:
-        memory = Memory(None, max(0, (resident_bytes(peak=True) or 0) - held))
+        memory = Memory(None, max(0, resident_bytes(peak=True) - held))
     status = OK if memory.best <= probe.budget else OOM
     return {"status": status, "seconds": [seconds], "time": summarise([seconds]), "memory": memory}
 
@@ -144,14 +131,12 @@ def _bound(budget: int, device: torch.device) -> None:
     On a CPU what is mapped would count, which is more than is resident: the bound lies four times as high,
     and only keeps a try from taking the machine's memory.
     """
-    statistics = Path("/proc/self/statm")
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
-    elif statistics.exists():
-        mapped = int(statistics.read_text().split()[5]) * resource.getpagesize()
+    elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (mapped + 4 * budget, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + 4 * budget, hard))
 
 
 def predict_group(probe: Probe) -> int | None:
@@ -180,96 +165,71 @@ def predict_group(probe: Probe) -> int | None:
     return largest(2, MOST_GENERATIONS, fits)
 
 
-def next_size(tried: Mapping[int, Measurement], largest: int) -> int | None:
-    """What to try next, from two on: twice the best, then the middle to the least that fails; None: done."""
-    fits, fails = sizes(tried, OK), sizes(tried, OOM)
-    if len(fits) + len(fails) < len(tried):  # something else went wrong
-        return None
-    best = max(fits, default=1)
-    if not fails:
-        return min(largest, 2 * best) if best < largest else None
-    return (best + min(fails)) // 2 if min(fails) > best + 1 else None
+def predicted(probe: Probe) -> Prepared:
+    group = predict_group(probe)
+    if group is None:
+        return Prepared(None, found={"status": OOM, "reason": "not even two"})
+    return Prepared(None, metrics=lambda _: {"largest_group": float(group)})
 
 
-def sizes(tried: Mapping[int, Measurement], status: str) -> list[int]:
-    return [size for size, found in tried.items() if found.status == status]
+def search(probe: Probe, largest: int, deadline: float) -> Prepared:
+    """The largest group that fits: doubled from one until memory runs out, then halfway to what did not fit.
 
-
-@dataclass
-class GroupBout:
-    """The search at one shape, one implementation after another."""
-
-    shape: dict[str, Any]
-    probes: list[Probe]
-    largest: int
-    attempt: Callable[[Probe], Measurement]
-    tried: dict[str, dict[int, Measurement]] = field(default_factory=dict)  # by implementation and size
-    predicted: list[Measurement] = field(default_factory=list)
-
-    def measure(self, limits: Limits) -> None:
-        for probe in self.probes:
-            if probe.implementation == step.OURS and not limits.passed:
-                self.predicted.append(self._prediction(probe))
-            tried = self.tried.setdefault(probe.implementation, {})
-            while not limits.passed and (size := next_size(tried, self.largest)) is not None:
-                tried[size] = self.attempt(replace(probe, size=size))
-
-    def results(self) -> list[Measurement]:
-        names = [probe.implementation for probe in self.probes]
-        return [*(self._result(name, self.tried.get(name, {})) for name in names), *self.predicted]
-
-    def _result(self, name: str, tried: dict[int, Measurement]) -> Measurement:
-        for found in tried.values():
-            if found.status not in (OK, OOM):
-                return replace(found, shape=self.shape)
-        fits, fails = sizes(tried, OK), sizes(tried, OOM)
-        if not fits:
-            missing = (OOM, "not even two completions fit") if fails else (SKIPPED, NO_TIME)
-            return Measurement(name, self.shape, *missing)
-        metrics = {"largest_group": float(max(fits))}
-        if fails:
-            metrics["smallest_that_fails"] = float(min(fails))
-        exact = fails and next_size(tried, self.largest) is None
-        reason = "" if exact else "at least: the next size was not tried"
-        return replace(tried[max(fits)], shape=self.shape, reason=reason, metrics=metrics)
-
-    def _prediction(self, probe: Probe) -> Measurement:
-        try:
-            group = predict_group(probe)
-        except Exception as error:
-            return Measurement(PREDICTED, self.shape, *failure_of(error))
-        if group is None:
-            return Measurement(PREDICTED, self.shape, OOM, "not even two")
-        return Measurement(PREDICTED, self.shape, metrics={"largest_group": float(group)})
+    Args:
+        deadline: on the monotonic clock; no try begins after it.
+    """
+    fits, fails = 1, None
+    best: dict[str, Any] = {"status": SKIPPED, "reason": NO_TIME}
+    while time.monotonic() < deadline:
+        size = min(largest, 2 * fits) if fails is None else (fits + fails) // 2
+        if size == fits:
+            break
+        found = run_probe(replace(probe, size=size))
+        if found["status"] == OK:
+            fits, best = size, found
+        elif found["status"] == OOM:
+            fails = size
+        else:
+            return Prepared(None, found=found)
+    if fits == 1:
+        return Prepared(None, found={"status": OOM, "reason": "not even two fit"} if fails else best)
+    metrics = {"largest_group": float(fits)} | ({"smallest_that_fails": float(fails)} if fails else {})
+    reason = "" if fails == fits + 1 else "at least: the next size was not tried"
+    return Prepared(None, metrics=lambda _: metrics, found=best | {"reason": reason})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=10, repeats=1)
-    DEFAULTS.add_arguments(parser)
-    usual = f"all of a GPU; on a CPU {_CPU_GIB}"
+    add_models(parser, ["Qwen2.5-1.5B", "Qwen2.5-0.5B"], ["SmolLM2-135M"], cpu_layers=1)
+    add_sizes(parser, SIZES)
     parser.add_argument(
-        "--memory", type=float, metavar="GIB", help=f"of a process beyond its libraries ({usual})"
+        "--memory",
+        type=float,
+        metavar="GIB",
+        default=ByDevice(None, _CPU_GIB),
+        help=f"of a process beyond its libraries (all of a GPU; on a CPU {_CPU_GIB})",
     )
-    add_training_arguments(parser)
 
 
 def main(options: argparse.Namespace) -> int:
-    device = check_common(options)
+    device, deadline = check_common(options), time.monotonic() + 60 * options.minutes
     names = choose_names(list(step.IMPLEMENTATIONS), options.impl)
-    tokens = DEFAULTS.chosen_sizes(options, device)
+    if options.memory is None:
+        options.memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if not options.memory > 0:
+        raise ValueError(f"--memory must be above 0 GiB, got {options.memory}")
+    tokens = sizes_of(options, SIZES)
     largest = tokens.pop("largest")
-    memory = options.memory
-    if memory is None:
-        on_gpu = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30 if on_gpu else _CPU_GIB
-    if not memory > 0:
-        raise ValueError(f"--memory must be above 0 GiB, got {memory}")
-    budget = int(memory * 2**30)
     preload(names)
-    bouts = []
-    for model in DEFAULTS.chosen_models(options, device):
-        section = model_section(options, model["model"], device)
-        probes = [Probe(name, section, model["layers"], **tokens, budget=budget) for name in names]
-        shape = {**model, **tokens, "memory_gib": memory, **training_shape(options)}
-        bouts.append(GroupBout(shape, probes, largest, run_probe))
-    return run_session(KIND, options, device, bouts)
+    contests = []
+    for model in chosen_models(options):
+        section = model_section(model["model"], options)
+        of = partial(
+            Probe, model=section, layers=model["layers"], **tokens, budget=int(options.memory * 2**30)
+        )
+        entrants = [Entrant(name, partial(search, of(name), largest, deadline)) for name in names]
+        if step.OURS in names:
+            entrants.append(Entrant(PREDICTED, partial(predicted, of(step.OURS))))
+        shape = {**model, **tokens, "memory_gib": options.memory, "dtype": options.dtype}
+        contests.append(Contest(shape, entrants, device))
+    return run_session(options, contests)

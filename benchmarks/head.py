@@ -18,12 +18,12 @@ from .peers import all_peers, choose
 from .problem import FORWARD, LOSSES, MODES, Setting
 from .record import Measurement
 from .rows import KINDS, Source, describe, load_real_rows
-from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
+from .session import add_common_arguments, add_sizes, check_common, run_session
 
-KIND = "head"
-_SIZES = {  # of N, H and V; the most telling first
-    "cuda": ((16_384, 4096, 65_536, 1024), (2048, 4096, 896, 1536), (151_936, 128_256, 32_000, 262_144)),
-    "cpu": ((256,), (128,), (4096, 8000)),
+SIZES = {  # the most telling first
+    "tokens": ((16_384, 4096, 65_536, 1024), (256,), "tokens N"),
+    "hidden": ((2048, 4096, 896, 1536), (128,), "hidden sizes H"),
+    "vocab": ((151_936, 128_256, 32_000, 262_144), (4096, 8000), "vocabularies V"),
 }
 
 
@@ -60,8 +60,8 @@ def settings_of(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8)
-    add_sizes(parser)
-    parser.add_argument("--mode", nargs="+", choices=MODES, help="both unless given")
+    add_sizes(parser, SIZES, nargs="+")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="both unless given")
     parser.add_argument(
         "--loss",
         nargs="+",
@@ -80,9 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="live tiles of a model's rows, JSON (on a GPU the checked-in one of Qwen2.5-Coder-1.5B)",
     )
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations left out")
-    parser.add_argument(
-        "--oracle", action=argparse.BooleanOptionalAction, default=True, help="judge the results' accuracy"
-    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -94,14 +91,13 @@ def main(options: argparse.Namespace) -> int:
     for kind, flag in (("real", "--real-rows"), ("histogram", "--histogram")):
         if kind in rows and sources[kind] is None:
             raise ValueError(f"--rows {kind} needs {flag} FILE; `python -m benchmarks rows` makes one")
-    tokens, hidden, vocabulary = sizes_of(options, _SIZES[device.type])
     axes = {
         "rows": rows,
-        "mode": options.mode or MODES,
+        "mode": options.mode,
         "trainable": (True,) if options.trainable else (False,) if options.frozen else (True, False),
-        "tokens": tokens,
-        "hidden": hidden,
-        "vocabulary": vocabulary,
+        "tokens": options.tokens,
+        "hidden": options.hidden,
+        "vocabulary": options.vocab,
         "loss": options.loss or LOSSES,
         "dtype": (options.dtype,),
     }
@@ -111,11 +107,9 @@ def main(options: argparse.Namespace) -> int:
         real_shape=None if real is None else tuple(real.weight.shape),
     )
     peers = [peer for peer in choose(all_peers(), options.impl) if peer.name not in options.without]
-    contests = HeadContests(peers, device, options.seed, options.oracle)
+    contests = HeadContests(peers, device, options.seed)
     return run_session(
-        KIND,
         options,
-        device,
         [contests.contest(setting, sources.get(setting.rows)) for setting in settings],
         close=_print_goals if device.type == "cuda" else lambda *_: None,
         notes=list(dict.fromkeys(describe(setting, sources.get(setting.rows)) for setting in settings)),

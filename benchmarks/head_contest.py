@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .accuracy import Oracle, consult
-from .contest import Contest, Entrant, Prepared, Work
+from .contest import FLOPS, Contest, Entrant, Prepared
 from .machine import multiplication
-from .measure import NOT_INSTALLED, TooSlow, Unsupported
+from .measure import TooSlow, Unsupported, failure_of
 from .peers import Peer
 from .problem import PRODUCT, Outcome, Problem, Run, Setting
 from .rows import Source, make_problems
@@ -29,7 +29,6 @@ class HeadContests:
     device: torch.device
     seed: int = 0
     judged: bool = True
-    limits: Mapping[str, float] | None = None  # errors by name beyond which a peer has failed
     _given_up: dict[str, str] = field(default_factory=dict)  # reasons by name
 
     def contest(
@@ -52,15 +51,15 @@ class HeadContests:
 
         def multiply() -> Prepared:
             operands = [(problem.hidden.detach(), problem.weight.detach()) for problem in problems]
-            work = Work(flops=setting.product_flops)
+            work = {FLOPS: setting.product_flops}
             return Prepared(multiplication(operands), work, lambda seconds: {"product_seconds": seconds})
 
         entrants = [Entrant(PRODUCT, multiply, ceiling=True)]
         for peer in self.peers:
             entrants.append(Entrant(peer.name, partial(self._prepare, peer, setting, problems, oracle)))
-        entrants += others
         shape = more | vars(setting)
-        return Contest(shape, entrants, self.device, share=share, release=problems.clear, hurry=True)
+        found = [*entrants, *others]
+        return Contest(shape, found, self.device, share=share, release=problems.clear, hurry=True)
 
     def _prepare(
         self, peer: Peer, setting: Setting, problems: Sequence[Problem], oracle: Sequence[Oracle]
@@ -69,7 +68,7 @@ class HeadContests:
         if peer.name in self._given_up:
             raise Unsupported(self._given_up[peer.name])
         start = time.perf_counter()
-        metrics: dict[str, float] = {}
+        metrics = {"output_bytes": float(problems[0].output_bytes)}
         accuracy: dict[str, float] = {}
         runs: list[Run] = []
         try:
@@ -78,15 +77,12 @@ class HeadContests:
                 outcome = _call(runs[-1], problem)
                 if problem is problems[0]:
                     metrics["first_call_seconds"] = time.perf_counter() - start
-                    metrics["output_bytes"] = float(problem.output_bytes)
                     metrics |= {name: float(value) for name, value in (outcome.certificate or {}).items()}
                     accuracy = oracle[0].judge(problem, outcome) if oracle else {}
-                    self._refuse(accuracy)
                 del outcome
                 problem.clear()
         except (ImportError, TooSlow) as error:
-            missing = isinstance(error, ImportError)
-            self._given_up[peer.name] = f"{NOT_INSTALLED}: {error}" if missing else str(error)
+            _, self._given_up[peer.name] = failure_of(error)
             raise
         finally:
             _clear(problems)
@@ -94,19 +90,9 @@ class HeadContests:
         return Prepared(
             lambda _: _call(*next(turns)),
             metrics=lambda seconds: metrics | setting.rates(seconds),
-            accuracy=accuracy,
+            found={"accuracy": accuracy},
             reset=partial(_clear, problems),
         )
-
-    def _refuse(self, accuracy: Mapping[str, float]) -> None:
-        limits = self.limits or {}
-        wrong = [
-            f"{name.replace('_', ' ')} off by {error:.1e}"
-            for name, error in accuracy.items()
-            if name in limits and not error <= limits[name]
-        ]
-        if wrong:
-            raise ArithmeticError(f"WRONG: {', '.join(wrong)}")
 
 
 def _call(run: Run, problem: Problem) -> Outcome:

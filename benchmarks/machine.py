@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo_fast.run_record.logs import provenance
 
-from .contest import BYTES, FLOPS, Entrant, Prepared, Work
+from .contest import BYTES, FLOPS, Entrant, Prepared
 from .measure import seconds_of
 from .problem import DTYPES
 from .record import write_json
@@ -95,7 +95,7 @@ def product(rows: int, depth: int, columns: int, dtype: str, device: torch.devic
         generator = torch.Generator(device).manual_seed(seed)
         kind = {"dtype": DTYPES[dtype], "device": device, "generator": generator}
         x, w = torch.randn(rows, depth, **kind), torch.randn(columns, depth, **kind)
-        return Prepared(multiplication([(x, w)]), Work(flops=2.0 * rows * depth * columns))
+        return Prepared(multiplication([(x, w)]), {FLOPS: 2.0 * rows * depth * columns})
 
     return Entrant(VENDORS_PRODUCT, prepare, ceiling=True)
 
@@ -112,7 +112,7 @@ def copy(device: torch.device) -> Entrant:
     def prepare() -> Prepared:
         source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        return Prepared(lambda _: target.copy_(source), Work(bytes=2.0 * source.nbytes))
+        return Prepared(lambda _: target.copy_(source), {BYTES: 2.0 * source.nbytes})
 
     return Entrant(COPY, prepare, ceiling=True)
 
@@ -137,7 +137,8 @@ def _rates(ceiling: Entrant, device: torch.device) -> dict[str, float]:
     """At the median of a few repetitions."""
     prepared = ceiling.prepare()
     seconds_of(lambda: prepared.run(None), device, 1)  # the first call sets the library up
-    return prepared.work.rates(seconds_of(lambda: prepared.run(None), device, 9).median / 1e3)
+    seconds = seconds_of(lambda: prepared.run(None), device, 9).median / 1e3
+    return {name: amount / seconds for name, amount in prepared.work.items()}
 
 
 def machine() -> dict[str, Any]:

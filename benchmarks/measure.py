@@ -1,4 +1,4 @@
-"""One call measured: its time and phases, its peak memory, and what it is called when it fails."""
+"""One call measured: its time and phases, its peak memory, and the name of its failure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from grpo_fast.policy.out_of_memory import is_out_of_memory
 
 OK, SKIPPED, OOM, FAILED = "ok", "skipped", "oom", "failed"
 NOT_INSTALLED, NO_TIME = "not installed", "no time left"
-_MEMORY_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes the present size
 
 
@@ -43,11 +45,9 @@ def failure_of(error: Exception) -> tuple[str, str]:
         return SKIPPED, f"{NOT_INSTALLED}: {error}"
     if isinstance(error, Unsupported | TooSlow):
         return SKIPPED, str(error)
-    text = " ".join(str(error).split())
-    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if out_of_memory or any(sign in text for sign in _MEMORY_SIGNS):
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
         return OOM, ""
-    return FAILED, f"{type(error).__name__}: {text[:300]}"
+    return FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @contextmanager
@@ -71,6 +71,9 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
+# Time -----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Spread:
     """Of repeated measurements, milliseconds."""
@@ -83,8 +86,7 @@ class Spread:
 
 def summarise(seconds: Sequence[float]) -> Spread:
     """Median and quartiles of at least one sample."""
-    cuts = torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double()) * 1e3
-    lower, median, upper = cuts.tolist()
+    lower, median, upper = (1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))).tolist()
     return Spread(median, lower, upper, len(seconds))
 
 
@@ -158,6 +160,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+# Memory ---------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes one call took at its peak beyond its inputs, its results included. None where nobody counts."""
@@ -173,10 +178,9 @@ class Memory:
 
 def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     """One call with an emptied cache. Results of `call` must not outlive it, except in the problem."""
+    give_back_memory(device)
     if device.type != "cuda":
-        return Memory(None, peak_growth(call))
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+        return Memory(None, _peak_growth(call))
     torch.cuda.reset_peak_memory_stats(device)
     held, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
     call()
@@ -185,13 +189,12 @@ def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     return Memory(peak, max(0, free - torch.cuda.mem_get_info(device)[0]))
 
 
-def peak_growth(call: Callable[[], object]) -> int | None:
-    """Bytes by which the process grew at its largest while `call` ran; None where nobody counts.
+def _peak_growth(call: Callable[[], object]) -> int | None:
+    """Bytes by which the process grew at its largest; None where the system does not say.
 
     Memory that the C library kept from earlier calls is handed back first, else it would hide what `call`
     takes.
     """
-    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others need none
     if trim is not None:
         trim(0)
@@ -202,18 +205,15 @@ def peak_growth(call: Callable[[], object]) -> int | None:
         return None
     held = resident_bytes()
     call()
-    peak = resident_bytes(peak=True)
-    return None if held is None or peak is None else max(0, peak - held)
+    return max(0, resident_bytes(peak=True) - held)
 
 
-def resident_bytes(process: int | str = "self", *, peak: bool = False) -> int | None:
-    """Resident now, or at the most since the last reset; None where the system does not say."""
+def resident_bytes(*, peak: bool = False) -> int:
+    """Of this process on Linux, now, or at the most since the last reset; 0 elsewhere."""
     name = "VmHWM:" if peak else "VmRSS:"
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), None)
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)
 
 
 def give_back_memory(device: torch.device) -> None:

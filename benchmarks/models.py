@@ -9,31 +9,27 @@ dense path. `python -m benchmarks head --histogram` shows what a trained model's
 from __future__ import annotations
 
 import argparse
+import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from annotated_types import Len
-from pydantic import PositiveInt, TypeAdapter
-from torch import nn
 
 from grpo_fast.objective import StepTotals
 from grpo_fast.plan import SHAPES
 from grpo_fast.plan.measure import random_policy
 from grpo_fast.plan.model_shape import with_layers
 from grpo_fast.policy import Policy, Sample
-from grpo_fast.policy.config import LoraConfig, ModelConfig
+from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention
 
-from .session import positive
+from .session import ByDevice, positive
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-TokenCounts = Annotated[tuple[PositiveInt, ...], Len(min_length=1)]
 LENGTHS = Path(__file__).with_name("lengths_gsm8k.json")
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 _TOY = _SMALL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
@@ -47,79 +43,28 @@ ARCHITECTURES = SHAPES | {
 }
 
 
-# Command line ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a subcommand measures where no model and no size is asked for, on a GPU and on a CPU."""
-
-    gpu_models: tuple[str, ...]
-    cpu_model: str
-    cpu_layers: int | None
-    sizes: Mapping[str, tuple[int, int, str]]  # of an option: on a GPU, on a CPU, what it counts
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        cut = "" if self.cpu_layers is None else f" (on a CPU {self.cpu_layers})"
-        parser.add_argument(
-            "--model", nargs="+", choices=ARCHITECTURES, help="those that suit the device, unless given"
-        )
-        parser.add_argument("--layers", type=positive, help=f"only so many of its layers{cut}")
-        for name, (gpu, cpu, what) in self.sizes.items():
-            option = "--" + name.replace("_", "-")
-            parser.add_argument(option, type=positive, help=f"{what} ({gpu}; on a CPU {cpu})")
-
-    def chosen_models(self, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-        """`model` and `layers` of each, as a shape has them."""
-        on_gpu = device.type == "cuda"
-        layers = options.layers or (None if on_gpu or options.model else self.cpu_layers)
-        names = options.model or (self.gpu_models if on_gpu else (self.cpu_model,))
-        return [{"model": name, "layers": architecture(name, layers).num_hidden_layers} for name in names]
-
-    def chosen_sizes(self, options: argparse.Namespace, device: torch.device) -> dict[str, int]:
-        return {
-            name: getattr(options, name) or (gpu if device.type == "cuda" else cpu)
-            for name, (gpu, cpu, _) in self.sizes.items()
-        }
-
-
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """What of a model is trained, and how."""
-    parser.add_argument("--lora", type=positive, metavar="RANK", help="train adapters of this rank only")
-    parser.add_argument("--frozen", action="store_true", help="no gradient for the head")
-    parser.add_argument(
-        "--gradient-checkpointing",
-        nargs="?",
-        const=True,
-        default=False,
-        choices=["mlp"],
-        help="recompute each layer's activations, or those of its MLP alone",
-    )
-
-
-def model_section(options: argparse.Namespace, name: str, device: torch.device) -> ModelConfig:
-    """The named architecture, trained as the options say."""
-    return ModelConfig(
-        path=name,
-        dtype=options.dtype,
-        device=device.type,
-        lora=LoraConfig(r=options.lora) if options.lora else None,
-        train_lm_head=not options.frozen,
-        gradient_checkpointing=options.gradient_checkpointing,
-    )
-
-
-def training_shape(options: argparse.Namespace) -> dict[str, Any]:
-    """What of the training a shape says."""
-    trained = "all but the head" if options.frozen else "all"
-    return {
-        "trained": f"LoRA r = {options.lora}" if options.lora else trained,
-        "gradient_checkpointing": options.gradient_checkpointing,
-        "dtype": options.dtype,
-    }
-
-
 # Models ---------------------------------------------------------------------------------------------------
+
+
+def add_models(parser: argparse.ArgumentParser, cuda: list[str], cpu: list[str], cpu_layers: int) -> None:
+    """Options for the architectures: those of a GPU, and those of a CPU with so many layers."""
+    models, layers = ByDevice(cuda, cpu), ByDevice(None, cpu_layers)
+    parser.add_argument("--model", nargs="+", choices=ARCHITECTURES, default=models, help="(%(default)s)")
+    parser.add_argument("--layers", type=positive, default=layers, help="of each, at most (%(default)s)")
+
+
+def chosen_models(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """`model` and `layers` of each, as a shape has them."""
+    return [
+        {"model": name, "layers": architecture(name, options.layers).num_hidden_layers}
+        for name in options.model
+    ]
+
+
+def model_section(name: str, options: argparse.Namespace) -> ModelConfig:
+    """The architecture, all of its weights trained and no activation recomputed."""
+    device = options.device
+    return ModelConfig(path=name, dtype=options.dtype, device=device, gradient_checkpointing=False)
 
 
 def architecture(name: str, layers: int | None = None) -> PretrainedConfig:
@@ -172,63 +117,35 @@ def save_model(
 
 
 def update_flops(model: PreTrainedModel, lengths: Sequence[tuple[int, int]]) -> float:
-    """Of forward and backward of whole sequences, (prompt, completion) tokens each.
+    """Of forward and backward of whole sequences, (prompt, completion) tokens each, all weights trained.
 
-    The head meets completions only. 2 FLOPs a token and parameter forward, 2 for the activations' gradient, 2
-    for the weight's where it is trained; causal attention's two products are 6 A L² a layer of attention
-    width A. Recomputation, adapters and prompts shared between sequences are not counted: this is what the
-    update is worth, not what it costs.
+    The head meets completions only. 6 FLOPs a token and parameter: 2 forward, and 2 for either gradient;
+    causal attention's two products are 6 A L² a layer of attention width A. Recomputation and prompts shared
+    between sequences are not counted: this is what the update is worth, not what it costs.
     """
+    config = model.config
     tokens = sum(prompt + completion for prompt, completion in lengths)
     scored = sum(completion for _, completion in lengths)
     squares = sum((prompt + completion) ** 2 for prompt, completion in lengths)
-    config = model.config
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * squares
+    matrices = sum(
+        weight.numel() for name, weight in model.named_parameters() if ".layers." in name and weight.ndim == 2
     )
-    flops = 6.0 * config.num_hidden_layers * width * squares
-
-    def products(weight: nn.Parameter, rows: int) -> float:
-        return (4 + 2 * weight.requires_grad) * weight.numel() * rows
-
-    for name, weight in model.named_parameters():
-        if ".layers." in name and weight.ndim == 2 and "lora_" not in name:
-            flops += products(weight, tokens)
-    return flops + products(model.get_output_embeddings().weight, scored)
+    return 6.0 * (attention + matrices * tokens + model.get_output_embeddings().weight.numel() * scored)
 
 
 # Sequences ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of a dataset's prompts and of their answers."""
-
-    source: str
-    prompts: TokenCounts
-    completions: TokenCounts
-
-    def draw(self, prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
-        """(prompt, completion) tokens of each sequence, group after group."""
-        generator = random.Random(seed)
-        drawn = []
-        for _ in range(prompts):
-            prompt = generator.choice(self.prompts)
-            drawn += [(prompt, generator.choice(self.completions)) for _ in range(group)]
-        return drawn
-
-
-def load_lengths(path: Path = LENGTHS) -> Lengths:
-    """
-    Raises:
-        ValueError: not JSON with `source`, `prompts` and `completions`, positive numbers of tokens.
-    """
-    try:
-        return TypeAdapter(Lengths).validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--lengths {path} cannot be used ({error}); it takes JSON with source, prompts and completions"
-        ) from error
+def draw_lengths(prompts: int, group: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt, completion) tokens of GSM8K's questions and answers, of each sequence, group after group."""
+    counts, generator = json.loads(LENGTHS.read_text()), random.Random(seed)
+    drawn = []
+    for _ in range(prompts):
+        prompt = generator.choice(counts["prompts"])
+        drawn += [(prompt, generator.choice(counts["completions"])) for _ in range(group)]
+    return drawn
 
 
 def make_samples(

@@ -10,7 +10,6 @@ import argparse
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import make_engine, sampling_of
@@ -18,23 +17,26 @@ from grpo_fast.rollout.config import RolloutConfig
 
 from .contest import TOKENS, Contest, Entrant, Prepared
 from .measure import Stopwatch
-from .models import LENGTHS, Defaults, load_lengths, make_policy, make_samples, make_tokenizer, vocabulary_of
+from .models import (
+    add_models,
+    chosen_models,
+    draw_lengths,
+    make_policy,
+    make_samples,
+    make_tokenizer,
+    model_section,
+    vocabulary_of,
+)
 from .peers import choose_names
-from .session import add_common_arguments, check_common, run_session
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
-KIND = "rollout"
 ENGINES = ("transformers", "vllm")
 _USUAL = {"cuda": ENGINES, "cpu": ENGINES[:1]}  # vLLM on a CPU takes minutes to start: by --impl only
-DEFAULTS = Defaults(
-    ("Qwen2.5-1.5B", "Qwen2.5-0.5B"),
-    "SmolLM2-135M",
-    cpu_layers=4,
-    sizes={
-        "prompts": (32, 2, "of one call"),
-        "group": (16, 8, "completions a prompt"),
-        "completion": (512, 24, "tokens of a completion"),
-    },
-)
+SIZES = {
+    "prompts": (32, 2, "of one call"),
+    "group": (16, 8, "completions a prompt"),
+    "completion": (512, 24, "tokens of a completion"),
+}
 
 
 def prepare(
@@ -69,32 +71,26 @@ def prepare(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    DEFAULTS.add_arguments(parser)
-    parser.add_argument(
-        "--lengths", type=Path, default=LENGTHS, metavar="FILE", help="token counts, JSON (GSM8K's)"
-    )
+    add_models(parser, ["Qwen2.5-1.5B", "Qwen2.5-0.5B"], ["SmolLM2-135M"], cpu_layers=4)
+    add_sizes(parser, SIZES)
 
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
-    names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[device.type]
-    sizes = DEFAULTS.chosen_sizes(options, device)
-    lengths = load_lengths(options.lengths).draw(sizes["prompts"], 1, options.seed)
-    bouts = []
-    for model in DEFAULTS.chosen_models(options, device):
+    names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[options.device]
+    lengths = draw_lengths(options.prompts, 1, options.seed)
+    contests = []
+    for model in chosen_models(options):
         samples, _ = make_samples(lengths, 1, vocabulary_of(model["model"]), options.seed)
         prompts = [sample.prompt_ids for sample in samples]
-        section = ModelConfig(path=model["model"], dtype=options.dtype, device=device.type)
-        engines = {
-            name: RolloutConfig(
-                engine=name, num_generations=sizes["group"], max_completion_length=sizes["completion"]
+        common = (model_section(model["model"], options), model["layers"], options.seed, prompts)
+        entrants = []
+        for name in names:
+            config = RolloutConfig(
+                engine=name, num_generations=options.group, max_completion_length=options.completion
             )
-            for name in names
-        }
-        entrants = [
-            Entrant(name, partial(prepare, section, model["layers"], options.seed, prompts, config))
-            for name, config in engines.items()
-        ]
-        shape = {**model, **sizes, "prompt_tokens": sum(map(len, prompts)), "dtype": options.dtype}
-        bouts.append(Contest(shape, entrants, device, wall=True))
-    return run_session(KIND, options, device, bouts)
+            entrants.append(Entrant(name, partial(prepare, *common, config)))
+        tokens = sum(map(len, prompts))
+        shape = {**model, **sizes_of(options, SIZES), "prompt_tokens": tokens, "dtype": options.dtype}
+        contests.append(Contest(shape, entrants, device, wall=True))
+    return run_session(options, contests)

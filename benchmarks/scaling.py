@@ -24,7 +24,6 @@ from .rows import make_problem
 from .session import add_common_arguments, check_common, positive, run_session
 from .tables import OURS
 
-KIND = "scaling"
 MODEL_CHECK = "memory model of ours"
 _USUAL = (OURS, "torch full logits")
 _SIZES = {  # N along its axis, V along its axis, and N, V and H while the others move
@@ -140,4 +139,4 @@ def main(options: argparse.Namespace) -> int:
 
     bouts = [contest("tokens", n, at_vocab) for n in options.tokens or tokens]
     bouts += [contest("vocabulary", at_tokens, v) for v in options.vocab or vocabularies]
-    return run_session(KIND, options, device, bouts, conclude=exponents)
+    return run_session(options, bouts, conclude=exponents)

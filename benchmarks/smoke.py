@@ -15,11 +15,11 @@ from .live_tiles import HISTOGRAM, load_histogram
 from .measure import OK, SKIPPED
 from .peers import choose
 from .peers.ours import PEERS
-from .problem import CROSS_ENTROPY, FORWARD_BACKWARD, GRPO, LOGPROB, PRODUCT, Setting
+from .problem import CROSS_ENTROPY, FORWARD_BACKWARD, GRPO, PRODUCT, Setting
+from .record import Measurement
 from .session import add_common_arguments, check_common, run_session
 from .tables import label
 
-KIND = "smoke"
 _SIZES = {  # rows, N, H, V; the last has rows that no tensor descriptor addresses, and a ragged vocabulary
     "cuda": (
         ("histogram", 16_384, 2048, 151_936),
@@ -40,24 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     histogram = load_histogram(HISTOGRAM) if HISTOGRAM.is_file() else None
-    gradient = _GRADIENT_ERROR[options.dtype]
-    limits = {"logprob": 1e-4, "loss": 1e-4, "hidden_gradient": gradient, "weight_gradient": gradient}
-    contests = HeadContests(choose(list(PEERS), options.impl), device, options.seed, limits=limits)
-    bouts = []
-    for rows, *sizes in _SIZES[device.type]:
+    heads = HeadContests(choose(list(PEERS), options.impl), device, options.seed)
+    contests = []
+    for rows, *sizes in _SIZES[options.device]:
         source = histogram if rows == "histogram" else None
         kind = "peaked" if rows == "histogram" and source is None else rows
-        first = Setting(kind, *sizes, FORWARD_BACKWARD, True, options.dtype, LOGPROB)
+        first = Setting(kind, *sizes, FORWARD_BACKWARD, True, options.dtype)
         settings = [first, replace(first, trainable=False)]
-        if not bouts:
+        if not contests:
             settings += [replace(first, loss=loss) for loss in (GRPO, CROSS_ENTROPY)]
-        bouts += [contests.contest(setting, source) for setting in settings]
-    code = run_session(KIND, options, device, bouts)
-    found = [one for bout in bouts for one in bout.results() if one.implementation != PRODUCT]
-    right = [one for one in found if one.status == OK]
-    failed = [one for one in found if one.status not in (OK, SKIPPED)]
+        contests += [heads.contest(setting, source) for setting in settings]
+    code = run_session(options, contests)
+    found = [one for contest in contests for one in contest.results() if one.implementation != PRODUCT]
+    failed = [one for one in found if _fault(one)]
+    right = [one for one in found if one.status == OK and not _fault(one)]
     for one in failed:
-        print(f"{one.implementation} at {label(one.shape)}: {one.reason or one.status}")
+        print(f"{one.implementation} at {label(one.shape)}: {_fault(one)}")
     verdict = "WRONG, do not believe any time" if failed else "right" if right else "nothing was tried"
     print(f"smoke: {verdict}; {len(right)} of {len(found)} trials right", flush=True)
     return code or int(bool(failed) or not right)
+
+
+def _fault(found: Measurement) -> str:
+    """Why a result must not be believed; empty for a right one, and for one that was not tried."""
+    if found.status != OK:
+        return "" if found.status == SKIPPED else found.reason or found.status
+    gradient = _GRADIENT_ERROR[found.shape["dtype"]]
+    limits = {"logprob": 1e-4, "loss": 1e-4, "hidden_gradient": gradient, "weight_gradient": gradient}
+    return ", ".join(
+        f"{name.replace('_', ' ')} off by {error:.1e}"
+        for name, error in found.accuracy.items()
+        if not error <= limits[name]
+    )

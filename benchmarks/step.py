@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,45 +27,36 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.objective import GRPOLossConfig, LossInputs, StepTotals, policy_loss
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
+from grpo_fast.objective import LossInputs, StepTotals, policy_loss
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.update import packed_loss
 
-from .contest import Contest, Entrant, Prepared, Work
+from .contest import FLOPS, TOKENS, Contest, Entrant, Prepared
 from .machine import square_product
 from .measure import Stopwatch
 from .models import (
-    LENGTHS,
-    Defaults,
-    add_training_arguments,
-    load_lengths,
+    add_models,
+    chosen_models,
+    draw_lengths,
     make_policy,
     make_samples,
     make_tokenizer,
     model_section,
-    training_shape,
     update_flops,
     vocabulary_of,
 )
 from .peers import choose_names
-from .session import add_common_arguments, check_common, run_session
-from .trainers import in_phase, trl_trainer
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
+from .trainers import LOSS, TRL_LOSS, in_phase, small_words, trl_trainer
 
-KIND = "step"
-DEFAULTS = Defaults(
-    ("Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"),
-    "SmolLM2-135M",
-    cpu_layers=2,
-    sizes={
-        "prompts": (16, 1, "of the update"),
-        "group": (16, 4, "completions a prompt"),
-        "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
-    },
-)
+SIZES = {
+    "prompts": (16, 1, "of the update"),
+    "group": (16, 4, "completions a prompt"),
+    "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
+}
 OURS, FULL, TRL = IMPLEMENTATIONS = ("ours", "torch full logits", "TRL")
 FORWARD, HEAD, BACKWARD, OPTIMIZER, PACK = "forward", "head and loss", "backward", "optimizer", "pack"
-LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
 _STILL = OptimizerConfig(learning_rate=1e-12)
 
 
@@ -76,10 +66,14 @@ class Update:
 
     model: ModelConfig  # its path is an architecture's name
     layers: int
-    samples: list[Sample]
-    totals: StepTotals
+    lengths: Sequence[tuple[int, int]]  # tokens of the prompt and of the completion, group after group
+    group: int
     micro_batch_tokens: int
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        vocabulary = vocabulary_of(self.model.path)
+        self.samples, self.totals = make_samples(self.lengths, self.group, vocabulary, self.seed)
 
     @cached_property
     def policy(self) -> Policy:
@@ -88,11 +82,6 @@ class Update:
     @cached_property
     def optimizer(self) -> PolicyOptimizer:
         return PolicyOptimizer(self.policy.trainable(), _STILL, total_steps=1)
-
-    @property
-    def work(self) -> Work:
-        lengths = [(len(sample.prompt_ids), len(sample.completion_ids)) for sample in self.samples]
-        return Work(flops=update_flops(self.policy.base_model, lengths), tokens=sum(map(sum, lengths)))
 
     def prepared(
         self,
@@ -121,7 +110,8 @@ class Update:
             held = [*policy.model.parameters(), *optimizer.state_tensors().values()]
             return last | {"held_bytes": float(sum(tensor.nbytes for tensor in held))}
 
-        return Prepared(run, self.work, metrics, close=close)
+        work = {FLOPS: update_flops(policy.base_model, self.lengths), TOKENS: sum(map(sum, self.lengths))}
+        return Prepared(run, work, metrics, close=close)
 
 
 def entrant(name: str, update: Update) -> Entrant:
@@ -134,11 +124,7 @@ def _packed(name: str, update: Update) -> Prepared:
 
     def batches(watch: Stopwatch) -> list[PackedBatch]:
         with watch.phase(PACK):
-            return pack(
-                update.samples,
-                max_tokens=update.micro_batch_tokens,
-                device=policy.device,
-            )
+            return pack(update.samples, max_tokens=update.micro_batch_tokens, device=policy.device)
 
     def loss_of(batch: PackedBatch, watch: Stopwatch) -> Tensor:
         with watch.phase(FORWARD):
@@ -181,10 +167,7 @@ def _trl(update: Update) -> Prepared:
     tokenizer = make_tokenizer(vocabulary_of(update.model.path))
     folder = tempfile.TemporaryDirectory()
     options = {
-        "loss_type": LOSS.loss_type,
-        "epsilon": LOSS.epsilon_low,
-        "epsilon_high": LOSS.epsilon_high,
-        "beta": 0.0,
+        **TRL_LOSS,
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "gradient_accumulation_steps": len(batches),
@@ -193,7 +176,7 @@ def _trl(update: Update) -> Prepared:
         "bf16": False,
     }
     trainer = trl_trainer(
-        GRPOTrainer, folder.name, policy.model, tokenizer, prompts=("w0",), reward=_nothing, **options
+        GRPOTrainer, folder.name, policy.model, tokenizer, prompts=("w0",), reward=small_words, **options
     )
     trainer.current_gradient_accumulation_steps = len(batches)
     layers = policy.base_model.base_model
@@ -206,10 +189,6 @@ def _trl(update: Update) -> Prepared:
     flash = is_flash_attn_2_available() and policy.head.weight.element_size() == 2
     attention = "flash_attention_2" if flash else "sdpa"
     return update.prepared(attention, lambda _: batches, loss_of, close=folder.cleanup)
-
-
-def _nothing(completions: list[str], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def _padded(update: Update) -> list[dict[str, Tensor]]:
@@ -237,32 +216,23 @@ def _padded(update: Update) -> list[dict[str, Tensor]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    DEFAULTS.add_arguments(parser)
-    parser.add_argument(
-        "--lengths", type=Path, default=LENGTHS, metavar="FILE", help="token counts, JSON (GSM8K's)"
-    )
-    add_training_arguments(parser)
+    gpu = ["Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"]
+    add_models(parser, gpu, ["SmolLM2-135M"], cpu_layers=2)
+    add_sizes(parser, SIZES)
 
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     names = choose_names(list(IMPLEMENTATIONS), options.impl)
-    sizes = DEFAULTS.chosen_sizes(options, device)
-    group = sizes["group"]
-    drawn = load_lengths(options.lengths).draw(sizes["prompts"], group, options.seed)
-    bouts = []
-    for model in DEFAULTS.chosen_models(options, device):
-        section = model_section(options, model["model"], device)
-        vocabulary = vocabulary_of(model["model"])
-        samples, totals = make_samples(drawn, group, vocabulary, options.seed)
-        update = Update(section, model["layers"], samples, totals, sizes["micro_batch_tokens"], options.seed)
-        shape = {
-            **model,
-            **sizes,
-            "tokens": sum(map(sum, drawn)),
-            "lengths": options.lengths.stem,
-            **training_shape(options),
-        }
+    sizes = sizes_of(options, SIZES)
+    lengths = draw_lengths(options.prompts, options.group, options.seed)
+    contests = []
+    for model in chosen_models(options):
+        section = model_section(model["model"], options)
+        update = Update(
+            section, model["layers"], lengths, options.group, options.micro_batch_tokens, options.seed
+        )
+        shape = {**model, **sizes, "tokens": sum(map(sum, lengths)), "dtype": options.dtype}
         entrants = [square_product(options.dtype, device), *(entrant(name, update) for name in names)]
-        bouts.append(Contest(shape, entrants, device))
-    return run_session(KIND, options, device, bouts)
+        contests.append(Contest(shape, entrants, device))
+    return run_session(options, contests)

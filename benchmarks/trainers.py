@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.policy.load import resolve_source
 
 from .measure import Stopwatch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import GRPOTrainer
 
+LOSS = GRPOLossConfig(loss_type="dapo", epsilon_low=0.2, epsilon_high=0.28)
+TRL_LOSS = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0}
+"""The same for GRPOConfig."""
 WORDS = vocabulary_of("words")
 Reward = Callable[..., list[float]]
 
@@ -27,8 +30,8 @@ class Task:
     """A model, its prompts and its reward."""
 
     model: Path  # a folder that `from_pretrained` takes
-    prompts: tuple[str, ...]
-    reward: Reward  # a module's function: our trainer is given its name
+    prompts: Sequence[str]
+    reward: Reward
     options: dict[str, Any] = field(default_factory=dict)  # of GRPOConfig
     lora_options: dict[str, Any] = field(default_factory=dict)  # the same, besides, for LoRA
 
@@ -46,7 +49,7 @@ def share_of_digits(completions: list[str], **_: Any) -> list[float]:
 
 def words_task(folder: Path) -> Task:
     """The model that `save_model` saved there, 16 completions of up to 8 words a generation."""
-    prompts = tuple(f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48))
+    prompts = [f"w{i} w{(7 * i) % 50}" + " w3" * (i % 4) for i in range(48)]
     return Task(folder, prompts, small_words, {"learning_rate": 3e-3, "max_completion_length": 8})
 
 
@@ -56,15 +59,9 @@ def sums_task(model: str) -> Task:
     Args:
         model: a folder with safetensors, or `package:NAME` of a Python package that ships one as GGUF.
     """
-    prompts = tuple(f"{3 + 5 * i % 41} + {2 + 7 * i % 37} =" for i in range(48))
+    prompts = [f"{3 + 5 * i % 41} + {2 + 7 * i % 37} =" for i in range(48)]
     options = {"learning_rate": 2e-5, "max_completion_length": 8, "per_device_train_batch_size": 2}
     return Task(Path(resolve_source(model)), prompts, share_of_digits, options, {"learning_rate": 2e-4})
-
-
-def random_prompts(count: int, words: int, vocabulary: int, seed: int) -> tuple[str, ...]:
-    """Of so many words each, a token a word."""
-    draw = random.Random(seed)
-    return tuple(" ".join(f"w{draw.randrange(vocabulary - 2)}" for _ in range(words)) for _ in range(count))
 
 
 def trl_trainer(

@@ -29,7 +29,7 @@ from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 
 from . import aot
-from .contest import Contest, Entrant, Limits, Prepared
+from .contest import Contest, Entrant, Prepared
 from .dry_head import Batch, step
 from .kernels import Head
 from .live_tiles import HISTOGRAM, load_histogram
@@ -188,7 +188,7 @@ class Bench:
 
         before, after = (Entrant("", partial(prepare, sizes)) for sizes in (incumbent, candidate))
         contest = Contest({}, [before, after], self.device, memory=False)
-        contest.measure(Limits(deadline=math.inf, rounds=ROUNDS))
+        contest.measure(math.inf, ROUNDS)
         found = contest.results()
         old, new = (math.nan if one.time is None else one.time.median for one in found)
         return old, new, found[1].reason or None

@@ -30,26 +30,27 @@ from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.requests import Request
 
 from .contest import Contest, Entrant, Prepared
-from .models import Defaults, make_policy, make_tokenizer, vocabulary_of
+from .models import (
+    add_models,
+    chosen_models,
+    make_policy,
+    make_tokenizer,
+    model_section,
+    vocabulary_of,
+)
 from .peers import choose_names
 from .rollout import ENGINES
-from .session import add_common_arguments, check_common, run_session
+from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
-KIND = "turns"
 GOAL = "times decoding, of what slow tools take without the longest chain of calls, should be at most 1.2"
 CALL, LAST, END = range(3)  # tokens: a turn ends with END, and before it stands whether it calls the tool
 OWN, ANSWER = 64, 16  # tokens of a prompt after the common ones, and of a tool's answer
-DEFAULTS = Defaults(
-    ("Qwen2.5-1.5B",),
-    "SmolLM2-135M",
-    cpu_layers=4,
-    sizes={
-        "prompts": (8, 8, "of one rollout"),
-        "group": (8, 8, "completions a prompt"),
-        "common": (256, 192, "tokens that all prompts begin with, such as tools' schemas"),
-        "turn": (256, 12, "tokens of the model's longest turn; the shortest has half as many"),
-    },
-)
+SIZES = {
+    "prompts": (8, 8, "of one rollout"),
+    "group": (8, 8, "completions a prompt"),
+    "common": (256, 192, "tokens that all prompts begin with, such as tools' schemas"),
+    "turn": (256, 12, "tokens of the model's longest turn; the shortest has half as many"),
+}
 
 
 class Template:
@@ -152,16 +153,16 @@ def contest(shape: dict[str, Any], model: ModelConfig, seed: int) -> Contest:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=3)
-    DEFAULTS.add_arguments(parser)
+    add_models(parser, ["Qwen2.5-1.5B"], ["SmolLM2-135M"], cpu_layers=4)
+    add_sizes(parser, SIZES)
     parser.add_argument("--seconds", type=float, default=0.5, help="that a call takes (0.5)")
 
 
 def main(options: argparse.Namespace) -> int:
-    device = check_common(options)
-    sizes, bouts = DEFAULTS.chosen_sizes(options, device), []
-    for model in DEFAULTS.chosen_models(options, device):
-        section = ModelConfig(path=model["model"], dtype=options.dtype, device=device.type)
+    check_common(options)
+    more, contests = {"seconds": options.seconds, "dtype": options.dtype}, []
+    for model in chosen_models(options):
         for name in choose_names(list(ENGINES), options.impl):
-            shape = {"engine": name, **model, **sizes, "seconds": options.seconds, "dtype": options.dtype}
-            bouts.append(contest(shape, section, options.seed))
-    return run_session(KIND, options, device, bouts, notes=[GOAL])
+            shape = {"engine": name, **model, **sizes_of(options, SIZES), **more}
+            contests.append(contest(shape, model_section(model["model"], options), options.seed))
+    return run_session(options, contests, notes=[GOAL])

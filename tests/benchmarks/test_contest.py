@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import contest as contest_module
-from benchmarks.contest import FEWEST, Contest, Entrant, Limits, Prepared, Work
+from benchmarks.contest import FEWEST, Contest, Entrant, Prepared
 from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, DeviceLost
 from benchmarks.record import Measurement
 
@@ -35,7 +35,7 @@ def failing(name: str, error: BaseException, calls_before: int = 0, **options: o
 def outcome(*entrants: Entrant, seconds: float = 60.0, **options: object) -> dict[str, Measurement]:
     contest = Contest({}, entrants, CPU, memory=False, **options)
     with suppress(KeyboardInterrupt):
-        contest.measure(Limits(time.monotonic() + seconds, FEWEST))
+        contest.measure(time.monotonic() + seconds, FEWEST)
     return {found.implementation: found for found in contest.results()}
 
 
@@ -46,6 +46,21 @@ def test_entrants_take_turns_and_the_warm_up_does_not_count():
 
     assert calls == ["a", "b"] + ["a", "b"] * FEWEST
     assert len(found["a"].seconds) == found["a"].time.samples == FEWEST
+
+
+def test_who_times_itself_gives_several_samples_a_turn_until_they_are_enough():
+    turns: list[int] = []
+
+    def turn(_: object) -> list[tuple[float, dict[str, float]]]:
+        turns.append(len(turns))
+        return [(0.25, {"a": 0.2}), (0.75, {"a": 0.6, "b": 0.1})]
+
+    found = outcome(Entrant("it", lambda: Prepared(turn, {"tokens_per_second": 8}, times_itself=True)))["it"]
+
+    assert len(turns) == 1 + 2  # one to warm up, then three samples of a second and a half in all
+    assert found.seconds == [0.25, 0.75] * 2
+    assert found.phases == pytest.approx({"a": 0.4, "b": 0.05})
+    assert found.metrics == {"tokens_per_second": 16}
 
 
 @pytest.mark.parametrize("calls_before", [0, 2], ids=["at once", "while timed"])
@@ -93,12 +108,12 @@ def test_who_breaks_the_device_is_named_and_what_was_measured_is_kept(monkeypatc
     def give_back_memory(device: torch.device) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(contest_module, "give_back_memory", give_back_memory)
+    monkeypatch.setattr(contest_module.measure, "give_back_memory", give_back_memory)
     bad = failing("bad", RuntimeError("illegal memory access"), 1)
     contest = Contest({}, [entrant("good", []), bad], CPU, memory=False)
 
     with pytest.raises(DeviceLost, match="bad broke the device: RuntimeError: illegal") as lost:
-        contest.measure(Limits(time.monotonic() + 60, FEWEST))
+        contest.measure(time.monotonic() + 60, FEWEST)
 
     assert lost.value.culprit == "bad"
     assert [(one.status, len(one.seconds)) for one in contest.results()] == [(OK, 1), (FAILED, 0)]
@@ -121,29 +136,21 @@ def test_an_interruption_keeps_what_was_measured_and_past_the_deadline_nobody_en
     assert (late.status, late.reason) == (SKIPPED, NO_TIME)
 
 
-def test_the_share_of_the_ceiling_is_the_rooflines():
-    work = Work(flops=100.0, bytes=10.0)
-    bounds = {"flops_per_second": 50.0, "bytes_per_second": 10.0}
+def test_ceilings_stand_beside_every_other_and_the_share_of_them_is_the_rooflines():
+    flops, transfer = "flops_per_second", "bytes_per_second"
+    arithmetic = Entrant(flops, lambda: Prepared(None, metrics=lambda _: {flops: 50.0}), ceiling=True)
+    copy = Entrant(transfer, lambda: Prepared(None, metrics=lambda _: {transfer: 10.0}), ceiling=True)
+    counted = Prepared(None, metrics=lambda _: {"counted": 3.0}, found={"reason": "x"})
 
-    assert work.share(4.0, bounds) == {"share_of_ceiling": 0.5}  # 2 s of arithmetic, 1 s of traffic
-    assert work.share(4.0, {"bytes_per_second": 10.0}) == {"share_of_ceiling": 0.25}
-    assert work.share(4.0, {}) == {}
+    def timed(work: dict[str, float]) -> Entrant:
+        return Entrant("a", lambda: Prepared(lambda _: [(4.0, {})], work, times_itself=True))
 
+    untimed = Entrant("bytes", lambda: counted)
+    both = outcome(arithmetic, copy, timed({flops: 100.0, transfer: 10.0}), untimed)
 
-def test_ceilings_come_first_and_stand_beside_every_other():
-    ceiling = Entrant("copy", lambda: Prepared(lambda _: None, Work(bytes=1.0)), ceiling=True)
-    untimed = Entrant("bytes", lambda: Prepared(None, metrics=lambda _: {"counted": 3.0}))
-
-    found = outcome(entrant("a", [], work=Work(bytes=1.0)), untimed, ceiling)
-
-    assert list(found) == ["copy", "a", "bytes"]
-    rate = found["copy"].metrics["bytes_per_second"]
-    assert found["a"].ceilings == {"bytes_per_second": rate}
-    assert found["a"].metrics["share_of_ceiling"] == pytest.approx(
-        found["a"].metrics["bytes_per_second"] / rate
-    )
-    assert (found["bytes"].status, found["bytes"].time, found["bytes"].metrics) == (
-        OK,
-        None,
-        {"counted": 3.0},
-    )
+    assert both["a"].ceilings == {flops: 50.0, transfer: 10.0} and both[flops].ceilings == {}
+    assert both["a"].metrics == {flops: 25.0, transfer: 2.5, "share_of_ceiling": 0.5}  # by arithmetic
+    assert outcome(copy, timed({flops: 1, transfer: 10}))["a"].metrics["share_of_ceiling"] == 0.25
+    assert "share_of_ceiling" not in outcome(timed({flops: 100.0}))["a"].metrics
+    found = both["bytes"]
+    assert (found.status, found.reason, found.time, found.metrics) == (OK, "x", None, {"counted": 3.0})

@@ -19,7 +19,7 @@ import torch
 from grpo_fast.kernels import cuda
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import head, kernels, machine, profile_head, smoke, tune
+from benchmarks import head, machine, profile_head, smoke, tune
 from benchmarks.__main__ import main
 from benchmarks.head import settings_of
 from benchmarks.peers.functions import full_logits
@@ -112,8 +112,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     small = (
         (machine._COPY_BYTES, 1 << 16),
         (machine._SIDE, 64),
-        (kernels._SIZES, ((N,), (H,), (V,))),
-        (head._SIZES, ((N,), (H,), (V,))),
         (smoke._SIZES, (("histogram", N, H, V),)),
     )
     for sizes, size in small:
@@ -151,22 +149,29 @@ def test_a_command_runs_to_its_end(gpu, tmp_path, command, options):
 
 
 def test_the_head_is_measured_on_rows_of_the_model_in_half_precision(gpu, tmp_path):
-    _, *cells = run(tmp_path, "head", "--impl", "ours, tolerance 0", "torch full")
+    _, *cells = run(tmp_path, "head", *SIZES, "--impl", "ours, tolerance 0", "torch full")
 
     assert {(cell.shape["rows"], cell.shape["dtype"]) for cell in cells} == {("histogram", "bfloat16")}
     assert {cell.memory.allocator for cell in cells if cell.time} == {2 << 20}
 
 
 def test_each_kernel_is_measured_and_its_work_counted(gpu, tmp_path):
-    found = {cell.implementation: cell for cell in run(tmp_path, "kernels")}
+    found = {cell.implementation: cell for cell in run(tmp_path, "kernels", *SIZES)}
 
     skipped = {name for name, cell in found.items() if cell.status == "skipped"}
-    assert skipped == {name for name, case in kernels.ON_CUDA.items() if case.in_library}  # not built
-    product = 2 * N * H * V
-    for name, products in (("forward", 1), ("dX, dense", 2), ("dX and dW, dense", 3)):
-        rate = products * product / (found[name].time.median / 1e3)
-        assert found[name].metrics["flops_per_second"] == pytest.approx(rate)
-    assert 0 < found["dX, sparse"].metrics["density"] <= 1
+    assert skipped == {"mass curve, CUDA C++"}  # not built
+    sparse = found["dX, sparse"].metrics
+    assert 0 < sparse["density"] <= 1 and 0 < sparse["entries_per_row"] <= V
+    tiles, entries = 2, sparse["entries_per_row"] * N
+    for name, flops, moved in (
+        ("forward", 2 * N * H * V, 2 * H * (N + V) + 4 * N * tiles),
+        ("select", 0, 4 * N * tiles),
+        ("dX and dW, dense", 6 * N * H * V, 4 * H * (N + V)),
+        ("dX, sparse", 4 * entries * H, 2 * H * (min(entries, V) + 2 * N)),
+    ):
+        seconds = found[name].time.median / 1e3
+        assert found[name].metrics["bytes_per_second"] == pytest.approx(moved / seconds)
+        assert found[name].metrics.get("flops_per_second", 0) == pytest.approx(flops / seconds)
 
 
 def test_the_tuner_measures_checks_and_writes_a_table(gpu, monkeypatch, tmp_path):

@@ -1,82 +1,80 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import group
 from benchmarks.__main__ import main
-from benchmarks.group import GroupBout, Probe, predict_group, preload, run_probe
+from benchmarks.group import Probe, predict_group, preload, run_probe, search
 from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED
-from benchmarks.record import Measurement, read
+from benchmarks.record import read
 from grpo_fast.policy.config import ModelConfig
 
 TOY = ModelConfig(path="toy", dtype="float32", device="cpu")
 PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=1 << 34)
 
 
-def searched(attempt: Callable[[Probe], Measurement], *, largest: int = 1024, tries: int = 99) -> GroupBout:
-    bout = GroupBout({"model": "toy"}, [PROBE], largest, attempt)
+@pytest.fixture
+def searched(monkeypatch):
+    """What a search finds where so many completions fit, and the sizes that it tried."""
 
-    class Limits:
-        passed = property(lambda _: len(bout.tried.get("ours", {})) >= tries)
+    def searched(limit: int, largest: int = 1024, seconds: float = 60.0, **outcome: Any):
+        sizes: list[int] = []
 
-    bout.measure(Limits())
-    return bout
+        def attempt(probe: Probe) -> dict[str, Any]:
+            sizes.append(probe.size)
+            return {"status": OK if probe.size <= limit else OOM} | outcome
+
+        monkeypatch.setattr(group, "run_probe", attempt)
+        return search(PROBE, largest, time.monotonic() + seconds), sizes
+
+    return searched
 
 
-def fitting(limit: int) -> Callable[[Probe], Measurement]:
-    return lambda probe: Measurement(probe.implementation, {}, OK if probe.size <= limit else OOM)
-
-
-def test_the_largest_group_that_fits_is_found_in_few_tries():
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
+def test_the_largest_group_that_fits_is_found_in_few_tries(searched, seed):
     limit = random.Random(seed).randint(2, 1024)
 
-    bout = searched(fitting(limit))
+    found, sizes = searched(limit)
 
-    found = bout.results()[0]
-    assert found.metrics["largest_group"] == limit
-    assert found.metrics.get("smallest_that_fails", limit + 1) == limit + 1
-    assert found.reason.startswith("at least") == (limit == 1024)
-    assert found.shape == bout.shape
-    assert len(bout.tried["ours"]) <= 20  # ten doublings, ten halvings
+    exact = {"smallest_that_fails": limit + 1} if limit < 1024 else {}
+    assert found.metrics(0.0) == {"largest_group": limit, **exact}
+    assert bool(found.found["reason"]) == (limit == 1024)
+    assert len(sizes) == len({*sizes}) <= 20  # ten doublings, ten halvings
 
 
-@pytest.mark.parametrize(("largest", "tries", "best"), [(24, 5, 24.0), (1024, 3, 8.0)])
-def test_a_search_that_ends_before_a_size_fails_says_at_least(largest, tries, best):
-    bout = searched(fitting(10**6), largest=largest, tries=tries)
+def test_a_search_that_no_size_ends_says_at_least(searched):
+    found, sizes = searched(10**6, largest=24)
 
-    assert list(bout.tried["ours"]) == [2, 4, 8, 16, 24][:tries]
-    assert bout.results()[0].metrics == {"largest_group": best}
-    assert bout.results()[0].reason.startswith("at least")
+    assert sizes == [2, 4, 8, 16, 24]
+    assert found.metrics(0.0) == {"largest_group": 24.0}
+    assert found.found["reason"].startswith("at least")
 
 
 @pytest.mark.parametrize(
-    ("outcome", "tries", "status", "reason"),
+    ("arguments", "status", "reason"),
     [
-        ((OOM, ""), 1, OOM, "not even two completions fit"),
-        ((FAILED, "RuntimeError: no"), 9, FAILED, "RuntimeError: no"),
-        ((OK, ""), 0, SKIPPED, NO_TIME),
+        ({"limit": 1}, OOM, "not even two fit"),
+        ({"limit": 1, "status": FAILED, "reason": "RuntimeError: no"}, FAILED, "RuntimeError: no"),
+        ({"limit": 9, "seconds": 0.0}, SKIPPED, NO_TIME),
     ],
 )
-def test_a_search_without_any_group_that_fits_says_why(outcome, tries, status, reason):
-    found = searched(lambda probe: Measurement("ours", {}, *outcome), tries=tries).results()[0]
-
-    assert (found.status, found.reason, found.shape) == (status, reason, {"model": "toy"})
+def test_a_search_without_any_group_that_fits_says_why(searched, arguments, status, reason):
+    assert searched(**arguments)[0].found == {"status": status, "reason": reason}
 
 
 def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(group, "run_probe", fitting(5))
+    monkeypatch.setattr(group, "run_probe", lambda probe: {"status": OK if probe.size <= 5 else OOM})
     out = tmp_path / "group.json"
 
     assert main(["group", "--device", "cpu", "--model", "toy", "--impl", "ours", "--json", str(out)]) == 0
 
     measured, predicted = read(out).cells
+    assert (measured.status, measured.reason) == (OK, "")
     assert measured.metrics == {"largest_group": 5.0, "smallest_that_fails": 6.0}
     assert predicted.implementation == "ours, predicted"
     assert predicted.metrics["largest_group"] > 5
@@ -87,16 +85,14 @@ def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_or_the_time
     probe = replace(PROBE, size=2)
 
     fits = run_probe(probe)
-    too_much = run_probe(replace(probe, budget=1 << 20))
     too_slow = run_probe(probe, seconds=0.01)
-    broken = run_probe(replace(probe, model=TOY.model_copy(update={"path": "no such"})))
 
-    assert (fits.status, fits.reason) == (OK, "")
-    assert fits.time.median > 0
-    assert too_much.status == OOM
-    assert (too_slow.status, too_slow.reason) == (FAILED, "the time is up")
-    assert broken.status == FAILED
-    assert "no such" in broken.reason
+    assert fits["status"] == OK and fits["time"].median > 0
+    assert 1 << 20 < fits["memory"].driver < 1 << 29
+    assert run_probe(replace(probe, budget=1 << 20))["status"] == OOM
+    assert too_slow == {"status": FAILED, "reason": "the time is up"}
+    broken = run_probe(replace(probe, model=TOY.model_copy(update={"path": "no such"})))
+    assert broken["status"] == FAILED and "no such" in broken["reason"]
 
 
 def test_the_planner_predicts_more_with_more_memory():

@@ -104,7 +104,7 @@ def test_a_peer_that_fails_or_gives_too_little_says_how_and_the_others_are_measu
     assert found["short"].reason[:20] in printed and "skipped absent: not installed" in printed
 
 
-def of_loss(damage: Callable[[torch.Tensor], torch.Tensor]) -> Peer:
+def of_loss(damage: Callable[[torch.Tensor], torch.Tensor], name: str) -> Peer:
     """Whose loss is damaged, and which keeps its log-probabilities."""
 
     def prepare(problem: Problem) -> Run:
@@ -112,25 +112,21 @@ def of_loss(damage: Callable[[torch.Tensor], torch.Tensor]) -> Peer:
             damage(loss_of(problem, logprobs(problem.hidden, problem.weight, problem.targets)))
         )
 
-    return Peer("wrong", prepare)
+    return Peer(name, prepare)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "mode"),
-    [
-        (damaged(lambda found: 1.3 * found), "forward"),
-        (damaged(lambda found: torch.nan * found), "forward"),
-        (damaged(lambda found: found - found.detach() + 1), "forward"),
-        (of_loss(lambda loss: loss + 1), "forward"),
-        (of_loss(lambda loss: loss.detach() + 1.5 * (loss - loss.detach())), "forward_backward"),
-    ],
-    ids=["logprobs", "NaN", "above 0", "loss", "gradient"],
-)
-def test_a_wrong_result_of_any_loss_is_inaccurate(tmp_path, only, capsys, wrong, mode):
-    only(wrong)
-    run_head(tmp_path, "--rows", "flat", "--mode", mode, "--trainable")
+def test_a_wrong_result_of_any_loss_is_inaccurate(tmp_path, only, capsys):
+    wrong = (
+        damaged(lambda found: 1.3 * found, "logprobs"),
+        damaged(lambda found: torch.nan * found, "NaN"),
+        damaged(lambda found: found - found.detach() + 1, "above 0"),
+        of_loss(lambda loss: loss + 1, "loss"),
+        of_loss(lambda loss: loss.detach() + 1.5 * (loss - loss.detach()), "gradient"),
+    )
+    only(*wrong, FULL)
+    run_head(tmp_path, "--rows", "flat", "--mode", "forward_backward", "--trainable")
 
-    assert capsys.readouterr().out.count("INACCURATE") == len(LOSSES)
+    assert capsys.readouterr().out.count("INACCURATE") == len(LOSSES) * len(wrong)
 
 
 def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured(tmp_path, only, monkeypatch):
@@ -184,7 +180,7 @@ def test_what_cannot_be_used_is_named(arguments, named, capsys):
 
 
 def axes(kind: str, *rows: str) -> dict[str, tuple]:
-    tokens, hidden, vocabulary = head._SIZES[kind]
+    tokens, hidden, vocabulary = (sizes[kind == "cpu"] for sizes in head.SIZES.values())
     sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
     return {
         "rows": rows,
@@ -264,19 +260,18 @@ def test_every_loss_and_head_is_tried_and_found_right(only, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "status", "said"),
+    ("wrong", "said"),
     [
-        (damaged(lambda found: found * (1 + 1e-2)), FAILED, "hidden gradient off by"),
-        (damaged(lambda found: found * torch.nan), FAILED, "logprob off by nan"),
-        (raising("greedy", torch.OutOfMemoryError("CUDA out of memory")), OOM, ""),
+        (damaged(lambda found: found * (1 + 1e-2)), "hidden gradient off by 1.0e-02"),
+        (damaged(lambda found: found * torch.nan), "logprob off by nan"),
+        (raising("greedy", torch.OutOfMemoryError("CUDA out of memory")), ": oom"),
     ],
 )
-def test_a_wrong_one_is_named_and_fails(only, tmp_path, capsys, wrong, status, said):
+def test_a_wrong_one_is_named_and_fails(only, tmp_path, capsys, wrong, said):
     only(wrong)
 
-    code, cells = run_smoke(tmp_path)
+    assert run_smoke(tmp_path)[0] == 1
 
-    assert (code, [cell.status for cell in cells]) == (1, [status] * 4)
     printed = capsys.readouterr().out
-    assert said in cells[0].reason
-    assert "smoke: WRONG" in printed and f"{wrong.name} at peaked rows" in printed
+    assert "smoke: WRONG, do not believe any time; 0 of 4 trials right" in printed
+    assert f"{wrong.name} at peaked rows" in printed and said in printed

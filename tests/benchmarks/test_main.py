@@ -14,7 +14,7 @@ from benchmarks.__main__ import COMMANDS, main
 from grpo_fast import cli
 
 SOURCES = Path(benchmarks.__file__).parent
-OF_A_CHECKOUT = ("bench_", "peer_")  # pytest's, and the peers' own tests
+OF_A_CHECKOUT = "peer_"  # the peers' own tests
 
 
 @pytest.mark.parametrize("command", COMMANDS)

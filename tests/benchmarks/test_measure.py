@@ -11,7 +11,18 @@ import torch
 
 from benchmarks import measure
 from benchmarks.machine import _command
-from benchmarks.measure import FAILED, OOM, SKIPPED, Stopwatch, TooSlow, Unsupported, at_most, failure_of
+from benchmarks.measure import (
+    FAILED,
+    OOM,
+    SKIPPED,
+    Stopwatch,
+    TooSlow,
+    Unsupported,
+    at_most,
+    failure_of,
+    memory_of,
+    summarise,
+)
 
 
 def test_phases_add_up_without_inner_ones_and_a_call_that_raised_leaves_nothing_behind(monkeypatch):
@@ -40,12 +51,11 @@ def test_phases_add_up_without_inner_ones_and_a_call_that_raised_leaves_nothing_
 
 
 def test_the_peak_of_a_call_is_seen_although_it_is_given_back():
-    peak = measure.peak_growth(lambda: [os.urandom(1 << 20) for _ in range(128)].clear())
-    if peak is None:
+    memory = memory_of(lambda: [os.urandom(1 << 20) for _ in range(128)].clear(), torch.device("cpu"))
+    if memory.best is None:
         pytest.skip("this system does not reset a process' peak")
 
-    assert peak > 100 << 20  # of 128 MiB: pages that were resident before may be used again
-    assert measure.resident_bytes(2**22 + 1) is None  # beyond any process id of Linux
+    assert 100 << 20 < memory.best < 200 << 20  # 128 MiB: pages that were resident may be used again
 
 
 def test_what_takes_too_long_is_interrupted_and_an_alarm_set_before_still_rings():
@@ -67,6 +77,12 @@ def test_what_takes_too_long_is_interrupted_and_an_alarm_set_before_still_rings(
     finally:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def test_a_spread_is_the_median_and_the_quartiles_in_milliseconds():
+    assert vars(summarise([0.004, 0.001, 0.003, 0.002, 0.005])) == pytest.approx(
+        {"median": 3.0, "lower": 2.0, "upper": 4.0, "samples": 5}
+    )
 
 
 @pytest.mark.parametrize(

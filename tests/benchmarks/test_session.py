@@ -1,4 +1,4 @@
-"""What a session keeps, with bouts made of nothing, and what its file reads back as."""
+"""What a session keeps, with contests made of nothing, and what its file reads back as."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks import session
 from benchmarks.measure import DeviceLost, Memory, Spread
 from benchmarks.peers import choose_names
 from benchmarks.record import Measurement, Record, read, write_json
-from benchmarks.session import add_common_arguments, check_common, run_session
+from benchmarks.session import add_common_arguments, add_sizes, check_common, run_session
 
 
-class FakeBout:
+class FakeContest:
     def __init__(self, number: int, error: BaseException | None = None) -> None:
         self.shape: dict[str, Any] = {"number": number}
         self._error = error
 
-    def measure(self, limits: object) -> None:
+    def measure(self, deadline: float, rounds: int) -> None:
         if self._error is not None:
             raise self._error
 
@@ -31,6 +31,8 @@ class FakeBout:
 def options(tmp_path: Path, *arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_common_arguments(parser, minutes=1)
+    add_sizes(parser, {"at_most": (9, 2, "of it")})
+    parser.set_defaults(kind="step")
     return parser.parse_args(["--device", "cpu", "--json", str(tmp_path / "out.json"), *arguments])
 
 
@@ -40,25 +42,30 @@ def run(tmp_path, monkeypatch):
     about = {"benchmark_device": "CPU", "copy_gigabytes_per_second": 1.0}
     monkeypatch.setattr(session, "environment", lambda device: dict(about))
 
-    def run(bouts: list[FakeBout], *arguments: str, **more: Any) -> tuple[int, Record]:
+    def run(contests: list[FakeContest], *arguments: str, **more: Any) -> tuple[int, Record]:
         found = options(tmp_path, *arguments)
-        return run_session("step", found, check_common(found), bouts, **more), read(tmp_path / "out.json")
+        check_common(found)
+        return run_session(found, contests, **more), read(tmp_path / "out.json")
 
     return run
 
 
-def test_every_bout_is_in_the_file_and_what_follows_from_all_of_them(run):
+def test_every_contest_is_in_the_file_and_what_follows_from_all_of_them(run):
     def conclude(found: list[Measurement]) -> list[Measurement]:
         return [Measurement("fit", {}, metrics={"points": float(len(found))})]
 
-    code, record = run([FakeBout(1), FakeBout(2)], conclude=conclude, notes=["rows of a model"])
+    code, record = run([FakeContest(1), FakeContest(2)], conclude=conclude, notes=["rows of a model"])
 
-    assert code == 0
+    assert (code, record.kind) == (0, "step")
     assert [cell.shape.get("number") for cell in record.cells] == [1, 2, None]
     assert record.cells[-1].metrics == {"points": 2.0}
     assert record.environment["benchmark_device"] == "CPU"
-    assert (record.options["dtype"], record.gpu_states) == ("float32", [None, None])
-    assert record.notes == ["rows of a model"]
+    assert (record.options["dtype"], record.options["at_most"]) == ("float32", 2)
+    assert (record.gpu_states, record.notes) == ([None, None], ["rows of a model"])
+    assert run([], "--at-most", "1,000", "--dtype", "float16")[1].options.items() >= {
+        ("at_most", 1000),
+        ("dtype", "float16"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_every_bout_is_in_the_file_and_what_follows_from_all_of_them(run):
     ],
 )
 def test_what_ends_a_run_early_loses_nothing_that_was_measured(run, error, code, stopped, culprit):
-    left, record = run([FakeBout(1), FakeBout(2, error), FakeBout(3)])
+    left, record = run([FakeContest(1), FakeContest(2, error), FakeContest(3)])
 
     assert left == code
     assert [cell.shape["number"] for cell in record.cells] == [1, 2]
@@ -78,7 +85,7 @@ def test_what_ends_a_run_early_loses_nothing_that_was_measured(run, error, code,
 
 
 def test_without_time_nothing_is_measured_and_the_record_says_so(run, capsys):
-    code, record = run([FakeBout(1)], "--minutes", "0")
+    code, record = run([FakeContest(1)], "--minutes", "0")
 
     assert (code, record.not_measured) == (0, [{"number": 1}])
     assert "the time budget is spent: 1 shapes not measured" in capsys.readouterr().out
@@ -87,9 +94,12 @@ def test_without_time_nothing_is_measured_and_the_record_says_so(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"), [(["--minutes", "-1"], "--minutes"), (["--json", "/no/such/x.json"], "folder")]
 )
-def test_a_value_that_cannot_be_used_is_named(tmp_path, arguments, named):
+def test_a_value_that_cannot_be_used_is_named(tmp_path, arguments, named, capsys):
     with pytest.raises(ValueError, match=named):
         check_common(options(tmp_path, *arguments))
+    with pytest.raises(SystemExit):
+        options(tmp_path, "--repeats", "0")
+    assert "--repeats: must be at least 1" in capsys.readouterr().err
 
 
 def test_names_are_chosen_by_words_and_an_unknown_word_is_an_error():
@@ -107,9 +117,7 @@ def test_measurements_survive_the_file_with_their_nan(tmp_path):
         time=Spread(150.0, 125.0, 175.0, 2),
         memory=Memory(None, 7),
         accuracy={"logprob": float("inf")},
-        phases={"forward": 0.1},
         metrics={"mfu": float("nan")},
-        ceilings={"flops_per_second": 1e12},
     )
     record = Record(
         "step", [one], {"command": ["x"]}, not_measured=[{"tokens": 6}], stopped="interrupted", culprit="it"
@@ -120,7 +128,7 @@ def test_measurements_survive_the_file_with_their_nan(tmp_path):
     assert repr(read(tmp_path / "step.json")) == repr(record)  # as text, where NaN equals itself
 
 
-@pytest.mark.parametrize("kind", ["head", "kernels", "scaling", "step", "train", "group", "rollout"])
+@pytest.mark.parametrize("kind", ["head", "scaling", "step", "train", "group", "rollout", "turns"])
 def test_the_checked_in_records_are_read(kind):
     record = read(Path(session.__file__).parent / "results" / f"{kind}_cpu.json")
 

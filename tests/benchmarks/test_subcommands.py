@@ -24,17 +24,6 @@ def by_name(record: Record) -> dict[str, Measurement]:
     return {found.implementation: found for found in record.cells}
 
 
-def test_kernels_are_measured_against_a_product_and_a_copy(tmp_path):
-    record = run(tmp_path, "kernels", "--tokens", "32", "--hidden", "16", "--vocab", "300")
-
-    assert record.kind == "kernels"
-    assert {found.status for found in record.cells} == {OK}
-    both = by_name(record)["dX and dW, torch"]
-    assert set(both.ceilings) == {"flops_per_second", "bytes_per_second"}
-    assert both.metrics["share_of_ceiling"] > 0
-    assert both.shape == {"tokens": 32, "hidden": 16, "vocabulary": 300, "rows": "peaked", "dtype": "float32"}
-
-
 def test_an_update_is_the_same_for_all_implementations(tmp_path):
     pytest.importorskip("trl")
     record = run(
@@ -50,17 +39,6 @@ def test_an_update_is_the_same_for_all_implementations(tmp_path):
         assert found[name].metrics["grad_norm"] == pytest.approx(ours.metrics["grad_norm"], rel=1e-3)
         assert found[name].metrics["tokens_per_second"] > 0
         assert {"forward", "head and loss", "backward", "optimizer"} <= set(found[name].phases)
-
-
-RECOMPUTED = "--gradient-checkpointing"
-
-
-@pytest.mark.parametrize("options", [["--lora", "2", RECOMPUTED, "mlp"], ["--frozen", RECOMPUTED]])
-def test_an_update_of_a_part_with_recomputation_runs(tmp_path, options):
-    small = ["--model", "toy", "--prompts", "1", "--group", "2", "--impl", "ours"]
-    record = run(tmp_path, "step", *small, *options)
-
-    assert by_name(record)["ours"].status == OK
 
 
 def test_an_engines_cycle_is_timed_phase_by_phase(tmp_path):
@@ -94,6 +72,7 @@ def test_whole_steps_of_both_trainers_have_phases(tmp_path):
         found = by_name(record)[name]
         assert (found.status, found.reason) == (OK, "")
         assert len(found.seconds) == 3  # a step in each of three turns, the warm-up left out
+        assert found.memory.driver > 0
         assert {"generate", "reward", "update"} <= set(found.phases)
         assert 0 < found.metrics["tokens"] <= 2 * 2 * 4
 
@@ -103,8 +82,7 @@ def test_whole_steps_of_both_trainers_have_phases(tmp_path):
     [
         (["train", "--group", "1"], "--group must be at least 2"),
         (["group", "--memory", "-1"], "--memory must be above 0 GiB"),
-        (["step", "--lengths", "nowhere.json"], "--lengths nowhere.json cannot be used"),
-        (["kernels", "--rows", "histogram"], "--rows histogram needs --histogram FILE"),
+        (["kernels"], "the kernels need a CUDA device"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
