@@ -23,8 +23,7 @@ from grpo_fast.preference.config import PreferenceConfig
 from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
 from grpo_fast.run_record.alerts import AlertsConfig
-from grpo_fast.run_record.config import CheckpointConfig, HubConfig
-from grpo_fast.run_record.mirrors import LoggingConfig
+from grpo_fast.run_record.config import CheckpointConfig, HubConfig, LoggingConfig
 from grpo_fast.section import PositiveInt, Section, Seed
 from grpo_fast.stages import PART, StageConfig, resolve_stages
 

@@ -24,11 +24,20 @@ from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
 from grpo_fast.run.build import build_callbacks, build_trainer
 from grpo_fast.run.opening import opening_lines
-from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore, check_writable
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, read_jsonl, write_whole
-from grpo_fast.run_record.lock import holder, locked
+from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
+from grpo_fast.run_record.config import LoggingConfig
+from grpo_fast.run_record.files import (
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    INPUTS_DIR,
+    LOCK_FILE,
+    differences,
+    opened,
+    read_jsonl,
+    write_whole,
+)
 from grpo_fast.run_record.logs import METRICS_FILE
-from grpo_fast.run_record.mirrors import LoggingConfig, require_mirrors
+from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
@@ -68,8 +77,9 @@ def train(
 
     Raises:
         RunInUse: another process trains in the directory.
-        CheckpointError: the directory cannot be written, holds another run, or has no intact checkpoint; the
-            message names the remedy.
+        OSError: the directory cannot be written to.
+        CheckpointError: the directory holds another run, or has no intact checkpoint; the message names the
+            remedy.
         ValueError: the configuration contradicts the model or the data. Raised before any training.
         Exception: as a step raised it, after the last finished step was saved where that is possible.
     """
@@ -78,7 +88,8 @@ def train(
         timeout = timedelta(minutes=config.distributed.timeout)
         world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
-        if len({*world.together("the run's lock", partial(holder, run_dir))}) > 1:
+        lock = run_dir / LOCK_FILE  # of other ranks' hosts, it may not be there
+        if len({*world.together("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:
             raise CheckpointError(
                 f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
                 "system that their hosts share"
@@ -124,8 +135,8 @@ def train(
         recorder = stack.enter_context(
             Recorder(trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks)
         )
-        if isinstance(trainer, Trainer):
-            trainer.on_progress = recorder.on_progress
+        if isinstance(trainer, Trainer) and recorder.display:
+            trainer.on_progress = recorder.display.rollout
         for line in opening_lines(config, trainer) if world.leads else ():
             recorder.say(line)
         if resume is not None:
@@ -145,14 +156,6 @@ def train(
             world.agreed("the record", partial(recorder.record, result))
         world.agreed("the report", partial(recorder.finish, stopped_by))
     return Ended(run_dir, stopped_by)
-
-
-@contextmanager
-def opened(run_dir: Path) -> Iterator[None]:
-    """The run's folder, there and held against other processes."""
-    check_writable(run_dir)
-    with locked(run_dir):
-        yield
 
 
 @contextmanager
@@ -227,15 +230,3 @@ def same_input(old: Any, new: Any) -> bool:
     """Whether two paths lead to the same rows in a run's folder that has moved: names there hold a digest."""
     ends = [Path(one).parts[-2:] if isinstance(one, str) else () for one in (old, new)]
     return ends[0] == ends[1] and ends[0][:1] == (INPUTS_DIR,)
-
-
-def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, value before, value now) wherever two trees of a configuration differ."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        before, now = (dict(enumerate(items)) for items in (before, now))
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        if before != now:
-            yield place, before, now
-        return
-    for key in before | now:
-        yield from differences(before.get(key), now.get(key), f"{place}.{key}" if place else str(key))

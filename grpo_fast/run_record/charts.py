@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from grpo_fast.run_record.summary import PHASES
+from grpo_fast.run_record.summary import FIGURES
 
 Points = Sequence[tuple[int, float]]
 AlertSpan = tuple[int, int | None, str]
@@ -21,29 +21,7 @@ SMOOTHING = 20  # the bold line averages a twentieth of the run
 
 SCORE = "score/"  # before the name of a set of held-out questions
 REWARD = re.compile(r"reward/([^/]+)/mean")
-CURVES: Mapping[str, tuple[str, float]] = {  # metric -> (title, factor); one title, one chart
-    "rewards/accuracies": ("Preferred completions, %", 100),
-    "rewards/margins": ("Reward gap", 1),
-    "ranking/pairwise_accuracy": ("Pairs ranked right, %", 100),
-    "kl": ("KL to the reference", 1),
-    "clip_ratio/region_mean": ("Clipped tokens, %", 100),
-    "entropy": ("Entropy, nats", 1),
-    "completion/length_mean": ("Completion length, tokens", 1),
-    "completion/truncated": ("Truncated completions, %", 100),
-    "groups/flat": ("Groups without spread, %", 100),
-    "groups/unique_completions": ("Different completions in a group, %", 100),
-    "turns/mean": ("Turns of a completion", 1),
-    "tools/calls": ("Tool calls of a completion", 1),
-    "tools/failures": ("Failed tool calls, %", 100),
-    "environment/seconds": ("Environment of a completion, seconds", 1),
-    "loss": ("Loss", 1),
-    "grad_norm": ("Gradient norm", 1),
-    "learning_rate": ("Learning rate", 1),
-    "sampling/logp_difference_mean": ("Sampler against trainer, |Δ log p|", 1),
-    "tokens_per_second": ("Tokens per second", 1),
-    **{f"time/{phase}": ("Seconds", 1) for phase in ("step", *PHASES)},
-    "memory/peak_bytes": ("Peak memory, GiB", 2**-30),
-}
+UNITS = {"%": (", %", 100.0), "bytes": (", GiB", 2.0**-30), "s": (", seconds", 1.0)}  # (words, factor)
 
 
 @dataclass(frozen=True)
@@ -79,14 +57,19 @@ class Chart:
 
 
 def draw_curves(runs: Sequence[Columns], last: int) -> tuple[list[Chart], list[Chart], list[tuple[str, str]]]:
-    """Charts up to the step `last` of all that moved, those of `CURVES` and the rest, and (title, value) of
+    """Charts up to the step `last` of all that moved, those of `FIGURES` and the rest, and (title, value) of
     what never did. One run's metrics of one title share a chart; of several runs each metric has its own."""
     names = sorted({name for run in runs for name in run.values})
     parts = {name: ("Reward by function", 1.0) for name in names if REWARD.fullmatch(name)}
     first = {name: ("Held-out score, %", 100.0) for name in names if name.startswith(SCORE)}
-    first |= {"reward/mean": ("Reward, mean ± standard deviation", 1)}
-    first |= {**(parts if len(parts) > 1 else {}), **CURVES}
-    placed = {*first, *parts, "eval/score"}
+    first |= {"reward/mean": ("Reward, mean ± standard deviation", 1.0)}
+    if len(parts) > 1:
+        first |= parts
+    for figure in FIGURES:
+        unit, factor = UNITS.get(figure.unit, ("", 1.0))
+        title = f"{figure.title[0].upper()}{figure.title[1:]}{unit}"
+        first[figure.name] = ("Seconds", 1.0) if figure.name.startswith("time/") else (title, factor)
+    rest = {name: (name, 1.0) for name in names if name not in {*first, *parts, "eval/score"}}
     still: list[tuple[str, str]] = []
 
     def draw(wanted: Mapping[str, tuple[str, float]]) -> list[Chart]:
@@ -101,7 +84,7 @@ def draw_curves(runs: Sequence[Columns], last: int) -> tuple[list[Chart], list[C
                 still.append((full, _text(factor * values[0])))
         return [_chart(title, wanted[one[0]][1], runs, one, last) for title, one in metrics.items()]
 
-    return draw(first), draw({name: (name, 1) for name in names if name not in placed}), still
+    return draw(first), draw(rest), still
 
 
 def _label(name: str) -> str:

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,7 @@ WRITING, DELETING, DAMAGED, WEIGHTS = ".tmp", ".del", ".damaged", ".weights"
 
 
 class CheckpointError(Exception):
-    """Checkpoints cannot be kept, or not be found, where they were asked for."""
+    """A checkpoint cannot be kept or found where it was asked for."""
 
 
 class CheckpointSaveError(CheckpointError):
@@ -139,7 +138,7 @@ class CheckpointStore:
             Diverged: a tensor holds NaN or infinity.
             ValueError: the store was opened to read.
         """
-        return self._save(self.root / f"step-{step:08d}", step, tensors, json.dumps(state))
+        return self._save(self.root / f"step-{step:08d}", tensors, json.dumps(state))
 
     def save_weights(self, step: int, weights: Mapping[str, Tensor]) -> Path:
         """Write the trained weights alone, where a checkpoint has no room; the next checkpoint replaces them.
@@ -147,7 +146,7 @@ class CheckpointStore:
         Raises:
             Exception: as `save`.
         """
-        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", step, weights, "{}")
+        return self._save(self.root / f"step-{step:08d}{WEIGHTS}", weights, "{}")
 
     def load_latest(self) -> Checkpoint | None:
         """The newest checkpoint, or weights alone if they are newer; None where there is nothing.
@@ -155,7 +154,7 @@ class CheckpointStore:
         Raises:
             DamagedCheckpoint: the newest is damaged. The message names the newest intact one.
         """
-        paths = sorted([*self._named(WEIGHTS), *self.paths()], key=step_of)
+        paths = self._named("", WEIGHTS)
         try:
             return self.load(paths[-1]) if paths else None
         except DamagedCheckpoint as error:
@@ -208,39 +207,58 @@ class CheckpointStore:
         }
         return Checkpoint(path, step_of(path), tensors, json.loads((path / STATE).read_bytes()))
 
-    def _named(self, suffix: str) -> list[Path]:
-        """Folders of steps whose names end so, oldest first."""
+    def _named(self, *suffixes: str) -> list[Path]:
+        """Folders of steps whose names end so, oldest first; of one step the checkpoint is the newest."""
         found = self.root.iterdir() if self.root.is_dir() else ()
-        matching = (p for p in found if p.suffix == suffix and FINAL.fullmatch(p.stem) and p.is_dir())
-        return sorted(matching, key=step_of)
+        matching = (p for p in found if p.suffix in suffixes and FINAL.fullmatch(p.stem) and p.is_dir())
+        return sorted(matching, key=lambda path: (step_of(path), not path.suffix))
 
-    def _save(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: str) -> Path:
+    def _save(self, path: Path, tensors: Mapping[str, Tensor], state: str) -> Path:
         if self.keep is None:
             raise ValueError("this store was opened to read; give CheckpointStore a value for keep")
         for name in self._agreed(lambda: first_not_finite({n: local(t) for n, t in tensors.items()})):
             if name:
                 raise Diverged(f"{name} holds NaN or infinity")
+
+        def delete_old() -> None:
+            weights = [other for other in self._named(WEIGHTS) if other != path]
+            self._delete([*self.paths()[: -(self.keep or 0)], *weights])
+
         try:
             try:
-                self._write(path, step, tensors, state)
+                self._write(path, tensors, state)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._lead(self._make_room):
                     raise
-                self._write(path, step, tensors, state)
-            self._lead(lambda: self._delete_old(path))
+                self._write(path, tensors, state)
+            self._lead(delete_old)
         except OSError as error:
             free, saved = bytes_text(_free_bytes(self.root)), self.paths()
             newest = f"the newest checkpoint is {saved[-1]}" if saved else "there is no checkpoint"
             raise CheckpointSaveError(f"cannot save {path}: {error} ({free} free); {newest}") from error
         return path
 
-    def _write(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: str) -> None:
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], state: str) -> None:
         folder = path.with_suffix(WRITING)
+        ends = accumulate(local(tensor).nbytes for tensor in tensors.values())
+        places = {name: 1 + end // FILE for name, end in zip(tensors, ends, strict=True)}
+
+        def write_own() -> dict[str, dict[str, Any]]:
+            """This rank's files, by name with their fingerprints."""
+            writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True)
+            contiguous: dict[str, Any] = {name: t.detach().contiguous() for name, t in tensors.items()}
+            group, alone = self.world.objects, self.world.size == 1
+            with _as_raised():
+                dcp.save(contiguous, storage_writer=writer, process_group=group, no_dist=alone)
+            own = sorted(folder.glob(f"shard-{self.world.rank + 1:05d}-*"))  # as DCP calls them
+            for file in own:
+                sync(file)
+            return {file.name: fingerprint(file) for file in own}
 
         def complete() -> None:
             (folder / STATE).write_text(state, encoding="utf-8")
             files = {STATE: fingerprint(folder / STATE)} | {n: f for own in written for n, f in own.items()}
-            manifest = {"format": FORMAT, "step": step, "files": files}
+            manifest = {"format": FORMAT, "step": step_of(path), "files": files}
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             for changed in (folder / STATE, folder / MANIFEST, folder):
                 sync(changed)
@@ -248,7 +266,7 @@ class CheckpointStore:
             sync(self.root)
 
         try:
-            written = self._agreed(lambda: _write_tensors(folder, tensors, self.world))
+            written = self._agreed(write_own)
             self._lead(complete)
         finally:
             self._lead(self._clean)
@@ -256,17 +274,17 @@ class CheckpointStore:
     def _agreed(self, work: Callable[[], T]) -> list[T]:
         """Every rank's result, or on every rank the first one's OSError, for all to take the same way on."""
 
-        def tried() -> tuple[T, None] | tuple[None, OSError]:
+        def tried() -> T | OSError:
             try:
-                return work(), None
+                return work()
             except OSError as error:
-                return None, error
+                return error
 
         found: list[Any] = self.world.together("the checkpoint", tried)
-        for _, error in found:
-            if error is not None:
-                raise error
-        return [result for result, _ in found]
+        for result in found:
+            if isinstance(result, OSError):
+                raise result
+        return found
 
     def _lead(self, work: Callable[[], T]) -> T:
         """Rank 0's result, which alone works."""
@@ -282,9 +300,6 @@ class CheckpointStore:
         self._delete(paths[:1])
         return True
 
-    def _delete_old(self, newest: Path) -> None:
-        self._delete([*self.paths()[: -(self.keep or 0)], *(p for p in self._named(WEIGHTS) if p != newest)])
-
     def _delete(self, paths: Iterable[Path]) -> None:
         for path in paths:
             # Renamed first: a kill in the middle must not leave half a checkpoint under a final name.
@@ -292,9 +307,8 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Drop what a kill left half-written or half-deleted."""
-        for suffix in (WRITING, DELETING):
-            for path in self._named(suffix):
-                shutil.rmtree(path)
+        for path in self._named(WRITING, DELETING):
+            shutil.rmtree(path)
 
 
 def verify(path: Path) -> list[str]:
@@ -330,20 +344,6 @@ def verify(path: Path) -> list[str]:
     return list(files)
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: World) -> dict[str, dict[str, Any]]:
-    """Makes the folder with every rank's files; the fingerprints of this rank's, by name."""
-    ends = accumulate(local(tensor).nbytes for tensor in tensors.values())
-    places = {name: 1 + end // FILE for name, end in zip(tensors, ends, strict=True)}
-    writer = HuggingFaceStorageWriter(str(folder), places, save_distributed=True)
-    with _as_raised():
-        contiguous: dict[str, Any] = {name: t.detach().contiguous() for name, t in tensors.items()}
-        dcp.save(contiguous, storage_writer=writer, process_group=world.objects, no_dist=world.size == 1)
-    own = sorted(folder.glob(f"shard-{world.rank + 1:05d}-*"))  # as DCP calls them
-    for file in own:
-        sync(file)
-    return {file.name: fingerprint(file) for file in own}
-
-
 @contextmanager
 def _as_raised() -> Iterator[None]:
     """DCP's errors as they were raised, and no warnings: one process is no distributed one."""
@@ -360,21 +360,6 @@ def _is_intact(path: Path) -> bool:
         return bool(verify(path))
     except CheckpointError:
         return False
-
-
-def check_writable(root: Path) -> None:
-    """Make `root`, and make sure that it can be written to.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root) as probe:
-            probe.write(b"\0")
-            probe.flush()
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {root}: {error}; choose another output_dir") from error
 
 
 def step_of(path: Path) -> int:

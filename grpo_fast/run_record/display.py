@@ -6,8 +6,7 @@ import math
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from grpo_fast.data.types import spoken
 from grpo_fast.run_record.logs import SampleRecord
-from grpo_fast.run_record.summary import PHASES, Interval, bytes_text, duration_text, score_text
+from grpo_fast.run_record.summary import FIGURES, Interval, duration_text, score_text
 
 WIDTH = 96  # columns; wider panels are harder to read
 LINE = 160  # characters of a plain line
@@ -32,64 +31,6 @@ RECENT = 20  # steps that the remaining time is judged by
 BARS = "▁▂▃▄▅▆▇█"
 
 Numbers = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Field:
-    """One number of the panel, and its key in a plain line."""
-
-    label: str
-    key: str
-    name: str  # of the metric or timing
-    style: str  # of format(), or `percent`, `duration`, `bytes`
-
-    def text(self, numbers: Numbers) -> str:
-        value = numbers[self.name]
-        if not math.isfinite(value):
-            return str(value)
-        if self.style == "percent":
-            return f"{100 * value:.1f} %"
-        special = {"duration": duration_text, "bytes": bytes_text}.get(self.style)
-        return special(value) if special else format(value, self.style)
-
-
-LEARNING = (
-    Field("flat groups", "flat", "groups/flat", "percent"),
-    Field("preferred", "preferred", "rewards/accuracies", "percent"),
-    Field("reward gap", "gap", "rewards/margins", ".3g"),
-    Field("ranked right", "ranked", "ranking/pairwise_accuracy", "percent"),
-    Field("loss", "loss", "loss", ".4g"),
-    Field("gradient norm", "grad_norm", "grad_norm", ".3g"),
-    Field("learning rate", "lr", "learning_rate", ".3g"),
-)
-POLICY = (
-    Field("beta", "beta", "beta", ".3g"),
-    Field("KL", "kl", "kl", ".3g"),
-    Field("clip fraction", "clip", "clip_ratio/region_mean", "percent"),
-    Field("entropy", "entropy", "entropy", ".3g"),
-)
-COMPLETIONS = (
-    Field("sampler difference", "sampler_diff", "sampling/logp_difference_mean", ".2g"),
-    Field("length", "length", "completion/length_mean", ".1f"),
-    Field("truncated", "truncated", "completion/truncated", "percent"),
-    Field("turns", "turns", "turns/mean", ".1f"),
-    Field("tool calls", "calls", "tools/calls", ".1f"),
-    Field("failed calls", "failed", "tools/failures", "percent"),
-)
-SPEED = (
-    Field("tokens/s", "tok/s", "tokens_per_second", ",.0f"),
-    Field("memory", "mem", "memory/peak_bytes", "bytes"),
-    Field("a step", "t_step", "time/step", "duration"),
-    Field("in an environment", "t_env", "environment/seconds", "duration"),
-)
-SECONDS = tuple(Field(phase, f"t_{phase}", f"time/{phase}", "duration") for phase in PHASES)
-# A plain line's words, the most useful first: it has as many as fit.
-WORDS = (
-    *("flat", "truncated", "length", "turns", "calls", "failed"),
-    *("preferred", "gap", "ranked", "entropy", "kl", "t_step", "tok/s", "mem"),
-    *("grad_norm", "clip", "loss", "lr", "beta", "sampler_diff", *(field.key for field in SECONDS)),
-)
-BY_KEY = {field.key: field for field in (*LEARNING, *POLICY, *COMPLETIONS, *SPEED, *SECONDS)}
 
 
 class Display:
@@ -111,8 +52,7 @@ class Display:
         self._verbose = verbose
         self._live: Live | Cell | None = None
         self._step, self._total = start_step, total_steps
-        self._metrics: Numbers = {}
-        self._timings: Numbers = {}
+        self._numbers: Numbers = {}  # metrics and timings of the last step
         self._rewards: list[float] = []
         self._durations: list[float] = []
         self._evaluations: list[str] = []  # the first and the latest
@@ -124,10 +64,7 @@ class Display:
         console = self._console
         if console.is_jupyter:
             self._live = Cell(self.panel)
-            self._live.start()
-            return self
-        draws = console.is_terminal and not console.is_dumb_terminal
-        if draws and console.encoding.startswith("utf"):  # for the block characters
+        elif console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
             self._live = Live(console=console, get_renderable=self.panel, refresh_per_second=2)
             self._live.start()
         return self
@@ -139,15 +76,14 @@ class Display:
 
     def update(self, step: int, metrics: Numbers, timings: Numbers) -> None:
         """Show a finished step; the first one is step 1."""
-        self._step, self._metrics, self._timings = step, metrics, timings
-        self._updated, self._generating = time.monotonic(), ""
+        self._step, self._numbers = step, {**metrics, **timings}
         if "time/step" in timings:
             self._durations = [*self._durations, timings["time/step"]][-RECENT:]
         if "reward/mean" in metrics:
             self._rewards = [*self._rewards, metrics["reward/mean"]][-HISTORY:]
         self._show(self._plain_line())
         if self._verbose:
-            words = " ".join(f"{name}={value:.4g}" for name, value in sorted({**metrics, **timings}.items()))
+            words = " ".join(f"{name}={value:.4g}" for name, value in sorted(self._numbers.items()))
             options: Any = {"initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
             self.message(textwrap.fill(words, LINE, break_long_words=False, **options))
 
@@ -155,7 +91,6 @@ class Display:
         """Show a held-out score: `interval` is (low, high), `n` counts questions."""
         text = f"{score_text(score, interval)} of {n} at step {step}"
         self._evaluations = [*self._evaluations[:1], text]
-        self._updated, self._generating = time.monotonic(), ""
         bounds = "low={:.4g} high={:.4g}".format(*interval)
         self._show(f"evaluation step={step}/{self._total} score={score:.4g} {bounds} n={n}")
 
@@ -193,20 +128,19 @@ class Display:
 
     def panel(self) -> Panel:
         """What a terminal shows now."""
-        columns = [_pairs(_known(fields, self._metrics)) for fields in (LEARNING, POLICY, COMPLETIONS)]
-        body = (
-            self._progress(),
-            "",
-            self._headline(),
-            "",
-            Columns(columns, padding=(0, 4)),
-            "",
-            self._speed(),
-        )
+        numbers = self._numbers
+        figures = [
+            Text.assemble((f"{figure.title} ", "dim"), figure.text(numbers[figure.name]))
+            for figure in FIGURES
+            if figure.name in numbers
+        ]
+        body = Group(self._progress(), "", self._headline(), "", Columns(figures, padding=(0, 4)))
         width = min(WIDTH, self._console.width)
-        return Panel(Group(*body), title="grpo_fast", border_style="dim", width=width, padding=(0, 1))
+        return Panel(body, title="grpo_fast", border_style="dim", width=width, padding=(0, 1))
 
     def _show(self, line: str) -> None:
+        """A step or an evaluation is done."""
+        self._updated, self._generating = time.monotonic(), ""
         if self._live is None:
             self.message(line)
         else:
@@ -221,13 +155,14 @@ class Display:
 
     def _plain_line(self) -> str:
         """A step as `key=value` words in ASCII: the rewards, and what else is not zero, while it fits."""
-        metrics = self._metrics
+        numbers = self._numbers
         line = f"step={self._step}/{self._total}" + (f" eta={self._remaining}" if self._remaining else "")
         heads = (("reward", "reward/mean"), ("reward_std", "reward/std"))
-        words = [f"{key}={metrics[name]:.4g}" for key, name in heads if name in metrics]
-        numbers = {**metrics, **self._timings}
-        known = ((key, BY_KEY[key].text(numbers)) for key in WORDS if BY_KEY[key].name in numbers)
-        words += [f"{key}={text.replace(' ', '')}" for key, text in known if re.search("[1-9a]|inf", text)]
+        words = [f"{word}={numbers[name]:.4g}" for word, name in heads if name in numbers]
+        for figure in FIGURES:
+            text = figure.text(numbers[figure.name]).replace(" ", "") if figure.name in numbers else ""
+            if re.search("[1-9a]|inf", text):
+                words.append(f"{figure.word}={text}")
         for word in words:
             if len(line) + 1 + len(word) > LINE:
                 break
@@ -249,32 +184,57 @@ class Display:
         return row
 
     def _headline(self) -> RenderableType:
-        metrics, rows = self._metrics, _pairs()
+        numbers, rows = self._numbers, _rows()
         if self._rewards:
-            spread = f" ± {metrics['reward/std']:.3f}" if "reward/std" in metrics else ""
+            spread = f" ± {numbers['reward/std']:.3f}" if "reward/std" in numbers else ""
             text = Text(f"{self._rewards[-1]:.3f}{spread}  ", style="bold")
             rows.add_row("reward", text + Text(sparkline(self._rewards), style="green"))
-        parts = [name.split("/")[1] for name in metrics if re.fullmatch(r"reward/[^/]+/mean", name)]
+        parts = [name.split("/")[1] for name in numbers if re.fullmatch(r"reward/[^/]+/mean", name)]
         if len(parts) > 1:
-            rows.add_row("of which", " · ".join(f"{p} {metrics[f'reward/{p}/mean']:.3f}" for p in parts))
+            rows.add_row("of which", " · ".join(f"{p} {numbers[f'reward/{p}/mean']:.3f}" for p in parts))
         if self._evaluations:
             rows.add_row("held-out", Text(" → ".join(self._evaluations), style="bold"))
+        if self._generating:
+            rows.add_row("generating", self._generating)
         if not rows.row_count:
             rows.add_row("waiting for the first step", "")
         return rows
 
-    def _speed(self) -> RenderableType:
-        rows = _pairs([("generating", self._generating)] if self._generating else [])
-        if speed := _known(SPEED, self._timings):
-            rows.add_row("speed", " · ".join(f"{text} {label}" for label, text in speed))
-        if phases := _known(SECONDS, self._timings):
-            rows.add_row("phases", " · ".join(f"{label} {text}" for label, text in phases))
-        return rows
+
+class Cell:
+    """The panel as the output of a notebook's cell, drawn anew in its place."""
+
+    def __init__(self, panel: Callable[[], Panel]) -> None:
+        from IPython.display import DisplayHandle
+
+        self._panel = panel
+        self._output = DisplayHandle()
+        self._output.display(panel())
+        self._drawn = 0.0
+
+    def refresh(self) -> None:
+        """Twice a second at most: the page may be far away."""
+        if time.monotonic() - self._drawn >= 0.5:
+            self.stop()
+
+    def stop(self) -> None:
+        self._output.update(self._panel())
+        self._drawn = time.monotonic()
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as block characters from their smallest to their largest; a gap where one is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    level = (len(BARS) - 1) / span if span else 0.0
+    return "".join(BARS[round((value - low) * level)] if math.isfinite(value) else " " for value in values)
 
 
 def _sample_table(sample: SampleRecord) -> Table:
     """The conversation so far, or the prompt; the completion; what it earned."""
-    rows, question = _pairs(), sample.question
+    rows, question = _rows(), sample.question
     turns = [{"role": "prompt", "content": question}] if isinstance(question, str) else question
     said = spoken(sample.messages or ()) or [("completion", sample.completion)]
     for who, what in [*spoken(turns[-TURNS:]), *said]:
@@ -298,48 +258,9 @@ def _readable(text: str) -> Text:
     return Text("".join(shown), overflow="fold")
 
 
-class Cell:
-    """The panel as the output of a notebook's cell, drawn anew in its place."""
-
-    def __init__(self, panel: Callable[[], Panel]) -> None:
-        from IPython.display import DisplayHandle
-
-        self._panel = panel
-        self._output = DisplayHandle()
-        self._drawn = 0.0
-
-    def start(self) -> None:
-        self._output.display(self._panel())
-
-    def refresh(self) -> None:
-        """Twice a second at most: the page may be far away."""
-        if time.monotonic() - self._drawn >= 0.5:
-            self.stop()
-
-    def stop(self) -> None:
-        self._output.update(self._panel())
-        self._drawn = time.monotonic()
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Values as block characters from their smallest to their largest; a gap where one is not finite."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    level = (len(BARS) - 1) / span if span else 0.0
-    return "".join(BARS[round((value - low) * level)] if math.isfinite(value) else " " for value in values)
-
-
-def _known(fields: Sequence[Field], numbers: Numbers) -> list[tuple[str, str]]:
-    """(label, text) of the fields that there are numbers for."""
-    return [(field.label, field.text(numbers)) for field in fields if field.name in numbers]
-
-
-def _pairs(pairs: Iterable[tuple[str, str]] = ()) -> Table:
+def _rows() -> Table:
+    """Of a dim label and what it stands for."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column()
-    for label, text in pairs:
-        rows.add_row(label, text)
     return rows

@@ -1,18 +1,75 @@
-"""The files of a run's folder: JSON lines that survive a kill, and files that are replaced as a whole."""
+"""A run's folder: held by one process, with JSON lines that survive a kill and files replaced as a whole."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-CONFIG_FILE = "config.yaml"
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE, LOCK_FILE = "config.yaml", "run.lock"
 CHECKPOINTS_DIR = "checkpoints"
 INPUTS_DIR = "inputs"  # rows and sources of objects that a Python program gave
 
 Record = Mapping[str, Any]
+
+
+class RunInUse(RuntimeError):
+    """Another process trains in the folder."""
+
+
+@contextmanager
+def opened(run_dir: Path) -> Iterator[None]:
+    """Make a run's folder where there is none, and hold it against every other process, also of other hosts.
+
+    The operating system's lock on `run.lock` ends with its process, however that ends. The file stays, with
+    the name of the last holder: were it deleted, two processes could hold a lock of that name.
+
+    Raises:
+        RunInUse: another process holds it; the message names host, process and start.
+        OSError: the folder cannot be written to.
+    """
+    started = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with file:
+        os.register_at_fork(after_in_child=file.close)  # a worker that outlives the run would hold it on
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "another process"
+            raise RunInUse(
+                f"output_dir = {str(run_dir)!r} is in use: {other} trains there. Wait for its end or stop "
+                "it, then continue with --resume; or choose another output_dir"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): nothing keeps a second process out", run_dir, error.strerror
+            )
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on host {socket.gethostname()}, started {started}\n")
+            file.flush()
+            os.fsync(file.fileno())  # for other hosts
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
+        yield
+
+
+def _unwritable(run_dir: Path, error: OSError) -> OSError:
+    return OSError(f"cannot write to {run_dir}: {error}; choose another output_dir")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -52,7 +109,13 @@ class JsonlLog:
         Raises:
             OSError: the disk is full or the file is gone.
         """
-        data = b"".join(map(_encode, records))
+        texts = []
+        for record in records:  # NumPy's scalars become numbers, NaN and infinity null
+            plain = json.dumps(record, default=lambda scalar: scalar.item())
+            finite = json.loads(plain, parse_constant=lambda _: None)
+            texts.append(json.dumps(finite, ensure_ascii=False) + "\n")
+        # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
+        data = "".join(texts).encode("utf-8", "backslashreplace")
         rest = memoryview(data)
         try:
             while rest:
@@ -107,11 +170,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _encode(record: Record) -> bytes:
-    # NumPy's scalars become numbers, NaN and infinity null.
-    plain = json.loads(
-        json.dumps(record, default=lambda scalar: scalar.item()), parse_constant=lambda _: None
-    )
-    text = json.dumps(plain, ensure_ascii=False)
-    # A lone surrogate has no UTF-8; as a backslash escape it is valid JSON and reads back the same.
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, value before, value now) wherever two trees of a configuration differ."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = (dict(enumerate(items)) for items in (before, now))
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        if before != now:
+            yield place, before, now
+        return
+    for key in before | now:
+        yield from differences(before.get(key), now.get(key), f"{place}.{key}" if place else str(key))
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """What stands at a dotted key of a configuration's tree; None where nothing does."""
+    for part in key.split("."):
+        if isinstance(tree, list):
+            tree = dict(zip(map(str, range(len(tree))), tree, strict=True))
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree

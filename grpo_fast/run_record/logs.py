@@ -30,8 +30,9 @@ import torch
 
 from grpo_fast.data.types import Message
 from grpo_fast.run_record.alerts import Alert
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
-from grpo_fast.run_record.mirrors import LoggingConfig, Mirrors
+from grpo_fast.run_record.mirrors import Mirrors
 from grpo_fast.run_record.summary import Interval, before_after
 
 METRICS_FILE = "metrics.jsonl"
@@ -76,14 +77,14 @@ class RunLogs:
     The files hold every step that is logged; `logging.every` thins the mirrors.
 
     Raises:
-        ModuleNotFoundError: a mirror's library is missing.
+        RuntimeError: a mirror does not start.
         OSError: `run_dir` cannot be written; of all methods: the disk is full.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._every = config.every
-        self._mirrors = Mirrors(run_dir, config, run_dir.name)
+        self._mirrors = Mirrors(run_dir, config)
         names = (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
         self._files = {name: JsonlLog(run_dir / name) for name in names}
         self._files[PROVENANCE_FILE].append(provenance())

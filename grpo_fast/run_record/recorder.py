@@ -29,26 +29,9 @@ from grpo_fast.run_record.checkpoint import (
 from grpo_fast.run_record.display import Display
 from grpo_fast.run_record.logs import RunLogs, StepResult, held_out_outcome
 from grpo_fast.run_record.report import write_report
-from grpo_fast.run_record.summary import Interval
 
 if TYPE_CHECKING:
     from grpo_fast.config import TrainConfig
-
-
-class Evaluated(Protocol):
-    """A held-out score, of whatever an algorithm evaluates."""
-
-    @property
-    def n(self) -> int: ...
-
-    @property
-    def score(self) -> float: ...
-
-    @property
-    def interval(self) -> Interval: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Algorithm(Protocol):
@@ -64,7 +47,8 @@ class Algorithm(Protocol):
 
     def train_step(self) -> StepResult: ...
 
-    def evaluate(self, size: int | None = None) -> Evaluated: ...
+    def evaluate(self, size: int | None = None) -> Any:
+        """A score with its `interval`, the `n` it is of, and `metrics` beside it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -103,12 +87,10 @@ class Recorder:
         show: bool,
         callbacks: Callbacks,
     ) -> None:
-        self.trainer = trainer
-        self.config = config
+        self.trainer, self.config, self.callbacks = trainer, config, callbacks
         self.run_dir = Path(config.output_dir)
         self.store, self.world = store, store.world
         self.monitor = AlertMonitor(config.alerts)
-        self.callbacks = callbacks
         if checkpoint:
             self.monitor.load_state_dict(checkpoint.state["alerts"])
             callbacks.load_state_dict(checkpoint.state.get("callbacks", {}))
@@ -150,11 +132,6 @@ class Recorder:
             if not of_the_disk:  # whose error says what is intact
                 self.rescue(error, mid_step)
 
-    def on_progress(self, tokens: int, finished: int, total: int) -> None:
-        """Show how a rollout goes."""
-        if self.display:
-            self.display.rollout(tokens, finished, total)
-
     def begin(self) -> None:
         """Score the held-out questions before the first step."""
         self.callbacks.tell("on_train_begin", self.trainer.step, self.config, self.trainer.policy)
@@ -168,8 +145,7 @@ class Recorder:
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
-        step, config = self.trainer.step, self.config
-        metrics, timings = result.metrics, result.timings
+        step, config, timings = self.trainer.step, self.config, result.timings
         last = step == config.max_steps
         evaluated: dict[str, float] = {}
         sampled = config.logging.samples_every and (step - 1) % config.logging.samples_every == 0
@@ -179,7 +155,7 @@ class Recorder:
             if last or (config.evaluation.every and step % config.evaluation.every == 0):
                 evaluated = self.evaluate(None if last else config.evaluation.size)
         finally:
-            metrics = metrics | evaluated
+            metrics = result.metrics | evaluated
             self.logs.metrics(step, metrics, timings)
         if self.display:
             self.display.update(step, metrics, timings)
@@ -296,12 +272,12 @@ class Recorder:
         Raises:
             CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
         """
-        step, policy, optimizer = self.boundary.step, self.trainer.policy, self.trainer.optimizer
+        step, tensors = self.boundary.step, self.trainer.optimizer.state_tensors()
         try:
-            path = self.store.save(step, optimizer.state_tensors(), json.loads(self.boundary.state))
+            path = self.store.save(step, tensors, json.loads(self.boundary.state))
         except CheckpointSaveError as error:
             if must:
-                weights = self.store.save_weights(step, policy.saved_weights())
+                weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
                 raise CheckpointSaveError(
                     f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
                 ) from error

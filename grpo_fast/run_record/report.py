@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -19,7 +19,7 @@ from grpo_fast.data.types import spoken
 from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
 from grpo_fast.run_record.charts import SCORE, AlertSpan, Columns, draw_curves
-from grpo_fast.run_record.files import CONFIG_FILE, read_jsonl, write_whole
+from grpo_fast.run_record.files import CONFIG_FILE, differences, read_jsonl, value_at, write_whole
 from grpo_fast.run_record.summary import CONFIDENCE, duration_text, score_text
 
 REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
@@ -44,7 +44,7 @@ class RunRecord:
     """What a run's folder holds."""
 
     name: str
-    config: Mapping[str, Any]  # by dotted key
+    config: Mapping[str, Any]
     config_text: str
     files: Mapping[str, Sequence[Record]]  # those of FIELDS, each in the order of the steps
     columns: Columns
@@ -56,7 +56,7 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        total, metrics = self.config.get("max_steps"), self.files[logs.METRICS_FILE]
+        total, metrics = value_at(self.config, "max_steps"), self.files[logs.METRICS_FILE]
         step = metrics[-1]["step"] if metrics else 0
         if not isinstance(total, int):
             return f"{step} steps"
@@ -65,7 +65,8 @@ class RunRecord:
     @property
     def facts(self) -> dict[str, str]:
         """A few words on top of the page; those that the run has."""
-        facts = {"Model": self.config.get("model.path"), "Data": self.config.get("dataset.source")}
+        keys = {"Model": "model.path", "Data": "dataset.source"}
+        facts = {name: value_at(self.config, key) for name, key in keys.items()}
         if starts := self.files[logs.PROVENANCE_FILE]:
             started = starts[0]["started"].replace("T", " ").replace("+00:00", " UTC")
             facts |= {"Device": starts[-1]["device"], "Started": started}
@@ -124,7 +125,7 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
         runs=runs,
         last=last,
         curves=draw_curves([run.columns for run in runs], last),
-        differences=differences([run.config for run in runs]),
+        differences=compared([run.config for run in runs]),
         excerpt=lambda text: excerpt(text, PAGE_CHARACTERS // max(texts, 100)),
         score_text=score_text,
         spoken=spoken,
@@ -169,7 +170,7 @@ def read_run(run_dir: Path, name: str) -> RunRecord:
                 where = f"{run_dir / file}, line {number}"
                 raise ValueError(f"{where}: no {wrong[0]!r} as a run writes it; repair or delete the line")
         records[file] = sorted(lines, key=lambda record: record.get("step", 0))
-    return RunRecord(name, dict(_flat(config)), text, records, _columns(name, records))
+    return RunRecord(name, config, text, records, _columns(name, records))
 
 
 def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
@@ -196,21 +197,15 @@ def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
     return Columns(run, values, bands, alerts)
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """The keys whose values are not the same in all runs, but for the folder, and each run's value."""
-    shown = [{key: json.dumps(one[key], ensure_ascii=False, default=str) for key in one} for one in configs]
-    keys = dict.fromkeys(key for one in shown for key in one if key != "output_dir")
-    rows = [(key, [one.get(key, "\N{EN DASH}") for one in shown]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """A configuration's leaves by dotted key; of a list by place."""
-    inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
-    if key and not inner:
-        yield key, value
-    for name, part in inner.items():
-        yield from _flat(part, f"{key}.{name}" if key else str(name))
+    keys = dict.fromkeys(key for config in configs for key, _, _ in differences(configs[0], config))
+    rows = []
+    for key in (key for key in keys if key != "output_dir"):
+        values = [value_at(config, key) for config in configs]
+        shown = [json.dumps(value, ensure_ascii=False, default=str) for value in values]
+        rows.append((key, ["\N{EN DASH}" if text == "null" else text for text in shown]))
+    return rows
 
 
 def excerpt(text: str, most: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
@@ -13,6 +14,51 @@ CONFIDENCE = 0.95
 PHASES = ("generate", "reward", "logprobs", "update", "exchange", "eval")  # of a step: `time/<phase>`
 
 Interval = tuple[float, float]  # (low, high)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric or timing that the display and the report show."""
+
+    word: str  # in a plain line
+    name: str
+    title: str
+    unit: str = ".3g"  # `%`, `s`, `bytes`, or a format of a bare number
+
+    def text(self, value: float) -> str:
+        if not math.isfinite(value):
+            return str(value)
+        if self.unit == "%":
+            return f"{100 * value:.1f} %"
+        special = {"s": duration_text, "bytes": bytes_text}.get(self.unit)
+        return special(value) if special else format(value, self.unit)
+
+
+FIGURES = (  # the most useful first: a plain line has as many as fit
+    Figure("flat", "groups/flat", "groups without spread", "%"),
+    Figure("truncated", "completion/truncated", "truncated completions", "%"),
+    Figure("length", "completion/length_mean", "tokens of a completion", ".1f"),
+    Figure("turns", "turns/mean", "turns of a completion", ".1f"),
+    Figure("calls", "tools/calls", "tool calls of a completion", ".1f"),
+    Figure("failed", "tools/failures", "failed tool calls", "%"),
+    Figure("preferred", "rewards/accuracies", "preferred completions", "%"),
+    Figure("gap", "rewards/margins", "reward gap"),
+    Figure("ranked", "ranking/pairwise_accuracy", "pairs ranked right", "%"),
+    Figure("entropy", "entropy", "entropy, nats"),
+    Figure("kl", "kl", "KL to the reference"),
+    Figure("t_step", "time/step", "step", "s"),
+    Figure("tok/s", "tokens_per_second", "tokens per second", ",.0f"),
+    Figure("mem", "memory/peak_bytes", "peak memory", "bytes"),
+    Figure("grad_norm", "grad_norm", "gradient norm"),
+    Figure("clip", "clip_ratio/region_mean", "clipped tokens", "%"),
+    Figure("loss", "loss", "loss", ".4g"),
+    Figure("lr", "learning_rate", "learning rate"),
+    Figure("beta", "beta", "beta"),
+    Figure("sampler_diff", "sampling/logp_difference_mean", "sampler against trainer, |Δ log p|", ".2g"),
+    *(Figure(f"t_{phase}", f"time/{phase}", phase, "s") for phase in PHASES),
+    Figure("unique", "groups/unique_completions", "different completions in a group", "%"),
+    Figure("t_env", "environment/seconds", "environment of a completion", "s"),
+)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

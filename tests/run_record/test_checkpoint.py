@@ -24,9 +24,9 @@ from grpo_fast.run_record.checkpoint import (
     CheckpointSaveError,
     CheckpointStore,
     DamagedCheckpoint,
-    check_writable,
     verify,
 )
+from grpo_fast.run_record.files import opened
 
 SHARDS = [f"shard-00001-model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
 FILES = [*SHARDS, "state.json", "manifest.json"]
@@ -346,8 +346,8 @@ def test_a_place_that_cannot_be_written_is_reported_before_training_and_at_the_s
     (tmp_path / "file").touch()
     below_a_file = tmp_path / "file" / "checkpoints"
 
-    with pytest.raises(CheckpointError, match=f"cannot write to {below_a_file}"):
-        check_writable(below_a_file)
+    with pytest.raises(OSError, match=f"cannot write to {below_a_file}"), opened(below_a_file):
+        pass
     with pytest.raises(CheckpointSaveError, match="cannot save"):
         save(CheckpointStore(below_a_file, keep=1), 1)
 

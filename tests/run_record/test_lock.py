@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fast.run_record.lock import RunInUse, locked
+from grpo_fast.run_record.files import RunInUse, opened
 
 FORK = multiprocessing.get_context("fork")
 
@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 def hold(run_dir: Path, start, results, end) -> None:
     start.wait()
     try:
-        with locked(run_dir):
+        with opened(run_dir):
             results.put("held")
             end.wait()
     except RunInUse as error:
@@ -42,7 +42,7 @@ def test_of_processes_that_start_at_one_instant_exactly_one_holds_the_folder(tmp
 
 
 def hold_with_a_worker(run_dir: Path, workers) -> None:
-    with locked(run_dir):
+    with opened(run_dir):
         if (worker := os.fork()) == 0:
             signal.pause()
         workers.put(worker)
@@ -56,22 +56,22 @@ def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_l
     worker = workers.get(timeout=60)
     try:
         named = rf"process {holder.pid} on host {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:"
-        with pytest.raises(RunInUse, match=named), locked(tmp_path):
+        with pytest.raises(RunInUse, match=named), opened(tmp_path):
             pass
         holder.kill()
         holder.join()
-        with locked(tmp_path):
+        with opened(tmp_path):
             os.kill(worker, 0)  # is alive
     finally:
         os.kill(worker, signal.SIGKILL)
 
 
 def test_the_folder_is_locked_within_a_process_too_and_free_after_an_error(tmp_path: Path):
-    with pytest.raises(ValueError, match="of a run"), locked(tmp_path):
-        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), locked(tmp_path):
+    with pytest.raises(ValueError, match="of a run"), opened(tmp_path):
+        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), opened(tmp_path):
             pass
         raise ValueError("of a run")
-    with locked(tmp_path):
+    with opened(tmp_path):
         pass
 
 
@@ -80,5 +80,5 @@ def test_a_file_system_without_locks_is_told_and_trained_on(tmp_path: Path, monk
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with locked(tmp_path):
+    with opened(tmp_path):
         assert f"{tmp_path} cannot be locked" in caplog.text

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
-from grpo_fast.run_record.mirrors import LoggingConfig
 
 SAMPLE = SampleRecord(0, "2 + 2", "2 + 2 =", "<b>4</b>\n", {"exact": 1.0, "format": None}, 0.9, 0.7, False, 5)
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
-from grpo_fast.run_record.mirrors import LoggingConfig
 
 CONFIG = LoggingConfig(tensorboard=False, project="sums")
 

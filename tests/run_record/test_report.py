@@ -13,8 +13,8 @@ import pytest
 
 from grpo_fast import cli
 from grpo_fast.run_record.charts import Columns, draw_curves
+from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
-from grpo_fast.run_record.mirrors import LoggingConfig
 from grpo_fast.run_record.report import write_report
 
 HOSTILE = '</pre><script>alert("x")</script><img src=http://example.com/x onerror=alert(1)>'
