@@ -29,7 +29,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows its own options, to tell them from overrides of the configuration."""
+    """An argument parser that tells its own options from overrides of the configuration."""
 
     def __init__(self, **settings: Any) -> None:
         self.takes_one_value: dict[str, bool] = {}  # by option string
@@ -172,7 +172,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
     train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
-    evaluate = add("eval", "commands:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
+    evaluate = add("eval", "questions:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
     evaluate.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
     evaluate.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
     evaluate.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
@@ -184,17 +184,11 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
 
     look = "look at prompts, completions and rewards before training"
-    generate = add("generate", "commands:generate", look, overrides=True, aliases=["preview"])
-    generate.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    generate.add_argument(
+    preview = add("preview", "questions:preview", look, overrides=True)
+    preview.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    preview.add_argument(
         "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
     )
-
-    look = "look at how the prompts would be grouped: sizes, likeness, examples"
-    groups = add("groups", "commands:groups", look, overrides=True)
-    groups.add_argument("action", choices=["describe"], help="what to do")
-    groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
-    groups.add_argument("--examples", type=at_least(0), default=3, metavar="N", help="groups to show (3)")
 
     fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)
@@ -236,7 +230,6 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     reference.add_argument("key", nargs="?", metavar="KEY", help=key)
     reference.add_argument("--markdown", action="store_true", help="all as docs/configuration.md has it")
 
-    doctor = add("doctor", "doctor:doctor", "what is installed, which device, which kernels and engines")
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    add("doctor", "doctor:doctor", "what is installed, which device, which kernels and engines")
     add("bench", "", "speed, memory and accuracy, ours and the peers'", add_help=False)
     return parser, parsers.choices

@@ -6,39 +6,33 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 
 from grpo_fast.rollout.vllm import installed_version, version_problem
 
 GPU_ONLY = ("vllm", "liger-kernel")
-# What a library is for, and how it is got where its extra of ours does not do.
-LIBRARIES = {
-    "triton": ("the head's kernels", ""),
-    "vllm": (
-        "fast generation",
-        "pip install vllm  (in an environment whose torch it pins: docs.vllm.ai)",
-    ),
-    "liger-kernel": ("fused layers on a GPU", ""),
-    "bitsandbytes": ("a base in 4 bits, optimizer states in 8", ""),
-    "gguf": ("models shipped as GGUF, such as the quickstart's", ""),
-    "reasoning-gym": (
-        "generated tasks, such as the quickstart's",
-        "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
-    ),
-    "verifiers": (
-        "its environments",
-        "pip install 'grpo-fast[verifiers]'  (Python 3.11 or later)",
-    ),
-    "wandb": ("Weights & Biases", ""),
-    "trackio": ("trackio", ""),
+PURPOSES = {
+    "triton": "the head's kernels",
+    "vllm": "fast generation",
+    "liger-kernel": "fused layers on a GPU",
+    "bitsandbytes": "a base in 4 bits, optimizer states in 8",
+    "gguf": "models shipped as GGUF, such as the quickstart's",
+    "reasoning-gym": "generated tasks, such as the quickstart's",
+    "verifiers": "its environments",
+    "wandb": "Weights & Biases",
+    "trackio": "trackio",
+}
+INSTALL = {  # where the extra's name does not say all
+    "vllm": "pip install vllm  (in an environment whose torch it pins: docs.vllm.ai)",
+    "reasoning-gym": "pip install 'grpo-fast[tasks]'  (Python 3.11 or later)",
+    "verifiers": "pip install 'grpo-fast[verifiers]'  (Python 3.11 or later)",
 }
 NOT_OURS = ("test", "trl")  # extras of developers, and of those who train with another trainer
 
@@ -50,48 +44,29 @@ class Finding:
     name: str
     state: Literal["ok", "missing", "broken"]
     detail: str
-    essential: bool = False
+    essential: bool = False  # training needs it
     remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """Everything that was looked at, by section."""
-
-    sections: Mapping[str, Sequence[Finding]]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing essential is missing or broken."""
-        return not any(f.essential and f.state != "ok" for found in self.sections.values() for f in found)
-
-    def record(self) -> dict[str, Any]:
-        """For a program."""
-        sections = {title: [asdict(f) for f in findings] for title, findings in self.sections.items()}
-        return {"healthy": self.healthy, **sections}
-
-    def text(self) -> str:
-        """For a person: sections of findings, then what to do, one line each."""
-        lines, remedies = [], []
-        for title, findings in self.sections.items():
-            width = max(len(finding.name) for finding in findings)
-            lines.append(title)
-            lines += [f"  {f.name:<{width}}  {f.state:<7}  {f.detail}".rstrip() for f in findings]
-            remedies += [f"  {f.name}: {f.remedy}" for f in findings if f.remedy]
-        lines += ["for the rest", *remedies] if remedies else []
-        lines.append("all that training needs is there" if self.healthy else "training cannot work like this")
-        return "\n".join(lines)
 
 
 def doctor(args: argparse.Namespace, _: Sequence[str]) -> int:
     """`grpo-fast doctor`: 0 where training can work."""
-    diagnosis = examine()
-    print(json.dumps(diagnosis.record(), indent=1) if args.json else diagnosis.text())
-    return 0 if diagnosis.healthy else 1
+    sections = examine()
+    remedies = []
+    for title, findings in sections.items():
+        width = max(len(finding.name) for finding in findings)
+        print(title)
+        for f in findings:
+            print(f"  {f.name:<{width}}  {f.state:<7}  {f.detail}".rstrip())
+            remedies += [f"  {f.name}: {f.remedy}"] if f.remedy else []
+    if remedies:
+        print("for the rest", *remedies, sep="\n")
+    healthy = not any(f.essential and f.state != "ok" for found in sections.values() for f in found)
+    print("all that training needs is there" if healthy else "training cannot work like this")
+    return 0 if healthy else 1
 
 
-def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
-    """Look at this machine. Nothing is changed, and nothing raises: what fails to import is a finding.
+def examine(requirements: Iterable[str] | None = None) -> Mapping[str, Sequence[Finding]]:
+    """Look at this machine, by section. Nothing raises: what fails to import is a finding.
 
     Args:
         requirements: libraries to look for, as in a package's metadata; by default grpo-fast's own.
@@ -105,15 +80,18 @@ def examine(requirements: Iterable[str] | None = None) -> Diagnosis:
     cuda = any(device.name == "cuda:0" for device in devices)
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     libraries = [found for line in requirements if (found := _library(Requirement(line), cuda))]
-    transformers = Finding("rollout: transformers", "ok", "everywhere", essential=True)
-    return Diagnosis(
-        {
-            "libraries": [Finding("python", "ok", python, essential=True), *libraries],
-            "devices": devices,
-            "abilities": [_head_path(), transformers, _vllm(cuda)],
-            "layout": [_kernels_name(), _own_kernels()],
-        }
-    )
+    head: list[str] = []
+    problem = _problem(lambda: head.append(_try_head()))
+    return {
+        "libraries": [Finding("python", "ok", python, essential=True), *libraries],
+        "devices": devices,
+        "abilities": [
+            Finding("head", "broken" if problem else "ok", problem or head[0], essential=True),
+            Finding("rollout: transformers", "ok", "everywhere", essential=True),
+            _vllm(cuda),
+        ],
+        "layout": [_kernels_name(), _own_kernels()],
+    }
 
 
 def _library(wanted: Requirement, cuda: bool) -> Finding | None:
@@ -122,14 +100,13 @@ def _library(wanted: Requirement, cuda: bool) -> Finding | None:
     if extra in NOT_OURS:
         return None
     name, essential = wanted.name, not extra
-    purpose, install = LIBRARIES.get(name, ("everything", ""))
     package = f"'grpo-fast[{extra}]'" if extra else f"'{name}{wanted.specifier}'"
-    install = install or f"pip install {package}"
+    install = INSTALL.get(name, f"pip install {package}")
     try:
         version = (installed_version() if name == "vllm" else None) or importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         remedy = install if cuda or name not in GPU_ONLY else ""
-        return Finding(name, "missing", f"for {purpose}", essential, remedy)
+        return Finding(name, "missing", f"for {PURPOSES.get(name, 'everything')}", essential, remedy)
     if name != "vllm" and not wanted.specifier.contains(version, prereleases=True):
         remedy = f"pip install --upgrade '{name}{wanted.specifier}'"
         return Finding(name, "broken", f"{version} is not {wanted.specifier}", essential, remedy)
@@ -149,9 +126,17 @@ def _problem(attempt: Callable[[], object]) -> str:
 
 
 def _devices() -> list[Finding]:
+    import psutil
     import torch
 
-    findings = [_cpu(torch.get_num_threads())]
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.exists() else set()
+    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    slow = "" if {"avx512_bf16", "amx_bf16"} & flags else "; bfloat16 is emulated, float32 may be faster"
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
+    detail = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads, {memory}"
+    features_text = " ".join(features) or "no vector features known"
+    findings = [Finding("cpu", "ok", f"{detail}, {features_text}{slow}")]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -166,21 +151,6 @@ def _devices() -> list[Finding]:
     return findings
 
 
-def _cpu(threads: int) -> Finding:
-    import psutil
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    slow = "" if {"avx512_bf16", "amx_bf16"} & flags else "; bfloat16 is emulated, float32 may be faster"
-    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
-    detail = f"{os.cpu_count()} cores, torch uses {threads} threads, {memory}"
-    return Finding("cpu", "ok", f"{detail}, {' '.join(features) or 'no vector features known'}{slow}")
-
-
 def _vllm(cuda: bool) -> Finding:
     version = installed_version()
     if problem := version_problem(version):
@@ -189,15 +159,8 @@ def _vllm(cuda: bool) -> Finding:
     return Finding("rollout: vllm", "ok", f"{version}, {used}")
 
 
-def _head_path() -> Finding:
-    """Which path the head takes for bfloat16 weights on the default device, and whether it runs there."""
-    details: list[str] = []
-    problem = _problem(lambda: details.append(_try_head()))
-    return Finding("head", "broken" if problem else "ok", problem or details[0], essential=True)
-
-
 def _try_head() -> str:
-    """The head's plan of a usual workload, after a forward and a backward on a few numbers."""
+    """The head's path for bfloat16 weights on the default device, after a forward and a backward."""
     import torch
 
     from grpo_fast.head import linear_logprob

@@ -58,17 +58,13 @@ def find(wanted: str) -> list[str]:
     ]
     found = [key for key in keys() if key in foreign or key.rpartition(".")[2] == name]
     if not found:
-        raise ConfigError("config", [_nowhere(name)])
+        problem = unknown_key(name)
+        try:
+            translate(NAMES.get(name, ""), 1, {})
+        except ValueError as error:  # known from elsewhere, without a place here
+            problem = Problem(name, str(error))
+        raise ConfigError("config", [problem])
     return [key for key in found if not key.startswith(REPEATED)]
-
-
-def _nowhere(name: str) -> Problem:
-    """Why there is no such key."""
-    try:
-        translate(NAMES.get(name, ""), 1, {})
-    except ValueError as error:  # known from elsewhere, without a place here
-        return Problem(name, str(error))
-    return unknown_key(name)
 
 
 def entry(name: str) -> str:
@@ -88,17 +84,17 @@ def markdown() -> str:
     shown = [name for name in keys() if not name.startswith(REPEATED)]
     leaves = [name for name in shown if kind(keys()[name]) not in ("section", "list of sections")]
     sections = {"": HEADING}
-    for section, names in groupby(sorted(leaves, key=_section), key=_section):
+
+    def section_of(name: str) -> str:
+        return name.rpartition(".")[0]
+
+    for section, names in groupby(sorted(leaves, key=section_of), key=section_of):
         columns = ("key", "type", "default", "meaning", *TOOLS)
         rows = [f"\n| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
         rows += [_row(name) for name in names]
         title = f"\n## `{section}`\n\n{meaning(section)}\n" if section else ""
         sections[section] = sections.get(section, title) + "\n".join(rows) + "\n"
     return "".join(sections[section] for section in ("", *shown) if section in sections)
-
-
-def _section(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _row(name: str) -> str:
@@ -140,13 +136,9 @@ def default(schema: Mapping[str, Any]) -> str:
 
 
 def meaning(name: str) -> str:
-    """What a key or a section is for."""
-    described = keys()[name].get("description")
-    return str(described) if described else _docstring(name)
-
-
-def _docstring(name: str) -> str:
-    """Of a section's class: its first sentence."""
+    """What a key is for; of a section without a description the first sentence of its class."""
+    if described := keys()[name].get("description"):
+        return str(described)
     section: Any = TrainConfig
     for part in name.split("."):
         section = section.model_fields[part].annotation

@@ -128,15 +128,16 @@ class AlertMonitor:
             # Once raised, the figure must come back by a part of the way from the threshold to healthy.
             limit = threshold + (self.config.clear_margin * (healthy - threshold) if name in raised else 0.0)
             is_wrong = value > limit if healthy <= threshold else value < limit
-            if is_wrong and name not in raised:
+            if is_wrong == (name in raised):
+                continue
+            if is_wrong:
                 raised.append(name)
                 seen = rule.seen.format(value=value, threshold=threshold)
                 text = f"alert, {name}: {seen}\n  try: {rule.remedy}"
-                alerts.append(Alert(step, name, "raised", value, threshold, text))
-            elif name in raised and not is_wrong:
+            else:
                 raised.remove(name)
                 text = f"alert cleared, {name}: now {value:.3g}"
-                alerts.append(Alert(step, name, "cleared", value, threshold, text))
+            alerts.append(Alert(step, name, "raised" if is_wrong else "cleared", value, threshold, text))
         return alerts
 
     def _take(self, metrics: Mapping[str, float]) -> None:
@@ -170,6 +171,8 @@ class AlertMonitor:
             return math.inf
         if mean is None:
             return None
+        if name == "length_reward_correlation":
+            return abs(mean)
         if name == "divergence":
             half = len(recent) // 2
             older, newer = median_high(recent[:half] or recent), median_low(recent[half:])
@@ -183,12 +186,9 @@ class AlertMonitor:
             fell = state.best_score - state.score >= self.config.held_out_drop
             return mean - state.reward_at_best if fell else 0.0
         if name == "length_drift":  # factor by which the mean length has left its start, up or down
-            return (
-                max(mean / state.first_length, state.first_length / mean)
-                if mean and state.first_length
-                else None
-            )
-        return abs(mean) if name == "length_reward_correlation" else mean
+            first = state.first_length
+            return max(mean / first, first / mean) if mean and first else None
+        return mean
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -1,4 +1,4 @@
-"""What a run tells objects of the user's while it goes on, and when one of them stops it."""
+"""Callbacks: objects of the user's that are called at the moments of a run, and may end it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CallbackError(RuntimeError):
 
 
 class Callbacks:
-    """The callbacks of a run, told of its moments in their order; after one that raises, of none."""
+    """The callbacks of a run, called in their order; after one that raises, none is called any more."""
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.stopped_by: str | None = None  # the callback that ended the run
@@ -101,16 +101,13 @@ class Callbacks:
         Raises:
             CallbackError: one raised, or gave what JSON cannot hold.
         """
-
-        def plain(callback: Callback) -> Any:
-            return json.loads(json.dumps(callback.state_dict()))
-
         if not self._failed:
-            asked = {
-                name: self._ask(name, "state_dict", partial(plain, callback))
-                for name, callback in self._named.items()
-            }
-            self._state = {name: state for name, state in asked.items() if state}
+            states = {}
+            for name, callback in self._named.items():
+                as_json = partial(lambda callback: json.loads(json.dumps(callback.state_dict())), callback)
+                if state := self._ask(name, "state_dict", as_json):
+                    states[name] = state
+            self._state = states
         return self._state
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:

@@ -44,17 +44,12 @@ class PushToHub(Callback):
             raise ValueError(f"{asked} needs a token that may write: set HF_TOKEN, or run `hf auth login`")
         try:
             user: dict[str, Any] = self.api.whoami()
-        except HfHubHTTPError as error:
-            if error.response.status_code in REFUSED:
+        except Exception as error:  # no network, whatever the HTTP library calls it
+            if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
                 raise ValueError(
                     f"{asked}: the hub refuses the token ({error}); set another HF_TOKEN"
                 ) from error
-            logger.warning("%s: the hub does not answer now (%s); the push is tried at the end", asked, error)
-            return
-        except Exception as error:  # no network, whatever the HTTP library calls it
-            logger.warning(
-                "%s: the hub cannot be reached now (%r); the push is tried at the end", asked, error
-            )
+            logger.warning("%s: the hub cannot be asked now (%r); the push is tried at the end", asked, error)
             return
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise ValueError(f"{asked}: the token of {user['name']} may only read; make one that may write")
@@ -69,12 +64,12 @@ class PushToHub(Callback):
 
     def on_train_end(self, step: int, stopped_by: str | None) -> None:
         name = self.config.push
-        later = f"`grpo-fast export {self.run_dir} exported && hf upload {name} exported`"
+        later = f"`grpo-fast export {self.run_dir} exported && hf upload {name} exported` pushes step {step}"
         if stopped_by in ("SIGINT", "SIGTERM"):
-            print(f"{stopped_by}: not pushed to {name}; {later} pushes step {step}")
+            print(f"{stopped_by}: not pushed to {name}; {later}")
             return
         if self.policy.sharded:
-            print(f"not pushed to {name}: the weights are dealt over ranks; {later} pushes step {step}")
+            print(f"not pushed to {name}: the weights are dealt over ranks; {later}")
             return
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +80,7 @@ class PushToHub(Callback):
                     repo_id=name, folder_path=folder, commit_message=f"Step {step}"
                 )
         except Exception as error:
-            print(
-                f"not pushed to {name} ({type(error).__name__}: {error}); nothing is lost, {later} pushes it"
-            )
+            print(f"not pushed to {name} ({type(error).__name__}: {error}); nothing is lost, {later}")
         else:
             print(f"pushed: {found.commit_url}")
 

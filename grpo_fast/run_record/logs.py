@@ -85,8 +85,9 @@ class RunLogs:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._every = config.every
         self._mirrors = Mirrors(run_dir, config)
-        names = (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
-        self._files = {name: JsonlLog(run_dir / name) for name in names}
+        self._files = {
+            name: JsonlLog(run_dir / name) for name in (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
+        }
         self._files[PROVENANCE_FILE].append(provenance())
 
     def metrics(

@@ -1,0 +1,234 @@
+"""`grpo-fast eval` and `grpo-fast preview`: a policy answers questions, and rewards score the answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_fast.cli.commands import override
+from grpo_fast.config import TrainConfig
+from grpo_fast.config_io import ConfigError, Problem, check_filled_in, load_config
+from grpo_fast.data.types import spoken
+from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
+from grpo_fast.run_record.summary import score_text
+
+if TYPE_CHECKING:
+    from grpo_fast.data import Prompt, PromptDataset
+    from grpo_fast.evaluate import Evaluation
+    from grpo_fast.experience import Group
+    from grpo_fast.policy import Policy
+    from grpo_fast.rewards import RewardSet
+    from grpo_fast.rollout.types import Rollout
+
+
+def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast eval`"""
+    config = evaluation_config(args, overrides)
+    num_samples = max(args.k) if args.num_samples is None else args.num_samples
+    if num_samples < max(args.k):
+        message = f"must be at least the largest k, {max(args.k)}"
+        raise ConfigError("eval", [Problem("--num-samples", message, num_samples)])
+    if args.output and (not Path(args.output).parent.is_dir() or Path(args.output).is_dir()):
+        message = "must be a file in a folder that is there"
+        raise ConfigError("eval", [Problem("--output", message, args.output)])
+    from grpo_fast.distributed.world import ALONE
+    from grpo_fast.evaluate import evaluate as score_answers
+    from grpo_fast.run_record.alerts import AlertMonitor
+    from grpo_fast.run_record.logs import provenance
+
+    source = None if args.model else args.config
+    parts = Parts.load(config, source, held_out=config.evaluation.dataset is not None)
+    asked = config.evaluation.model_copy(update={"num_samples": num_samples})
+    sampling = evaluation_sampling(config, num_samples)
+    with parts.engine(parts.questions, sampling) as engine:
+        result = score_answers(
+            engine, parts.questions, parts.rewards, asked, sampling, world=ALONE, rollout=parts.rollout
+        )
+        engine_name = engine.name
+    model = config.model.path if parts.step is None else f"{source}, step {parts.step}"
+    print(model, parts.questions.described, sep="; ")
+    print(evaluation_table(result, args.k, sampling.temperature))
+    figures = {f"eval/{name}": value for name, value in result.metrics.items()}
+    for alert in AlertMonitor(config.alerts).update(0, figures):
+        print(alert.text, file=sys.stderr)
+    if args.output:
+        measured = {
+            "model": config.model.path,
+            "run": None if parts.step is None else str(source),
+            "step": parts.step,
+            "dataset": parts.questions.config.model_dump(mode="json"),
+            "engine": engine_name,
+            "sampling": asdict(sampling),
+        }
+        record = measured | provenance() | evaluation_record(result, args.k)
+        text = json.dumps(record, indent=1, allow_nan=False)
+        Path(args.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast preview`"""
+    config = load_config(args.config, overrides)
+    check_filled_in(config)
+    from grpo_fast.experience import compare, score
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.rollout.types import as_asked
+
+    require_engine(config.rollout)
+    config = resolve_auto(config)
+    parts = Parts.load(config, args.config, held_out=False)
+    if args.num_prompts > len(parts.questions):
+        message = f"the dataset has {len(parts.questions)} prompts"
+        raise ConfigError("preview", [Problem("--num-prompts", message, args.num_prompts)])
+    prompts = parts.questions[: args.num_prompts]
+    print(parts.questions.described)
+    sampling = sampling_of(config.rollout, config.seed)
+    with parts.engine(prompts, sampling) as engine:
+        completions = parts.rollout(engine, prompts, int(config.rollout.num_generations), sampling)
+    groups = score(prompts, completions, parts.rewards)
+    for group in compare(groups, config.advantage, parts.rewards.weights):
+        asked = as_asked(group.prompt, group.completions[0])
+        rendered = str(parts.policy.tokenizer.decode(list(asked.token_ids)))
+        print(group_text(replace(group, prompt=asked), parts.rewards.names, rendered))
+    return 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What answers questions and scores the answers."""
+
+    config: TrainConfig
+    rewards: RewardSet
+    policy: Policy
+    step: int | None  # of the run that the policy's weights are of; None: of none
+    questions: PromptDataset
+    rollout: Rollout
+
+    @classmethod
+    def load(cls, config: TrainConfig, source: str | None, *, held_out: bool) -> Parts:
+        """The weights are those of the run or checkpoint `source`, if it is one."""
+        from grpo_fast.data import load_held_out, load_prompts
+        from grpo_fast.environments import load_toolsets, make_rollout
+        from grpo_fast.rewards import load_rewards
+        from grpo_fast.run.export import load_policy_of
+
+        require_engine(config.rollout)
+        dataset = config.evaluation.dataset if held_out else None
+        toolsets = load_toolsets(config.rollout, dataset or config.dataset)
+        rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
+        rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
+        policy, step = load_policy_of(source, config)
+        schemas = toolsets.schemas if toolsets else None
+        load = load_prompts if dataset is None else load_held_out
+        questions = load(dataset or config.dataset, policy.tokenizer, schemas)
+        rollout = make_rollout(config.rollout, toolsets, policy.tokenizer, policy.eos_token_ids)
+        return cls(config, rewards, policy, step, questions, rollout)
+
+    def engine(self, prompts: Sequence[Prompt], sampling: Sampling) -> AbstractContextManager[Engine]:
+        """With room for the longest prompt and its completion."""
+        from grpo_fast.data.tasksets import library_prompts
+        from grpo_fast.policy import longest_sequence
+
+        ids = (prompt.token_ids for prompt in prompts)
+        rendered = library_prompts([self.config.dataset, self.config.evaluation.dataset])
+        longest = longest_sequence(self.policy, chain(ids, rendered), sampling.max_completion_length)
+        return make_engine(self.config.rollout, self.policy, max_length=longest)
+
+
+def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of `eval`: a file's, or one made of --model, --dataset and --reward."""
+    given = [*overrides, *override("model.path", args.model)]
+    if args.config is not None:
+        given += override("evaluation.dataset.source", args.dataset)
+        return load_config(args.config, given + override("evaluation.reward", args.reward))
+    if not (args.model and args.dataset and args.reward):
+        message = "is required, or all of --model, --dataset and --reward"
+        raise ConfigError("eval", [Problem("CONFIG", message)])
+    rewards = f"rewards=[{{reward: {json.dumps(args.reward)}}}]"
+    return load_config(None, [*given, *override("dataset.source", args.dataset), rewards])
+
+
+def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:
+    """As training evaluates; several answers need a temperature, and take the rollout's where none is set."""
+    temperature = config.evaluation.temperature
+    if num_samples > 1 and temperature == 0:
+        temperature = config.rollout.temperature
+    return replace(sampling_of(config.rollout, config.seed), temperature=temperature)
+
+
+def group_text(group: Group, reward_names: Sequence[str], rendered_prompt: str) -> str:
+    """The prompt as the model sees it, its completions, and what each earned."""
+    lines = [
+        f"prompt of row {group.prompt.index}, {len(group.prompt.token_ids)} tokens",
+        _block(rendered_prompt),
+    ]
+    answers = zip(group.completions, group.rewards.tolist(), group.reward_table.tolist(), strict=True)
+    for number, (completion, reward, row) in enumerate(answers, 1):
+        parts = ", ".join(f"{name} {_value(value)}" for name, value in zip(reward_names, row, strict=True))
+        size = f"{completion.num_sampled} tokens{', truncated' if completion.truncated else ''}"
+        lines.append(f"completion {number}: reward {_value(reward)} ({parts}), {size}")
+        if completion.episode is None:
+            lines.append(_block(completion.text))
+        for who, what in spoken(completion.episode.messages) if completion.episode else ():
+            lines += [f"  {who}", _block(what)]
+    spread = group.rewards.std(correction=0).item()
+    verdict = "no spread: this group teaches nothing" if group.flat else f"standard deviation {spread:.3f}"
+    lines.append(f"group: mean reward {_value(group.rewards.nanmean().item())}, {verdict}")
+    return "\n".join(lines) + "\n"
+
+
+def _block(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines() or [""])
+
+
+def _value(value: float) -> str:
+    return "not applicable" if value != value else f"{value:.3f}"
+
+
+def evaluation_table(result: Evaluation, ks: Sequence[int], temperature: float) -> str:
+    """The figures for a person."""
+    rows = [(f"pass@{k}", score_text(result.pass_at(k), result.interval_at(k))) for k in sorted(set(ks))]
+    if result.num_samples > 1:
+        rows.append((f"mean@{result.num_samples}", score_text(result.score, result.interval)))
+    rows += [("mean reward", f"{result.mean_reward:.4f}"), ("truncated", f"{100 * result.truncated:.1f} %")]
+    skipped = f", {result.skipped} more without a score" if result.skipped else ""
+    answers = "1 answer" if result.num_samples == 1 else f"{result.num_samples} answers"
+    head = (
+        f"{result.n} questions{skipped}, {answers} each at temperature {temperature:g}; "
+        f"right: {result.reward_name} >= {result.threshold:g}; 95 % intervals over questions"
+    )
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([head, *(f"{name:<{width}}  {value}" for name, value in rows)])
+
+
+def evaluation_record(result: Evaluation, ks: Sequence[int]) -> dict[str, Any]:
+    """The figures for a program, with every answer; null stands for a score that does not apply."""
+    return {
+        "n": result.n,
+        "skipped": result.skipped,
+        "num_samples": result.num_samples,
+        "reward": result.reward_name,
+        "threshold": result.threshold,
+        "pass_at": {str(k): result.pass_at(k) for k in ks},
+        "intervals": {str(k): result.interval_at(k) for k in ks},
+        "mean_at_n": result.score,
+        "mean_reward": result.mean_reward,
+        "truncated": result.truncated,
+        "questions": [
+            {
+                "index": prompt.index,
+                "prompt": prompt.prompt,
+                "scores": [None if score != score else score for score in scores],
+                "completions": [c.text if c.episode is None else c.episode.messages for c in group],
+                "tokens": [completion.num_sampled for completion in group],
+            }
+            for prompt, scores, group in zip(result.prompts, result.scores, result.completions, strict=True)
+        ],
+    }
