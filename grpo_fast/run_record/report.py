@@ -199,7 +199,8 @@ def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
 
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """The keys whose values are not the same in all runs, but for the folder, and each run's value."""
-    keys = dict.fromkeys(key for config in configs for key, _, _ in differences(configs[0], config))
+    known = [config for config in configs if config]
+    keys = dict.fromkeys(key for config in known for key, _, _ in differences(known[0], config))
     rows = []
     for key in (key for key in keys if key != "output_dir"):
         values = [value_at(config, key) for config in configs]

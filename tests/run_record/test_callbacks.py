@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.run import train
 from grpo_fast.run_record.callbacks import CallbackError
 from grpo_fast.run_record.checkpoint import CheckpointStore
+from grpo_fast.run_record.files import read_jsonl
 
 SOURCE = """
 import json
@@ -53,24 +53,19 @@ class Fails(Callback):
             return json.loads("{")
 
 class Answers(Callback):
-    def on_step_end(self, step, metrics):
-        return "stop"
+    on_step_end = lambda self, step, metrics: "stop"
 
 class Misspelt(Callback):
-    def on_step_ends(self, step, metrics):
-        pass
+    on_step_ends = lambda self, step, metrics: None
 
 class NeedsArgument(Callback):
-    def __init__(self, patience):
-        pass
+    __init__ = lambda self, patience: None
 
 class OldSignature(Callback):
-    def on_step_end(self, args, state, control):
-        pass
+    on_step_end = lambda self, args, state, control: None
 
 class Unsaveable(Callback):
-    def state_dict(self):
-        return {"path": Path(".")}
+    state_dict = lambda self: {"path": Path(".")}
 
 not_one = 3
 """
@@ -114,10 +109,7 @@ def test_moments_come_in_order_and_a_stopped_run_goes_on_with_the_callbacks_stat
         "saved 3 True",
         "end 3 None",
     ]
-    steps = [
-        json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == [0, 1, 2, 3]
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

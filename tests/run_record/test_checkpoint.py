@@ -26,7 +26,6 @@ from grpo_fast.run_record.checkpoint import (
     DamagedCheckpoint,
     verify,
 )
-from grpo_fast.run_record.files import opened
 
 SHARDS = [f"shard-00001-model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
 FILES = [*SHARDS, "state.json", "manifest.json"]
@@ -74,18 +73,12 @@ def test_what_was_saved_is_loaded_and_only_the_newest_are_kept(store):
     assert_is(store.load(store.root / "step-00000004"), 4)
     assert_is(store.load("step-00000003"), 3)
     assert sorted(path.name for path in store.root.iterdir()) == [f"step-0000000{i}" for i in (3, 4, 5)]
+    store.rewind(4)
+    assert sorted(path.name for path in store.root.iterdir()) == [f"step-0000000{i}" for i in (3, 4)]
     assert sorted(path.name for path in store.paths()[0].iterdir()) == sorted(FILES)
     assert sorted(verify(store.paths()[0])) == sorted(set(FILES) - {"manifest.json"})
     with pytest.raises(CheckpointError, match=r"step-00000009.*step-00000003"):
         store.load("step-00000009")
-
-
-def test_going_back_to_a_step_deletes_what_came_after(store):
-    save(store, 2, 4, 6)
-
-    store.rewind(4)
-
-    assert sorted(path.name for path in store.root.iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_tensors_of_any_dtype_overlapping_strided_trainable_or_empty_are_saved_by_value(store, contents):
@@ -110,16 +103,13 @@ def test_damage_is_refused_by_name_and_the_one_before_is_offered(store, file, da
     path = store.root / "step-00000003" / file
     content = bytearray(path.read_bytes())
     if damage == "flip":
-        # In the manifest, a byte that matters: a digit of a checksum.
-        position = (
-            content.rindex(b'"sha256": "') + 15 if file == "manifest.json" else dice.randrange(len(content))
-        )
-        content[position] ^= 1 << dice.randrange(7)
+        place = dice.randrange(len(content))
+        if file == "manifest.json":  # a byte that matters: a digit of a checksum
+            place = content.rindex(b'"sha256": "') + 15
+        content[place] ^= 1 << dice.randrange(7)
     elif damage == "truncate":
         del content[dice.randrange(len(content) - 1) :]
-    elif damage == "grow":
-        content += b"\1"
-    path.write_bytes(content)
+    path.write_bytes(content + b"\1" * (damage == "grow"))
     if damage == "delete":
         path.unlink()
 
@@ -146,9 +136,7 @@ def test_a_run_goes_on_from_the_newest_intact_one_and_damaged_newer_ones_are_mov
     before = {path.name for path in store.root.iterdir()}
 
     if taken is None:
-        with pytest.raises(
-            DamagedCheckpoint, match=r"no checkpoint in .* is intact.*step-00000003.*state\.json"
-        ):
+        with pytest.raises(DamagedCheckpoint, match=r"no checkpoint in .*step-00000003.*state\.json"):
             store.load_intact()
         assert {path.name for path in store.root.iterdir()} == before
         return
@@ -163,18 +151,18 @@ def test_a_run_goes_on_from_the_newest_intact_one_and_damaged_newer_ones_are_mov
     assert_is(store.load_intact(), 4)
 
 
-@pytest.mark.parametrize("name", ["master.weight", "exp_avg.weight"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("name", "value"), [("master.weight", math.nan), ("exp_avg.weight", math.inf), ("master.bias", -math.inf)]
+)
 def test_what_is_not_finite_is_not_saved_and_drops_nothing(store, name, value):
     save(store, 1, 2, 3)
     tensors = tensors_of(4)
-    tensors[name][-1, -1] = value
+    tensors[name][-1] = value
 
     with pytest.raises(Diverged, match=name):
         store.save(4, tensors, {})
 
-    assert [path.name for path in store.root.iterdir() if path.name == "step-00000004"] == []
-    assert len(store.paths()) == 3
+    assert [path.name for path in store.paths()] == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
 def test_what_is_not_finite_is_not_read_even_if_it_was_saved_so(store, contents, monkeypatch):
@@ -342,12 +330,10 @@ def test_a_write_that_the_system_cuts_short_fails_one_save_only(store):
     assert_is(store.load_latest(), 1)
 
 
-def test_a_place_that_cannot_be_written_is_reported_before_training_and_at_the_save(tmp_path):
+def test_a_place_that_cannot_be_written_is_told_at_the_save(tmp_path):
     (tmp_path / "file").touch()
     below_a_file = tmp_path / "file" / "checkpoints"
 
-    with pytest.raises(OSError, match=f"cannot write to {below_a_file}"), opened(below_a_file):
-        pass
     with pytest.raises(CheckpointSaveError, match="cannot save"):
         save(CheckpointStore(below_a_file, keep=1), 1)
 
@@ -358,7 +344,6 @@ def test_a_place_that_cannot_be_written_is_reported_before_training_and_at_the_s
         (0, 9, 4),  # keep = 3, and the one being written
         (0, 2, 2),  # a run that saves no more
         (1, 9, 1),  # a run that goes on: the oldest make room
-        (2, 9, 0),
         (3, 9, 0),
     ],
 )
@@ -391,20 +376,13 @@ def test_random_states_survive_a_checkpoint(store):
     assert [draw(), draw()] == expected
 
 
-def test_cuda_states_are_not_dropped_without_cuda(monkeypatch):
-    state = capture_rng()
+def test_cuda_states_survive_and_are_not_dropped_without_cuda(monkeypatch):
+    if torch.cuda.is_available():
+        torch.rand(1, device="cuda")
+        state = capture_rng()
+        expected = torch.rand(5, device="cuda")
+        restore_rng(state)
+        assert torch.equal(torch.rand(5, device="cuda"), expected)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
     with pytest.raises(ValueError, match="CUDA"):
-        restore_rng({**state, "cuda": state["torch"]})
-
-
-@pytest.mark.gpu
-def test_the_cuda_state_survives():
-    torch.rand(1, device="cuda")
-    state = capture_rng()
-    expected = torch.rand(5, device="cuda")
-
-    restore_rng(state)
-
-    assert torch.equal(torch.rand(5, device="cuda"), expected)
+        restore_rng({**capture_rng(), "cuda": "00"})

@@ -1,22 +1,28 @@
-"""Files of a run's folder: whole at every moment, and JSON lines that a kill cannot spoil."""
+"""A run's folder: one holder, files whole at every moment, and JSON lines that a kill cannot spoil."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
+import os
 import random
 import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from grpo_fast.run_record import files
-from grpo_fast.run_record.files import JsonlLog, read_jsonl
+from grpo_fast.run_record.files import JsonlLog, RunInUse, differences, opened, read_jsonl, value_at
 
 FORK = multiprocessing.get_context("fork")  # a process of its own without imports of its own
 
@@ -28,23 +34,15 @@ def log(tmp_path: Path) -> Iterator[JsonlLog]:
     log.close()
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch, is_killed: bool):
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch, error: Any):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"old and long")
-
-    def killed(*_: Path) -> None:
-        raise KeyboardInterrupt
-
-    if is_killed:
-        monkeypatch.setattr(files.os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            files.write_whole(path, b"new")
-    else:
+    if error:
+        monkeypatch.setattr(files.os, "replace", Mock(side_effect=error))
+    with pytest.raises(error) if error else nullcontext():
         files.write_whole(path, b"new")
-        assert list(tmp_path.iterdir()) == [path]
-
-    assert path.read_bytes() == (b"old and long" if is_killed else b"new")
+    assert path.read_bytes() == (b"old and long" if error else b"new")
 
 
 def test_records_are_read_back_as_they_were_written_whole_and_as_numbers_or_null(tmp_path: Path):
@@ -93,28 +91,23 @@ def test_reading_leaves_out_an_unfinished_last_line_and_names_any_other_damage(t
             read_jsonl(path)
 
 
-def append_to_a_full_disk(path: Path, result: Any) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    log = JsonlLog(path)
-    log.append({"step": 1})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
-    try:
-        log.append({"step": 2, "text": "x" * 100})
-    except OSError as error:
-        result.send(str(error))
-    log.append({"step": 3})
+def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(log: JsonlLog):
+    def append_to_a_full_disk(result: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        log.append({"step": 1})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+        try:
+            log.append({"step": 2, "text": "x" * 100})
+        except OSError as error:
+            result.send(str(error))
+        log.append({"step": 3})
 
-
-def test_a_write_that_finds_no_room_leaves_whole_lines_and_says_which_file(tmp_path: Path):
-    path = tmp_path / "log.jsonl"
     receiver, sender = FORK.Pipe(duplex=False)
-
-    writer = FORK.Process(target=append_to_a_full_disk, args=(path, sender))
+    writer = FORK.Process(target=append_to_a_full_disk, args=(sender,))
     writer.start()
     writer.join()
-
-    assert "cannot append" in (message := receiver.recv()) and str(path) in message
-    assert [record["step"] for record in read_jsonl(path)] == [1, 3]
+    assert "cannot append" in (message := receiver.recv()) and str(log.path) in message
+    assert [record["step"] for record in read_jsonl(log.path)] == [1, 3]
 
 
 def record_of(step: int) -> dict[str, Any]:
@@ -153,3 +146,84 @@ def test_a_file_killed_at_random_points_and_taken_up_again_equals_one_written_in
     assert read_jsonl(path) == expected
     assert path.read_bytes() == b"".join(json.dumps(record).encode() + b"\n" for record in expected)
     log.close()
+
+
+def hold(run_dir: Path, start, results, end) -> None:
+    start.wait()
+    try:
+        with opened(run_dir):
+            results.put("held")
+            end.wait()
+    except RunInUse as error:
+        results.put(str(error))
+
+
+def test_of_processes_that_start_at_one_instant_exactly_one_holds_the_folder(tmp_path: Path):
+    start, end, results = FORK.Event(), FORK.Event(), FORK.Queue()
+    processes = [FORK.Process(target=hold, args=(tmp_path, start, results, end)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    start.set()
+    said = [results.get(timeout=60) for _ in processes]
+    end.set()
+    for process in processes:
+        process.join()
+    assert said.count("held") == 1
+    assert all(str(tmp_path) in text and "--resume" in text for text in said if text != "held")
+
+
+def hold_with_a_worker(run_dir: Path, workers) -> None:
+    with opened(run_dir):
+        if (worker := os.fork()) == 0:
+            signal.pause()
+        workers.put(worker)
+        signal.pause()
+
+
+def test_a_killed_holder_is_named_before_and_forgotten_after_though_its_worker_lives_on(tmp_path: Path):
+    workers = FORK.Queue()
+    holder = FORK.Process(target=hold_with_a_worker, args=(tmp_path, workers))
+    holder.start()
+    worker = workers.get(timeout=60)
+    try:
+        named = rf"process {holder.pid} on host {socket.gethostname()}, started \d{{4}}-\d\d-\d\d \d\d:"
+        with pytest.raises(RunInUse, match=named), opened(tmp_path):
+            pass
+        holder.kill()
+        holder.join()
+        with opened(tmp_path):
+            os.kill(worker, 0)  # is alive
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_the_folder_is_held_within_a_process_too_and_free_after_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match="of a run"), opened(tmp_path / "run"):
+        with pytest.raises(RunInUse, match=f"process {os.getpid()} "), opened(tmp_path / "run"):
+            pass
+        raise ValueError("of a run")
+    with opened(tmp_path / "run"):
+        pass
+
+
+def test_a_file_system_without_locks_is_told_and_trained_on_and_one_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch, caplog
+):
+    unsupported = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=unsupported))
+    with opened(tmp_path):
+        assert f"{tmp_path} cannot be locked" in caplog.text
+    for path, method in ((tmp_path / "run.lock" / "run", "mkdir"), (tmp_path, "fsync")):
+        if method == "fsync":
+            monkeypatch.setattr(files.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
+        with pytest.raises(OSError, match=f"cannot write to {path}: .*another output_dir"), opened(path):
+            pass
+
+
+def test_two_configurations_differ_in_the_keys_that_are_named():
+    before = {"a": 1, "lora": None, "rewards": [{"weight": 1}, {"weight": 2}], "stages": [1]}
+    now = {"a": 1, "lora": {"r": 2}, "rewards": [{"weight": 1}, {"weight": 3}], "stages": [1, 2]}
+    found = [*differences(before, now)]
+    assert found == [("lora", None, {"r": 2}), ("rewards.1.weight", 2, 3), ("stages", [1], [1, 2])]
+    assert all(value_at(now, key) == new for key, _, new in found)
+    assert value_at(now, "lora.alpha.x") is value_at(now, "rewards.7.weight") is None

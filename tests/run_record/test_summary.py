@@ -12,8 +12,7 @@ def test_a_proportion_gets_wilsons_interval() -> None:
     low, high = mean_interval([1.0] * 81 + [0.0] * 182)
 
     assert (round(low, 4), round(high, 4)) == (0.2553, 0.3662)
-    nothing_right = mean_interval([0.0] * 20)
-    assert (nothing_right[0], round(nothing_right[1], 4)) == (0.0, 0.1611)
+    assert mean_interval([0.0] * 20) == (0.0, pytest.approx(0.1611, abs=1e-4))
     assert mean_interval([1.0] * 20)[1] == 1.0
 
 
@@ -37,13 +36,9 @@ def test_values_that_are_no_proportion_get_the_normal_interval() -> None:
         mean_interval([])
 
 
-def test_a_score_is_shown_in_per_cent_with_its_interval_where_it_has_one() -> None:
-    assert score_text(0.49, (0.434, 0.546)) == "49.0 % [43.4, 54.6]"
+def test_before_and_after_stand_in_one_line() -> None:
     for nothing in (None, (-math.inf, math.inf), [None, None]):
         assert score_text(0.49, nothing) == "49.0 %"
-
-
-def test_before_and_after_stand_in_one_line() -> None:
     before = {"score": 0.217, "interval": (0.174, 0.267), "n": 300}
     after = {"score": 0.49, "interval": (0.434, 0.546), "n": 300}
 
