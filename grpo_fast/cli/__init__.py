@@ -190,6 +190,12 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
         "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"
     )
 
+    look = "look at how the prompts would be grouped: sizes, likeness, examples"
+    groups = add("groups", "commands:groups", look, overrides=True)
+    groups.add_argument("action", choices=["describe"], help="what to do")
+    groups.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
+    groups.add_argument("--examples", type=at_least(0), default=3, metavar="N", help="groups to show (3)")
+
     fits = "what fits: bytes by part, the largest group and micro-batch, and what makes room"
     plan = add("plan", "commands:plan", fits, overrides=True)
     plan.add_argument("config", nargs="?", metavar="CONFIG", help=CONFIG_HELP)

@@ -41,6 +41,41 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
 
+def groups(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """`grpo-fast groups describe`: every stage that groups its prompts in its own way."""
+    config = load_config(args.config, overrides)
+    from grpo_fast.data import load_prompts
+    from grpo_fast.environments import load_toolsets
+    from grpo_fast.groups.sampler import describe_groups
+    from grpo_fast.plan import resolve_auto
+    from grpo_fast.policy import load_tokenizer
+    from grpo_fast.stages import resolve_stages
+
+    config = resolve_auto(config)
+    tokenizer = load_tokenizer(config.model)
+    shown: list[tuple[object, ...]] = []
+    for stage in resolve_stages(config):
+        rollout = stage.config.rollout
+        grouped = (stage.config.dataset, stage.config.groups, stage.config.prompts_per_step)
+        settings = (*grouped, rollout.tools, rollout.environment)
+        if settings in shown:
+            continue
+        shown.append(settings)
+        if stage.name:
+            print(f"stage {stage.name}:")
+        toolsets = load_toolsets(rollout, stage.config.dataset)
+        description = describe_groups(
+            load_prompts(stage.config.dataset, tokenizer, toolsets.schemas if toolsets else None),
+            stage.config.groups,
+            num_generations=int(rollout.num_generations),
+            prompts_per_step=stage.config.prompts_per_step,
+            seed=stage.config.seed,
+            examples=args.examples,
+        )
+        print(description)
+    return 0
+
+
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan`: 0 where the run fits, 1 where it does not; of several --gpus, on any of them."""
     if args.table is not None:

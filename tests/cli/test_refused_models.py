@@ -30,13 +30,13 @@ def run_with(toy: dict[str, Any], tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+@pytest.mark.parametrize("command", ["train", "eval", "preview"])
 def test_a_prompt_and_a_completion_beyond_the_positions(
     command: str, run_with: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run_with(command, {"max_position_embeddings": 10})
 
-    needed = 3 + 8 if command == "generate" else 4 + 8
+    needed = 3 + 8 if command == "preview" else 4 + 8
     assert code == 1
     assert f"need {needed} positions, and the model has 10" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()

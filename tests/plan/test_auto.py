@@ -235,7 +235,7 @@ def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
     assert resolve_auto(config).rollout.num_generations == 32
 
 
-@pytest.mark.parametrize("command", [["generate"], ["groups", "describe"]], ids=str)
+@pytest.mark.parametrize("command", [["preview"], ["groups", "describe"]], ids=str)
 def test_a_look_before_training_resolves_auto_too(
     command: list[str], toy: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,4 +244,4 @@ def test_a_look_before_training_resolves_auto_too(
     code = main([*command, str(tmp_path / "run.yaml")])
 
     assert code == 0
-    assert "8 completions" in capsys.readouterr().out or command == ["generate"]
+    assert "8 completions" in capsys.readouterr().out or command == ["preview"]

@@ -178,7 +178,7 @@ def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
 ):
     run_dir = tmp_path / "run"
     config = in_process(toy, run_dir, checkpoint={"every": 1, "keep": 2})
-    said = rf"after step 3: {error}; .*--resume {run_dir}\S*step-00000002, .*optimizer\.learning_rate \(0\.003 now"
+    said = rf"after step 3: {error}; .*--resume {run_dir}\S*step-00000002, .*learning_rate \(0\.003 now"
     break_at_step(monkeypatch, target, 3, error)
     with pytest.raises(Diverged, match=said):
         train(config, display=False)
