@@ -1,6 +1,6 @@
 """Runs that fail in every way, or are killed at any moment: `failures.py FOLDER N [SEED [KEY=VALUE...]]`.
 
-FOLDER has toy.json, as test_update.py leaves one under `pytest --basetemp`. N injected failures, then N
+FOLDER has toy.json, as test_ranks.py leaves one under `pytest --basetemp`. N injected failures, then N
 kills; each run goes on with another number of ranks. Prints a table, and leaves with 1 where a run did not
 end as it should. What torchrun does is done here, with forks: one store for all attempts, and where a rank
 fails all end, by SIGTERM and after 30 s by SIGKILL.

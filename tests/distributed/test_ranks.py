@@ -1,0 +1,111 @@
+"""Several ranks: their updates, their checkpoints, and what is saved and said where one of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+def work(script: str, *arguments: object) -> str:
+    """What a script of this folder prints."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_ranks_with_whole_weights_and_with_rows_of_them_update_them_as_one_rank_does(toy, tmp_path, seed):
+    (tmp_path / "toy.json").write_text(json.dumps(toy | {"seed": seed}))
+    work("update_worker.py", tmp_path, 2)
+
+
+FAILED = r"^RankError: rank {} .* failed at the {}: {}"
+DIVERGED = r"^Diverged: the run diverged after step 2: .*the logits hold NaN; .*--resume \S*step-00000001,"
+SAID = {  # by rank 0, by rank 1
+    "reward": (FAILED.format(1, "rollout of step 3", "ValueError: no such"), "^ValueError: no such answer$"),
+    "diverged": (DIVERGED, DIVERGED),
+    "apart": (r"^CheckpointError: output_dir = .*/apart on \d' is not the same folder",) * 2,
+    "callback": ("^CallbackError: .*'mine'", FAILED.format(0, "record of step 2", "CallbackError: .*'mine'")),
+}
+
+
+def test_any_number_of_ranks_goes_on_from_any_number_s_checkpoint_and_all_fail_where_one_does(tmp_path, seed):
+    work("checkpoint_worker.py", tmp_path, seed)
+
+
+def test_a_run_that_one_rank_ends_is_saved_by_all_unless_it_diverged_and_one_rank_goes_on(
+    toy, playing_toy, tmp_path
+):
+    (tmp_path / "toy.json").write_text(json.dumps(toy))
+    asked = {"source": playing_toy["evaluation"]["dataset"]["source"], "size": 1}  # of one of the ranks
+    (tmp_path / "playing.json").write_text(json.dumps(playing_toy | {"evaluation": {"dataset": asked}}))
+
+    work("run_worker.py", tmp_path)
+
+    for case, patterns in SAID.items():
+        for rank, pattern in enumerate(patterns):
+            assert re.search(pattern, (tmp_path / f"{case}.{rank}").read_text()), (case, rank)
+    for case, steps in (("reward", [2, 4]), ("callback", [2]), ("diverged", [1, 2])):
+        saved = sorted(path.name for path in (tmp_path / case / "checkpoints").iterdir())
+        assert saved == [f"step-0000000{step}" for step in steps]
+    metrics = (tmp_path / "reward" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    last = json.loads((tmp_path / "playing" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["turns/mean"] > 1 and 0 <= last["eval/reward"] <= 1
+
+
+GONE = r"rank {} \(process \d+ on host \S+, \d+ s at {} of step 3\) is gone; continue from .*--resume$"
+RAISED = r"rank 1 \(process \d+ on host \S+\) failed at {} of step 3: ValueError: no such answer"
+ENDS = r"^grpo-fast: rank 0 \(.* at the update of step 3\) cannot go on and ends: "
+
+# what rank 0 says, and with which code each rank ends
+CASES = {
+    "killed_while_others_work": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
+    "killed_while_others_wait": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
+    "killed_in_a_collective": ("^RankError: " + GONE.format(1, "the update"), [1, -9]),
+    "killed_with_a_child_that_holds_its_connections": (ENDS + GONE.format(1, "the update"), [1, -9]),
+    "frozen": (ENDS + GONE.format(1, "the update"), [1, None]),
+    "three": ("^RankError: " + GONE.format(2, "the update"), [1, 1, -9]),
+    "failed_while_others_work": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1]),
+    "agreed_by_three": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1, 1]),
+    "failed_in_an_exchange_within": ("^RankError: " + RAISED.format("the gradient") + "$", [1, 1]),
+    "failed_beside_a_collective": ("^RankError: " + RAISED.format("the update") + "; continue", [1, 1]),
+    "failed_and_stays": (ENDS + RAISED.format("the update") + "; continue", [1, None]),
+    "failed_outside": ("^RankError: " + RAISED.format("the end") + "$", [1, 1]),
+    "hanging": (
+        r"^RankError: rank 0 \(.* 1 s at the rewards of step 3\) was left waiting by rank 1 \(.*, 1 s at the "
+        "rewards of step 3\\): .*Timed out waiting 1000ms.*; continue",
+        [1, 1],
+    ),
+    "elsewhere": ("^RankError: rank 1 is at the rollout of step 3, not at the update of step 3$", [1, 1]),
+    "forgiven": (r"^\Z", [0, 0]),
+    "started_again": (r"^\Z", [0, 0]),  # the last, for its store is that of all after it
+}
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[int | None]]]:
+    """What rank 0 said, and the exit codes of all, by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    codes = json.loads(work("watch_worker.py", folder, *CASES).splitlines()[-1])
+    return {case: ((folder / f"{case}.0").read_text(), codes[case]) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_ends_and_names_the_one_at_fault_and_its_place(happened, case: str):
+    said, codes = CASES[case]
+    assert happened[case][1] == codes
+    assert re.search(said, happened[case][0], re.MULTILINE), happened[case][0]
