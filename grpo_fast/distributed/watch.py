@@ -65,14 +65,10 @@ class Beat:
 
 
 class Watch:
-    """Of one rank; a context, entered by its main thread when all have joined.
+    """Watches the other ranks for one rank; a context, entered by its main thread when all have joined.
 
     Args:
         store: of all ranks.
-
-    Attributes:
-        agreed: the error that all ranks know of.
-        lost: why no exchange can succeed any more.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -82,8 +78,8 @@ class Watch:
         self.keys = [KEY.format(other) for other in range(size) if other != rank]
         self.others: dict[int, tuple[float, Beat]] = {}  # and when each was heard
         self.working = False  # the main thread may be called away
-        self.agreed: BaseException | None = None
-        self.lost: str | None = None
+        self.agreed: BaseException | None = None  # the error that all ranks know of
+        self.lost: str | None = None  # why no exchange can succeed any more
         self.left = threading.Event()
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
         self.tell()

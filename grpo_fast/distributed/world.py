@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -25,30 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from grpo_fast.distributed.watch import RankError, Watch
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 _ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
 
 
 @dataclass(eq=False)
 class World:
-    """The ranks of a run.
+    """The ranks of a run."""
 
-    Attributes:
-        rank: this process' number.
-        size: how many there are; 1: no torch.distributed.
-        device: of this rank, where its tensors are exchanged.
-        step: that is being trained, for messages.
-        watch: of the other ranks; None: there are none.
-        launcher: torchrun's store, which outlives its ranks.
-        objects: the group of `together`: a rank may fail where others are in a collective of tensors.
-    """
-
-    rank: int = 0
-    size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    step: int = 0
-    watch: Watch | None = None
-    objects: ProcessGroup | None = None
-    launcher: Store | None = None
+    rank: int = 0  # this process' number
+    size: int = 1  # how many there are; 1: no torch.distributed
+    device: torch.device = _CPU  # of this rank, where its tensors are exchanged
+    step: int = 0  # that is being trained, for messages
+    watch: Watch | None = None  # of the other ranks; None: there are none
+    objects: ProcessGroup | None = None  # of `together`: a rank may fail where others are in a collective
+    launcher: Store | None = None  # torchrun's, which outlives its ranks
 
     @property
     def leads(self) -> bool:
@@ -57,7 +48,6 @@ class World:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """All ranks in a row."""
         return mesh_of(self.device.type, self.size)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_fast.distributed.balance import karmarkar_karp
+from grpo_fast.distributed.shards import karmarkar_karp
 
 EVEN = 1.01  # the busiest rank's work in units of the mean: more even is not worth a prompt computed twice
 

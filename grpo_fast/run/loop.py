@@ -135,7 +135,7 @@ def train(
         recorder = stack.enter_context(
             Recorder(trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks)
         )
-        if isinstance(trainer, Trainer) and recorder.display:
+        if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.display.rollout
         for line in opening_lines(config, trainer) if world.leads else ():
             recorder.say(line)

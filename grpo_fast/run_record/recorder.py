@@ -11,6 +11,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from rich.console import Console
 
 from grpo_fast.data import PromptSampler
 from grpo_fast.distributed.world import RankError
@@ -100,16 +101,15 @@ class Recorder:
         if checkpoint:
             store.rewind(checkpoint.step)
         self.logs.truncate(checkpoint.state["offsets"] if checkpoint else {})
-        self.display: Display | None = None
-        if show:
-            verbose = config.logging.verbose
-            self.display = Display(config.max_steps, start_step=trainer.step, verbose=verbose)
+        options: dict[str, Any] = {"start_step": trainer.step, "verbose": config.logging.verbose}
+        console = None if show else Console(quiet=True, force_terminal=False, force_jupyter=False)
+        self.display = Display(config.max_steps, console=console, **options)
+        self.say = self.display.message
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
         self.boundary = self.capture()
 
     def __enter__(self) -> Recorder:
-        if self.display is not None:
-            self._stack.enter_context(self.display)
+        self._stack.enter_context(self.display)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -157,17 +157,16 @@ class Recorder:
         finally:
             metrics = result.metrics | evaluated
             self.logs.metrics(step, metrics, timings)
-        if self.display:
-            self.display.update(step, metrics, timings)
-            if sampled:
-                self.display.samples(result.samples, config.logging.show_samples)
+        self.display.update(step, metrics, timings)
+        if sampled:
+            self.display.samples(result.samples, config.logging.show_samples)
         self.watch(metrics)
         self.callbacks.tell("on_step_end", step, {**metrics, **timings})
         if evaluated:
             self.callbacks.tell("on_evaluate", step, evaluated)
         self.boundary = self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
-            self.save_and_tell()
+            self.save()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
         """Raise and clear alerts."""
@@ -178,13 +177,12 @@ class Recorder:
     def finish(self, signal: Signals | None) -> None:
         """The last checkpoint, the outcome and the report; `signal` stopped the run early."""
         if self.trainer.step not in (0, self.saved):
-            self.save_and_tell(must=True)
+            self.save(must=True)
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"
             self.say(f"{stopped_by}: {safe}; continue with --resume")
-        done = f"step {self.trainer.step} of {self.config.max_steps}"
-        self.say(held_out_outcome(self.run_dir) or done)
+        self.say(held_out_outcome(self.run_dir) or f"step {self.trainer.step} of {self.config.max_steps}")
         try:
             self.say(f"report: {write_report(self.run_dir)}")
         except (OSError, ValueError) as error:  # of the page alone: the run is done and saved
@@ -207,7 +205,7 @@ class Recorder:
                 self.boundary = self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
-                self.save(must=True)
+                self.save(must=True, tell=False)
         except Exception as second:
             self.say(f"{problem}, and step {trainer.step} could not be saved: {second}")
         else:
@@ -246,8 +244,7 @@ class Recorder:
         step, n = self.trainer.step, evaluation.n
         name = "held-out" if n == len(self.trainer.held_out) else f"held-out, first {n}"
         self.logs.evaluation(step, name, evaluation.score, evaluation.interval, n)
-        if self.display:
-            self.display.evaluation(step, evaluation.score, evaluation.interval, n)
+        self.display.evaluation(step, evaluation.score, evaluation.interval, n)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
     def capture(self) -> Boundary:
@@ -262,12 +259,12 @@ class Recorder:
         }
         return Boundary(self.trainer.step, json.dumps(state))
 
-    def save_and_tell(self, *, must: bool = False) -> None:
-        if (path := self.save(must=must)) is not None:
-            self.callbacks.tell("on_save", self.boundary.step, path)
-
-    def save(self, *, must: bool = False) -> Path | None:
+    def save(self, *, must: bool = False, tell: bool = True) -> None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
+
+        Args:
+            must: it is the last.
+            tell: the callbacks hear of it.
 
         Raises:
             CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
@@ -282,10 +279,7 @@ class Recorder:
                     f"{error}. Saved are the weights of step {step} alone: `grpo-fast export {weights} OUT`"
                 ) from error
             self.say(f"checkpoint of step {step} not saved: {error}; training goes on")
-            return None
+            return
         self.saved = step
-        return path
-
-    def say(self, text: str) -> None:
-        if self.display:
-            self.display.message(text)
+        if tell:
+            self.callbacks.tell("on_save", step, path)

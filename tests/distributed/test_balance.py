@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from grpo_fast.distributed.balance import karmarkar_karp
+from grpo_fast.distributed.shards import karmarkar_karp
 from grpo_fast.distributed.world import World
 from grpo_fast.policy.packing import Sample, TokenCosts, deal
 
