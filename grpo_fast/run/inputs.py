@@ -68,10 +68,8 @@ class Inputs:
         return name
 
     def model(self, value: Any) -> Any:
-        if isinstance(value, str | Path):
-            return {"path": value}
-        if isinstance(value, Mapping):
-            return value
+        if isinstance(value, str | Path | Mapping):
+            return value if isinstance(value, Mapping) else {"path": value}
         remedy = "give a folder or hub id; save_pretrained makes a folder of a model and its tokenizer"
         raise _refused("model", f"is a {type(value).__name__}: {remedy}")
 
@@ -157,14 +155,11 @@ def _json_line(row: Any, place: str) -> bytes:
         remedy = "a row is a dict of columns; a pandas DataFrame gives them by to_dict('records')"
         raise _refused(place, f"is a {type(row).__name__} ({short(row)}): {remedy}")
 
-    def encoded(value: Any) -> bytes:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda array: array.tolist())
-        return text.encode()
-
+    options: Any = {"ensure_ascii": False, "allow_nan": False, "default": lambda array: array.tolist()}
     for column, value in row.items():
         try:
-            encoded(value)
+            json.dumps(value, **options)
         except (TypeError, ValueError, AttributeError):
             problem = f"holds {short(value)}, which JSON has not: make it text or a finite number"
             raise _refused(f"{place}[{column!r}]", problem) from None
-    return encoded(row) + b"\n"
+    return json.dumps(row, **options).encode() + b"\n"

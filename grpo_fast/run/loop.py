@@ -115,8 +115,7 @@ def train(
         trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
         # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
         size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
-        every = config.checkpoint.every or config.max_steps
-        saves = math.ceil(config.max_steps / every)
+        saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
         world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)

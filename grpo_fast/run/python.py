@@ -173,12 +173,14 @@ class TrainedPolicy:
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
             raise ValueError(f"prompts = {short(prompts)} is one prompt; give a list of prompts")
         config = self._config
-        as_evaluated: dict[str, Any] = {"temperature": config.evaluation.temperature, "seed": config.seed}
-        as_evaluated["max_completion_length"] = config.rollout.length_limit
-        drawn = replace(sampling_of(config.rollout), **as_evaluated | sampling)
-        as_they_are: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
-        as_they_are["source"] = "generate(prompts)"  # for error messages
-        dataset = config.dataset.model_copy(update=as_they_are)
+        as_evaluated = {
+            "temperature": config.evaluation.temperature,
+            "max_completion_length": config.rollout.length_limit,
+        }
+        drawn = replace(sampling_of(config.rollout, config.seed), **as_evaluated | sampling)
+        as_they_are = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
+        for_messages = {"source": "generate(prompts)"}
+        dataset = config.dataset.model_copy(update=as_they_are | for_messages)
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
         questions = prompts_of(rows, dataset, self.tokenizer) if rows else ()
         ours = config.rollout.model_copy(update={"engine": "transformers"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,12 @@ def call(toy: dict[str, Any]) -> dict[str, Any]:
     sources = (toy["dataset"]["source"], toy["evaluation"]["dataset"]["source"])
     rows, held_out = ([json.loads(line) for line in Path(path).read_text().splitlines()] for path in sources)
     given = {
-        "model": toy["model"],
-        "rewards": [near_w7],
-        "evaluation": {"dataset": held_out, "threshold": 0.5},
+        **{"model": toy["model"], "dataset": Dataset.from_list(rows), "rewards": [near_w7]},
+        **{"evaluation": {"dataset": held_out, "threshold": 0.5}, "prompts_per_step": 4},
+        **{"max_steps": 2, "micro_batch_tokens": 64, "learning_rate": 3e-3, "rollout.num_generations": 6},
+        **{"max_completion_length": 8, "logging": {"tensorboard": False}, "checkpoint": {"every": 1}},
     }
-    given |= {"max_steps": 2, "prompts_per_step": 4, "micro_batch_tokens": 64, "learning_rate": 3e-3}
-    given |= {"rollout.num_generations": 6, "max_completion_length": 8, "logging": {"tensorboard": False}}
-    return given | {"dataset": Dataset.from_list(rows), "checkpoint": {"every": 1}, "display": False}
+    return given | {"display": False}
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +105,8 @@ def test_the_trained_policy_answers_and_is_saved(finished: grpo_fast.Run, tmp_pa
 
     assert greedy == policy.generate(prompts) and len(greedy) == 2
     assert all(len(completion.token_ids) <= 3 for completion in drawn)
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved").config.vocab_size == policy.model.vocab_size
-    )
-    assert policy.generate([]) == []
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert saved.config.vocab_size == policy.model.vocab_size and policy.generate([]) == []
 
 
 @pytest.mark.parametrize(
@@ -171,10 +167,7 @@ def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, num
         ({"dataset": [{"prompt": "w2"}, {"prompt": object()}]}, r"dataset\[1\]\['prompt'\]: holds <object"),
         ({"dataset": [{"prompt": "w2", "x": float("nan")}]}, r"dataset\[0\]\['x'\]: holds nan"),
         ({"dataset": DatasetDict(train=Dataset.from_list([{"prompt": "w2"}]))}, "one of 'train'"),
-        (
-            {"dataset": {"source": [{"prompt": "w2"}], "promt_column": "p"}},
-            "did you mean dataset.prompt_column",
-        ),
+        ({"dataset": {"source": [{"prompt": "w2"}], "promt_column": "p"}}, "mean dataset.prompt_column"),
         ({"evaluation": [1]}, r"evaluation.dataset\[0\]: is a int"),
         ({"rewards": [3]}, r"rewards\.0\.reward = 3: should be a valid string"),
         ({"rewards": [{"reward": near_w7, "wieght": 1}]}, r"did you mean rewards\.0\.weight"),
@@ -194,14 +187,8 @@ def test_each_object_has_a_name_of_its_own_that_others_do_not_change():
     one, other = Near(1), Near(2)
     first, second = Inputs(), Inputs()
     lambdas = [lambda completions: completions, lambda completions: 2 * completions]
-    objects: list[Callable[..., Any]] = [
-        one,
-        other,
-        partial(near_w7, a=1),
-        partial(near_w7, a=2),
-        *lambdas,
-        Near,
-    ]
+    partials = [partial(near_w7, a=1), partial(near_w7, a=2)]
+    objects: list[Any] = [one, other, *partials, *lambdas, Near]
 
     names = [first.name(value) for value in objects]
 
