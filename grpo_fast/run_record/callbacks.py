@@ -152,8 +152,7 @@ def load_callbacks(paths: Sequence[str]) -> list[Callback]:
             raise ValueError(f"callbacks: {path!r} is no callback; derive its class from grpo_fast.Callback")
         for name in dir(made):
             if name.startswith("on_") and name not in MOMENTS:
-                raise ValueError(
-                    f"callbacks: {path!r} has {name}, which is no moment: {choices(name, MOMENTS)}"
-                )
+                known = choices(name, MOMENTS)
+                raise ValueError(f"callbacks: {path!r} has {name}, which is no moment: {known}")
         found.append(made)
     return found

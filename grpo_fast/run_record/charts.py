@@ -25,10 +25,10 @@ UNITS = {"%": (", %", 100.0), "bytes": (", GiB", 2.0**-30), "s": (", seconds", 1
 
 
 @dataclass(frozen=True)
-class Columns:
+class Metrics:
     """What one run measured, by metric."""
 
-    run: str
+    name: str  # of the run
     values: Mapping[str, Mapping[int, float]]  # step -> value, where there is one, in the order of the steps
     bands: Mapping[str, Mapping[int, tuple[float, float]]]  # step -> (low, high)
     alerts: Mapping[str, Sequence[AlertSpan]]
@@ -56,7 +56,7 @@ class Chart:
     alerts: Sequence[tuple[float, float, str]]  # (x, width, text)
 
 
-def draw_curves(runs: Sequence[Columns], last: int) -> tuple[list[Chart], list[Chart], list[tuple[str, str]]]:
+def draw_curves(runs: Sequence[Metrics], last: int) -> tuple[list[Chart], list[Chart], list[tuple[str, str]]]:
     """Charts up to the step `last` of all that moved, those of `FIGURES` and the rest, and (title, value) of
     what never did. One run's metrics of one title share a chart; of several runs each metric has its own."""
     names = sorted({name for run in runs for name in run.values})
@@ -93,7 +93,7 @@ def _label(name: str) -> str:
     return part[1] if part else name.partition("/")[2] or name
 
 
-def _chart(title: str, factor: float, runs: Sequence[Columns], names: Sequence[str], last: int) -> Chart:
+def _chart(title: str, factor: float, runs: Sequence[Metrics], names: Sequence[str], last: int) -> Chart:
     """Some metrics of one run, or one of several runs; a run that lacks it keeps its colour all the same."""
     tracks = enumerate((run, name) for run in runs for name in names)
     found = [(place, run, name) for place, (run, name) in tracks if name in run.values]
@@ -112,7 +112,7 @@ def _chart(title: str, factor: float, runs: Sequence[Columns], names: Sequence[s
 
     lines, alerts = [], []
     for place, run, name in found:
-        label = run.run if len(runs) > 1 else _label(name)
+        label = run.name if len(runs) > 1 else _label(name)
         points = [*run.values[name].items()]
         kept, band = _thin(points), run.bands.get(name, {})
         ends = [(step, band[step]) for step, _ in kept if step in band]

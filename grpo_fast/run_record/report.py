@@ -18,7 +18,7 @@ import yaml
 from grpo_fast.data.types import spoken
 from grpo_fast.run_record import logs
 from grpo_fast.run_record.alerts import RULES
-from grpo_fast.run_record.charts import SCORE, AlertSpan, Columns, draw_curves
+from grpo_fast.run_record.charts import SCORE, AlertSpan, Metrics, draw_curves
 from grpo_fast.run_record.files import CONFIG_FILE, differences, read_jsonl, value_at, write_whole
 from grpo_fast.run_record.summary import CONFIDENCE, duration_text, score_text
 
@@ -40,14 +40,12 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Metrics):
     """What a run's folder holds."""
 
-    name: str
     config: Mapping[str, Any]
     config_text: str
     files: Mapping[str, Sequence[Record]]  # those of FIELDS, each in the order of the steps
-    columns: Columns
 
     @property
     def last(self) -> int:
@@ -70,10 +68,10 @@ class RunRecord:
         if starts := self.files[logs.PROVENANCE_FILE]:
             started = starts[0]["started"].replace("T", " ").replace("+00:00", " UTC")
             facts |= {"Device": starts[-1]["device"], "Started": started}
-        if seconds := [*self.columns.values.get("time/step", {}).values()]:
+        if seconds := [*self.values.get("time/step", {}).values()]:
             mean = duration_text(sum(seconds) / len(seconds))
             facts["Time in steps"] = f"{duration_text(sum(seconds))}, {mean} each"
-        if rewards := [*self.columns.values.get("reward/mean", {}).values()]:
+        if rewards := [*self.values.get("reward/mean", {}).values()]:
             facts["Reward"] = f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
         return {name: str(value) for name, value in facts.items() if value}
 
@@ -124,7 +122,7 @@ def write_report(*run_dirs: Path, to: Path | None = None) -> Path:
     page = jinja.from_string(packaged("report.html.j2")).render(
         runs=runs,
         last=last,
-        curves=draw_curves([run.columns for run in runs], last),
+        curves=draw_curves(runs, last),
         differences=compared([run.config for run in runs]),
         excerpt=lambda text: excerpt(text, PAGE_CHARACTERS // max(texts, 100)),
         score_text=score_text,
@@ -170,11 +168,11 @@ def read_run(run_dir: Path, name: str) -> RunRecord:
                 where = f"{run_dir / file}, line {number}"
                 raise ValueError(f"{where}: no {wrong[0]!r} as a run writes it; repair or delete the line")
         records[file] = sorted(lines, key=lambda record: record.get("step", 0))
-    return RunRecord(name, config, text, records, _columns(name, records))
+    return RunRecord(name, *_measured(records), config, text, records)
 
 
-def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
-    """What is drawn: metrics, timings and held-out scores, with intervals where they are known."""
+def _measured(records: Mapping[str, Sequence[Record]]) -> tuple[Any, Any, Any]:
+    """What is drawn: metrics, timings and held-out scores, with intervals where they are known; alerts."""
     values: dict[str, dict[int, float]] = {}
     for record in (*records[logs.METRICS_FILE], *records[logs.TIMINGS_FILE]):
         for name, value in record.items():
@@ -194,7 +192,7 @@ def _columns(run: str, records: Mapping[str, Sequence[Record]]) -> Columns:
             later = (one for one in records[logs.ALERTS_FILE][place:] if one["alert"] == record["alert"])
             span = (record["step"], next((one["step"] for one in later), None), record["text"])
             alerts.setdefault(RULES[record["alert"]].metric, []).append(span)
-    return Columns(run, values, bands, alerts)
+    return values, bands, alerts
 
 
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

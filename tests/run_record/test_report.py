@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from grpo_fast import cli
-from grpo_fast.run_record.charts import Columns, draw_curves
+from grpo_fast.run_record.charts import Metrics, draw_curves
 from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.logs import RunLogs, SampleRecord
 from grpo_fast.run_record.report import write_report
@@ -212,7 +212,7 @@ def test_any_two_numbers_make_a_curve_or_are_the_same(tmp_path: Path, seed: int)
     for _ in range(300):
         low = draw.choice([0.0, 1.0, -1.0]) * 10.0 ** draw.uniform(-280, 299)
         high = draw.choice([math.nextafter(low, 1e300), 2 * low, low + draw.random(), 0.1, -low])
-        charts, more, still = draw_curves([Columns("run", {"kl": {0: low, 1: high}}, {}, {})], 1)
+        charts, more, still = draw_curves([Metrics("run", {"kl": {0: low, 1: high}}, {}, {})], 1)
         assert len(charts) + len(still) == 1 and not more
         for chart in charts:
             assert chart.values and all(0 <= y <= 172 for y, _ in chart.values)
