@@ -98,13 +98,10 @@ class CheckpointStore:
         return self._named("")
 
     def check_room(self, size: int, saves: int) -> None:
-        """Make sure that a run's checkpoints fit: those it keeps, and the one that is being written.
+        """Make sure that the checkpoints of a run fit, of `size` bytes each, which will write `saves`.
 
-        A run that goes on can do with two, for the oldest make room.
-
-        Args:
-            size: bytes of one.
-            saves: how many a new run will write.
+        A new run needs room for those it keeps and one that is being written; a run that goes on can do
+        with two, for the oldest make room.
 
         Raises:
             CheckpointError: too little is free.

@@ -14,6 +14,7 @@ NaN and infinity are written as null.
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -32,7 +33,7 @@ from grpo_fast.data.types import Message
 from grpo_fast.run_record.alerts import Alert
 from grpo_fast.run_record.config import LoggingConfig
 from grpo_fast.run_record.files import JsonlLog, read_jsonl
-from grpo_fast.run_record.mirrors import Mirrors
+from grpo_fast.run_record.mirrors import open_mirrors, table_of
 from grpo_fast.run_record.summary import Interval, before_after
 
 METRICS_FILE = "metrics.jsonl"
@@ -42,6 +43,8 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 ALERTS_FILE = "alerts.jsonl"
 PROVENANCE_FILE = "provenance.jsonl"
 EXACT_FILES = (METRICS_FILE, SAMPLES_FILE, EVALUATIONS_FILE, ALERTS_FILE)
+
+logger = logging.getLogger(__name__)
 
 NO_TIMINGS: Mapping[str, float] = MappingProxyType({})
 
@@ -84,7 +87,7 @@ class RunLogs:
     def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._every = config.every
-        self._mirrors = Mirrors(run_dir, config)
+        self._mirrors = open_mirrors(run_dir, config)
         self._files = {
             name: JsonlLog(run_dir / name) for name in (*EXACT_FILES, TIMINGS_FILE, PROVENANCE_FILE)
         }
@@ -99,11 +102,12 @@ class RunLogs:
         if timings:
             self._files[TIMINGS_FILE].append({"step": step, **timings})
         if step % self._every == 0:
-            self._mirrors.log(step, {**metrics, **timings})
+            self._mirror("log", step, {**metrics, **timings})
 
     def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
         self._files[SAMPLES_FILE].append(*({"step": step, **vars(sample)} for sample in samples))
-        self._mirrors.samples(step, samples)
+        if samples:
+            self._mirror("table", step, *table_of(samples))
 
     def evaluation(self, step: int, name: str, score: float, interval: Interval, n: int) -> None:
         """`interval` is (low, high); `n` counts questions. One `name` throughout a run makes one curve."""
@@ -133,8 +137,18 @@ class RunLogs:
             sum(len(line) for line, one in zip(lines, records, strict=True) if one["step"] <= last)
         )
 
+    def _mirror(self, method: str, *arguments: Any) -> None:
+        """Call each mirror; one that fails costs a warning, never the run."""
+        for mirror in list(self._mirrors):
+            try:
+                getattr(mirror, method)(*arguments)
+            except Exception as error:
+                self._mirrors.remove(mirror)
+                name, has_all = type(mirror).__name__, "metrics.jsonl and samples.jsonl have everything"
+                logger.warning("%s failed (%r) and gets nothing more; %s", name, error, has_all)
+
     def close(self) -> None:
-        self._mirrors.close()
+        self._mirror("close")
         for file in self._files.values():
             file.close()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
@@ -18,13 +17,11 @@ from grpo_fast.run_record.files import CONFIG_FILE
 if TYPE_CHECKING:
     from grpo_fast.run_record.logs import SampleRecord
 
-logger = logging.getLogger(__name__)
-
 MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 
 
 def require_mirrors(config: LoggingConfig) -> None:
-    """Fail before the model is loaded where `Mirrors` would afterwards.
+    """Fail before the model is loaded where `open_mirrors` would afterwards.
 
     Raises:
         ModuleNotFoundError: a mirror's library is missing; the message says what to install.
@@ -116,49 +113,36 @@ class Trackio(Wandb):
         self._run.log(dict(metrics), step=step)
 
 
-class Mirrors:
-    """The mirrors that the configuration asks for. One that fails later costs a warning, never the run.
+Mirror: TypeAlias = TensorBoard | Wandb
+
+
+def open_mirrors(run_dir: Path, config: LoggingConfig) -> list[Mirror]:
+    """The mirrors that the configuration asks for.
 
     Raises:
         RuntimeError: one does not start, as where nobody is logged in.
     """
-
-    def __init__(self, run_dir: Path, config: LoggingConfig) -> None:
-        self._mirrors: list[TensorBoard | Wandb] = []
-        for kind in (TensorBoard, Wandb, Trackio):
-            option = kind.__name__.lower()
-            if getattr(config, option):
-                try:
-                    self._mirrors.append(kind(run_dir, config.project))
-                except Exception as error:
-                    raise RuntimeError(
-                        f"logging.{option} = true: {option} does not start ({error}); mend that, or set "
-                        f"logging.{option} = false"
-                    ) from error
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._each("log", step, metrics)
-
-    def samples(self, step: int, samples: Sequence[SampleRecord]) -> None:
-        """A table of completions: a row each, its rewards in columns of their own."""
-        if samples:
-            names = list(samples[0].rewards)
-            columns = ["group", "prompt", "completion", *names, "reward", "advantage", "tokens", "truncated"]
-            rows = []
-            for s in samples:
-                rewards = [s.rewards[name] for name in names]
-                texts = [t.encode("utf-8", "backslashreplace").decode() for t in (s.prompt, s.completion)]
-                rows.append([s.group, *texts, *rewards, s.reward, s.advantage, s.num_tokens, s.truncated])
-            self._each("table", step, columns, rows)
-
-    def close(self) -> None:
-        self._each("close")
-
-    def _each(self, method: str, *arguments: Any) -> None:
-        for mirror in list(self._mirrors):
+    mirrors: list[Mirror] = []
+    for kind in (TensorBoard, Wandb, Trackio):
+        option = kind.__name__.lower()
+        if getattr(config, option):
             try:
-                getattr(mirror, method)(*arguments)
+                mirrors.append(kind(run_dir, config.project))
             except Exception as error:
-                self._mirrors.remove(mirror)
-                name, has_all = type(mirror).__name__, "metrics.jsonl and samples.jsonl have everything"
-                logger.warning("%s failed (%r) and gets nothing more; %s", name, error, has_all)
+                raise RuntimeError(
+                    f"logging.{option} = true: {option} does not start ({error}); mend that, or set "
+                    f"logging.{option} = false"
+                ) from error
+    return mirrors
+
+
+def table_of(samples: Sequence[SampleRecord]) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows) of at least one completion: a row each, its rewards in columns of their own."""
+    names = list(samples[0].rewards)
+    columns = ["group", "prompt", "completion", *names, "reward", "advantage", "tokens", "truncated"]
+    rows = []
+    for s in samples:
+        rewards = [s.rewards[name] for name in names]
+        texts = [text.encode("utf-8", "backslashreplace").decode() for text in (s.prompt, s.completion)]
+        rows.append([s.group, *texts, *rewards, s.reward, s.advantage, s.num_tokens, s.truncated])
+    return columns, rows
