@@ -169,14 +169,10 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     train.add_argument("--print-config", action="store_true", help=whole)
     resume = "continue from the newest intact checkpoint in output_dir, or from this one"
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help=resume)
-    train.add_argument("--plain", action="store_true", help="plain lines instead of the live display")
     train.add_argument("--verbose", action="store_true", help="print every metric of a step")
 
     evaluate = add("eval", "questions:evaluate", "pass@1, pass@k and mean@k on a dataset", overrides=True)
-    evaluate.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
-    evaluate.add_argument("--model", metavar="PATH", help="the model, instead of the configuration's")
-    evaluate.add_argument("--dataset", metavar="SOURCE", help="the questions, instead of the configuration's")
-    evaluate.add_argument("--reward", metavar="NAME", help="the reward that decides")
+    evaluate.add_argument("config", metavar="CONFIG", help=f"{CONFIG_HELP}; a run: its weights")
     evaluate.add_argument("--k", type=at_least(1), nargs="+", default=[1], help="the k of pass@k")
     evaluate.add_argument(
         "--num-samples", type=at_least(1), metavar="N", help="answers a question; the largest k"
@@ -184,7 +180,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     evaluate.add_argument("--output", metavar="FILE", help="write figures, scores and answers as JSON")
 
     look = "look at prompts, completions and rewards before training"
-    preview = add("preview", "questions:preview", look, overrides=True)
+    preview = add("preview", "questions:preview", look, overrides=True, aliases=["generate"])
     preview.add_argument("config", metavar="CONFIG", help=CONFIG_HELP)
     preview.add_argument(
         "--num-prompts", type=at_least(1), default=2, metavar="N", help="prompts to show (2)"

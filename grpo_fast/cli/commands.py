@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -35,8 +34,6 @@ def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_filled_in(config)
     from grpo_fast import run
 
-    if args.plain:
-        os.environ["TTY_COMPATIBLE"] = "0"  # rich's own switch: plain lines also on a terminal
     ended = run.train(config, resume=args.resume)
     return 0 if ended.stopped_by is None else 128 + ended.stopped_by
 
@@ -183,14 +180,9 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
     """The configuration of `plan`: a file's, or defaults for --model, whatever they would be trained on."""
-    given = [*overrides, *override("model.path", args.model)]
+    given = [*overrides, *([f"model.path={json.dumps(args.model)}"] if args.model else [])]
     if args.config is not None:
         return load_config(args.config, given)
     if not args.model:
         raise ConfigError("plan", [Problem("CONFIG", "is required, or --model")])
     return load_config(None, ["dataset.source=any.jsonl", "rewards=[{reward: length}]", *given])
-
-
-def override(key: str, value: str | None) -> list[str]:
-    """An option as an override of the configuration."""
-    return [f"{key}={json.dumps(value)}"] if value else []

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_fast.cli.commands import override
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, check_filled_in, load_config
 from grpo_fast.data.types import spoken
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast eval`"""
-    config = evaluation_config(args, overrides)
+    config = load_config(args.config, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if num_samples < max(args.k):
         message = f"must be at least the largest k, {max(args.k)}"
@@ -43,8 +42,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from grpo_fast.run_record.alerts import AlertMonitor
     from grpo_fast.run_record.logs import provenance
 
-    source = None if args.model else args.config
-    parts = Parts.load(config, source, held_out=config.evaluation.dataset is not None)
+    parts = Parts.load(config, args.config, held_out=config.evaluation.dataset is not None)
     asked = config.evaluation.model_copy(update={"num_samples": num_samples})
     sampling = evaluation_sampling(config, num_samples)
     with parts.engine(parts.questions, sampling) as engine:
@@ -52,7 +50,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             engine, parts.questions, parts.rewards, asked, sampling, world=ALONE, rollout=parts.rollout
         )
         engine_name = engine.name
-    model = config.model.path if parts.step is None else f"{source}, step {parts.step}"
+    model = config.model.path if parts.step is None else f"{args.config}, step {parts.step}"
     print(model, parts.questions.described, sep="; ")
     print(evaluation_table(result, args.k, sampling.temperature))
     figures = {f"eval/{name}": value for name, value in result.metrics.items()}
@@ -61,7 +59,7 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.output:
         measured = {
             "model": config.model.path,
-            "run": None if parts.step is None else str(source),
+            "run": None if parts.step is None else args.config,
             "step": parts.step,
             "dataset": parts.questions.config.model_dump(mode="json"),
             "engine": engine_name,
@@ -112,7 +110,7 @@ class Parts:
     rollout: Rollout
 
     @classmethod
-    def load(cls, config: TrainConfig, source: str | None, *, held_out: bool) -> Parts:
+    def load(cls, config: TrainConfig, source: str, *, held_out: bool) -> Parts:
         """The weights are those of the run or checkpoint `source`, if it is one."""
         from grpo_fast.data import load_held_out, load_prompts
         from grpo_fast.environments import load_toolsets, make_rollout
@@ -140,19 +138,6 @@ class Parts:
         rendered = library_prompts([self.config.dataset, self.config.evaluation.dataset])
         longest = longest_sequence(self.policy, chain(ids, rendered), sampling.max_completion_length)
         return make_engine(self.config.rollout, self.policy, max_length=longest)
-
-
-def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:
-    """The configuration of `eval`: a file's, or one made of --model, --dataset and --reward."""
-    given = [*overrides, *override("model.path", args.model)]
-    if args.config is not None:
-        given += override("evaluation.dataset.source", args.dataset)
-        return load_config(args.config, given + override("evaluation.reward", args.reward))
-    if not (args.model and args.dataset and args.reward):
-        message = "is required, or all of --model, --dataset and --reward"
-        raise ConfigError("eval", [Problem("CONFIG", message)])
-    rewards = f"rewards=[{{reward: {json.dumps(args.reward)}}}]"
-    return load_config(None, [*given, *override("dataset.source", args.dataset), rewards])
 
 
 def evaluation_sampling(config: TrainConfig, num_samples: int) -> Sampling:

@@ -39,10 +39,10 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     return out
 
 
-def load_policy_of(source: str | Path | None, config: TrainConfig) -> tuple[Policy, int | None]:
+def load_policy_of(source: str | Path, config: TrainConfig) -> tuple[Policy, int | None]:
     """The policy of a configuration, and the step that its weights are of where `source` is a run's directory
     (its newest) or a checkpoint's."""
-    if source is not None and Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
+    if Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
         return trained_policy(config, *locate(Path(source)))
     return load_policy(config.model), None
 

@@ -114,7 +114,6 @@ def test_a_process_leaves_with_code_2_and_the_nearest_name_of_a_bad_key(config):
         (["train", "quickstart", "--print-confg"], "did you mean --print-config?"),
         (["report", "run", "--outptu"], "--outptu"),
         (["train"], "CONFIG"),
-        (["eval"], "CONFIG"),
         (["plan"], "CONFIG"),
         ([], "COMMAND"),
     ],
@@ -148,7 +147,7 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
 @pytest.mark.parametrize(
     ("command", "tokens", "own", "overrides"),
     [
-        ("train", ["c", "a.b=1", "--plain"], ["c", "--plain"], ["a.b=1"]),
+        ("train", ["c", "a.b=1", "--verbose"], ["c", "--verbose"], ["a.b=1"]),
         ("train", ["--a.b", "-1", "c"], ["c"], ["--a.b", "-1"]),
         ("train", ["c", "--a.b=1"], ["c"], ["--a.b=1"]),
         ("train", ["c", "--resume", "runs/x", "a=1"], ["c", "--resume", "runs/x"], ["a=1"]),
@@ -159,16 +158,6 @@ def test_an_interruption_and_an_unexpected_error_have_their_codes(monkeypatch, c
 def test_overrides_are_told_from_the_commands_own_options(command, tokens, own, overrides):
     _, parsers = cli.build_parser()
     assert parsers[command].split_overrides(tokens) == (own, overrides)
-
-
-def test_eval_without_a_configuration_takes_model_dataset_and_reward():
-    args = argparse.Namespace(config=None, model="m", dataset="rows.jsonl", reward="exact_match")
-
-    config = questions.evaluation_config(args, ["max_completion_length=7"])
-
-    assert (config.model.path, config.dataset.source) == ("m", "rows.jsonl")
-    assert config.rewards[0].reward == "exact_match"
-    assert config.rollout.max_completion_length == 7
 
 
 def test_several_answers_take_the_rollouts_temperature_where_evaluation_is_greedy(config):
