@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +86,8 @@ class Callbacks:
         Raises:
             CallbackError: one raised, or returned something else than a bool; it names file and line.
         """
-        for name, callback in self._named.items():
-            answer = self._ask(name, moment, partial(getattr(callback, moment), *arguments))
+        for name in self._named:
+            answer = self._ask(name, moment, *arguments)
             if answer not in (None, True, False):
                 problem = f"returned {short(answer)}; return True to end the run, else nothing"
                 raise CallbackError(f"callback {name}.{moment} {problem}")
@@ -102,29 +101,26 @@ class Callbacks:
             CallbackError: one raised, or gave what JSON cannot hold.
         """
         if not self._failed:
-            states = {}
-            for name, callback in self._named.items():
-                as_json = partial(lambda callback: json.loads(json.dumps(callback.state_dict())), callback)
-                if state := self._ask(name, "state_dict", as_json):
-                    states[name] = state
-            self._state = states
+            states = {name: self._ask(name, "state_dict") for name in self._named}
+            self._state = {name: state for name, state in states.items() if state}
         return self._state
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """The state of a callback that is not there any more is left, with a warning."""
         for name, state in states.items():
             if name in self._named:
-                self._ask(name, "load_state_dict", partial(self._named[name].load_state_dict, state))
+                self._ask(name, "load_state_dict", state)
             else:
                 logger.warning(
                     "the checkpoint's state of callback %s is left: there is none of this name", name
                 )
 
-    def _ask(self, name: str, method: str, call: Callable[[], Any]) -> Any:
+    def _ask(self, name: str, method: str, *arguments: Any) -> Any:
         if self._failed:
             return None
         try:
-            return call()
+            answer = getattr(self._named[name], method)(*arguments)
+            return json.loads(json.dumps(answer)) if method == "state_dict" else answer
         except Exception as error:
             self._failed = True
             problem = f"raised {type(error).__name__}: {error}{raised_at(error)}"
