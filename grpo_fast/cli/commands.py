@@ -24,7 +24,6 @@ from grpo_fast.config_io import (
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast train`"""
     config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
         from grpo_fast.plan import resolve_auto
@@ -149,7 +148,6 @@ def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def export(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast export`"""
     from grpo_fast.run.export import export_run
 
     print(export_run(args.run, args.out))
@@ -157,7 +155,6 @@ def export(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def report(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast report`"""
     from grpo_fast.run_record.report import write_report
 
     print(write_report(*map(Path, args.runs), to=Path(args.output) if args.output else None))

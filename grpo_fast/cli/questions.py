@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast eval`"""
     config = load_config(args.config, overrides)
     num_samples = max(args.k) if args.num_samples is None else args.num_samples
     if num_samples < max(args.k):
@@ -72,7 +71,6 @@ def evaluate(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def preview(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """`grpo-fast preview`"""
     config = load_config(args.config, overrides)
     check_filled_in(config)
     from grpo_fast.experience import compare, score

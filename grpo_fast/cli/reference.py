@@ -33,7 +33,6 @@ names are understood in their place; `grpo-fast convert` reads whole files of th
 
 
 def config(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast config`"""
     if args.markdown:
         print(markdown(), end="")
         return 0

@@ -180,7 +180,7 @@ class Watch:
         self.lost = f"{cause(away)}; {go_on()}" if away else None
 
     def run(self) -> None:
-        """The thread."""
+        """The thread's work: tell and hear, and end the process where its main thread stays."""
         since: float | None = None
         while not self.left.wait(BEAT):
             try:

@@ -41,7 +41,6 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord(Metrics):
-    """What a run's folder holds."""
 
     config: Mapping[str, Any]
     config_text: str
@@ -49,7 +48,6 @@ class RunRecord(Metrics):
 
     @property
     def last(self) -> int:
-        """The newest step of any file."""
         return max((records[-1].get("step", 0) for records in self.files.values() if records), default=0)
 
     @property
