@@ -101,17 +101,18 @@ def train(
         checkpoint, changes = world.from_lead(
             "the checkpoint", partial(find_checkpoint, run_dir, store, config, resume)
         )
+        own_dir = run_dir
         if not world.leads:  # rank 0's are the run's files: what the others write, nobody keeps
-            run_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
-            quiet = {"output_dir": str(run_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
+            own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
+            quiet = {"output_dir": str(own_dir), "logging": LoggingConfig(), "callbacks": [], "hub": None}
             config, display = config.model_copy(update=quiet), False
             if checkpoint is not None:
                 checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
         callbacks = world.agreed("the callbacks", partial(build_callbacks, config))
         require_mirrors(config.logging)
         for name, content in files.items():
-            (run_dir / name).parent.mkdir(exist_ok=True)
-            write_whole(run_dir / name, content)
+            (own_dir / name).parent.mkdir(exist_ok=True)
+            write_whole(own_dir / name, content)
         trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
         # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
         size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
@@ -128,7 +129,7 @@ def train(
             trainer.load_state_dict(checkpoint.state["trainer"])
             restore_rng(checkpoint.state["rng"])
             trainer.step = checkpoint.step
-        write_whole(run_dir / CONFIG_FILE, dump_config(config).encode())
+        write_whole(own_dir / CONFIG_FILE, dump_config(config).encode())
         world.began(run_dir)
         signals = stack.enter_context(noting_signals())
         recorder = stack.enter_context(

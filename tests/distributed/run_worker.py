@@ -69,7 +69,8 @@ def run(rank: int, ports: list[int], folder: Path) -> None:
         (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
     be_rank(rank, 2, ports[-1])
     playing = json.loads((folder / "playing.json").read_text())
-    train(TrainConfig(**playing, output_dir=str(folder / "playing")), display=False)
+    ended = train(TrainConfig(**playing, output_dir=str(folder / "playing")), display=False)
+    assert ended.run_dir == folder / "playing"
 
 
 if __name__ == "__main__":
