@@ -110,9 +110,7 @@ def train(
                 checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
         callbacks = world.agreed("the callbacks", partial(build_callbacks, config))
         require_mirrors(config.logging)
-        for name, content in files.items():
-            (own_dir / name).parent.mkdir(exist_ok=True)
-            write_whole(own_dir / name, content)
+        world.from_lead("the call's objects", partial(keep, files, run_dir))
         trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
         # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
         size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
@@ -156,6 +154,12 @@ def train(
             world.agreed("the record", partial(recorder.record, result))
         world.agreed("the report", partial(recorder.finish, stopped_by))
     return Ended(run_dir, stopped_by)
+
+
+def keep(files: Mapping[str, bytes], run_dir: Path) -> None:
+    for name, content in files.items():
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        write_whole(run_dir / name, content)
 
 
 @contextmanager

@@ -41,7 +41,6 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord(Metrics):
-
     config: Mapping[str, Any]
     config_text: str
     files: Mapping[str, Sequence[Record]]  # those of FIELDS, each in the order of the steps
