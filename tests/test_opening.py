@@ -6,6 +6,7 @@ import pytest
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan import device_budget
+from grpo_fast.run import build_trainer
 from grpo_fast.run.opening import expected, opening_lines
 
 
@@ -46,15 +47,8 @@ def test_adapters_stages_and_long_prompts_are_told(toy, lines_of):
 def test_preferences_have_no_rollout_to_tell_of(toy, tmp_path):
     rows = tmp_path / "pairs.jsonl"
     rows.write_text('{"prompt": "w2", "chosen": "w3", "rejected": "w4"}\n' * 4)
-    kept = ("model", "micro_batch_tokens")
-    config = TrainConfig(
-        **{key: toy[key] for key in kept},
-        algorithm="dpo",
-        dataset={"source": str(rows)},
-        prompts_per_step=2,
-    )
-    from grpo_fast.run import build_trainer
-
+    kept = {key: toy[key] for key in ("model", "micro_batch_tokens")}
+    config = TrainConfig(**kept, algorithm="dpo", dataset={"source": str(rows)}, prompts_per_step=2)
     model, data, groups, _ = opening_lines(config, build_trainer(config))
     assert "16,288 parameters" in model and "4 prompts" in data and "2 comparisons a step" in groups
 

@@ -28,11 +28,7 @@ from grpo_fast.rewards import RewardError
 from grpo_fast.run import train
 from grpo_fast.run.build import build_stages
 from grpo_fast.run.export import trained_policy
-from grpo_fast.run_record.checkpoint import (
-    CheckpointError,
-    CheckpointSaveError,
-    CheckpointStore,
-)
+from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointSaveError, CheckpointStore
 from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import StageParts, Trainer
 
@@ -82,13 +78,9 @@ def test_a_run_killed_at_a_random_moment_then_told_to_stop_and_resumed_equals_on
     assert_equal_runs, toy: dict[str, Any], tmp_path: Path, seed: int
 ):
     rng = random.Random(seed)
-    config = {
-        **toy,
-        "threads": 1,
-        "checkpoint": {"every": 1},
-        "evaluation": {**toy["evaluation"], "every": 3, "size": 8},
-        "logging": {"tensorboard": False, "samples_every": 2},
-    }
+    config = {**toy, "threads": 1, "checkpoint": {"every": 1}}
+    config["evaluation"] = {**toy["evaluation"], "every": 3, "size": 8}
+    config["logging"] = {"tensorboard": False, "samples_every": 2}
     path, run_dir, whole = tmp_path / "run.yaml", tmp_path / "stopped", tmp_path / "whole"
     path.write_text(yaml.safe_dump(config))
 
@@ -329,13 +321,10 @@ def test_eval_of_a_checkpoint_takes_its_weights_and_writes_down_what_was_measure
     assert all(1 <= n <= 8 for question in record["questions"] for n in question["tokens"])
 
 
-def test_a_run_s_weights_go_into_its_own_model_alone(finished: Path):
-    config = load_config(finished / "config.yaml", ["model.lora={r: 2}"])
+def test_a_run_s_weights_go_into_its_own_model_which_is_not_evaluated_without_them(run_dir: Path, capsys):
+    config = load_config(run_dir / "config.yaml", ["model.lora={r: 2}"])
     with pytest.raises(ValueError, match="the saved weights do not belong to this model"):
-        trained_policy(config, finished)
-
-
-def test_eval_of_a_run_without_a_checkpoint_does_not_take_the_untrained_model(run_dir: Path, capsys):
+        trained_policy(config, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
     assert main(["eval", str(run_dir)]) == 1
     assert "has no checkpoint yet" in capsys.readouterr().err

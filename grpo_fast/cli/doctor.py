@@ -90,7 +90,7 @@ def examine(requirements: Iterable[str] | None = None) -> Mapping[str, Sequence[
             Finding("rollout: transformers", "ok", "everywhere", essential=True),
             _vllm(cuda),
         ],
-        "layout": [_kernels_name(), _own_kernels()],
+        "layout": [_kernels_name()],
     }
 
 
@@ -186,11 +186,3 @@ def _kernels_name() -> Finding:
         detail = f"{spec.origin} is taken by transformers for the hub's package"
         remedy = "rename it, or remove its folder from sys.path"
         return Finding(name, "broken", detail, essential=True, remedy=remedy)
-
-
-def _own_kernels() -> Finding:
-    spec = importlib.util.find_spec("grpo_fast.kernels")
-    if spec is None:
-        remedy = "reinstall grpo-fast, or keep the checkout's kernels/ folder in place"
-        return Finding("grpo_fast.kernels", "broken", "not found", essential=True, remedy=remedy)
-    return Finding("grpo_fast.kernels", "ok", str(spec.origin), essential=True)

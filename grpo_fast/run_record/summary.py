@@ -46,7 +46,7 @@ FIGURES = (  # the most useful first: a plain line has as many as fit
     Figure("ranked", "ranking/pairwise_accuracy", "pairs ranked right", "%"),
     Figure("entropy", "entropy", "entropy, nats"),
     Figure("kl", "kl", "KL to the reference"),
-    Figure("t_step", "time/step", "step", "s"),
+    Figure("t_step", "time/step", "time of a step", "s"),
     Figure("tok/s", "tokens_per_second", "tokens per second", ",.0f"),
     Figure("mem", "memory/peak_bytes", "peak memory", "bytes"),
     Figure("grad_norm", "grad_norm", "gradient norm"),
@@ -55,7 +55,7 @@ FIGURES = (  # the most useful first: a plain line has as many as fit
     Figure("lr", "learning_rate", "learning rate"),
     Figure("beta", "beta", "beta"),
     Figure("sampler_diff", "sampling/logp_difference_mean", "sampler against trainer, |Δ log p|", ".2g"),
-    *(Figure(f"t_{phase}", f"time/{phase}", phase, "s") for phase in PHASES),
+    *(Figure(f"t_{phase}", f"time/{phase}", f"time: {phase}", "s") for phase in PHASES),
     Figure("unique", "groups/unique_completions", "different completions in a group", "%"),
     Figure("t_env", "environment/seconds", "environment of a completion", "s"),
 )

@@ -31,34 +31,22 @@ def run_with(toy: dict[str, Any], tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "preview"])
-def test_a_prompt_and_a_completion_beyond_the_positions(
-    command: str, run_with: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = run_with(command, {"max_position_embeddings": 10})
-
+def test_a_prompt_and_a_completion_beyond_the_positions(command: str, run_with: Any, tmp_path: Path, capsys):
+    assert run_with(command, {"max_position_embeddings": 10}) == 1
     needed = 3 + 8 if command == "preview" else 4 + 8
-    assert code == 1
     assert f"need {needed} positions, and the model has 10" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_fixed_completions_beyond_the_positions(
-    toy: dict[str, Any], run_with: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fixed_completions_beyond_the_positions(run_with: Any, tmp_path: Path, capsys):
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "w2 w3", "chosen": "w4 w5 w6", "rejected": "w7"}\n')
     no_sampling = {"rewards": [], "rollout": {}, "evaluation": {}, "algorithm": "dpo", "prompts_per_step": 1}
 
-    code = run_with(
-        "train",
-        {"max_position_embeddings": 5},
-        dataset={"source": str(tmp_path / "pairs.jsonl")},
-        **no_sampling,
-    )
-
-    assert code == 1
+    dataset = {"source": str(tmp_path / "pairs.jsonl")}
+    assert run_with("train", {"max_position_embeddings": 5}, dataset=dataset, **no_sampling) == 1
     assert "need 6 positions, and the model has 5" in capsys.readouterr().err
 
 
-def test_more_threads_than_cores(run_with: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_threads_than_cores(run_with: Any, capsys):
     assert run_with("train", {}, threads=1000) == 1
     assert "threads = 1000, and this machine has" in capsys.readouterr().err

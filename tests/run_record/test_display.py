@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from grpo_fast.run_record.display import Display, sparkline
+from grpo_fast.run_record.display import Display
 from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.run_record.summary import FIGURES
 
@@ -69,6 +69,7 @@ def test_the_panel_shows_the_step_its_rewards_and_scores_and_never_overflows_the
 
     with Display(40, console=console) as display:
         display.evaluation(0, 0.217, (0.174, 0.267), 300)
+        display.update(19, {"reward/mean": 0.1}, {})
         display.update(20, METRICS, TIMINGS)
         display.evaluation(20, 0.49, (0.434, 0.546), 300)
 
@@ -76,7 +77,7 @@ def test_the_panel_shows_the_step_its_rewards_and_scores_and_never_overflows_the
     panel = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
     assert panel and max(map(len, panel)) <= width
     if width == 100:
-        parts = ("20/40", "2m12s", "0.512", "0.301", "correct 0.400", "25.0 %", "per second 512", "12ms")
+        parts = ("20/40", "2m12s", "0.512", "0.301", "▁█", "correct 0.400", "25.0 %", "second 512", "12ms")
         assert [part for part in parts if part not in text] == []
         assert "21.7 % [17.4, 26.7] of 300 at step 0 → 49.0 % [43.4, 54.6] of 300 at step 20" in text
         assert "entropy" not in text  # which the run has not
@@ -93,11 +94,6 @@ def test_a_resumed_run_starts_where_it_was_and_an_error_leaves_the_terminal_as_i
     assert "step 12/40" in text and "waiting for the first step" in text
     assert text.index("saved [bold]checkpoint[/bold]") < text.rindex("╭")
     assert "\x1b[?25h" in text.splitlines()[-1]  # the cursor is shown again
-
-
-def test_a_sparkline_rises_with_its_values_and_leaves_gaps():
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([0.0, math.nan, 1.0]) == "▁ █" and sparkline([math.nan]) == sparkline([]) == ""
 
 
 def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: pytest.MonkeyPatch):
@@ -118,12 +114,9 @@ def test_a_terminal_shows_how_a_generation_goes_until_it_is_over(monkeypatch: py
     assert "completions" not in panel(130, 20000, 64, 64)
 
 
-def test_verbose_has_every_metric():
+def test_verbose_has_every_metric_of_a_step():
     console, many = pipe(), METRICS | {f"a_long_name_of_a_metric/{i}": 1.0 + i for i in range(40)}
-
-    with Display(2000, console=console, verbose=True) as display:
-        display.update(1001, many, TIMINGS)
-
+    Display(2000, console=console, verbose=True).update(1001, many, TIMINGS)
     text = text_of(console)
     assert {f"{name}={value:.4g}" for name, value in (many | TIMINGS).items()} <= set(text.split())
     assert max(map(len, text.splitlines())) <= 160

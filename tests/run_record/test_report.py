@@ -144,9 +144,8 @@ def test_what_a_model_wrote_is_text_and_never_markup_unicode_or_not(tmp_path: Pa
 
 def test_a_killed_run_has_a_page_of_what_was_finished(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sums", steps=3, total=6)
-    for name in ("metrics.jsonl", "timings.jsonl", "samples.jsonl", "evaluations.jsonl"):
-        with open(run_dir / name, "ab") as file:
-            file.write(b'{"step": 4, "rew')
+    for path in run_dir.glob("*s.jsonl"):
+        path.write_bytes(path.read_bytes() + b'{"step": 4, "rew')
 
     page = Page(write_report(run_dir))
 
