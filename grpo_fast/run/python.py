@@ -178,7 +178,7 @@ class TrainedPolicy:
             "max_completion_length": config.rollout.length_limit,
         }
         drawn = replace(sampling_of(config.rollout, config.seed), **as_evaluated | sampling)
-        as_they_are = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
+        as_they_are: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
         for_messages = {"source": "generate(prompts)"}
         dataset = config.dataset.model_copy(update=as_they_are | for_messages)
         rows = [{dataset.prompt_column: prompt} for prompt in prompts]
