@@ -7,7 +7,6 @@ The head's own host code works on meta tensors of a real shape. Who patches Trit
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -96,22 +95,18 @@ def step(
 
     problem, row = batch.problem, meta(batch.rows)
     upstream = RowGradients(*(4 if everything else 1) * [row])
-    wanted = Wanted(
-        hidden, weight, batch.bias and weight, meta(*problem.weight.shape) if accumulate else None
-    )
+    into = meta(*problem.weight.shape) if accumulate else None
+    wanted = Wanted(hidden, weight, batch.bias and weight, into)
     found = [round(DENSITY * batch.rows * -(-batch.vocabulary // TILE)), 0]  # pairs, rows set apart
     options: dict[str, Any] = {"tolerance": 0.0 if exact else None, "trainable": weight}
-    facts = {"extra_statistics": 4 * everything, "keep": keep, "jacobian": not (everything or weight)}
-    plan = batch.plan(capability, **facts, **options)
-    patches: list[tuple[Any, str, Any]] = [
-        (Tensor, "is_cuda", True),  # products take half precision
-        (Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
-        (accelerated, "_capturing", lambda _: False),
-        (accelerated, "_read_later", lambda _: lambda: ask(found)),
-    ]
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
+    jacobian = not (everything or weight)
+    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep, jacobian=jacobian, **options)
+    with (
+        mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
+        mock.patch.object(Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
+        mock.patch.object(accelerated, "_capturing", lambda _: False),
+        mock.patch.object(accelerated, "_read_later", lambda _: lambda: ask(found)),
+    ):
         statistics, state = accelerated.forward(problem, Request(*4 * [everything]), plan)
         if plan.jacobian:
             gradients = scaled_jacobian(problem, upstream, state.jacobian)
@@ -174,10 +169,11 @@ def head_cost(batch: Batch, capability: int = 90, **options: bool) -> HeadCost:
     def launch(kernel: Any, grid: Any) -> Callable[..., None]:
         return lambda *_, **__: cost.steps.append(kernel.fn.__name__)
 
-    with ExitStack() as stack:
-        for kind in (JITFunction, InterpretedFunction):
-            stack.enter_context(mock.patch.object(kind, "__getitem__", launch))
-        cost = stack.enter_context(HeadCost())
+    with (
+        mock.patch.object(JITFunction, "__getitem__", launch),
+        mock.patch.object(InterpretedFunction, "__getitem__", launch),
+        HeadCost() as cost,
+    ):
         own = step(batch, capability, **options, ask=cost.ask)
         alive = np.cumsum([event.sign * event.bytes for event in cost.events])
         cost.peak = int(alive.max()) - sum(tensor.nbytes for tensor in own)

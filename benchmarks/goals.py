@@ -52,30 +52,29 @@ def is_goal(shape: dict[str, Any]) -> bool:
 
 def verdicts(cells: Sequence[Measurement]) -> list[Verdict]:
     """Every goal, in the order of the hidden sizes; of several measurements for one goal, the first."""
+    known: dict[tuple[object, ...], Measurement] = {}
+    for cell in cells:
+        if cell.status == OK and is_goal(cell.shape):
+            key = (cell.implementation, *(cell.shape[name] for name in ("hidden", "mode", "trainable")))
+            known.setdefault(key, cell)
     found: list[Verdict] = []
     for hidden in VOCABULARY:
-
-        def first(name: str, mode: str = FORWARD_BACKWARD, trainable: bool = True, hidden: int = hidden
-                  ) -> Measurement | None:  # fmt: skip
-            wanted = {"hidden": hidden, "mode": mode, "trainable": trainable}.items()
-            of_name = (c for c in cells if (c.implementation, c.status) == (name, OK) and is_goal(c.shape))
-            return next((cell for cell in of_name if wanted <= cell.shape.items()), None)
-
-        ours = first(OURS)
-        accuracy = {} if ours is None else ours.accuracy
-        at = f"H = {hidden}, "
-        found += [
-            Verdict(f"{at}certified", CERTIFIED[hidden], _multiple(ours), TIMES),
-            Verdict(f"{at}exact", WITHOUT_LOSS[hidden], _multiple(first(EXACT)), TIMES),
-            Verdict(f"{at}memory beyond the results", EXTRA_MIB, _mebibytes_beyond(ours), " MiB"),
-            Verdict(f"{at}worst |Δlogp|", LOGPROB_ERROR, accuracy.get("logprob"), " nat"),
-            Verdict(f"{at}relative dX", GRADIENT_ERROR, accuracy.get("hidden_gradient")),
-            Verdict(f"{at}relative dW", GRADIENT_ERROR, accuracy.get("weight_gradient")),
-            Verdict(f"{at}forward alone", FORWARD_ALONE, _multiple(first(OURS, FORWARD)), TIMES),
+        ours = known.get((OURS, hidden, FORWARD_BACKWARD, True))
+        exact = known.get((EXACT, hidden, FORWARD_BACKWARD, True))
+        errors = {} if ours is None else ours.accuracy
+        goals = [
+            ("certified", CERTIFIED[hidden], _multiple(ours), TIMES),
+            ("exact", WITHOUT_LOSS[hidden], _multiple(exact), TIMES),
+            ("memory beyond the results", EXTRA_MIB, _mebibytes_beyond(ours), " MiB"),
+            ("worst |Δlogp|", LOGPROB_ERROR, errors.get("logprob"), " nat"),
+            ("relative dX", GRADIENT_ERROR, errors.get("hidden_gradient"), ""),
+            ("relative dW", GRADIENT_ERROR, errors.get("weight_gradient"), ""),
+            ("forward alone", FORWARD_ALONE, _multiple(known.get((OURS, hidden, FORWARD, True))), TIMES),
         ]
         if hidden in FROZEN:
-            frozen = _multiple(first(OURS, trainable=False))
-            found.append(Verdict(f"{at}frozen head", FROZEN[hidden], frozen, TIMES))
+            frozen = known.get((OURS, hidden, FORWARD_BACKWARD, False))
+            goals.append(("frozen head", FROZEN[hidden], _multiple(frozen), TIMES))
+        found += [Verdict(f"H = {hidden}, {what}", *goal) for what, *goal in goals]
     return found
 
 

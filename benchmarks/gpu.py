@@ -26,9 +26,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .record import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 DONE, FAILED, LATE, SKIPPED, RUNNING = "done", "failed", "out of time", "skipped", "running"
-SPENT = "the time is spent"
 LAST_MEASUREMENT, TO_SAVE = 45.0, 10.0  # seconds beyond a part's limit: to end by itself, and when told to
 SAVE_EVERY = 10.0  # seconds
 
@@ -42,12 +43,6 @@ class Part:
     minutes: float
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()  # packages, and programs on the path
-
-    @property
-    def missing(self) -> str | None:
-        """Why it cannot run here."""
-        absent = [n for n in self.needs if importlib.util.find_spec(n) is None and shutil.which(n) is None]
-        return f"{', '.join(absent)} not installed" if absent else None
 
 
 def _part(name: str, minutes: float, what: str, command: str, needs: str = "") -> Part:
@@ -115,39 +110,33 @@ class Hour:
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self.parts = earlier(out)
 
-    def save(self, name: str, found: Found) -> None:
+    def save(self, name: str, found: Found) -> Found:
         self.parts[name] = found
-        temporary = self.out / "results.json.part"
-        temporary.write_text(json.dumps({"started": self.started, "parts": self.parts}, indent=1) + "\n")
-        os.replace(temporary, self.out / "results.json")  # at once: a reader sees the state before or after
+        write_json(self.out / "results.json", {"started": self.started, "parts": self.parts})
+        return found
 
-    def run(self, part: Part, minutes: float) -> None:
-        """One part, and what it left is saved.
+    def run(self, part: Part, minutes: float) -> Found:
+        """One part; what it left is saved.
 
         A peer whose kernel breaks the device takes along what was measured beside it: then the part runs
         once more without it.
         """
-        if part.missing:
-            self.save(part.name, {"state": SKIPPED, "why": part.missing})
-            return
+        absent = [n for n in part.needs if importlib.util.find_spec(n) is None and shutil.which(n) is None]
+        if absent:
+            return self.save(part.name, {"state": SKIPPED, "why": f"{', '.join(absent)} not installed"})
         deadline, broken, before = time.monotonic() + 60 * minutes, [], {}
         while True:
             without = ("--without", *broken) if broken else ()
-            self._run_command(part.name, (*part.command, *without), deadline, before)
-            found = self.parts[part.name]
+            found = self._run_command(part.name, (*part.command, *without), deadline, before)
             result = found.get("result")
             culprit = result.get("culprit") if isinstance(result, dict) else None
             if culprit is None or culprit in broken or time.monotonic() >= deadline:
-                return
+                return found
             broken.append(culprit)
             before = {"broke the device": list(broken), "before": found}
 
-    def _run_command(self, name: str, command: Sequence[str], deadline: float, before: Found) -> None:
-        """Saves its state and the JSON it left, while it runs too.
-
-        Args:
-            before: saved beside them.
-        """
+    def _run_command(self, name: str, command: Sequence[str], deadline: float, before: Found) -> Found:
+        """Saves its state and the JSON it left, beside `before`, while it runs too."""
         with tempfile.TemporaryDirectory() as folder, (self.out / "log.txt").open("a") as log:
             place, start = Path(folder) / f"{name}.json", time.monotonic()
             minutes = f"{(deadline - start) / 60:.2f}"
@@ -165,20 +154,17 @@ class Hour:
             )
             # A command that keeps its own budget may finish its last measurement.
             deadline += LAST_MEASUREMENT if "{minutes}" in command else 0
-            state = RUNNING
-            while state == RUNNING:
-                left = deadline - time.monotonic()
-                try:
-                    code = child.wait(min(SAVE_EVERY, max(left, 0.0)))
-                    state = DONE if code == 0 else FAILED
-                except subprocess.TimeoutExpired:
-                    if left > SAVE_EVERY:
-                        self.save(name, {"state": RUNNING} | _written(place) | before)
-                    else:
-                        code, state = _end(child), LATE
-            seconds = round(time.monotonic() - start, 1)
-            ended = {"state": state, "exit_code": code, "seconds": seconds}
-            self.save(name, ended | _written(place) | before)
+            while child.poll() is None and (left := deadline - time.monotonic()) > 0:
+                self.save(name, {"state": RUNNING} | _written(place) | before)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(min(SAVE_EVERY, left))
+            if child.poll() is None:
+                code, state = _end(child), LATE
+            else:
+                code = child.returncode
+                state = FAILED if code else DONE
+            ended = {"state": state, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
+            return self.save(name, ended | _written(place) | before)
 
 
 def _written(place: Path) -> Found:
@@ -214,11 +200,10 @@ def run(parts: Sequence[Part], minutes: float, out: Path) -> int:
         with (out / "log.txt").open("a") as log:
             log.write(f"\n{'=' * 30} {part.name}: {part.what}\n")
         left = (deadline - time.monotonic()) / 60
-        found = {"state": SKIPPED, "why": SPENT}
         if left > 0.1:
-            hour.run(part, min(part.minutes, left))
-            found = hour.parts[part.name]
+            found = hour.run(part, min(part.minutes, left))
         else:
+            found = {"state": SKIPPED, "why": "the time is spent"}
             waiting.append(part.name)
             if part.name not in hour.parts:
                 hour.save(part.name, found)
@@ -241,7 +226,7 @@ def unpack(out: Path, folder: Path) -> int:
     for name, part in earlier(out).items():
         if part["state"] == DONE and isinstance(part.get("result"), dict | list):
             path = folder / f"gpu_{name.replace('-', '_')}.json"
-            path.write_text(json.dumps(part["result"], indent=1, ensure_ascii=False) + "\n")
+            write_json(path, part["result"])
             print(path)
     return 0
 

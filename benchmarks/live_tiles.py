@@ -1,8 +1,8 @@
 """How many vocabulary tiles of a row matter: counting them, and histograms of the counts.
 
 `python -m benchmarks rows` samples a model's own rows, on-policy at temperature 1. Its file holds `hidden`
-(M, H), the final hidden states that predict each sampled token, `target` (M,) int64, and `weight` (V, H), the
-head, in the model's vocabulary order.
+(M, H), the final hidden states that predict each sampled token, `target` (M,) int64, `live_tiles` (M,) int64
+and `weight` (V, H), the head, in the model's vocabulary order.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main(options: argparse.Namespace) -> int:
     if options.histogram is not None:
         write_json(options.histogram, found)
     if options.out is not None:
-        tensors = {"hidden": hidden, "target": targets, "weight": head.weight}
+        tensors = {"hidden": hidden, "target": targets, "live_tiles": counts, "weight": head.weight}
         on_cpu = {key: of.cpu().contiguous() for key, of in tensors.items()}
         save_file(on_cpu, options.out, {"source": about})
     print(f"{about}: {found.density:.2%} of the tiles hold a probability above {THRESHOLD:g}")

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,38 +50,27 @@ def read(cubin: bytes, *, disassemble: bool = False) -> tuple[int, int, int, Loo
 
 def loops(sass: str) -> Loops:
     """Of what `cuobjdump -sass` prints."""
+    import networkx
+
     code = [(int(at, 16), guard, opcode, rest) for at, guard, opcode, rest in _LINE.findall(sass)]
     place = {at: i for i, (at, *_) in enumerate(code)}
-    after: list[list[int]] = [[] for _ in code]
-    before: list[list[int]] = [[] for _ in code]
+    flow = networkx.DiGraph()
     for i, (_, guard, opcode, operands) in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if opcode in _JUMPS else None
-        followers = [place[int(target[1], 16)]] if target else []
+        if opcode in _JUMPS and (target := re.search(r"0x([0-9a-f]+)\s*$", operands)):
+            flow.add_edge(i, place[int(target[1], 16)])
         if (guard or "," in operands or opcode not in _ENDS) and i + 1 < len(code):
-            followers.append(i + 1)
-        for follower in followers:
-            after[i].append(follower)
-            before[follower].append(i)
-    opcodes = [opcode for _, _, opcode, _ in code]
-    instructions = len(code) - opcodes.count("NOP")
-    products = [i for i, opcode in enumerate(opcodes) if opcode.endswith("MMA")]
-    rounds = {i: steps[i] for i in products if i in (steps := _distances(after, i))}
+            flow.add_edge(i, i + 1)
+    instructions = sum(opcode != "NOP" for _, _, opcode, _ in code)
+    rounds: dict[int, int] = {}  # steps from a product to itself
+    for i in (i for i, (_, _, opcode, _) in enumerate(code) if opcode.endswith("MMA") and i in flow):
+        steps_to = dict(networkx.single_target_shortest_path_length(flow, i))
+        if ways := [1 + steps_to[after] for after in flow.successors(i) if after in steps_to]:
+            rounds[i] = min(ways)
     if not rounds:
         return Loops(instructions, 0, 0)
     product = min(rounds, key=rounds.__getitem__)
-    around = _distances(after, product).keys() & _distances(before, product).keys()
+    around = next(part for part in networkx.strongly_connected_components(flow) if product in part)
     return Loops(instructions, rounds[product], len(around) - rounds[product])
-
-
-def _distances(edges: Sequence[Iterable[int]], start: int) -> dict[int, int]:
-    """Steps from `start` to every place that can be reached, itself only on a way back."""
-    found: dict[int, int] = {}
-    reached, distance = [start], 0
-    while reached:
-        distance += 1
-        reached = [*dict.fromkeys(new for old in reached for new in edges[old] if new not in found)]
-        found |= dict.fromkeys(reached, distance)
-    return found
 
 
 def resident_programs(capability: int, warps: int, registers: int, shared: int) -> int:

@@ -133,9 +133,6 @@ def _commit(source: Path) -> str | None:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-# The plugin -----------------------------------------------------------------------------------------------
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = json.loads(os.environ[DESELECT])
     for item in list(items):
@@ -163,9 +160,6 @@ def _record(**values: Any) -> None:
         file.write(json.dumps(values) + "\n")
 
 
-# The command ----------------------------------------------------------------------------------------------
-
-
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,9 +178,6 @@ def main(given: Sequence[str] | None = None) -> int:
         found = run_suite(name, source, options.large)
         outcomes[name] = found
         print(f"{name}:", ", ".join(f"{found[outcome]:,} {outcome}" for outcome in OUTCOMES))
-        for what, reasons in found["reasons"].items():
-            for reason, count in reasons.items():
-                print(f"  {count} {what}: {reason}")
         for failure in found["failures"]:
             print(f"  failed {failure['test']}: {failure['kind']}: {failure['message']}")
         if "output" in found:

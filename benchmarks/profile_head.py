@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from .live_tiles import HISTOGRAM, load_histogram
 from .machine import multiplication
@@ -35,24 +35,8 @@ SHAPES = (  # H, V, trainable, tolerance
 )
 
 
-def profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Kernels by time, milliseconds and launches a step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(REPEATS):
-            run()
-        torch.cuda.synchronize()
-    kernels = [
-        {"kernel": e.key, "ms": e.self_device_time_total / 1e3 / REPEATS, "launches": e.count / REPEATS}
-        for e in found.key_averages()
-        if e.self_device_time_total and e.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    return sorted(kernels, key=lambda kernel: -kernel["ms"])
-
-
 def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | None) -> dict[str, Any]:
-    """One shape's profile, its wall time, and the product's."""
+    """One shape's wall time, the product's, and milliseconds and launches a step of each kernel."""
     device = torch.device("cuda")
     setting = Setting("histogram", TOKENS, hidden, vocabulary, FORWARD_BACKWARD, trainable, "bfloat16")
     problem = make_problem(setting, device, 0, load_histogram(HISTOGRAM))
@@ -63,7 +47,15 @@ def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | No
         problem.clear()
 
     run()
-    kernels = profiled(run)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(REPEATS):
+            run()
+        torch.cuda.synchronize()
+    kernels = [
+        {"kernel": e.key, "ms": e.self_device_time_total / 1e3 / REPEATS, "launches": e.count / REPEATS}
+        for e in profiler.key_averages()
+        if e.self_device_time_total and e.device_type == torch.autograd.DeviceType.CUDA
+    ]
     wall = seconds_of(run, device, SAMPLES).median
     multiply = multiplication([(problem.hidden.detach(), problem.weight.detach())])
     product = seconds_of(lambda: multiply(None), device, SAMPLES).median
@@ -74,18 +66,8 @@ def measure(hidden: int, vocabulary: int, trainable: bool, tolerance: float | No
         "product_ms": product,
         "multiple": wall / product,
         "idle_ms": wall - sum(kernel["ms"] for kernel in kernels),
-        "kernels": kernels,
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["ms"]),
     }
-
-
-def show(found: dict[str, Any]) -> None:
-    product = found["product_ms"]
-    print(f"{found['setting']}, tolerance {found['tolerance']}")
-    print(f"  {found['step_ms']:.2f} ms = {found['multiple']:.3f} products of {product:.2f} ms")
-    idle = {"kernel": "no kernel runs", "ms": found["idle_ms"], "launches": 0}
-    for kernel in [*found["kernels"][:24], idle]:
-        ms = kernel["ms"]
-        print(f"  {ms:8.3f} ms {ms / product:7.3f} x{kernel['launches']:4.0f}  {kernel['kernel'][:80]}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,8 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     found = []
     for shape in SHAPES:
-        found.append(measure(*shape))
-        show(found[-1])
+        one = measure(*shape)
+        found.append(one)
+        product = one["product_ms"]
+        print(f"{one['setting']}, tolerance {one['tolerance']}: {one['step_ms']:.2f} ms, "
+              f"{one['multiple']:.3f} products of {product:.2f} ms")  # fmt: skip
+        idle = {"kernel": "no kernel runs", "ms": one["idle_ms"], "launches": 0}
+        for kernel in [*one["kernels"][:24], idle]:
+            ms = kernel["ms"]
+            print(f"  {ms:8.3f} ms {ms / product:7.3f} x{kernel['launches']:4.0f}  {kernel['kernel'][:80]}")
         if options.json is not None:
             write_json(options.json, found)
     return 0

@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,12 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"{page}: a `<!-- table: NAME -->` has no `<!-- end -->`, or another table before it"
             )
-        after = _REGION.sub(partial(_filled, results=options.results, folder=page.parent), before)
+
+        def filled(region: re.Match[str], folder: Path = page.parent) -> str:
+            path = options.results / f"{region['name']}.json"
+            return f"{region[1]}{render(path, link=os.path.relpath(path, folder))}\n{region[4]}"
+
+        after = _REGION.sub(filled, before)
         changed |= before != after
         if options.check:
             found, expected = before.splitlines(), after.splitlines()
@@ -67,11 +71,6 @@ def main(options: argparse.Namespace) -> int:
         elif before != after:
             page.write_text(after, encoding="utf-8")
     return int(changed and options.check)
-
-
-def _filled(region: re.Match[str], *, results: Path, folder: Path) -> str:
-    path = results / f"{region['name']}.json"
-    return f"{region[1]}{render(path, link=os.path.relpath(path, folder))}\n{region[4]}"
 
 
 def render(path: Path, link: str) -> str:

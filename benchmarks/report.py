@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import shlex
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_fast.run_record.report import packaged
 
+from .contest import BYTES, FLOPS
 from .measure import SKIPPED
 from .record import Measurement, Record, read
-from .tables import EXPLANATION, OURS, label, number, shape_tables, shapes_of, skipped, split_axes
+from .tables import ERRORS, EXPLANATION, OURS, label, number, shape_tables, shapes_of, skipped, split_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +42,7 @@ STYLE = {
     "grid.alpha": 0.3,
 }
 Plot = tuple[str, str, str]  # what it shows, at which shape, and the address of its image
-Points = list[tuple[float, float]]
+Curves = dict[str, list[tuple[float, float]]]  # points by implementation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,13 +80,15 @@ def _section(path: Path, record: Record) -> dict[str, Any]:
     """One record, as the template takes it."""
     measured = [cell for cell in record.cells if cell.status != SKIPPED]
     everywhere = {cell.implementation for cell in measured}
-    constant, varying = split_axes([cell for cell in measured if cell.time] or measured)
-    plots = [*islice(bars(measured, varying), MOST_PLOTS), *islice(lines(measured, varying), MOST_PLOTS)]
+    drawn = [cell for cell in measured if cell.shape.get("fit") is None]
+    constant, varying = split_axes(drawn)
+    copy = 1e9 * record.environment.get("copy_gigabytes_per_second", 0.0)
+    kinds = bars(drawn, varying), lines(drawn, varying), fronts(drawn, varying), roofline(drawn, copy)
     return {
         "record": record,
         "file": path.name,
         "common": label(constant) if varying else "",
-        "plots": plots,
+        "plots": [plot for plots in kinds for plot in islice(plots, MOST_PLOTS)],
         "tables": shape_tables(measured, varying),
         "skipped": [(name, reason) for name, reason in skipped(record.cells) if name not in everywhere],
         "provenance": dict(_provenance(record)),
@@ -115,7 +119,7 @@ def lines(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot
     for quantity, value_of in QUANTITIES.items():
         for axis in varying:
             others = [name for name in varying if name != axis]
-            curves: dict[str, dict[str, Points]] = {}  # by the other sizes and by implementation
+            curves: dict[str, Curves] = {}  # by the other sizes
             for cell in cells:
                 size, value = cell.shape.get(axis), value_of(cell)
                 if type(size) in (int, float) and value:
@@ -123,19 +127,59 @@ def lines(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot
                     at.setdefault(cell.implementation, []).append((size, value))
             for fixed, of_names in curves.items():
                 if max(map(len, of_names.values())) > 1:
-                    address = image(partial(_draw_lines, axis, of_names), height=4.0)
-                    yield f"{quantity}, against {axis}", fixed, address
+                    yield f"{quantity}, against {axis}", fixed, _curves(of_names, axis)
 
 
-def _draw_lines(size_name: str, curves: Mapping[str, Points], axes: Axes) -> None:
-    for name, points in curves.items():
-        axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name)
-    sizes = sorted({size for points in curves.values() for size, _ in points})
-    axes.set_xticks(sizes, [number(size) for size in sizes])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel(size_name)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.figure.legend(loc="outside lower center", ncols=2)
+def fronts(cells: Sequence[Measurement], varying: Sequence[str]) -> Iterator[Plot]:
+    """Error against time at one shape after the other; a line joins those that no other beats in both."""
+    for error in ("hidden_gradient", "logprob"):
+        for shape in shapes_of(cells):
+            points: Curves = {}
+            for cell in cells:
+                if cell.shape == shape and cell.time and 0 < cell.accuracy.get(error, 0.0) < math.inf:
+                    points[cell.implementation] = [(cell.time.median, cell.accuracy[error])]
+            front: list[tuple[float, float]] = []
+            for (point,) in sorted(points.values()):
+                if not front or point[1] < front[-1][1]:
+                    front.append(point)
+            if len(points) > 1:
+                title = f"Error of {ERRORS[error]}, against time"
+                yield title, label(shape, varying) or label(shape), _curves(points, "ms", front)
+
+
+def roofline(cells: Sequence[Measurement], copy: float) -> Iterator[Plot]:
+    """TFLOP/s against FLOPs per byte, beneath the fastest product and copy of the run.
+
+    Args:
+        copy: bytes per second, of a copy that the run measured at its start.
+    """
+    points: Curves = {}
+    for cell in cells:
+        flops, moved = cell.metrics.get(FLOPS), cell.metrics.get(BYTES)
+        if flops and moved:
+            points.setdefault(cell.implementation, []).append((flops / moved, flops / 1e12))
+    peak = max((cell.ceilings.get(FLOPS, 0.0) for cell in cells), default=0.0)
+    copy = max([copy, *(cell.ceilings.get(BYTES, 0.0) for cell in cells)])
+    if points and peak and copy:
+        intensities = [intensity for of_name in points.values() for intensity, _ in of_name]
+        left, ridge, right = min(peak / copy, *intensities), peak / copy, max(peak / copy, *intensities)
+        roof = [(left / 2, left / 2 * copy / 1e12), (ridge, peak / 1e12), (right * 2, peak / 1e12)]
+        detail = f"ceilings measured here: {number(peak / 1e12)} TFLOP/s, {number(copy / 1e9)} GB/s"
+        yield "TFLOP/s, against FLOPs per byte", detail, _curves(points, "FLOPs per byte", roof)
+
+
+def _curves(curves: Curves, x_label: str, edge: Sequence[tuple[float, float]] = ()) -> str:
+    """On logarithmic axes; the edge is a line without marks."""
+
+    def draw(axes: Axes) -> None:
+        for name, points in curves.items():
+            axes.loglog(*zip(*sorted(points), strict=True), marker="o", label=name)
+        if edge:
+            axes.loglog(*zip(*edge, strict=True), color="black", linewidth=1.0)
+        axes.set_xlabel(x_label)
+        axes.figure.legend(loc="outside lower center", ncols=2)
+
+    return image(draw, height=4.0)
 
 
 def image(draw: Callable[[Axes], None], height: float) -> str:

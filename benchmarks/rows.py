@@ -57,9 +57,8 @@ def describe(setting: Setting, source: Source = None) -> str:
         )
     if setting.rows == "flat":
         return f"random rows, logits of standard deviation {_FLAT_SPREAD:g}"
-    low, high = _PEAKS
-    spread = f"random rows, logits of standard deviation {_PEAKED_SPREAD:g}"
-    return f"{spread}, targets raised by {low:g} to {high:g}"
+    raised = "targets raised by {:g} to {:g}".format(*_PEAKS)
+    return f"random rows, logits of standard deviation {_PEAKED_SPREAD:g}, {raised}"
 
 
 def load_real_rows(path: Path) -> RealRows:
@@ -117,7 +116,11 @@ def make_problem(setting: Setting, device: torch.device, seed: int, source: Sour
     old = reference = None
     if setting.loss == GRPO:
         logprobs, _ = exact_logprobs(hidden, weight, targets, torch.float32)
-        old, reference = _old_and_reference(logprobs, generator)
+        kind = {"device": device, "generator": generator}
+        steps = 2 * torch.rand(setting.tokens, **kind) - 1
+        far = torch.rand(setting.tokens, **kind) < _FAR_SHARE
+        old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
+        reference = logprobs - _REFERENCE_SPREAD * torch.randn(setting.tokens, **kind)
     backward = setting.mode == FORWARD_BACKWARD
     return Problem(
         hidden=hidden.requires_grad_(backward),
@@ -130,15 +133,6 @@ def make_problem(setting: Setting, device: torch.device, seed: int, source: Sour
         old_logprobs=old,
         ref_logprobs=reference,
     )
-
-
-def _old_and_reference(logprobs: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Of log-probabilities (N,): (N,) those of a slightly older policy, and (N,) of a reference model."""
-    kind = {"device": logprobs.device, "generator": generator}
-    steps = 2 * torch.rand(logprobs.shape, **kind) - 1
-    far = torch.rand(logprobs.shape, **kind) < _FAR_SHARE
-    old = logprobs - torch.where(far, _FAR * steps.sign(), _NEAR * steps)
-    return old, logprobs - _REFERENCE_SPREAD * torch.randn(logprobs.shape, **kind)
 
 
 def _rows(
@@ -174,42 +168,30 @@ def _with_live_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Raises a few entries a row until as many tiles are live as wanted; then targets are sampled on-policy.
 
-    The raised entries keep random distances below the likeliest: with one alone, its probability would be
-    almost one, the gradient almost nothing, and an error relative to it large. The logits of
-    base + height·peaks are z + height·u, so a row's height is found by bisection on two products, and fewer
-    tiles are live the higher it is.
+    As many entries are raised as tiles are wanted, at most `_CANDIDATES`; they keep random distances below
+    the likeliest, sums of exponential gaps: with one alone, its probability would be almost one, the gradient
+    almost nothing, and an error relative to it large. The logits of base + height·peaks are z + height·u, so
+    a row's height is found by bisection on two products, and fewer tiles are live the higher it is.
     """
     hidden, targets = torch.empty_like(noise), torch.empty_like(wanted)
     vocabulary = weight.float().T
+    kind = {"device": noise.device, "generator": generator}
     size = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))  # rows whose logits fit
     for rows in (slice(start, start + size) for start in range(0, len(noise), size)):
-        base, peaks = _candidates(noise[rows].float(), weight, wanted[rows], generator)
+        shape = (len(noise[rows]), _CANDIDATES)
+        entries = weight[torch.randint(weight.shape[0], shape, **kind)].float()  # (n, candidates, H)
+        used = torch.arange(_CANDIDATES, device=noise.device) < wanted[rows, None]
+        gaps = -_MEAN_GAP * torch.rand(shape, **kind).clamp_min(1e-6).log()
+        gaps[:, 0] = 0
+        distances = gaps.cumsum(1) * used
+        base = noise[rows].float() - (distances[:, None] @ entries).squeeze(1)
+        peaks = (used.float()[:, None] @ entries).squeeze(1)
         z, u = base @ vocabulary, peaks @ vocabulary
         height = _heights(z, u, wanted[rows])
         hidden[rows] = torch.addcmul(base, height, peaks).to(noise.dtype)
         p = torch.addcmul(z, height, u).softmax(1)
         targets[rows] = torch.multinomial(p, 1, generator=generator).squeeze(1)
     return hidden, targets
-
-
-def _candidates(
-    noise: Tensor, weight: Tensor, wanted: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """(n, H) rows with each candidate's distance taken off, and (n, H) the candidates' sum.
-
-    As many candidates as tiles are wanted, at most `_CANDIDATES`; distances add up from exponential gaps.
-    """
-    shape = (len(noise), _CANDIDATES)
-    kind = {"device": noise.device, "generator": generator}
-    entries = weight[torch.randint(weight.shape[0], shape, **kind)].float()
-    used = torch.arange(_CANDIDATES, device=noise.device) < wanted[:, None]
-    gaps = -_MEAN_GAP * torch.rand(shape, **kind).clamp_min(1e-6).log()
-    gaps[:, 0] = 0
-    distances = gaps.cumsum(1) * used
-    return (
-        noise - (distances[:, None] @ entries).squeeze(1),
-        (used.float()[:, None] @ entries).squeeze(1),
-    )
 
 
 def _heights(z: Tensor, u: Tensor, wanted: Tensor) -> Tensor:

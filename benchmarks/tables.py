@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -112,29 +111,30 @@ def shape_tables(cells: Sequence[Measurement], names: Sequence[str] | None = Non
     for shape in shapes_of([cell for cell in cells if cell.status != SKIPPED]):
         here = [cell for cell in cells if cell.shape == shape and cell.status != SKIPPED]
         here.sort(key=lambda cell: cell.time.median if cell.time else math.inf)
-        columns = {head: [text(cell) for cell in here] for head, text in _COLUMNS.items()}
-        columns = {head: texts for head, texts in columns.items() if any(texts)}
-        rows = [list(row) for row in zip(*columns.values(), strict=True)]
-        found.append(ShapeTable(label(shape, names) or label(shape), list(columns), rows))
+        rows = [_texts(cell) for cell in here]
+        heads = [head for head in rows[0] if any(row[head] for row in rows)]
+        title = label(shape, names) or label(shape)
+        found.append(ShapeTable(title, heads, [[row[head] for head in heads] for row in rows]))
     return found
 
 
-def _multiple(cell: Measurement) -> str:
-    seconds = cell.ceilings.get("product_seconds")
-    return f"{cell.time.median / seconds / 1e3:.2f}" if cell.time and seconds else ""
-
-
-def _rate(name: str, cell: Measurement) -> str:
-    return number(cell.metrics[name] / _RATES[name][1]) if name in cell.metrics else ""
-
-
-def _mebibytes(part: str, cell: Measurement) -> str:
-    count = getattr(cell.memory, part, None)
-    return "" if count is None else f"{count / 2**20:,.0f}"
-
-
-def _error(name: str, cell: Measurement) -> str:
-    return f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
+def _texts(cell: Measurement) -> dict[str, str]:
+    """By column; "" where there is nothing."""
+    time, product = cell.time, cell.ceilings.get("product_seconds")
+    found = {
+        "implementation": cell.implementation,
+        "ms": number(time.median) if time else "",
+        "quartiles": f"{number(time.lower)}{DASH}{number(time.upper)}" if time else "",
+        f"{TIMES} X Wᵀ": f"{time.median / product / 1e3:.2f}" if time and product else "",
+    }
+    for name, (unit, scale) in _RATES.items():
+        found[unit] = number(cell.metrics[name] / scale) if name in cell.metrics else ""
+    for part in ("allocator", "driver"):
+        count = getattr(cell.memory, part, None)
+        found[f"{part} MiB"] = "" if count is None else f"{count / 2**20:,.0f}"
+    for name, symbol in ERRORS.items():
+        found[symbol] = f"{cell.accuracy[name]:.1e}" if name in cell.accuracy else ""
+    return found | {REMARK: _remark(cell)}
 
 
 def _remark(cell: Measurement) -> str:
@@ -149,18 +149,6 @@ def _remark(cell: Measurement) -> str:
             parts.append(f"{name.replace('_', ' ')} {number(value)}{interval}")
     parts += [f"error of {name} {value:.1e}" for name, value in cell.accuracy.items() if name not in ERRORS]
     return "; ".join(filter(None, parts))
-
-
-_COLUMNS: dict[str, Callable[[Measurement], str]] = {
-    "implementation": lambda cell: cell.implementation,
-    "ms": lambda cell: number(cell.time.median) if cell.time else "",
-    "quartiles": lambda cell: DASH.join(map(number, (cell.time.lower, cell.time.upper))) if cell.time else "",
-    f"{TIMES} X Wᵀ": _multiple,
-    **{unit: partial(_rate, name) for name, (unit, _) in _RATES.items()},
-    **{f"{part} MiB": partial(_mebibytes, part) for part in ("allocator", "driver")},
-    **{symbol: partial(_error, name) for name, symbol in ERRORS.items()},
-    REMARK: _remark,
-}
 
 
 def console() -> Console:

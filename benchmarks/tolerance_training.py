@@ -13,7 +13,6 @@ import copy
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,10 +134,8 @@ def difference(policy: Policy, samples: Sequence[Sample]) -> dict[str, float] | 
         return None
     certified = gradient(CERTIFIED, policy, samples)
     cosine = torch.nn.functional.cosine_similarity(exact, certified, dim=0)
-    return {
-        "one_minus_cosine": 1 - cosine.item(),
-        "relative": ((exact - certified).norm() / exact.norm()).item(),
-    }
+    relative = (exact - certified).norm() / exact.norm()
+    return {"one_minus_cosine": 1 - cosine.item(), "relative": relative.item()}
 
 
 def learn(
@@ -177,19 +174,6 @@ def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]
     return {"rewards": history, "gradient": differences, "final": statistics.mean(history[-10:])}
 
 
-def train_all(seed: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Every variant from the same warm start, on the same prompts."""
-    start = make_toy(seed)
-    warm_start(start, random.Random(seed))
-    runs = {}
-    for variant in TOLERANCES:
-        began = time.monotonic()
-        runs[variant] = train(copy.deepcopy(start), variant, steps, seed)
-        seconds = time.monotonic() - began
-        print(f"seed {seed}, {variant}: {runs[variant]['final']:.3f}, {seconds:.0f} s", flush=True)
-    return runs
-
-
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Of each variant the mean final reward over the seeds, and the seeds' range."""
     finals = {name: [run["final"] for run in of_seeds] for name, of_seeds in runs.items()}
@@ -225,18 +209,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {
-        "environment": environment(torch.device("cpu")),
-        "vocabulary": VOCABULARY,
-        "steps": options.steps,
-    }
+    about = environment(torch.device("cpu"))
+    found: dict[str, Any] = {"environment": about, "vocabulary": VOCABULARY, "steps": options.steps}
     if options.model:
         found["real_model"] = real_model(options.model)
         print(found["real_model"], flush=True)
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in TOLERANCES}
     for seed in range(options.seeds):
-        for variant, run in train_all(seed, options.steps).items():
-            runs[variant].append(run)
+        start = make_toy(seed)
+        warm_start(start, random.Random(seed))
+        for variant, of_seeds in runs.items():
+            of_seeds.append(train(copy.deepcopy(start), variant, options.steps, seed))
+            print(f"seed {seed}, {variant}: {of_seeds[-1]['final']:.3f}", flush=True)
         found |= {"summary": summary(runs), "runs": runs}
         if options.json is not None:
             write_json(options.json, found)

@@ -101,10 +101,6 @@ def planned_with(sizes: Sizes) -> Iterator[None]:
         yield
 
 
-def name(stage: str, change: dict[str, Any]) -> str:
-    return f"{stage}: " + ", ".join(f"{key}={value}" for key, value in change.items())
-
-
 # Compilation ---------------------------------------------------------------------------------------------
 
 
@@ -164,7 +160,7 @@ class Bench:
         """One repetition of what the stage is judged by."""
         return head.forward() if stage == FORWARD else head.backward(self.forward, self.wanted)
 
-    def wrong(self, stage: str, outcome: Any) -> str | None:
+    def fault(self, stage: str, outcome: Any) -> str | None:
         """What is wrong with a result; None where it is right."""
         if stage == FORWARD:
             difference = outcome[0].logsumexp - self.forward[0].logsumexp
@@ -172,9 +168,7 @@ class Bench:
             return None if worst <= 1e-3 else f"log-sum-exp off by {worst:.2g}"
         pairs = [(a.float(), b.float()) for a, b in zip(outcome, self.exact, strict=True) if b is not None]
         worst = max(float(((a - b).norm() / b.norm()).nan_to_num(nan=torch.inf)) for a, b in pairs)
-        if worst <= WORST_GRADIENT:
-            return None
-        return f"relative error {worst:.2g}"
+        return None if worst <= WORST_GRADIENT else f"relative error {worst:.2g}"
 
     def compare(self, stage: str, incumbent: Sizes, candidate: Sizes) -> tuple[float, float, str | None]:
         """Medians in milliseconds, taken in turns, and what is wrong with the candidate."""
@@ -182,7 +176,7 @@ class Bench:
         def prepare(sizes: Sizes) -> Prepared:
             with planned_with(sizes):
                 head = Head(self.problem)
-            if sizes is candidate and (fault := self.wrong(stage, self.run(stage, head))):
+            if sizes is candidate and (fault := self.fault(stage, self.run(stage, head))):
                 raise Unsupported(fault)
             return Prepared(lambda _: self.run(stage, head))
 
@@ -203,59 +197,26 @@ def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -
         candidate = changed(best, stage, change)
         before, after, fault = bench.compare(stage, best, candidate)
         kept = fault is None and after < before * (1 - LEAST_GAIN)
-        times = {"before": before, "after": after}
-        log.append({"candidate": name(stage, change), **times, "fault": fault, "kept": kept})
+        name = f"{stage}: {', '.join(f'{key}={value}' for key, value in change.items())}"
+        log.append({"candidate": name, "before": before, "after": after, "fault": fault, "kept": kept})
         print(json.dumps(log[-1]), flush=True)
         best = candidate if kept else best
     return best, log
 
 
-def merged(table: Table, measured: dict[Shape, Sizes], provenance: dict[str, str]) -> Table:
-    """The table with the measured rules in place of those for the same shapes, sorted."""
+def write_table(path: Path, table: Table, measured: dict[Shape, Sizes], provenance: dict[str, str]) -> None:
+    """The table with the measured rules in place of those for the same shapes, sorted.
+
+    Raises:
+        ValueError: a table that could not be read back.
+    """
     new = [Rule("half", s.hidden_up_to, s.trainable, True, sizes) for s, sizes in measured.items()]
     ranks = {rule.rank for rule in new}
-    kept = [rule for rule in table.rules if rule.rank not in ranks]
-    return Table(table.architecture, provenance, tuple(sorted([*kept, *new], key=lambda rule: rule.rank)))
-
-
-def write_table(path: Path, table: Table) -> None:
-    """Raises ValueError for a table that could not be read back."""
-    if wrong := tuning.faults(table, f"sm_{table.architecture}"):
+    rules = sorted([*new, *(r for r in table.rules if r.rank not in ranks)], key=lambda rule: rule.rank)
+    merged = Table(table.architecture, provenance, tuple(rules))
+    if wrong := tuning.faults(merged, f"sm_{table.architecture}"):
         raise ValueError(f"the table found is not sound: {'; '.join(wrong)}")
-    path.write_text(json.dumps(tuning.plain(table), indent=1) + "\n")
-
-
-# Commands ------------------------------------------------------------------------------------------------
-
-
-def tune(options: argparse.Namespace) -> int:
-    device = torch.device("cuda")
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
-    if architecture not in tuning.SHARED_MEMORY:
-        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
-        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
-    shipped = tuning.load_tables()[architecture]
-    deadline = time.monotonic() + 60 * options.minutes
-    out = options.out or tuning.TABLES / f"sm_{architecture}.json"
-    found: dict[Shape, Sizes] = {}
-    logs, about = [], environment(device)
-    provenance = {
-        "device": about["benchmark_device"], "date": about["started"], "command": " ".join(about["command"]),
-        **{key: about["versions"].get(key, "unknown") for key in ("torch", "triton")},
-    }  # fmt: skip
-    starts = {shape: shipped.sizes("half", shape.hidden, shape.trainable) for shape in SHAPES}
-    # All of them before the first measurement: it should have the machine to itself.
-    for shape, faults in compile_all(architecture, starts, options.processes).items():
-        if time.monotonic() > deadline:
-            break
-        print(json.dumps({"shape": vars(shape), "faults": faults}), flush=True)
-        found[shape], log = tune_shape(Bench(shape, device), starts[shape], architecture, deadline)
-        logs.append({"shape": vars(shape), "faults": faults, "tried": log})
-        write_table(out, merged(shipped, found, provenance))
-        if options.log is not None:
-            write_json(options.log, {"provenance": provenance, "shapes": logs})
-    return 0
+    path.write_text(json.dumps(tuning.plain(merged), indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -268,7 +229,33 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("tune: torch sees no CUDA device", file=sys.stderr)
         return 2
-    return tune(options)
+    device, deadline = torch.device("cuda"), time.monotonic() + 60 * options.minutes
+    major, minor = torch.cuda.get_device_capability(device)
+    architecture = 10 * major + minor
+    if architecture not in tuning.SHARED_MEMORY:
+        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
+        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
+    shipped = tuning.load_tables()[architecture]
+    out = options.out or tuning.TABLES / f"sm_{architecture}.json"
+    about = environment(device)
+    provenance = {
+        "device": about["benchmark_device"], "date": about["started"], "command": " ".join(about["command"]),
+        **{key: about["versions"].get(key, "unknown") for key in ("torch", "triton")},
+    }  # fmt: skip
+    starts = {shape: shipped.sizes("half", shape.hidden, shape.trainable) for shape in SHAPES}
+    found: dict[Shape, Sizes] = {}
+    logs = []
+    # All are compiled before the first measurement, which should have the machine to itself.
+    for shape, faults in compile_all(architecture, starts, options.processes).items():
+        if time.monotonic() > deadline:
+            break
+        print(json.dumps({"shape": vars(shape), "faults": faults}), flush=True)
+        found[shape], log = tune_shape(Bench(shape, device), starts[shape], architecture, deadline)
+        logs.append({"shape": vars(shape), "faults": faults, "tried": log})
+        write_table(out, shipped, found, provenance)
+        if options.log is not None:
+            write_json(options.log, {"provenance": provenance, "shapes": logs})
+    return 0
 
 
 if __name__ == "__main__":

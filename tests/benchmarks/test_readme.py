@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,24 +48,6 @@ def test_a_record_becomes_implementations_down_and_shapes_across(tmp_path):
     ]
 
 
-def test_side_by_side_the_worst_over_all_steps_that_were_compared_is_shown(tmp_path):
-    def cell(precision: str, loss: float, kl: float, steps: int) -> dict:
-        patched = {"differences": {"loss": loss, "grad_norm": 1e-6, "kl": kl}, "steps_compared": steps}
-        return {"precision": precision, "steps": 20, "variants": {"TRL": {}, "patched": patched}}
-
-    path = tmp_path / "record.json"
-    cells = [
-        *(cell("float32", 3e-7, 5e-7, 20), cell("float32", 1e-7, 9e-7, 10)),
-        cell("bfloat16", float("nan"), 1e-3, 20),
-    ]
-    path.write_text(json.dumps({"model": "random", "environment": ENVIRONMENT, "cells": cells}))
-
-    assert render(path, "the link").splitlines()[2:4] == [
-        "| patched | float32 | 2 | 30 of 40 | 3.0e-07 | 1.0e-06 | 9.0e-07 |",
-        "| patched | bfloat16 | 1 | 20 of 20 | nan | 1.0e-06 | 1.0e-03 |",
-    ]
-
-
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
     """With one table, whose record is beside it."""
@@ -90,26 +71,21 @@ def test_tables_are_written_between_their_markers_and_nothing_else_changes(readm
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("page", "record", "named"),
     [
-        ("<!-- table: other -->\n<!-- end -->\n", "there are run"),
-        ("<!-- table: run -->\n", "has no `<!-- end -->`"),
-        ("<!-- table: run -->\n<!-- table: run -->\n<!-- end -->\n", "another table before it"),
+        ("<!-- table: other -->\n<!-- end -->\n", "{}", "there are run"),
+        ("<!-- table: run -->\n", "{}", "has no `<!-- end -->`"),
+        ("<!-- table: run -->\n<!-- table: run -->\n<!-- end -->\n", "{}", "another table before it"),
+        ("<!-- table: run -->\n<!-- end -->\n", '{"source": "a histogram"}', "run.json is of no kind"),
+        ("<!-- table: run -->\n<!-- end -->\n", "no JSON", "run.json cannot be read"),
+        (None, "{}", "README.md: run this in a checkout"),
     ],
 )
-def test_a_marker_that_cannot_be_filled_is_named(readme, capsys, text, named):
-    readme.write_text(text)
+def test_what_cannot_be_filled_is_named(readme, capsys, page, record, named):
+    (readme.parent / "run.json").write_text(record)
+    readme.unlink()
+    if page is not None:
+        readme.write_text(page)
 
     assert main(["readme", f"--files={readme}", f"--results={readme.parent}"]) == 2
     assert named in capsys.readouterr().err
-    assert main(["readme", f"--files={readme.parent / 'NONE.md'}"]) == 2
-    assert "NONE.md" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ['{"source": "a histogram"}', "[]", "no JSON"])
-def test_a_file_without_a_table_is_named(tmp_path, content):
-    path = tmp_path / "other.json"
-    path.write_text(content)
-
-    with pytest.raises(ValueError, match=r"other\.json"):
-        render(path, "the link")

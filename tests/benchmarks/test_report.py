@@ -11,11 +11,13 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.measure import Memory, Spread
+from benchmarks.problem import Setting
 from benchmarks.record import Measurement, Record, write_json
 
 ENVIRONMENT = {
     "benchmark_device": "a <machine>",
     "versions": {"torch": "2.13.0"},
+    "copy_gigabytes_per_second": 40.0,
     "started": "2026-11-20T09:00:00+00:00",
     "command": ["python", "-m", "benchmarks", "head"],
     "git": {"revision": "0123456789abcdef", "changed": True},
@@ -38,7 +40,8 @@ def at(name: str, milliseconds: float, error: float = 1e-6, **shape: object) -> 
         time=Spread(milliseconds, 0.9 * milliseconds, 1.1 * milliseconds, 9),
         memory=Memory(5 << 20, 6 << 20),
         accuracy={"logprob": error, "hidden_gradient": error},
-        ceilings={"product_seconds": 1e-3},
+        metrics=Setting(**(SETTING | shape)).rates(milliseconds / 1e3),
+        ceilings={"product_seconds": 1e-3, "flops_per_second": 1e12},
     )
 
 
@@ -80,6 +83,9 @@ def test_a_page_of_several_records_has_plots_every_cell_and_provenance_and_works
         *(f"Peak memory beyond the inputs, MiB, N {tokens}" for tokens in (64, 256)),
         "Time, ms, against tokens, ",
         "Peak memory beyond the inputs, MiB, against tokens, ",
+        "Error of dX, against time, N 64",
+        "Error of |Δlogp|, against time, N 64",
+        "TFLOP/s, against FLOPs per byte, ceilings measured here: 1.00 TFLOP/s, 40.0 GB/s",
     ]
     drawn = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", page)]
     texts = [{text.strip() for text in ElementTree.fromstring(image).itertext()} for image in drawn]

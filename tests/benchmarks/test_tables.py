@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from benchmarks.measure import FAILED, SKIPPED, Memory, Spread
 from benchmarks.record import Measurement
-from benchmarks.tables import label, number, print_measurements, shape_tables, skipped
-
-SHAPE = {"model": "toy", "micro_batch_tokens": 16_384}
-
-
-def printed(*found: Measurement) -> str:
-    screen = Console(width=220, file=io.StringIO())
-    print_measurements(screen, found)
-    return screen.file.getvalue()
+from benchmarks.tables import DASH, console, label, number, print_measurements, shape_tables, skipped
 
 
 @pytest.mark.parametrize(
@@ -47,7 +36,7 @@ def test_numbers_have_three_digits():
 def test_a_row_has_its_time_rates_memory_errors_phases_and_metrics_with_their_intervals():
     found = Measurement(
         "ours",
-        SHAPE,
+        {"model": "toy", "micro_batch_tokens": 16_384},
         time=Spread(12.5, 12.0, 13.0, 5),
         memory=Memory(3 << 20, None),
         accuracy={"logprob": 0.25},
@@ -56,24 +45,16 @@ def test_a_row_has_its_time_rates_memory_errors_phases_and_metrics_with_their_in
         ceilings={"product_seconds": 5e-3},
     )
 
-    text = printed(found)
+    (table,) = shape_tables([found])
 
-    assert "toy, micro batch tokens 16,384" in text
-    for shown in (
-        "12.5",
-        "2.50",
-        "5,000",
-        "2.5e-01",
-        "INACCURATE",
-        "forward 10.1",
-        "fit 1.02 (0.90 to 1.14)",
-    ):
-        assert shown in text
-    assert "allocator MiB" in text
-    assert "driver MiB" not in text
+    assert table.title == "toy, micro batch tokens 16,384"
+    remark = "INACCURATE; forward 10.1 ms; fit 1.02 (0.90 to 1.14)"
+    quartiles = f"12.0{DASH}13.0"
+    assert table.rows == [["ours", "12.5", quartiles, "2.50", "5,000", "3", "2.5e-01", remark]]
+    assert table.heads[-4:] == ["tokens/s", "allocator MiB", "|Δlogp|", "remark"]
 
 
-def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_elsewhere():
+def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_elsewhere(capsys):
     absent = Measurement("c", {"n": 1}, SKIPPED, "not installed")
     broken = Measurement("z", {"n": 1}, FAILED, "ValueError: no [file] at a_b/c_d")
     slow, fast = (
@@ -85,5 +66,7 @@ def test_each_shape_is_a_table_the_fastest_first_and_who_was_skipped_stands_else
 
     assert [[row[0] for row in table.rows] for table in tables] == [["b", "a", "z"], ["a"]]
     assert list(skipped(cells)) == [("c", "not installed")]
-    assert printed() == printed(absent) == ""
-    assert "failed ValueError: no [file] at a_b/c_d" in printed(broken)
+    print_measurements(console(), [absent])
+    assert capsys.readouterr().out == ""
+    print_measurements(console(), [broken])
+    assert "failed ValueError: no [file] at a_b/c_d" in capsys.readouterr().out

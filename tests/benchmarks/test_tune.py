@@ -46,22 +46,20 @@ def test_a_change_is_kept_when_it_is_right_and_faster_by_more_than_noise():
 
 def test_a_measured_table_reads_back_and_replaces_only_the_rules_it_measured(tmp_path):
     better = replace(SIZES, sparse=replace(SIZES.sparse, pair_rows=64))
-    first = tune.merged(TABLE, {tune.SHAPES[0]: SIZES, tune.SHAPES[3]: SIZES}, {"device": "a GPU"})
-    table = tune.merged(first, {tune.SHAPES[0]: better}, {"device": "a GPU"})
+    path, about = tmp_path / "sm_90.json", {"device": "a GPU"}
 
-    tune.write_table(tmp_path / "sm_90.json", table)
-    tune.write_table(tmp_path / "again.json", tune.merged(table, {}, table.provenance))
+    tune.write_table(path, TABLE, {tune.SHAPES[0]: SIZES, tune.SHAPES[3]: SIZES}, about)
+    tune.write_table(path, tuning.read_table(path), {tune.SHAPES[0]: better}, about)
 
-    found = tuning.read_table(tmp_path / "sm_90.json")
+    found = tuning.read_table(path)
     assert found.sizes("half", 2048, True) == better
     assert found.sizes("half", 2048, False) == found.sizes("half", 8192, True) == SIZES
     assert [rule.measured for rule in found.rules] == [False, True, True, False]
-    assert (tmp_path / "again.json").read_text() == (tmp_path / "sm_90.json").read_text()
 
 
 def test_a_table_that_could_not_be_read_back_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="no rule for every half shape"):
-        tune.write_table(tmp_path / "sm_90.json", replace(TABLE, rules=TABLE.rules[:1]))
+        tune.write_table(tmp_path / "sm_90.json", replace(TABLE, rules=TABLE.rules[:1]), {}, {})
     assert not list(tmp_path.iterdir())
 
 
@@ -77,7 +75,7 @@ def test_every_candidate_differs_from_what_is_shipped_and_fits_the_architecture(
 
     found = list(tune.candidates(sizes, architecture))
 
-    assert len({tune.name(stage, change) for stage, change, _ in found}) == len(found) > 10
+    assert len({(stage, repr(change)) for stage, change, _ in found}) == len(found) > 10
     assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture in (90, 100))
 
 

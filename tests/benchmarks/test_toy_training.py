@@ -1,4 +1,4 @@
-"""The toy of `tolerance_training`: its answers, and how its three ways of training differ."""
+"""The toy of `tolerance_training` and `sampler_mismatch`: its answers, and what is trained on it and how."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import random
 import pytest
 import torch
 
+from benchmarks import sampler_mismatch
 from benchmarks import tolerance_training as training
+from benchmarks.step import LOSS
 from benchmarks.tolerance_training import ARROW, CERTIFIED, END, EXACT, FULL, STRIDE
 from grpo_fast.policy import Policy, Sample
 
@@ -68,9 +70,23 @@ def test_groups_of_one_reward_have_no_gradient_to_compare(toy, monkeypatch):
     assert (run["gradient"], run["final"]) == ({0: None}, 1)
 
 
-def test_the_summary_is_over_seeds():
-    runs = {FULL: [{"final": 0.5}, {"final": 0.7}]}
+def test_rounded_weights_have_few_values_in_a_row_and_are_far_from_the_policy(seed, monkeypatch):
+    monkeypatch.setattr(training, "PROMPTS", 2)
+    policy = training.make_toy(seed)
+    sampler = sampler_mismatch.rounded(copy.deepcopy(policy), policy, 3)
+    exact, few = (one.model.get_input_embeddings().weight for one in (policy, sampler))
+    assert max(len(row.unique()) for row in few) <= 7
+    assert ((exact - few).abs() <= exact.abs().amax(1, keepdim=True) / 6 * 1.001).all()
 
-    found = training.summary(runs)[FULL]
+    by_bits = [sampler_mismatch.train(policy, LOSS, bits, 1, seed)["kl"] for bits in (None, 3)]
+    assert by_bits[0] < 1e-6 < 1e-5 < by_bits[1]
+
+
+def test_the_summaries_are_over_seeds():
+    found = training.summary({FULL: [{"final": 0.5}, {"final": 0.7}]})[FULL]
+    known = dict.fromkeys(sampler_mismatch.METRICS, 1.0)
+    runs = [known | {"bits": 3, "correction": c, "score": s} for c, s in (("a", 0.2), ("b", 1), ("a", 0.4))]
+    arms = [(arm["correction"], arm["score"], arm["error"]) for arm in sampler_mismatch.summary(runs)]
 
     assert found == pytest.approx({"mean": 0.6, "low": 0.5, "high": 0.7})
+    assert arms[0] == ("a", pytest.approx(0.3), pytest.approx(0.1)) and arms[1][:2] == ("b", 1)
