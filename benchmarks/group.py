@@ -160,7 +160,7 @@ def predict_group(probe: Probe) -> int | None:
 
     def fits(size: int) -> bool:
         group = StepSizes(1, size, probe.prompt, probe.completion, micro_batch_tokens=1 << 40)
-        return sum(predictor.update(group).values()) <= probe.budget
+        return predictor.predict(group).total("update") <= probe.budget
 
     return largest(2, MOST_GENERATIONS, fits)
 

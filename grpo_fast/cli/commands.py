@@ -79,11 +79,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import calibrate, device_budget, longest_prompt, step_sizes, traces_of
+    from grpo_fast.plan import device_budget, longest_prompt, traces_of
     from grpo_fast.plan import plan as make_plan
-    from grpo_fast.plan import report as plan_report
-    from grpo_fast.plan.borders import borders
-    from grpo_fast.plan.scaling import scaling
+    from grpo_fast.plan.report import record, render
+    from grpo_fast.plan.scaling import render_scaling, scaling
 
     device = device_budget(args.gpu)
     devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
@@ -93,40 +92,30 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if args.config is None:
             raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
         prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
-    calibration = None
-    if args.calibrate:
-        if args.gpu is not None:
-            message = "measures the device at hand; leave --gpu out"
-            raise ConfigError("plan", [Problem("--calibrate", message)])
-        sizes = step_sizes(config, prompt_length=prompt_length)
-        calibration = calibrate(config, traces.config, device, sizes)
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     if len(devices) > 1:
-        steps = scaling(config, traces, devices, prompt_length=prompt_length, calibration=calibration)
+        steps = scaling(config, traces, devices, prompt_length=prompt_length)
         if args.json:
             print(json.dumps([asdict(step) for step in steps], indent=1))
         else:
-            console.print(plan_report.render_scaling(steps, device))
+            console.print(render_scaling(steps, device))
         return 0
-    found = make_plan(config, traces, devices[0], prompt_length=prompt_length, calibration=calibration)
+    found = make_plan(config, traces, devices[0], prompt_length=prompt_length)
     if args.json:
-        print(json.dumps(plan_report.record(found), indent=1))
+        print(json.dumps(record(found), indent=1))
     else:
-        console.print(plan_report.render(found))
-        for line in borders(config, traces, devices[0], prompt_length):
-            console.print(line)
-    return 0 if found.choice.prediction.free >= 0 else 1
+        console.print(render(found))
+    return 0 if found.choice.free >= 0 else 1
 
 
 def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan --table`"""
-    if args.model or args.calibrate or args.gpus != [1]:
-        raise ConfigError("plan", [Problem("--table", "goes without --model, --gpus and --calibrate")])
+    if args.model or args.gpus != [1]:
+        raise ConfigError("plan", [Problem("--table", "goes without --model and --gpus")])
     from rich.console import Console
 
     from grpo_fast.plan import step_sizes
-    from grpo_fast.plan.report import render_table
-    from grpo_fast.plan.table import GPUS, MODELS, table
+    from grpo_fast.plan.report import GPUS, MODELS, render_table, table
 
     args.model = (models := args.table or MODELS)[0]
     usual = {

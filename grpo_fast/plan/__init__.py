@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from grpo_fast.plan.auto import longest_prompt, resolve_auto, traces_of
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.measure import calibrate
 from grpo_fast.plan.model_shape import SHAPES, model_config
 from grpo_fast.plan.search import plan
 from grpo_fast.plan.sizes import step_sizes
@@ -13,7 +12,6 @@ from grpo_fast.plan.trace import Traces
 __all__ = [
     "SHAPES",
     "Traces",
-    "calibrate",
     "device_budget",
     "longest_prompt",
     "model_config",

@@ -17,17 +17,17 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.room import cheapest_change, written
+from grpo_fast.plan.prediction import Prediction
+from grpo_fast.plan.room import cheapest_change
 from grpo_fast.plan.search import (
     CONSTANTS,
     RECOMPUTED,
-    Choice,
     Search,
     divisions,
     with_constants,
     with_values,
+    written,
 )
-from grpo_fast.plan.sizes import step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import load_tokenizer
 from grpo_fast.policy.config import ModelConfig
@@ -84,14 +84,21 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         constants, *_ = divisions(constants, model, device)
     if on.type == "cpu":
         return constants
-    lengths = _longest_prompts(config)
+    lengths = _prompt_lengths(config)
     try:
         traces = traces_of(config.model.path, config.model.revision)
-        found = [_chosen(one, device, lengths, engine) for one in divisions(config, traces.config, device)]
+        found = [
+            _chosen(one, partial(_searches, traces, device, engine, lengths))
+            for one in divisions(config, traces.config, device)
+        ]
     except (ValueError, RuntimeError) as error:  # a model that trains, but that the plan cannot trace
         logger.warning("nothing is planned, and `auto` is what it is on a CPU: %s", error)
         return constants
-    with_groups, searches, choices = min(reversed(found), key=lambda one: _cost(one[2]))
+    # The fewest stages that do not fit, then the fewest seconds a completion.
+    with_groups, searches, choices = min(
+        reversed(found),
+        key=lambda one: (one[2].count(None), sum(choice.cost[1] for choice in one[2] if choice)),
+    )
     if None in choices:
         raise ValueError(_too_large(searches[choices.index(None)]))
     chosen = [choice.values for choice in choices if choice]
@@ -100,10 +107,11 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
         for key, of_all in OF_ALL_STAGES.items()
         if at(config, key) in ("auto", None) and key in chosen[0]
     }
-    told = values | ({GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {})
-    told |= {key: value for key in DIVIDED if (value := at(with_groups, key)) != at(config, key)}
+    divided = {key: value for key in DIVIDED if (value := at(with_groups, key)) != at(config, key)}
+    group = {GROUP: at(with_groups, GROUP)} if at(config, GROUP) == "auto" else {}
     several = f"{ranks} ranks on " if ranks > 1 else ""
-    logger.warning("chosen for %s%s, %s: %s", several, device.name, bytes_text(device.total), written(told))
+    total, told = bytes_text(device.total), written(values | group | divided)
+    logger.warning("chosen for %s%s, %s: %s", several, device.name, total, told)
     return with_values(with_groups, values)
 
 
@@ -119,53 +127,52 @@ def longest_prompt(dataset: DatasetConfig, model: ModelConfig, rollout: RolloutC
 
 @lru_cache(maxsize=1)
 def traces_of(path: str, revision: str | None) -> Traces:
-    """Those of the model of this process' run."""
+    """Of the model that this process trains."""
     return Traces(model_config(path, revision=revision))
 
 
 def _chosen(
-    config: TrainConfig, device: DeviceBudget, lengths: dict[str, int], engine: str
-) -> tuple[TrainConfig, list[Search], list[Choice | None]]:
+    config: TrainConfig, searches_of: Callable[[TrainConfig], list[Search]]
+) -> tuple[TrainConfig, list[Search], list[Prediction | None]]:
     """The configuration with its groups, and for each stage what is the fastest; None: nothing fits."""
-    found = [search.generations() or 2 for search in _searches(config, device, lengths, engine)]
-    with_groups = _with_groups(config, [min(_inherited(config, found) or found), *found])
-    searches = _searches(with_groups, device, lengths, engine)
+    found = [search.generations() or 2 for search in searches_of(config)]
+    own = _rollouts(config.model_dump())[1:] or [{}]
+    inherited = [size for size, told in zip(found, own, strict=True) if "num_generations" not in told]
+    with_groups = _with_groups(config, [min(inherited or found), *found])
+    searches = searches_of(with_groups)
     return with_groups, searches, [search.fastest(search.generations() or 2) for search in searches]
 
 
-def _cost(choices: Sequence[Choice | None]) -> tuple[int, float]:
-    """How many stages do not fit; then seconds a completion."""
-    return choices.count(None), sum(choice.cost[1] for choice in choices if choice)
-
-
 def _searches(
-    config: TrainConfig, device: DeviceBudget, lengths: dict[str, int], engine: str
+    traces: Traces,
+    device: DeviceBudget,
+    engine: str,
+    lengths: Sequence[tuple[int, int | None]],
+    config: TrainConfig,
 ) -> list[Search]:
-    """One for each stage."""
-    traces = traces_of(config.model.path, config.model.revision)
+    """One for each stage; `lengths` has the tokens of its prompts and of evaluation's questions."""
     found = []
-    for stage in resolve_stages(config):
-        run, questions = stage.config, stage.config.evaluation.dataset
-        run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
-        sizes = step_sizes(
-            run,
-            prompt_length=lengths[run.dataset.model_dump_json()],
-            question_length=lengths[questions.model_dump_json()] if questions else None,
-            ranks=device.ranks,
-        )
-        found.append(Search(run, traces, device, sizes))
+    for stage, (prompt, question) in zip(resolve_stages(config), lengths, strict=True):
+        rollout = stage.config.rollout.model_copy(update={"engine": engine})
+        run = stage.config.model_copy(update={"rollout": rollout})
+        found.append(Search(run, traces, device, prompt, question))
     return found
 
 
-def _longest_prompts(config: TrainConfig) -> dict[str, int]:
-    """Of each dataset of the run, by its section as JSON."""
-    stages = [(stage.config.dataset, stage.config.rollout) for stage in resolve_stages(config)]
-    found: dict[tuple[str, str], int] = {}
-    for section, rollout in (*stages, (config.evaluation.dataset, config.rollout)):
-        if section:
-            key = section.model_dump_json(), rollout.model_dump_json(include={"tools", "environment"})
-            found[key] = found.get(key) or longest_prompt(section, config.model, rollout)
-    return {text: max(found[key] for key in found if key[0] == text) for text, _ in found}
+def _prompt_lengths(config: TrainConfig) -> list[tuple[int, int | None]]:
+    """For each stage tokens of its longest prompt, and of the longest question of evaluation."""
+    known: dict[tuple[str, str], int] = {}
+
+    def longest(dataset: DatasetConfig, rollout: RolloutConfig) -> int:
+        key = dataset.model_dump_json(), rollout.model_dump_json(include={"tools", "environment"})
+        if key not in known:
+            known[key] = longest_prompt(dataset, config.model, rollout)
+        return known[key]
+
+    questions = config.evaluation.dataset
+    question = longest(questions, config.rollout) if questions else None
+    runs = [stage.config for stage in resolve_stages(config)]
+    return [(longest(run.dataset, run.rollout), question) for run in runs]
 
 
 def _rollouts(tree: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,18 +200,12 @@ def _with_groups(config: TrainConfig, sizes: Sequence[int | None]) -> TrainConfi
     return TrainConfig.model_validate(tree)
 
 
-def _inherited(config: TrainConfig, sizes: Sequence[int]) -> list[int]:
-    """Of the stages' sizes, those of stages that take the run's."""
-    own = _rollouts(config.model_dump())[1:] or [{}]
-    return [size for size, rollout in zip(sizes, own, strict=True) if "num_generations" not in rollout]
-
-
 def _too_large(search: Search) -> str:
     least, device = search.least(), search.device
     change = cheapest_change(search)
     return (
         f"{search.config.model.path} does not fit {device.name}: {least.sizes.prompts} prompts with "
-        f"{least.sizes.generations} completions need {bytes_text(-least.prediction.free)} more than its "
+        f"{least.sizes.generations} completions need {bytes_text(-least.free)} more than its "
         f"{bytes_text(device.total)}, however little is there at once. What makes room: "
         f"{written(change) if change else 'shorter completions, or a larger GPU'}"
     )

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import torch
 import yaml
 from pydantic import ByteSize, Field, TypeAdapter
@@ -102,15 +103,14 @@ def _words(name: str) -> list[str]:
 
 
 def _gpu_at_hand() -> DeviceBudget:
-    """What others left of it; this process' own context and blocks are its to plan with."""
+    """With the memory that other processes leave free; this one's own context and blocks count as free."""
     index = torch.cuda.current_device()
     facts = device_facts("cuda", index)
     free, total = torch.cuda.mem_get_info()
     ours = min(total, free + torch.cuda.memory_reserved() + CUDA_CONTEXT)
     name = torch.cuda.get_device_name(index)
-    device = _known_gpu(name) or DeviceBudget(name, "cuda", ours)
     return replace(
-        device,
+        _known_gpu(name) or DeviceBudget(name, "cuda", ours),
         name=name,
         total=ours,
         capability=facts.capability,
@@ -121,8 +121,6 @@ def _gpu_at_hand() -> DeviceBudget:
 
 def _cpu_at_hand() -> DeviceBudget:
     """Available memory: of the machine, or of the control group that a container lives in."""
-    import psutil
-
     return DeviceBudget("cpu", "cpu", min(psutil.virtual_memory().available, _left_by_control_group()))
 
 

@@ -8,91 +8,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from grpo_fast.config import TrainConfig
-from grpo_fast.plan.devices import CUDA_CONTEXT, DeviceBudget
-from grpo_fast.plan.model_shape import random_model, with_layers
-from grpo_fast.plan.prediction import Calibration, Predictor, transient_bytes
+from grpo_fast.plan.model_shape import random_model
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.trace import Traces, textless_policy
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
+from grpo_fast.plan.trace import textless_policy
+from grpo_fast.policy import PackedBatch, Policy, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
-CALIBRATED_LAYERS = 4  # of the model: its layers repeat
-CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
-
-
-def calibrate(
-    config: TrainConfig, model: PretrainedConfig, device: DeviceBudget, sizes: StepSizes
-) -> Calibration:
-    """Corrections for predictions of a run, from an update of a few of its layers on this machine's device.
-
-    Resident bytes (weights, optimizer) are known exactly; the correction is for the transient ones. On a GPU
-    the bytes that the process takes beside torch's allocator are measured too.
-
-    Args:
-        device: this machine's.
-        sizes: completions are shortened to a micro-batch of 4096 tokens, one group of two.
-
-    Raises:
-        ValueError: the device is a GPU, and there is none here.
-        torch.OutOfMemoryError: not even this fits.
-    """
-    on_gpu = device.kind == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        raise ValueError(f"a calibration for {device.name} needs it, and torch finds no CUDA device here")
-    layers = min(CALIBRATED_LAYERS, model.get_text_config().num_hidden_layers)
-    small = Predictor(config, Traces(with_layers(model, layers)), device)
-    length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
-    prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
-    probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
-    predicted = small.predict(probe)
-    transient = transient_bytes(predicted.parts["update"])
-    resident = predicted.allocated("update") - transient
-    context = CUDA_CONTEXT
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()
-    return Calibration((measure_update(small, probe) - resident) / transient, context)
-
-
-def measure_update(predictor: Predictor, sizes: StepSizes) -> int:
-    """Bytes held by torch's allocator at the highest, weights and optimizer included.
-
-    Two updates of random weights and tokens, every completion at its longest: Adam's moments are there in
-    the second. The twin of `predictor.predict(sizes).allocated("update")`; nothing else may allocate
-    meanwhile.
-
-    Raises:
-        torch.OutOfMemoryError: it does not fit.
-    """
-    device = torch.device(predictor.device.kind)
-
-    def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        config, run = predictor.traces.config, predictor.run
-        policy = random_policy(config, run.model, attention=predictor.attention, device=device)
-        offload = run.memory.offload
-        optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
-        return policy, optimizer, random_batches(policy, sizes)
-
-    def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
-        policy, optimizer, batches = made
-        for _ in range(2):
-            for batch in batches:
-                head, hidden = policy.head, policy.hidden_states(batch)
-                into = optimizer.gradient_of(head.weight)
-                packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
-            optimizer.step()
-
-    return peak_bytes(prepare, updates, device)
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:

@@ -284,11 +284,11 @@ def _kv_layers(base: PreTrainedModel) -> tuple[KvLayer, ...]:
 
 
 def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The same architecture with its first layers only, or with more of its kinds."""
+    """The same architecture with its first layers only."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:  # one for each layer
-            setattr(text, name, (value * -(-count // len(value)))[:count])
+            setattr(text, name, value[:count])
     text.num_hidden_layers = count
     return changed

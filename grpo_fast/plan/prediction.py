@@ -1,10 +1,12 @@
-"""Bytes by part, for the update and for the rollout."""
+"""What a rank takes at given sizes: bytes by part, for the update and for the rollout, and seconds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
@@ -12,10 +14,16 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload
 from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget, device_budget
-from grpo_fast.plan.exchange import sync_seconds, update_exchange
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
-from grpo_fast.plan.seconds import SLEEP_SECONDS, rollout_seconds, transfer_seconds, update_seconds
+from grpo_fast.plan.seconds import (
+    SLEEP_SECONDS,
+    rollout_seconds,
+    sync_seconds,
+    transfer_seconds,
+    update_exchange,
+    update_seconds,
+)
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import recompute
@@ -31,12 +39,10 @@ PHASES: tuple[Phase, ...] = ("update", "rollout")
 
 STAYS_SHARDED: Part = "reference"  # which mode shard keeps in rows, and never offloads
 
-CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
-"""torch's default by major compute capability, and elsewhere:"""
-_SMALL_CUBLAS_WORKSPACE = 8 << 20
+# Bytes of cuBLAS' workspace as torch takes it, by major compute capability, and elsewhere.
+CUBLAS_WORKSPACE, SMALL_CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}, 8 << 20
 
-FRAGMENTATION = 0.05
-"""What the allocator may waste, as a share of the transient bytes."""
+FRAGMENTATION = 0.05  # of the transient bytes, which the allocator may waste
 
 SOFTCAP_BYTES_PER_SCORE = 18
 """Transient bytes of each attention score of one sequence on a CPU with a softcap (measured; Gemma 2 within
@@ -45,9 +51,11 @@ SOFTCAP_BYTES_PER_SCORE = 18
 ENGINE_RESIDUE = int(0.4 * GIB)
 """Of vLLM, awake or asleep: graphs, handles. Seen on an H200 with vLLM 0.26 and Qwen2.5-1.5B's shape."""
 
+BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
+
 _LARGE_GPU = 70 * GIB  # from here on vLLM takes the larger of its two defaults
 _BATCHED_TOKENS = (8192, 16384)  # tokens of one forward of vLLM
-_STATE: tuple[Part, ...] = ("optimizer", "master")  # which may be away from its step
+_STATE: tuple[Part, ...] = ("optimizer", "master")  # what an optimiser step alone reads
 _STEP_8BIT = 20  # transient bytes of a number whose 8-bit moments a CPU steps
 _SAMPLER_COPIES = 3  # of float32 logits in vLLM's sampler: logits, probabilities, sorted or masked ones
 _DRAW_COPIES = 4  # of a slice of float32 logits in ours
@@ -60,25 +68,13 @@ _OUTSIDE_THE_ALLOCATOR = ("CUDA context", "engine residue", "fragmentation", "le
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What a short run on the device itself says about the prediction; the default takes it as it is."""
-
-    transient: float = 1.0  # measured / predicted, of the transient bytes
-    context: int = CUDA_CONTEXT  # bytes that a process on a GPU takes beside torch's allocator
-
-
-@dataclass(frozen=True)
 class Prediction:
-    """Bytes by part for each phase, at its highest."""
+    """A run at its sizes, and what it takes of each rank."""
 
-    device: DeviceBudget
-    parts: dict[Phase, dict[str, int]]
-    offloaded: tuple[Part, ...]  # of the trainer
-    host: int  # bytes of the host's memory that these take, and layers' inputs
-    micro_batch: MicroBatch
-    seconds: dict[Phase, float]  # of a step, estimated: see `plan.seconds`
-    exchange: dict[Phase, float]  # of these, between ranks: see `plan.exchange`
-    timed: bool  # the seconds are of speeds published for the device; else only to compare by
+    predictor: Predictor
+    sizes: StepSizes
+    micro_batch: MicroBatch  # the largest
+    parts: dict[Phase, dict[str, int]]  # bytes, when each phase takes most
 
     def total(self, phase: Phase) -> int:
         """Bytes of the device taken in this phase."""
@@ -89,11 +85,82 @@ class Prediction:
         return sum(size for part, size in self.parts[phase].items() if part not in _OUTSIDE_THE_ALLOCATOR)
 
     @property
+    def host(self) -> int:
+        """Bytes of the host's memory that offloaded parts take, and layers' inputs until the backward."""
+        predictor = self.predictor
+        offloads_inputs = predictor.run.model.gradient_checkpointing == "offload"
+        inputs = predictor.shape.inputs(self.micro_batch.inputs) * offloads_inputs
+        return predictor.on_host(predictor.offloaded) + inputs
+
+    @property
     def free(self) -> int:
-        """What is left of the device at the higher of the two peaks; negative where it does not fit, or where
-        the host does not hold what is offloaded."""
-        left, on_host = self.device.total - max(map(self.total, PHASES)), self.device.host_share - self.host
+        """Bytes left of the device when most is taken; negative where it does not fit, or where the host does
+        not hold what is offloaded."""
+        device = self.predictor.device
+        left, on_host = device.total - max(map(self.total, PHASES)), device.host_share - self.host
         return left if on_host >= 0 else min(left, on_host)
+
+    @cached_property
+    def exchange(self) -> dict[Phase, float]:
+        """Seconds of a step between ranks, estimated."""
+        of = self.predictor.run, self.predictor.shape, self.predictor.timed_on
+        return {"update": update_exchange(*of, self.micro_batch), "rollout": sync_seconds(*of)}
+
+    @cached_property
+    def seconds(self) -> dict[Phase, float]:
+        """Of a step, those between ranks among them, estimated."""
+        predictor, sizes = self.predictor, self.sizes
+        run, shape, device = predictor.run, predictor.shape, predictor.timed_on
+        # An engine's own copy of the weights is in full precision.
+        copied = predictor.engine == "vllm" and not predictor.shares_weights
+        engine_shape = replace(shape, quantized=0) if copied else shape
+        work = whole_step(sizes, self.micro_batch.count * sizes.minibatches)
+        rows = predictor.rows_in_flight(sizes)
+        update = update_seconds(run, shape, device, work)
+        update += transfer_seconds(run, shape, device, predictor.offloaded)
+        rollout = rollout_seconds(engine_shape, device, sizes, predictor.engine, rows)
+        rollout += SLEEP_SECONDS * predictor.sleeps
+        return {"update": update + self.exchange["update"], "rollout": rollout + self.exchange["rollout"]}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether micro-batches are as large as anything gains by, or as was asked for."""
+        tokens = self.sizes.micro_batch_tokens
+        asked = tokens == self.predictor.run.micro_batch_tokens
+        return tokens >= BUSY or asked or self.micro_batch.count == 1
+
+    @property
+    def mode(self) -> str:
+        """How the ranks share the model; empty for one."""
+        return self.predictor.run.distributed.mode if self.predictor.device.ranks > 1 else ""
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Less is better: bytes that are missing, then seconds a completion."""
+        return max(0, -self.free), sum(self.seconds.values()) / self.sizes.generations
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By dotted key what the plan decides where the configuration does not."""
+        predictor, sizes = self.predictor, self.sizes
+        run, vllm = predictor.run, predictor.run.rollout.vllm
+        values: dict[str, Any] = {
+            "rollout.num_generations": sizes.generations,
+            "micro_batch_tokens": sizes.micro_batch_tokens,
+            "model.gradient_checkpointing": run.model.gradient_checkpointing,
+            "memory.offload": list(predictor.offloaded),
+        }
+        if predictor.engine == "vllm" and predictor.on_gpu:
+            values["rollout.vllm.sleep_level"] = vllm.sleep_level
+            values["rollout.vllm.max_sequences"] = sizes.in_flight
+            if vllm.gpu_memory_utilization is None:
+                kv_cache = self.parts["rollout"]["KV cache"]
+                values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
+        if self.mode:
+            values["distributed.mode"] = run.distributed.mode
+        if predictor.sharded:
+            values["distributed.head"] = run.distributed.head
+        return values
 
 
 class Predictor:
@@ -103,21 +170,13 @@ class Predictor:
 
     Args:
         traces: of the run's model; making them takes seconds, so runs of one model share them.
+
+    Raises:
+        ValueError: a model that packing does not know, or LoRA modules that it does not have.
     """
 
-    def __init__(
-        self,
-        run: TrainConfig,
-        traces: Traces,
-        device: DeviceBudget,
-        calibration: Calibration | None = None,
-    ) -> None:
-        """
-        Raises:
-            ValueError: a model that packing does not know, or LoRA modules that it does not have.
-        """
+    def __init__(self, run: TrainConfig, traces: Traces, device: DeviceBudget) -> None:
         self.run, self.traces, self.device = run, traces, device
-        self.calibration = calibration or Calibration()
         self.shape = traces.shape(run.model)
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)
         self.on_gpu = device.kind == "cuda"
@@ -129,83 +188,97 @@ class Predictor:
         self.engine = run.rollout.engine
         if self.engine == "auto":  # a plan for another machine does not ask what is installed on this one
             self.engine = "vllm" if self.on_gpu else "transformers"
-        vllm = run.rollout.vllm
+        vllm, adapted = run.rollout.vllm, run.model.lora is not None
         self.sleeps = self.engine == "vllm" and self.on_gpu and vllm.sleep_level != 0
         # Adapters are merged into vLLM's weights, or stay beside them: beside those of 4 bits always.
         self.quantized = quantizes(run.model, traces.config)
-        self.keeps_adapters = run.model.lora is not None and (vllm.lora_sync == "adapter" or self.quantized)
-        merged_lora = run.model.lora is not None and not self.keeps_adapters
+        self.keeps_adapters = adapted and (vllm.lora_sync == "adapter" or self.quantized)
         wanted = self.on_gpu if vllm.share_weights == "auto" else vllm.share_weights
-        separate = merged_lora or self.sharded or "experts" in self.shape.parameters
+        merged = adapted and not self.keeps_adapters
+        separate = merged or self.sharded or "experts" in self.shape.parameters
         self.shares_weights = wanted and not separate and vllm.tensor_parallel_size == 1
         # Its weights or, with adapters that it keeps beside them, what it never gets again.
         self.sends_weights = not self.shares_weights and not self.keeps_adapters
+        # What of the trainer can be offloaded, the cheapest first.
+        resident = self._resident(accumulates=False)
+        stays = STAYS_SHARDED if self.sharded else None
+        self.parts = tuple(part for part in PARTS if resident[part] and self.on_gpu and part != stays)
         named: set[Part] = set() if isinstance(run.memory.offload, str) else {*run.memory.offload}
         if run.optimizer.kind == "adamw_offload":
             named |= {*_STATE}
         self.offloaded = tuple(part for part in self.parts if part in named)
+        # Published speeds are those of 16 bits; elsewhere seconds are another GPU's, to compare by.
+        self.timed = bool(device.flops) and self.shape.itemsize <= 2
+        known = device if device.flops else device_budget("H100")
+        self.timed_on = replace(known, ranks=device.ranks, node=device.node)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What of the trainer there is on a GPU to be offloaded, the cheapest first."""
-        resident = self._resident(accumulates=False)
-        stays = STAYS_SHARDED if self.sharded else None
-        return tuple(part for part in PARTS if resident[part] and self.on_gpu and part != stays)
+    def predict(self, sizes: StepSizes) -> Prediction:
+        """What it takes at these sizes."""
+        batch = largest_micro_batch(sizes)
+        return Prediction(
+            self, sizes, batch, {"update": self._update(sizes, batch), "rollout": self._rollout(sizes)}
+        )
+
+    def largest_fitting(
+        self, sizes: StepSizes, name: str, low: int, most: int, *, spare: int = 0
+    ) -> int | None:
+        """The largest value of one of the sizes with which `spare` bytes are left; None: not even `low`."""
+        return largest(low, most, lambda value: self.predict(replace(sizes, **{name: value})).free >= spare)
 
     def on_host(self, parts: Sequence[Part]) -> int:
         """Bytes that these parts take of the host's memory; gradients are only freed."""
         resident = self._resident(accumulates=False) | {"gradients": 0}
         return sum(resident[part] for part in parts)
 
-    def inputs_on_host(self, batch: MicroBatch) -> int:
-        """Bytes of the layers' inputs that wait in the host's memory for the backward."""
-        return self.shape.inputs(batch.inputs) * (self.run.model.gradient_checkpointing == "offload")
+    def rows_in_flight(self, sizes: StepSizes) -> int:
+        """Completions that the engine decodes at once."""
+        if self.engine == "vllm":
+            return sizes.in_flight
+        read = self._read_at_once(sizes)
 
-    def predict(self, sizes: StepSizes, micro_batch: MicroBatch | None = None) -> Prediction:
-        """Bytes at these sizes, or with a micro-batch other than their largest."""
-        batch = micro_batch or largest_micro_batch(sizes)
-        parts: dict[Phase, dict[str, int]] = {
-            "update": self.update(sizes, batch),
-            "rollout": self.rollout(sizes),
-        }
-        timed = bool(self.device.flops) and self.shape.itemsize <= 2  # published speeds are those of 16 bits
-        of = self.run, self.shape, self.timed_on
-        exchange: dict[Phase, float] = {"update": update_exchange(*of, batch), "rollout": sync_seconds(*of)}
-        computing = self._seconds(sizes, batch)
-        seconds = {phase: computing[phase] + exchange[phase] for phase in PHASES}
-        host = self.host(batch)
-        return Prediction(self.device, parts, self.offloaded, host, batch, seconds, exchange, timed)
+        def tokens(rows: int) -> int:
+            if not self._shares_prefix:
+                return rows * read.sequence_length
+            return -(-rows // read.generations) * read.prompt_length + rows * read.completion_length
 
-    def update(self, sizes: StepSizes, batch: MicroBatch | None = None) -> dict[str, int]:
+        budget = self.run.rollout.max_batch_tokens
+        if budget is None:
+            if self.on_gpu:
+                return sizes.completions
+            budget = max(CPU_BATCH_TOKENS, tokens(1))
+        return largest(1, sizes.completions, lambda rows: tokens(rows) <= budget) or 1
+
+    def _update(self, sizes: StepSizes, batch: MicroBatch) -> dict[str, int]:
         """Bytes by part of the backward or, where something comes for it alone, of the optimiser's step."""
-        batch = batch or largest_micro_batch(sizes)
-        resident = self._resident(accumulates=self._accumulates(batch)) | {
-            "packed batches": sizes.packed_bytes
-        }
+        shape, optimizer, several = self.shape, self.run.optimizer, self.device.ranks > 1
+        # Gradients outlive the backward that makes them until they are exchanged, or sharded.
+        accumulates = batch.count > 1 or several
+        resident = self._resident(accumulates=accumulates) | {"packed batches": sizes.packed_bytes}
         if self.engine == "vllm":
             engine = self._vllm(sizes)
             stays = ("engine residue",) if self.sleeps else ("engine weights", "KV cache", "engine residue")
             resident |= {part: engine[part] for part in stays}
         away = [part for part in _STATE if part in self.offloaded]
-        moments = [resident | dict.fromkeys(away, 0) | self._micro_batch(batch) | self._gathered()]
+        backward = self._micro_batch(batch, first=not accumulates) | self._gathered()
+        moments = [resident | dict.fromkeys(away, 0) | backward]
         # One tensor's state is there, the last one's leaves, the next one's comes.
-        shape, trained = self.shape, self.shape.narrow + self.shape.wide
-        step = resident | {"gradients": self._held(4 * trained)}
+        trained = shape.narrow + shape.wide
         visiting = {
-            "optimizer": shape.moments(self.run.optimizer.kind) * shape.neighbours // trained,
+            "optimizer": shape.moments(optimizer.kind) * shape.neighbours // trained,
             "master": 4 * shape.neighbours,
         }
         visitors = {part: min(resident[part], self._own(visiting[part])) for part in away}
-        if away or self.device.ranks > 1:
+        step = resident | {"gradients": self._held(4 * trained)}
+        if away or several:
             moments.append(step | visitors | self._exchanged())
-        if self.run.optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
+        if optimizer.stochastic_rounding:  # one master, then 16 bits of chance beside it
             step |= {"master": self._own(4 * shape.largest)}
             moments.append(step | visitors | self._exchanged() | {"master": self._own(6 * shape.largest)})
-        if self.run.optimizer.kind == "adamw_8bit" and not self.on_gpu:
+        if optimizer.kind == "adamw_8bit" and not self.on_gpu:
             moments.append(step | {"optimizer": step["optimizer"] + _STEP_8BIT * shape.largest})
         return max(map(self._with_overheads, moments), key=lambda parts: sum(parts.values()))
 
-    def rollout(self, sizes: StepSizes) -> dict[str, int]:
+    def _rollout(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes by part while the engine generates."""
         engine = self._vllm(sizes) if self.engine == "vllm" else self._transformers(sizes)
         parts = self._resident(accumulates=False) | engine | dict.fromkeys(self.offloaded, 0)
@@ -214,49 +287,18 @@ class Predictor:
             parts["left free"] = max(0, MARGIN - parts["engine workspace"])
         return self._with_overheads(parts)
 
-    def fits(self, sizes: StepSizes, spare: int = 0) -> bool:
-        """Whether both phases do, and so many bytes besides, and the host what is offloaded."""
-        room = self.device.total - spare
-        return self.host(largest_micro_batch(sizes)) <= self.device.host_share and all(
-            sum(parts(sizes).values()) <= room for parts in (self.update, self.rollout)
-        )
-
-    def host(self, batch: MicroBatch) -> int:
-        """Bytes of the host's memory that a rank's offloaded parts and its layers' inputs take."""
-        return self.on_host(self.offloaded) + self.inputs_on_host(batch)
-
-    @property
-    def timed_on(self) -> DeviceBudget:
-        """The device, or one to compare by."""
-        known = self.device if self.device.flops else device_budget("H100")
-        return replace(known, ranks=self.device.ranks, node=self.device.node)
-
-    def _seconds(self, sizes: StepSizes, batch: MicroBatch) -> dict[Phase, float]:
-        device = self.timed_on
-        # An engine's own copy of the weights is in full precision.
-        copied = self.engine == "vllm" and not self.shares_weights
-        engine_shape = replace(self.shape, quantized=0) if copied else self.shape
-        work = whole_step(sizes)
-        work = replace(work, count=batch.count * sizes.minibatches)
-        return {
-            "update": update_seconds(self.run, self.shape, device, work)
-            + transfer_seconds(self.run, self.shape, device, self.offloaded),
-            "rollout": rollout_seconds(engine_shape, device, sizes, self.engine, self.rows_in_flight(sizes))
-            + SLEEP_SECONDS * self.sleeps,
-        }
-
     def _resident(self, *, accumulates: bool) -> dict[str, int]:
         """The trainer's tensors that outlive a micro-batch or, with nothing accumulated, the update."""
-        shape, needs_reference = self.shape, self.run.loss.needs_reference and self.run.model.lora is None
+        shape, optimizer = self.shape, self.run.optimizer
         steps = shape.trainable_tensors * (512 if self.on_gpu else 4)
-        if self.run.optimizer.kind == "adamw_8bit":
-            steps = 0
+        moments = self._own(shape.moments(optimizer.kind))
+        needs_reference = self.run.loss.needs_reference and self.run.model.lora is None
         return {
             "weights": self._held(shape.bytes),
-            "master": self._own(4 * shape.narrow) * (not self.run.optimizer.stochastic_rounding),
+            "master": self._own(4 * shape.narrow) * (not optimizer.stochastic_rounding),
             "gradients": self._held(4 * shape.narrow + 4 * shape.wide * accumulates),
-            "optimizer": self._own(shape.moments(self.run.optimizer.kind)) + steps,
-            "reference": self._held(shape.bytes) if needs_reference else 0,
+            "optimizer": moments if optimizer.kind == "adamw_8bit" else moments + steps,
+            "reference": self._held(shape.bytes) * needs_reference,
         }
 
     def _own(self, size: int) -> int:
@@ -266,10 +308,6 @@ class Predictor:
     def _held(self, size: int) -> int:
         """Bytes of what mode shard shards, and mode replicate does not."""
         return self._own(size) if self.sharded else size
-
-    def _accumulates(self, batch: MicroBatch) -> bool:
-        """Whether gradients outlive the backward that makes them: until they are exchanged, or sharded."""
-        return batch.count > 1 or self.device.ranks > 1
 
     def _gathered(self) -> dict[str, int]:
         """What FSDP2 has whole: a layer and the next one, and the layer's gradient, as it is and in float32.
@@ -290,18 +328,13 @@ class Predictor:
         trained = self.shape.narrow + self.shape.wide
         return {"exchange": self._own(4 * trained) + max(2 * BUCKET, 4 * self.shape.largest)}
 
-    def _micro_batch(self, batch: MicroBatch) -> dict[str, int]:
+    def _micro_batch(self, batch: MicroBatch, *, first: bool) -> dict[str, int]:
         """Transient bytes of a micro-batch, at the moment when their sum is largest."""
-        shape = self.shape
-        model = self.run.model
-        dense = "experts" not in self.shape.parameters
+        shape, model = self.shape, self.run.model
+        dense = "experts" not in shape.parameters
         fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
-        tiles = (
-            1
-            if model.gradient_checkpointing in (False, "auto")
-            else -(-batch.inputs // recompute.TILE_TOKENS)
-        )
-        first = not self._accumulates(batch)
+        recomputes = model.gradient_checkpointing not in (False, "auto")
+        tiles = -(-batch.inputs // recompute.TILE_TOKENS) if recomputes else 1
         timeline = self.traces.update(model, self.attention, first=first, fused=fused, in_tiles=tiles > 1)
         ranks = self.device.ranks if self._head_sharded else 1
         call = Workload(
@@ -315,18 +348,18 @@ class Predictor:
             trainable=shape.head_trained,
         )
         head = head_bytes(self.device.head_device, call, weight_grad=shape.head_trained)
-        in_16_bits = shape.itemsize if shape.itemsize < 4 else 0
-        sizes = {"tokens": batch.inputs, "targets": batch.targets, "tile": -(-batch.inputs // tiles)}
-        square = batch.sequence**2  # of the scores of one call
-        masks = {
-            "joined": batch.joined * (batch.sequence if self.attention == "sdpa" else batch.prompt),
-            "mask": shape.itemsize * batch.masked,
-            "scores": shape.heads * (batch.documents * square + batch.masked) * (2 * 4 + in_16_bits),
-            "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,
-        }
         heads = {f"head_{when}": size for when, size in asdict(head).items()}
         if self._head_sharded:
             heads["head_kept"] += shape.itemsize * call.rows * shape.hidden  # all ranks' hidden states
+        square = batch.sequence**2  # of the scores of one call
+        per_score = 2 * 4 + (shape.itemsize if shape.itemsize < 4 else 0)
+        masks = {
+            "joined": batch.joined * (batch.sequence if self.attention == "sdpa" else batch.prompt),
+            "mask": shape.itemsize * batch.masked,
+            "scores": shape.heads * (batch.documents * square + batch.masked) * per_score,
+            "scores_transient": shape.heads * square * SOFTCAP_BYTES_PER_SCORE,
+        }
+        sizes = {"tokens": batch.inputs, "targets": batch.targets, "tile": -(-batch.inputs // tiles)}
         plain, with_masks, with_head, whole = (
             timeline.live(sizes | more) for more in ({}, masks, heads, masks | heads)
         )
@@ -338,7 +371,7 @@ class Predictor:
             "head": with_head[peak] - plain[peak],
             "masks": with_masks[peak] - plain[peak],
         }
-        return {part: int(size * self.calibration.transient) for part, size in found.items()}
+        return {part: int(size) for part, size in found.items()}
 
     def _vllm(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of vLLM awake, with as many completions in flight as it may have."""
@@ -352,9 +385,9 @@ class Predictor:
         pages = min(sizes.prompts, sequences) * shared + sequences * own
         pages = max(pages, -(-sizes.longest // BLOCK_TOKENS)) + 1  # vLLM's null page
         needed = pages * BLOCK_TOKENS * shape.paged_kv_bytes_per_token
+        adapters = shape.itemsize * shape.parameters.get("adapters", 0)
         return {
-            "engine weights": self._base_bytes * (not self.shares_weights)
-            + shape.itemsize * shape.parameters.get("adapters", 0) * self.keeps_adapters,
+            "engine weights": self._base_bytes * (not self.shares_weights) + adapters * self.keeps_adapters,
             "KV cache": needed if vllm.kv_cache_gib is None else int(vllm.kv_cache_gib * GIB),
             "engine workspace": prefill + 4 * _SAMPLER_COPIES * sequences * shape.vocabulary,
             "engine residue": ENGINE_RESIDUE,
@@ -362,50 +395,26 @@ class Predictor:
 
     def _transformers(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of our own engine at the end of its longest batch, when the cache is full."""
-        shape, length = self.shape, sizes.completion_length
-        prompts, rows = self.in_flight(sizes)
-        sizes = self._read_at_once(sizes)
-        batch = {"tokens": prompts * sizes.prompt_length, "targets": prompts}
+        shape, length, rows = self.shape, sizes.completion_length, self.rows_in_flight(sizes)
+        read = self._read_at_once(sizes)
+        prompts = -(-rows // read.generations)
+        batch = {"tokens": prompts * read.prompt_length, "targets": prompts}
         prefill = self.traces.forward(self.run.model).live(batch).max()
         prefill += shape.itemsize * prompts * shape.vocabulary
-        scores = 4 * rows * shape.heads * (sizes.prompt_length + 2 * length)
+        scores = 4 * rows * shape.heads * (read.prompt_length + 2 * length)
         drawn = min(rows * shape.vocabulary, SLICE.get(self.device.kind, SLICE_ELSEWHERE))
         decode = rows * shape.vocabulary * shape.itemsize + 4 * _DRAW_COPIES * drawn + scores
-        kv_cache = rows * shape.kv_bytes(sizes.sequence_length)
+        kv_cache = rows * shape.kv_bytes(read.sequence_length)
         if self._shares_prefix:
             numbers = [layer.numbers for layer in shape.layers]
             growing = rows * max(numbers) * length // 2  # a buffer that grows is copied
-            tokens = prompts * sizes.prompt_length + rows * length
             itemsize = shape.itemsize if self.on_gpu else 4  # CPUs decode in float32
-            kv_cache = itemsize * (tokens * sum(numbers) + growing)
-        weights = self._base_bytes if self.sharded else 0
+            kv_cache = itemsize * ((batch["tokens"] + rows * length) * sum(numbers) + growing)
         return {
-            "engine weights": weights,
+            "engine weights": self._base_bytes * self.sharded,
             "KV cache": kv_cache,
             "engine workspace": max(int(prefill), decode),
         }
-
-    def rows_in_flight(self, sizes: StepSizes) -> int:
-        """Completions that the engine decodes at once."""
-        return sizes.in_flight if self.engine == "vllm" else self.in_flight(sizes)[1]
-
-    def in_flight(self, sizes: StepSizes) -> tuple[int, int]:
-        """(prompts, completions) that the transformers engine decodes at once."""
-        sizes = self._read_at_once(sizes)
-
-        def held(rows: int) -> int:
-            if not self._shares_prefix:
-                return rows * sizes.sequence_length
-            prompts = -(-rows // sizes.generations)
-            return prompts * sizes.prompt_length + rows * sizes.completion_length
-
-        budget = self.run.rollout.max_batch_tokens
-        if budget is None and not self.on_gpu:
-            budget = max(CPU_BATCH_TOKENS, held(1))
-        rows = sizes.completions
-        if budget is not None:
-            rows = largest(1, rows, lambda count: held(count) <= budget) or 1
-        return -(-rows // sizes.generations), rows
 
     def _read_at_once(self, sizes: StepSizes) -> StepSizes:
         """With turns, completions come back as prompts of their own, as long as the longest of a batch."""
@@ -433,12 +442,8 @@ class Predictor:
     def _with_overheads(self, parts: dict[str, int]) -> dict[str, int]:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""
         if self.on_gpu:
-            workspace = CUBLAS_WORKSPACE.get(self.device.capability[0], _SMALL_CUBLAS_WORKSPACE)
-            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": self.calibration.context}
-        parts = parts | {"fragmentation": int(FRAGMENTATION * transient_bytes(parts))}
+            workspace = CUBLAS_WORKSPACE.get(self.device.capability[0], SMALL_CUBLAS_WORKSPACE)
+            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": CUDA_CONTEXT}
+        transient = sum(parts.get(part, 0) for part in _TRANSIENT)
+        parts = parts | {"fragmentation": int(FRAGMENTATION * transient)}
         return {part: size for part, size in parts.items() if size}
-
-
-def transient_bytes(parts: dict[str, int]) -> int:
-    """Of the allocated bytes of a phase, those that are freed again within it."""
-    return sum(parts.get(part, 0) for part in _TRANSIENT)

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.prediction import PHASES, Phase, Predictor
-from grpo_fast.plan.search import Choice, Search, flow, with_values
+from grpo_fast.plan.search import Plan, Search, with_values, written
 from grpo_fast.policy.config import LoraConfig
 
 
@@ -24,20 +24,24 @@ class Knob:
     largest_num_generations: int | None  # that then fits; None: not even two
 
 
-def turned_knobs(search: Search, choice: Choice) -> tuple[Knob, ...]:
+def turned_knobs(plan: Plan) -> tuple[Knob, ...]:
     """Those that would save anything, were all else as it is chosen; what buys most comes first."""
+    search, choice = plan.search, plan.choice
     found = []
     for values, cost in _possible_knobs(search.config, choice.predictor):
+        changed = _changed(search, values)
+        sizes = replace(
+            choice.sizes,
+            prompts=changed.sizes.prompts,
+            micro_batch_tokens=values.get("micro_batch_tokens", choice.sizes.micro_batch_tokens),
+        )
         run = with_values(choice.predictor.run, values)
-        predictor = Predictor(run, search.traces, search.device, search.calibration)
-        then = predictor.predict(replace(choice.sizes, **_sizes(search, values)))
-        saves = {phase: choice.prediction.total(phase) - then.total(phase) for phase in PHASES}
+        then = Predictor(run, search.traces, search.device).predict(sizes)
+        saves = {phase: choice.total(phase) - then.total(phase) for phase in PHASES}
         if max(saves.values()) > 0:
-            groups = _changed(search, values).largest_generations()
-            found.append(Knob(written(values), saves, cost, groups))
-    return tuple(
-        sorted(found, key=lambda knob: (-(knob.largest_num_generations or 0), -max(knob.saves.values())))
-    )
+            found.append(Knob(written(values), saves, cost, changed.largest_generations()))
+    found.sort(key=lambda knob: (-(knob.largest_num_generations or 0), -max(knob.saves.values())))
+    return tuple(found)
 
 
 def cheapest_change(search: Search) -> dict[str, Any] | None:
@@ -58,27 +62,13 @@ def cheapest_change(search: Search) -> dict[str, Any] | None:
     return made
 
 
-def written(values: Mapping[str, Any]) -> str:
-    """As on the command line."""
-    return " ".join(f"{key}={flow(value)}" for key, value in values.items())
-
-
 def _fits(search: Search) -> bool:
-    return search.least().prediction.free >= 0
+    return search.least().free >= 0
 
 
 def _changed(search: Search, values: Mapping[str, Any]) -> Search:
     """With other values of some dotted keys."""
-    sizes = replace(search.sizes, **_sizes(search, values))
-    return replace(search, config=with_values(search.config, values), sizes=sizes)
-
-
-def _sizes(search: Search, values: Mapping[str, Any]) -> dict[str, int]:
-    """What they change of a step's."""
-    sizes = {key: values[key] for key in ("micro_batch_tokens",) if key in values}
-    if prompts := values.get("prompts_per_step"):
-        sizes["prompts"] = -(-prompts // search.device.ranks)
-    return sizes
+    return replace(search, config=with_values(search.config, values))
 
 
 def _possible_knobs(config: TrainConfig, predictor: Predictor) -> Iterator[tuple[dict[str, Any], str]]:

@@ -1,4 +1,4 @@
-"""A step on more and more GPUs, with completions as uneven as they are: who waits for whom, and how long."""
+"""A step on more and more GPUs, simulated with completions of uneven lengths and ranks that wait."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.plan.devices import TABLES, DeviceBudget
-from grpo_fast.plan.exchange import sync_seconds, update_exchange
-from grpo_fast.plan.prediction import Calibration
-from grpo_fast.plan.search import Choice, plan, with_values
+from grpo_fast.plan.prediction import Prediction
+from grpo_fast.plan.report import table_of
+from grpo_fast.plan.search import plan, with_values
 from grpo_fast.plan.seconds import (
+    HOP,
+    HOST_SECONDS,
+    NETWORK,
+    REACHED_BANDWIDTH,
+    REACHED_FLOPS,
+    REACHED_LINK,
     SLEEP_SECONDS,
     prefill_seconds,
+    sync_seconds,
     token_seconds,
     transfer_seconds,
+    update_exchange,
     update_seconds,
 )
 from grpo_fast.plan.sizes import Work
@@ -53,31 +62,50 @@ def scaling(
     devices: Sequence[DeviceBudget],
     *,
     prompt_length: int,
-    calibration: Calibration | None = None,
 ) -> list[Scaled]:
     """The same step on each of `devices`, which differ in their number of ranks, the fewest first.
 
     Raises:
         ValueError: nothing is published of the device's speed in the model's dtype, or as `plan`.
     """
-    planned = partial(plan, model=traces, prompt_length=prompt_length, calibration=calibration)
-    generations = planned(config, device=devices[-1]).choice.sizes.generations
+    generations = plan(config, traces, devices[-1], prompt_length=prompt_length).choice.sizes.generations
     config = with_values(config, {"rollout.num_generations": generations})
-    choices = [planned(config, device=device).choice for device in devices]
-    if not choices[0].prediction.timed:
+    choices = [plan(config, traces, device, prompt_length=prompt_length).choice for device in devices]
+    if not choices[0].predictor.timed:
         raise ValueError(
             f"how a step scales on {devices[0].name} in {config.model.dtype} is not known: give a GPU with "
             f"published speeds, {', '.join(TABLES['gpus'])}, and model.dtype = bfloat16"
         )
     limit = choices[0].sizes.completion_length
     lengths = drawn_lengths((config.prompts_per_step, generations), limit, config.seed)
-    steps = [step_seconds(c, lengths) if c.prediction.free >= 0 else {} for c in choices]
+    steps = [step_seconds(c, lengths) if c.free >= 0 else {} for c in choices]
     costs = [device.ranks * sum(step.values()) for device, step in zip(devices, steps, strict=True)]
     least = next(filter(None, costs), 0.0)
     return [
         Scaled(choice.predictor.device.ranks, choice.mode, step, least / cost if cost else 0.0)
         for choice, step, cost in zip(choices, steps, costs, strict=True)
     ]
+
+
+def render_scaling(steps: Sequence[Scaled], device: DeviceBudget) -> RenderableType:
+    """Of a step on more and more GPUs, the seconds of each phase, and what they rest on."""
+    phases = next((step.seconds for step in steps if step.seconds), {})
+    table = table_of("GPUs", *phases, "step, estimated", "efficiency", "mode")
+    for step in steps:
+        seconds = (f"{value:.2f}" for value in (*step.seconds.values(), sum(step.seconds.values())))
+        values = (*seconds, f"{step.efficiency:.0%}") if step.seconds else ["-"] * (len(phases) + 2)
+        table.add_row(f"{step.gpus}", *values, step.mode if step.seconds else "does not fit")
+    rates = f"{device.flops / 1e12:.0f} TFLOP/s, {device.bandwidth / 1e9:.0f} GB/s of memory"
+    notes = (
+        f"\npublished: {device.name}'s {rates}, {device.link / 1e9:.0f} GB/s to the GPUs of its node\n"
+        f"assumed: {REACHED_FLOPS:.0%}, {REACHED_BANDWIDTH:.0%} and {REACHED_LINK:.0%} of these; "
+        f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes; {HOP * 1e6:.0f} us a hop; at least "
+        f"{HOST_SECONDS['vllm'] * 1e3:.0f} ms a decoded token; lengths log-normal, sigma {SPREAD}, half of "
+        "the variance the prompt's\n"
+        "measured, on one CPU core: the exchange of the groups\n"
+        "left out: rewards; a GPU is taken to compute nothing while it communicates"
+    )
+    return Group(table, Text(notes))
 
 
 def drawn_lengths(shape: tuple[int, int], limit: int, seed: int) -> Lengths:
@@ -90,7 +118,7 @@ def drawn_lengths(shape: tuple[int, int], limit: int, seed: int) -> Lengths:
     return np.clip(limit / 2 * np.exp(spread * normal), 1, limit).astype(int).tolist()
 
 
-def step_seconds(choice: Choice, lengths: Lengths) -> dict[str, float]:
+def step_seconds(choice: Prediction, lengths: Lengths) -> dict[str, float]:
     """Of a step with completions of these lengths: rollout and update are the ranks' means, and `waiting` is
     what the slowest takes more; communication is of GPUs, the exchange of groups of their hosts."""
     predictor, tokens = choice.predictor, sum(map(sum, lengths))
@@ -110,7 +138,7 @@ def step_seconds(choice: Choice, lengths: Lengths) -> dict[str, float]:
     }
 
 
-def decoded(choice: Choice, lengths: Lengths) -> float:
+def decoded(choice: Prediction, lengths: Lengths) -> float:
     """Seconds in which a rank's engine answers its prompts; what is in flight falls as completions end."""
     predictor, sizes = choice.predictor, choice.sizes
     shape, device, prompt = predictor.shape, predictor.timed_on, sizes.prompt_length
@@ -132,7 +160,7 @@ def decoded(choice: Choice, lengths: Lengths) -> float:
     return seconds + SLEEP_SECONDS * predictor.sleeps
 
 
-def dealt(choice: Choice, lengths: Lengths) -> list[Work]:
+def dealt(choice: Prediction, lengths: Lengths) -> list[Work]:
     """What each rank computes of one optimiser step, in as many micro-batches as the rank with the most."""
     predictor, prompt = choice.predictor, choice.sizes.prompt_length
     shape, ranks = predictor.shape, predictor.device.ranks

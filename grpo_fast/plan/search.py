@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from operator import getitem, itemgetter
+from functools import cached_property, reduce
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from grpo_fast.config import TrainConfig, at
-from grpo_fast.plan.devices import GIB, DeviceBudget
-from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Calibration, Prediction, Predictor
-from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, largest, largest_micro_batch, step_sizes
+from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.prediction import PHASES, STAYS_SHARDED, Prediction, Predictor
+from grpo_fast.plan.sizes import MOST_IN_FLIGHT, StepSizes, step_sizes
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy.architecture import positions
 from grpo_fast.policy.quantization import quantizes
@@ -46,55 +45,7 @@ CONSTANTS = {
 """What `auto` is on a CPU, without planning; for `memory.offload` the engines need no room there."""
 
 OF_ANY_TRAINING = ("micro_batch_tokens", "model.gradient_checkpointing")
-BUSY = 8_192  # tokens of a micro-batch that keep a GPU busy
 RECOMPUTED = (False, "mlp", True, "offload")  # by what it costs
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A run without `auto` at its sizes, and what it takes."""
-
-    predictor: Predictor
-    sizes: StepSizes
-    prediction: Prediction
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether micro-batches are as large as anything gains by, or as was asked for."""
-        tokens, asked = self.sizes.micro_batch_tokens, self.predictor.run.micro_batch_tokens
-        return tokens >= BUSY or tokens == asked or self.prediction.micro_batch.count == 1
-
-    @property
-    def mode(self) -> str:
-        """How the ranks share the model; empty for one."""
-        return self.predictor.run.distributed.mode if self.predictor.device.ranks > 1 else ""
-
-    @property
-    def cost(self) -> tuple[int, float]:
-        """What is least of the best: bytes that are missing, then seconds a completion."""
-        return max(0, -self.prediction.free), _seconds(self) / self.sizes.generations
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """By dotted key what the plan decides where the configuration does not."""
-        run, sizes = self.predictor.run, self.sizes
-        values: dict[str, Any] = {
-            "rollout.num_generations": sizes.generations,
-            "micro_batch_tokens": sizes.micro_batch_tokens,
-            "model.gradient_checkpointing": run.model.gradient_checkpointing,
-            "memory.offload": list(self.predictor.offloaded),
-        }
-        if self.predictor.engine == "vllm" and self.predictor.on_gpu:
-            values["rollout.vllm.sleep_level"] = run.rollout.vllm.sleep_level
-            values["rollout.vllm.max_sequences"] = sizes.in_flight
-            if run.rollout.vllm.gpu_memory_utilization is None:
-                kv_cache = self.prediction.parts["rollout"]["KV cache"]
-                values["rollout.vllm.kv_cache_gib"] = math.ceil(100 * kv_cache / GIB) / 100
-        if self.predictor.device.ranks > 1:
-            values["distributed.mode"] = run.distributed.mode
-            if self.predictor.sharded:
-                values["distributed.head"] = run.distributed.head
-        return values
 
 
 @dataclass(frozen=True)
@@ -103,9 +54,9 @@ class Plan:
 
     config: TrainConfig  # as it was asked for
     search: Search  # that found it
-    choice: Choice  # where nothing fits, what is least too large
-    largest: Choice | None  # with the largest group that fits; None: not even two completions do
-    rivals: tuple[Choice, ...] = ()  # of other ways to divide the run over ranks: the best of each mode
+    choice: Prediction  # where nothing fits, what is least too large
+    largest: Prediction | None  # with the largest group that fits; None: not even two completions do
+    rivals: tuple[Prediction, ...] = ()  # of other ways to divide the run over ranks: the best of each mode
 
     @property
     def largest_generations(self) -> int | None:
@@ -134,16 +85,22 @@ class Search:
     config: TrainConfig  # what it leaves to `auto` is tried, the rest is as it is
     traces: Traces
     device: DeviceBudget
-    sizes: StepSizes  # by `step_sizes` of the configuration
-    calibration: Calibration | None = None
+    prompt_length: int | None = None  # as of `step_sizes`
+    question_length: int | None = None
 
-    def fastest(self, generations: int) -> Choice | None:
+    @cached_property
+    def sizes(self) -> StepSizes:
+        """As the configuration has them."""
+        lengths = {"prompt_length": self.prompt_length, "question_length": self.question_length}
+        return step_sizes(self.config, **lengths, ranks=self.device.ranks)
+
+    def fastest(self, generations: int) -> Prediction | None:
         """Of what fits, with `SPARE` left where that is possible, what is predicted to be the fastest.
 
         Where a micro-batch fills the device without recomputation, nothing is gained by any. None: nothing
         fits.
         """
-        found: list[Choice] = []
+        found: list[Prediction] = []
         sizes = replace(self._least, generations=generations, most_in_flight=self.sizes.most_in_flight)
         for spare in (int(SPARE * self.device.total), 0):
             for ways in self._ways():
@@ -152,7 +109,20 @@ class Search:
                     break
             if found:
                 break
-        return min(found, key=_seconds, default=None)
+        return min(found, key=lambda choice: sum(choice.seconds.values()), default=None)
+
+    def least(self) -> Prediction:
+        """The smallest step in the way that takes the least."""
+        choices = [frugal.predict(self._least) for *_, frugal in self._ways()]
+        return max(choices, key=lambda choice: choice.free)
+
+    def generations(self) -> int | None:
+        """The size of a group: as configured, or what fits within what is usual and one wave of a rollout."""
+        asked = self.config.rollout.num_generations
+        if asked != "auto":
+            return asked
+        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step  # of one rank: more of them change no group
+        return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
 
     def largest_generations(self, most: int = MOST_GENERATIONS, *, at_once: bool = False) -> int | None:
         """Completions of a prompt, up to `most`, that fit with the least in flight; None: not even two.
@@ -163,45 +133,29 @@ class Search:
         found: list[int] = []
         sizes = replace(self._least, micro_batch_tokens=sys.maxsize) if at_once else self._least
         for *_, frugal in self._ways():
-            found += filter(None, [largest(2, most, partial(_fits_with, frugal, sizes, "generations"))])
+            found += filter(None, [frugal.largest_fitting(sizes, "generations", 2, most)])
             if most in found:
                 break
         return max(found, default=None)
 
-    def generations(self) -> int | None:
-        """The size of a group: as configured, or what fits within what is usual and one wave of a rollout."""
-        asked = self.config.rollout.num_generations
-        if asked != "auto":
-            return asked
-        one_wave = MOST_IN_FLIGHT // self.config.prompts_per_step  # of one rank: more of them change no group
-        return self.largest_generations(min(AUTO_MOST, max(8, one_wave)))
-
     def largest_context(self, generations: int) -> Context | None:
         """The longest that fits with the least at once; None: not even one token of a completion."""
-        sizes = replace(
-            self._least, generations=generations, micro_batch_tokens=1
-        )  # one in each, however long
-        found = [
-            (tokens, frugal)
-            for *_, frugal in self._ways()
-            if (tokens := largest(1, MOST_CONTEXT, partial(_fits_with, frugal, sizes, "completion_length")))
-        ]
-        if not found:
+        # One completion in a micro-batch, however long.
+        sizes = replace(self._least, generations=generations, micro_batch_tokens=1)
+        most, frugal = 0, None
+        for *_, way in self._ways():
+            tokens = way.largest_fitting(sizes, "completion_length", 1, MOST_CONTEXT) or 0
+            if tokens > most:
+                most, frugal = tokens, way
+        if frugal is None:
             return None
-        tokens, frugal = max(found, key=itemgetter(0))
-        short, then = (frugal.predict(replace(sizes, completion_length=length)) for length in (1, tokens + 1))
+        short, then = (frugal.predict(replace(sizes, completion_length=length)) for length in (1, most + 1))
         phase = max(PHASES, key=then.total)
-        before = Counter(short.parts[phase])
-        part, _ = (Counter(then.parts[phase]) - before).most_common(1)[0]
+        grown = Counter(then.parts[phase]) - Counter(short.parts[phase])
+        part, _ = grown.most_common(1)[0]
         bound = f"{part} in the {phase}" if then.total(phase) > self.device.total else "the host's memory"
-        text = self.traces.config.get_text_config()
-        return Context(sizes.prompt_length + tokens, bound, positions(text))
-
-    def least(self) -> Choice:
-        """The smallest step in the way that takes the least."""
-        sizes = self._least
-        choices = [Choice(frugal, sizes, frugal.predict(sizes)) for *_, frugal in self._ways()]
-        return max(choices, key=lambda choice: choice.prediction.free)
+        limit = positions(self.traces.config.get_text_config())
+        return Context(sizes.prompt_length + most, bound, limit)
 
     @property
     def _least(self) -> StepSizes:
@@ -209,110 +163,78 @@ class Search:
         return replace(self.sizes, micro_batch_tokens=self.sizes.sequence_length, most_in_flight=1)
 
     def _ways(self) -> Iterator[list[Predictor]]:
-        """What can be recomputed, the fastest first, and for each who is where when, the most frugal last.
+        """For each recomputation, the fastest first, every sleep level and offload, the most frugal last.
 
         Each recomputation is traced when it is asked for.
         """
-        run = self.config
-        model, memory, rollout = run.model, run.memory, run.rollout
+        run, vllm = self.config, self.config.rollout.vllm
 
         def way(recomputed: Any, level: Any, offload: Any) -> Predictor:
-            vllm = rollout.vllm.model_copy(update={"sleep_level": level})
-            changed = run.model_copy(
-                update={
-                    "model": model.model_copy(update={"gradient_checkpointing": recomputed}),
-                    "memory": memory.model_copy(update={"offload": offload}),
-                    "rollout": rollout.model_copy(update={"vllm": vllm}),
-                }
-            )
-            return Predictor(changed, self.traces, self.device, self.calibration)
+            asleep = vllm.model_copy(update={"sleep_level": level})
+            sections = {
+                "model": run.model.model_copy(update={"gradient_checkpointing": recomputed}),
+                "memory": run.memory.model_copy(update={"offload": offload}),
+                "rollout": run.rollout.model_copy(update={"vllm": asleep}),
+            }
+            return Predictor(run.model_copy(update=sections), self.traces, self.device)
 
-        asked = model.gradient_checkpointing
+        asked = run.model.gradient_checkpointing
         for recomputed in RECOMPUTED if asked == "auto" else [asked]:
-            plain = way(recomputed, rollout.vllm.sleep_level, memory.offload)
+            plain = way(recomputed, vllm.sleep_level, run.memory.offload)
             if asked == "auto" and recomputed == "mlp" and not plain.shape.active_mlp:
                 continue
-            levels: list[Any] = [rollout.vllm.sleep_level]
+            levels: list[Any] = [vllm.sleep_level]
             if levels == ["auto"] and plain.sleeps:
                 levels = [0, 2 if plain.sends_weights else 1]
-            lists: list[Any] = [memory.offload]
+            lists: list[Any] = [run.memory.offload]
             if lists == ["auto"]:
                 lists = [list(plain.parts[:count]) for count in range(len(plain.parts) + 1)]
                 lists = [parts for parts in lists if plain.on_host(parts) <= self.device.host_share]
             yield [way(recomputed, level, offload) for level in levels for offload in lists]
 
-    def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Choice | None:
+    def _fitted(self, predictor: Predictor, sizes: StepSizes, spare: int) -> Prediction | None:
         """With the most completions in flight, then the largest micro-batch, that fit."""
-
-        def fit(name: str, low: int, most: int) -> int | None:
-            return largest(low, most, partial(_fits_with, predictor, sizes, name, spare=spare))
-
         asked = self.config.micro_batch_tokens
-        in_flight = fit("most_in_flight", 1, sizes.in_flight)
+        in_flight = predictor.largest_fitting(sizes, "most_in_flight", 1, sizes.in_flight, spare=spare)
         if in_flight is None:
             return None
         sizes = replace(sizes, most_in_flight=in_flight)
         most = AUTO_TOKENS if asked == "auto" else asked
         low = min(sizes.sequence_length, most)
-        tokens = fit("micro_batch_tokens", low, most)
-        sizes = replace(sizes, micro_batch_tokens=tokens or low)
-        batch = largest_micro_batch(sizes)
+        tokens = predictor.largest_fitting(sizes, "micro_batch_tokens", low, most, spare=spare)
+        choice = predictor.predict(replace(sizes, micro_batch_tokens=tokens or low))
+        batch = choice.micro_batch
         if asked == "auto" and batch.count > 1:  # else shorter completions would fill one beyond what fits
-            sizes = replace(sizes, micro_batch_tokens=batch.inputs)
-        choice = Choice(predictor, sizes, predictor.predict(sizes))
+            choice = predictor.predict(replace(sizes, micro_batch_tokens=batch.inputs))
         levels = [run.rollout.vllm.sleep_level for run in (self.config, predictor.run)]
         # What never sleeps leaves ample room, or it is put to sleep.
         return None if levels == ["auto", 0] and not choice.is_busy else choice
 
 
-def _fits_with(predictor: Predictor, sizes: StepSizes, name: str, value: int, *, spare: int = 0) -> bool:
-    """With one of the sizes changed."""
-    return predictor.fits(replace(sizes, **{name: value}), spare)
-
-
-def _seconds(choice: Choice) -> float:
-    return sum(choice.prediction.seconds.values())
-
-
 def plan(
-    config: TrainConfig,
-    model: PretrainedConfig | Traces,
-    device: DeviceBudget,
-    *,
-    prompt_length: int | None = None,
-    calibration: Calibration | None = None,
+    config: TrainConfig, traces: Traces, device: DeviceBudget, *, prompt_length: int | None = None
 ) -> Plan:
-    """What to choose for a run on a device.
+    """What to choose for a run on a device; no weights are read.
 
     Args:
-        model: configuration of the model that `config.model.path` names, or its traces, if there are any; no
-            weights are read.
         prompt_length: tokens of the longest prompt; by default `dataset.max_prompt_length`.
 
     Raises:
         ValueError: the prompts' length is not known, the model cannot be packed or planned, or as
             `divisions`.
     """
-    sizes = step_sizes(config, prompt_length=prompt_length, ranks=device.ranks)
-    traces = model if isinstance(model, Traces) else Traces(model)
-    best: dict[str, tuple[Choice, Search]] = {}  # by mode
-    for divided in divisions(
-        with_constants(config) if device.kind == "cpu" else config, traces.config, device
-    ):
-        search = Search(divided, traces, device, sizes, calibration)
+    tried = with_constants(config) if device.kind == "cpu" else config
+    best: dict[str, tuple[Prediction, Search]] = {}  # by mode
+    for divided in divisions(tried, traces.config, device):
+        search = Search(divided, traces, device, prompt_length)
         generations, mode = search.generations(), divided.distributed.mode
         found = (search.fastest(generations) if generations else None) or search.least()
         if mode not in best or found.cost < best[mode][0].cost:
             best[mode] = found, search
     (choice, search), *rivals = sorted(best.values(), key=lambda one: one[0].cost)
     most = search.largest_generations()
-    return Plan(
-        config,
-        search,
-        choice,
-        largest=search.fastest(most) if most else None,
-        rivals=tuple(rival for rival, _ in rivals),
-    )
+    largest = search.fastest(most) if most else None
+    return Plan(config, search, choice, largest, tuple(rival for rival, _ in rivals))
 
 
 def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget) -> list[TrainConfig]:
@@ -360,6 +282,11 @@ def divisions(config: TrainConfig, model: PretrainedConfig, device: DeviceBudget
 def flow(value: Any) -> str:
     """As YAML in one line, for a command's."""
     return yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
+
+
+def written(values: Mapping[str, Any]) -> str:
+    """As on the command line."""
+    return " ".join(f"{key}={flow(value)}" for key, value in values.items())
 
 
 def with_constants(config: TrainConfig) -> TrainConfig:

@@ -1,6 +1,7 @@
-"""Seconds of a step on a GPU with published speeds: an estimate by arithmetic, not measured.
+"""Seconds of a step on GPUs with published speeds: an estimate by arithmetic, not measured.
 
-Each completion is taken at its longest, and each product of the head as dense.
+Each completion is taken at its longest, and each product of the head as dense; no communication between ranks
+is hidden behind other work.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from collections.abc import Collection
 from functools import partial
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape
-from grpo_fast.plan.sizes import MicroBatch, StepSizes, Work
+from grpo_fast.plan.sizes import StepSizes, Work
 from grpo_fast.rollout.config import Part
 
-# What is reached of the published rate of arithmetic, and while decoding of the memory's bandwidth.
-REACHED_FLOPS, REACHED_BANDWIDTH = 0.4, 0.6
+# What is reached of the published rates of arithmetic, of the memory while decoding, and of links. Assumed.
+REACHED_FLOPS, REACHED_BANDWIDTH, REACHED_LINK = 0.4, 0.6, 0.8
 
 PCIE_4, PCIE_5 = 25e9, 50e9  # bytes a second as reached by 16 lanes, each way; 5: from capability 9.0 on
+NETWORK = 50e9  # bytes a second of each GPU to other nodes, each way: 400 Gb/s. Assumed.
+HOP = 5e-6  # seconds until a rank has the first byte of the one before it in the ring. Assumed.
 
 SLEEP_SECONDS = 0.2  # of vLLM's falling asleep and waking, a step
 
@@ -27,18 +31,15 @@ HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 """The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
 
 
-def update_seconds(
-    run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: MicroBatch | Work
-) -> float:
+def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: Work) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
-    layers, head = _layer_flops(shape, work.inputs, work.pairs), _head_flops(shape, work.targets)
+    layers = _layer_flops(shape, work.inputs, work.pairs)
+    head = 2 * shape.vocabulary * shape.hidden * work.targets  # of one of its products
     recomputed = {True: layers, "offload": layers, "mlp": 2 * shape.active_mlp * work.inputs}
     backward = 1 if run.model.lora is not None else 2  # a frozen weight has no gradient of its own
     passes = 1 + backward + recomputed.get(run.model.gradient_checkpointing, 0) / layers
     products = 3 + shape.head_trained  # the backward forms the logits once more
-    forwards = float(run.loss.needs_reference)
-    if run.old_logprobs == "recompute":  # by minibatches after the first
-        forwards += 1 - 1 / run.minibatches
+    forwards = _forwards_alone(run)
     flops = run.num_iterations * (passes * layers + products * head) + forwards * (layers + head)
     launches = (run.num_iterations * passes + forwards) * work.count * len(shape.layers)
     # Each micro-batch's gradient is written and read, and its float32 sum is read and written.
@@ -58,10 +59,6 @@ def transfer_seconds(
     steps = run.num_iterations * run.minibatches
     copied = steps * (moments + masters) / device.ranks + shape.bytes * ("reference" in offloaded)
     return copied / _host_link(device)
-
-
-def _host_link(device: DeviceBudget) -> float:
-    return PCIE_5 if device.capability[0] >= 9 else PCIE_4
 
 
 def rollout_seconds(
@@ -95,11 +92,58 @@ def token_seconds(shape: ModelShape, device: DeviceBudget, engine: str, seen: in
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 
+def update_exchange(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: Work) -> float:
+    """Between ranks, of all epochs and minibatches of a step, each of `work.count` micro-batches.
+
+    Gradients travel as float32, weights and hidden states as they are.
+    """
+    trained, steps = shape.narrow + shape.wide, run.num_iterations * run.minibatches
+    if run.distributed.mode != "shard":
+        weights = shape.itemsize * shape.narrow + 4 * shape.wide
+        buckets = 1 + 4 * trained // BUCKET
+        return _collective_seconds(device, steps * (4 * trained + weights), 2 * steps * buckets)
+    table = shape.parameters.get("head", 0)  # tied, it is the embedding's
+    others = shape.bytes - shape.itemsize * table
+    head = (shape.itemsize + 4 * shape.head_trained) * table
+    if run.distributed.head == "sharded":
+        # Gathered, then their gradient all-reduced, which is twice as much.
+        head = 3 * shape.itemsize * shape.hidden * work.targets * device.ranks
+    size: float = 2 * others + 4 * (trained - table * shape.head_trained) + head
+    calls = 3.0 * (len(shape.layers) + 2)  # a layer's weights twice and its gradient; embedding and head
+    forwards = _forwards_alone(run)
+    size = size * run.num_iterations + forwards * shape.bytes
+    calls *= run.num_iterations + forwards / 3
+    batches = run.minibatches * work.count
+    return _collective_seconds(device, batches * size, batches * calls)
+
+
+def sync_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget) -> float:
+    """Of the weights' way to the engines of mode shard, tensor by tensor."""
+    sharded = run.distributed.mode == "shard"
+    return _collective_seconds(device, sharded * shape.bytes, sharded * shape.tensors)
+
+
+def _collective_seconds(device: DeviceBudget, size: float, calls: float) -> float:
+    """Of gathers or reduce-scatters of `size` bytes in all, in rings through all ranks.
+
+    Each GPU of a node has a ring that leaves the node through its own network card.
+    """
+    others = device.ranks - 1
+    if not others:
+        return 0.0
+    rate = device.link if device.ranks <= device.node else min(device.link, device.node * NETWORK)
+    return size * others / device.ranks / (REACHED_LINK * rate) + calls * others * HOP
+
+
+def _forwards_alone(run: TrainConfig) -> float:
+    """Of a step without a backward: the reference's, and the old policy's for minibatches after the first."""
+    return run.loss.needs_reference + (run.old_logprobs == "recompute") * (1 - 1 / run.minibatches)
+
+
+def _host_link(device: DeviceBudget) -> float:
+    return PCIE_5 if device.capability[0] >= 9 else PCIE_4
+
+
 def _layer_flops(shape: ModelShape, tokens: int, pairs: int) -> float:
     """Of one forward; attention is two products of as many numbers as a token has, for each pair it sees."""
     return 2 * shape.active * tokens + 4 * shape.hidden * len(shape.layers) * pairs
-
-
-def _head_flops(shape: ModelShape, targets: int) -> float:
-    """Of one of the head's products."""
-    return 2 * shape.vocabulary * shape.hidden * targets

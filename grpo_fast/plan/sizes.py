@@ -102,27 +102,18 @@ class Work:
     inputs: int
     pairs: int  # of tokens that see each other
     targets: int
-    count: float  # micro-batches
+    count: float  # micro-batches of an optimiser step
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(Work):
     """The largest micro-batch of an optimiser step, in the sizes that bytes follow from."""
 
-    inputs: int
-    targets: int
     documents: int
     joined: int  # completions that come after another with their prompt
     prompt: int  # tokens of each prompt
     sequence: int  # and with a completion's inputs
     groups: float  # that it holds
-    count: int  # micro-batches of an optimiser step
-
-    @property
-    def pairs(self) -> int:
-        """Of tokens that see each other: of all sequences, but once within a prompt that is shared."""
-        sequences = (self.documents + self.joined) * self.sequence * (self.sequence + 1)
-        return (sequences - self.joined * self.prompt * (self.prompt + 1)) // 2
 
     @property
     def masked(self) -> int:
@@ -136,7 +127,7 @@ class MicroBatch:
 def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
     """As even as `pack` makes them, all completions as long as they may be."""
     budget = sizes.micro_batch_tokens
-    documents = sorted(Counter(_group(sizes, budget)).items(), reverse=True)
+    documents = sorted(Counter(_documents_of_a_group(sizes)).items(), reverse=True)
     ends = [0, *accumulate(number * sizes.groups for _, number in documents)]
 
     def every(count: int) -> list[tuple[int, int]]:
@@ -152,33 +143,38 @@ def largest_micro_batch(sizes: StepSizes) -> MicroBatch:
     return _micro_batch(every(count), sizes, count)
 
 
-def whole_step(sizes: StepSizes) -> MicroBatch:
-    """Every document of a step, as if it were one micro-batch."""
-    return _micro_batch(_group(sizes, sizes.micro_batch_tokens) * sizes.prompts, sizes, 1)
+def whole_step(sizes: StepSizes, count: float = 1) -> MicroBatch:
+    """Every document of a step, as if it were one micro-batch, but for their `count`."""
+    return _micro_batch(_documents_of_a_group(sizes) * sizes.prompts, sizes, count)
 
 
-def _group(sizes: StepSizes, budget: int) -> list[tuple[int, int]]:
-    """(inputs, targets) of the documents that `pack` makes of one group."""
+def _documents_of_a_group(sizes: StepSizes) -> list[tuple[int, int]]:
+    """(inputs, targets) of those that `pack` makes of one group."""
     completion = sizes.completion_length - 1  # the last token is a target only
     length, held = sizes.prompt_length + completion, 1
-    while held < sizes.generations and length + completion <= budget:
+    while held < sizes.generations and length + completion <= sizes.micro_batch_tokens:
         held, length = held + 1, length + completion
     full, rest = divmod(sizes.generations, held)
     counts = [held] * full + ([rest] if rest else [])
     return [(sizes.prompt_length + n * completion, n * sizes.completion_length) for n in counts]
 
 
-def _micro_batch(documents: Sequence[tuple[int, int]], sizes: StepSizes, count: int) -> MicroBatch:
+def _micro_batch(documents: Sequence[tuple[int, int]], sizes: StepSizes, count: float) -> MicroBatch:
     targets = sum(found for _, found in documents)
+    prompt, sequence = sizes.prompt_length, sizes.sequence_length - 1
+    joined = targets // sizes.completion_length - len(documents)
+    # Every sequence's tokens see each other, but once within a prompt that is shared.
+    pairs = (len(documents) + joined) * sequence * (sequence + 1) - joined * prompt * (prompt + 1)
     return MicroBatch(
         inputs=sum(inputs for inputs, _ in documents),
+        pairs=pairs // 2,
         targets=targets,
-        documents=len(documents),
-        joined=targets // sizes.completion_length - len(documents),
-        prompt=sizes.prompt_length,
-        sequence=sizes.sequence_length - 1,
-        groups=targets / (sizes.generations * sizes.completion_length),
         count=count,
+        documents=len(documents),
+        joined=joined,
+        prompt=prompt,
+        sequence=sequence,
+        groups=targets / (sizes.generations * sizes.completion_length),
     )
 
 
@@ -190,8 +186,5 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     while low < high and fits(min(low + step, high)):
         low = min(low + step, high)
         step *= 2
-    above = min(low + step, high + 1)
-    while above - low > 1:
-        middle = (low + above) // 2
-        low, above = (middle, above) if fits(middle) else (low, middle)
-    return low
+    beyond = range(low + 1, min(low + step, high + 1))
+    return low + bisect_left(beyond, True, key=lambda number: not fits(number))

@@ -97,6 +97,6 @@ def expected(trainer: Trainer, device: DeviceBudget) -> str:
         return f"no prediction: {error}"
     update, rollout = (bytes_text(prediction.total(phase)) for phase in ("update", "rollout"))
     text = f"{update} in the update and {rollout} in the rollout, of {bytes_text(device.total)}"
-    if not prediction.timed:
+    if not prediction.predictor.timed:
         return text
     return f"{text}; about {duration_text(sum(prediction.seconds.values()))} a step, estimated"

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.plan.devices import DeviceBudget
-from grpo_fast.plan.prediction import Calibration, Predictor
+from grpo_fast.plan.prediction import Predictor
 from grpo_fast.plan.trace import Traces
 
 SIZES = {
@@ -59,7 +59,6 @@ def predictor() -> Callable[..., Predictor]:
     def make(
         model: PretrainedConfig | Traces,
         device: DeviceBudget = CPU,
-        calibration: Calibration | None = None,
         sections: dict[str, Any] | None = None,
         **keys: Any,
     ) -> Predictor:
@@ -67,7 +66,7 @@ def predictor() -> Callable[..., Predictor]:
         keys = {"path": "-", "dtype": "float32"} | keys
         run = TrainConfig.model_validate({"model": keys, **anything, **(sections or {})})
         traces = model if isinstance(model, Traces) else Traces(model)
-        return Predictor(run, traces, device, calibration)
+        return Predictor(run, traces, device)
 
     return make
 

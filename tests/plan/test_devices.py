@@ -11,29 +11,44 @@ from grpo_fast.plan.devices import device_budget
 
 
 @pytest.mark.parametrize(
-    ("name", "total"),
+    ("total", "names"),
     [
-        *(("H200", 143771 << 20), ("h200", 143771 << 20), ("4090", 24564 << 20), ("RTX-4090", 24564 << 20)),
-        *(("RTX4090", 24564 << 20), ("NVIDIA GeForce RTX 4090", 24564 << 20), ("rtx 4090 24GB", 24564 << 20)),
-        *(("A100-40GB", 40960 << 20), ("a100 80gb", 81920 << 20), ("NVIDIA A100-SXM4-80GB", 81920 << 20)),
-        *(("H100-SXM", 81559 << 20), ("NVIDIA H100 80GB HBM3", 81559 << 20), ("H200-141GB", 143771 << 20)),
-        *(("rtx6000ada", 49140 << 20), ("L4-24GB", 23034 << 20), ("l40s-48gb", 46068 << 20)),
-        *(("141GiB", 141 * 2**30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 * 2**19), ("24gib", 24 * 2**30)),
+        (143771 << 20, ["H200", "h200", "H200-141GB"]),
+        (24564 << 20, ["4090", "RTX-4090", "RTX4090", "NVIDIA GeForce RTX 4090", "rtx 4090 24GB"]),
+        (40960 << 20, ["A100-40GB"]),
+        (81920 << 20, ["a100 80gb", "NVIDIA A100-SXM4-80GB"]),
+        (81559 << 20, ["H100-SXM", "NVIDIA H100 80GB HBM3"]),
+        (23034 << 20, ["L4-24GB"]),
+        (46068 << 20, ["l40s-48gb"]),
+        (49140 << 20, ["rtx6000ada"]),
+        (141 * 2**30, ["141GiB"]),
+        (80 * 10**9, ["80GB"]),
+        (3 * 2**19, ["1.5 MiB"]),
     ],
 )
-def test_a_gpu_is_known_by_its_name_or_its_size(name: str, total: int) -> None:
-    budget = device_budget(name)
+def test_a_gpu_is_known_by_its_name_or_its_size(total: int, names: list[str]) -> None:
+    found = [device_budget(name) for name in names]
 
-    assert (budget.kind, budget.total) == ("cuda", total)
-    assert budget.head_device.has_triton
+    assert {(budget.kind, budget.total, budget.head_device.has_triton) for budget in found} == {
+        ("cuda", total, True)
+    }
 
 
-@pytest.mark.parametrize(
-    "name", ["H999", "", "GiB", "80 GX", "-1GiB", "1e3GB", "5080", "A100", "A100-24GB", "H100 MIG 1g.10gb"]
-)
-def test_an_unknown_gpu_is_answered_with_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{name}'.*A100-40, .*cpu"):
-        device_budget(name)
+def test_an_unknown_gpu_is_answered_with_the_known_ones() -> None:
+    for name in (
+        "H999",
+        "",
+        "GiB",
+        "80 GX",
+        "-1GiB",
+        "1e3GB",
+        "5080",
+        "A100",
+        "A100-24GB",
+        "H100 MIG 1g.10gb",
+    ):
+        with pytest.raises(ValueError, match=rf"'{name}'.*A100-40, .*cpu"):
+            device_budget(name)
 
 
 @pytest.mark.parametrize("limit", ["1000", "max"])
@@ -50,10 +65,7 @@ def test_a_container_plans_with_its_own_limit_where_it_has_one(
     assert found == 1000 - 780 + 80 if limit == "1000" else found > 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L4", 121e12), ("Mystery", 0)],
-)
+@pytest.mark.parametrize(("name", "flops"), [("NVIDIA L4", 121e12), ("Mystery", 0)])
 def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
     name: str, flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,8 +42,7 @@ def test_a_configuration_file_is_enough_and_an_unknown_name_is_answered_with_the
 ) -> None:
     model_config("SmolLM2-135M").save_pretrained(tmp_path)
 
-    for source in (tmp_path, tmp_path / "config.json"):
-        assert model_config(str(source)).hidden_size == 576
+    assert {model_config(str(tmp_path / name)).hidden_size for name in ("", "config.json")} == {576}
     with pytest.raises(ValueError, match=r"'./Qwen9'.*SmolLM2-135M, Qwen2.5"):
         model_config("./Qwen9")
 
@@ -123,25 +122,21 @@ def test_a_base_in_4_bits_has_its_scales_beside_it(saved: bool, config: Any) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_and_values_are_what_the_model_caches(family: str, config: Any) -> None:
-    tokens = 21
+    tokens = 12
     shape = model_shape(skeleton(config(family), ModelConfig(path="-", dtype="bfloat16")))
 
     real = AutoModelForCausalLM.from_config(config(family), dtype=torch.bfloat16).eval()
     cache = DynamicCache(config=real.config)
     with torch.no_grad():
-        for token in range(tokens):  # one by one, so that a window drops what has left it
+        for token in range(tokens):  # one by one, so that a window of 8 drops what has left it
             real(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
     # transformers keeps one token less than the window of a layer, as the next one's query brings its own.
     spare = sum(2 * layer.numbers for layer in shape.layers if layer.window)
     assert held <= shape.kv_bytes(tokens) <= held + spare
-
-
-def test_a_page_has_keys_and_values_of_every_layer(config: Any) -> None:
-    shape = model_shape(skeleton(config("qwen2"), ModelConfig(path="-", dtype="bfloat16")))
-
-    assert shape.paged_kv_bytes_per_token == 2 * 3 * 2 * 2 * 32  # bytes, layers, key and value, heads, width
+    if family == "qwen2":  # a page of vLLM's: bytes, layers, key and value, heads, width
+        assert shape.paged_kv_bytes_per_token == 2 * 3 * 2 * 2 * 32
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.room import turned_knobs
+from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
+from grpo_fast.plan.model_shape import model_config, with_layers
+from grpo_fast.plan.prediction import BUSY, Prediction
+from grpo_fast.plan.room import cheapest_change, turned_knobs
 from grpo_fast.plan.search import (
     AUTO_MOST,
-    BUSY,
     CONSTANTS,
     MOST_GENERATIONS,
     RECOMPUTED,
-    Choice,
     Search,
     plan,
     with_values,
@@ -28,6 +28,7 @@ ANY = {
     "dataset": {"source": "any.jsonl", "max_prompt_length": 64},
     "rewards": [{"reward": "length"}],
 }
+LEVEL = "rollout.vllm.sleep_level"
 
 
 def run(num_generations: int | str = 8, **changes: Any) -> TrainConfig:
@@ -37,6 +38,15 @@ def run(num_generations: int | str = 8, **changes: Any) -> TrainConfig:
 
 def gpu(total: int) -> DeviceBudget:
     return replace(device_budget("H200"), total=total)
+
+
+def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
+    return Search(config, traces, gpu(total))
+
+
+def least(config: TrainConfig, traces: Traces, more: int = 0) -> int:
+    """Bytes that the smallest step takes, and so many MiB more."""
+    return search(config, traces).least().total("update") + (more << 20)
 
 
 @pytest.fixture(scope="module")
@@ -51,104 +61,90 @@ def test_a_group_is_bounded_by_what_is_usual_by_one_wave_and_by_the_memory(trace
     assert group(2 << 30) == AUTO_MOST
     assert group(2 << 30, prompts_per_step=30) == 1024 // 30
     assert group(2 << 30, prompts_per_step=200) == 8
-    sizes = step_sizes(run(8))
-    least = search(run(2), traces).least().prediction.total("update")
-    scarce = least + int(10.5 * 1.05 * sizes.packed_bytes / 8)  # ten more of each, with fragmentation
+    needed, packed = least(run(2), traces), step_sizes(run(8)).packed_bytes
+    scarce = needed + int(10.5 * 1.05 * packed / 8)  # ten more of each, with fragmentation
     assert group(scarce) == search(run(2), traces, scarce).largest_generations() == 12
-    assert group(least - 1) is None
+    assert group(needed - 1) is None
     assert plan(run(), traces, gpu(2 << 30)).largest_generations == MOST_GENERATIONS
-
-
-def search(config: TrainConfig, traces: Traces, total: int = 2 << 30) -> Search:
-    return Search(config, traces, gpu(total), step_sizes(config))
-
-
-def test_what_does_not_fit_says_so(traces: Traces) -> None:
-    found = plan(run(), traces, gpu(1 << 20))
-
-    assert found.choice.prediction.free < 0
-    assert found.largest_generations is None
+    too_large = plan(run(), traces, gpu(1 << 20))
+    assert too_large.choice.free < 0 and too_large.largest_generations is None
 
 
 def test_the_choice_is_the_fastest_of_all_that_fit(traces: Traces) -> None:
     """Beside every other way with its own largest micro-batch, on budgets from plenty to next to nothing."""
-    keys = ("model.gradient_checkpointing", "memory.offload", "rollout.vllm.sleep_level")
+    keys = ("model.gradient_checkpointing", "memory.offload", LEVEL)
     parts = ["gradients", "optimizer", "master"]
     ways = list(product(RECOMPUTED, (parts[:count] for count in range(4)), (0, 1)))
-    least = search(run(), traces).least().prediction.total("update") + (20 << 20)
-    for total in (least, 2 * least, 4 << 30):
+    scarce = least(run(), traces, 20)
+    for total in (scarce, 2 * scarce, 4 << 30):
         chosen = search(run(), traces, total).fastest(8)
         others = [
             search(with_values(run(), dict(zip(keys, way, strict=True))), traces, total).fastest(8)
             for way in ways
         ]
 
-        seconds = [sum(one.prediction.seconds.values()) for one in others if one and is_let(one)]
-        assert chosen.prediction.free >= 0
-        assert sum(chosen.prediction.seconds.values()) == pytest.approx(min(seconds), rel=0.01)
+        seconds = [sum(one.seconds.values()) for one in others if one and is_let(one)]
+        assert chosen.free >= 0
+        assert sum(chosen.seconds.values()) == pytest.approx(min(seconds), rel=0.01)
 
 
-def is_let(choice: Choice) -> bool:
+def is_let(choice: Prediction) -> bool:
     """Level 0 only beside a micro-batch that fills the device, with all in flight."""
-    awake = choice.values["rollout.vllm.sleep_level"] == 0
-    return not awake or (choice.is_busy and choice.sizes.in_flight == choice.sizes.completions)
+    return choice.values[LEVEL] == 1 or (
+        choice.is_busy and choice.sizes.in_flight == choice.sizes.completions
+    )
 
 
-def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(traces: Traces) -> None:
-    scarce = search(run(64), traces).least().prediction.total("update") + (8 << 20)
-
-    found = search(run(64), traces, scarce).fastest(64)
-
-    sizes, fits = found.sizes, found.predictor.fits
-    assert fits(sizes) and sizes.in_flight < 1024 and found.values["rollout.vllm.sleep_level"] == 1
-    assert sizes.micro_batch_tokens == found.prediction.micro_batch.inputs  # none is fuller
-    assert not fits(replace(sizes, most_in_flight=sizes.in_flight + 1))
-    assert not fits(replace(sizes, micro_batch_tokens=sizes.micro_batch_tokens + 64))
-
-
-def test_a_choice_leaves_a_share_of_the_device_where_that_is_possible(traces: Traces) -> None:
-    total = search(run(64), traces).least().prediction.total("update") + (50 << 20)
+@pytest.mark.parametrize(("more", "share"), [(8, 0), (50, 0.03)], ids=["scarce", "a share is left"])
+def test_no_more_in_flight_and_no_larger_micro_batch_would_fit(
+    more: int, share: float, traces: Traces
+) -> None:
+    total = least(run(64), traces, more)
 
     found = search(run(64), traces, total).fastest(64)
 
-    spare, sizes = int(0.03 * total), found.sizes
-    assert found.prediction.free >= spare
-    assert sizes.in_flight < 1024
-    assert not found.predictor.fits(replace(sizes, most_in_flight=sizes.in_flight + 1), spare)
+    sizes, spare = found.sizes, int(share * total)
+    assert found.free >= spare and sizes.in_flight < 1024 and found.values[LEVEL] == 1
+    assert sizes.micro_batch_tokens == found.micro_batch.inputs  # none is fuller
+    for larger in (
+        {"most_in_flight": sizes.in_flight + 1},
+        {"micro_batch_tokens": found.micro_batch.inputs + 64},
+    ):
+        assert found.predictor.predict(replace(sizes, **larger)).free < spare
 
 
 def test_what_never_sleeps_has_all_completions_in_flight_and_full_micro_batches(traces: Traces) -> None:
-    totals = [total << 20 for total in range(1000, 1400, 50)]
-    found = [search(run(64), traces, total).fastest(64) for total in totals]
+    found = [search(run(64), traces, total << 20).fastest(64) for total in range(1000, 1400, 100)]
 
-    levels = [choice.values["rollout.vllm.sleep_level"] for choice in found]
-    assert (levels[0], levels[-1]) == (1, 0)
-    awake = [choice for choice in found if choice.values["rollout.vllm.sleep_level"] == 0]
-    assert all(choice.is_busy and choice.sizes.in_flight == 1024 for choice in awake)
+    levels = [choice.values[LEVEL] for choice in found]
+    assert levels == sorted(levels, reverse=True) and {*levels} == {0, 1}
+    assert all(
+        choice.is_busy and choice.sizes.in_flight == 1024 for choice in found if not choice.values[LEVEL]
+    )
 
 
 def test_a_micro_batch_set_by_hand_is_planned_as_the_trainer_would_halve_it(traces: Traces) -> None:
-    least = search(run(), traces).least().prediction.total("update")
-
-    found = search(run(micro_batch_tokens=50_000), traces, least + (50 << 20)).fastest(8)
-
-    assert 128 <= found.sizes.micro_batch_tokens < 50_000
+    halved = search(run(micro_batch_tokens=50_000), traces, least(run(), traces, 50)).fastest(8)
     by_hand = search(run(micro_batch_tokens=300), traces).fastest(8)
+    rollout = {"rollout": {"engine": "transformers", "max_completion_length": 64}}  # which cannot sleep
+    small = search(run(**rollout), traces, least(run(**rollout), traces, 8)).fastest(8)
+
+    assert 128 <= halved.sizes.micro_batch_tokens < 50_000
     assert by_hand.sizes.micro_batch_tokens == 300
-    assert by_hand.values["rollout.vllm.sleep_level"] == 0  # small as it is, there is room
+    assert by_hand.values[LEVEL] == 0  # small as it is, there is room
+    assert 128 <= small.sizes.micro_batch_tokens < BUSY
 
 
 def test_no_more_is_offloaded_than_the_host_holds(traces: Traces) -> None:
-    least = search(run(), traces).least()
-    scarce = least.prediction.total("update") + (8 << 20)
-    state = least.predictor.on_host(["gradients", "optimizer"])
-    resident = least.predictor.shape.narrow + least.predictor.shape.wide
+    predictor = search(run(), traces).least().predictor
+    state = predictor.on_host(["gradients", "optimizer"])
+    scarce = gpu(least(run(), traces, 8))
 
     def offloaded(host: int) -> list[str]:
-        device = replace(gpu(scarce), host=host)
-        return Search(run(), traces, device, step_sizes(run())).least().values["memory.offload"]
+        return Search(run(), traces, replace(scarce, host=host)).least().values["memory.offload"]
 
-    assert state == 8 * resident + 512 * least.predictor.shape.trainable_tensors
+    shape = predictor.shape
+    assert state == 8 * (shape.narrow + shape.wide) + 512 * shape.trainable_tensors
     assert offloaded(state) == ["gradients", "optimizer"]
     assert offloaded(state - 1) == ["gradients"]
 
@@ -165,9 +161,7 @@ def test_layers_without_mlps_are_recomputed_whole_or_not_at_all(
     traces: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def recomputed() -> set[object]:
-        least = search(run(64), traces).least().prediction.total("update")
-        totals = [least + (more << 20) for more in range(50, 130, 20)]
-        found = [search(run(64), traces, total).fastest(64) for total in totals]
+        found = [search(run(64), traces, least(run(64), traces, more)).fastest(64) for more in (70, 110)]
         return {choice.values["model.gradient_checkpointing"] for choice in found}
 
     assert "mlp" in recomputed()
@@ -183,43 +177,31 @@ def test_an_engine_must_hold_a_sequence_of_the_length_that_it_is_started_for() -
     assert (sizes.longest, sizes.in_flight) == (4096, 7)
 
 
-def test_small_micro_batches_do_beside_an_engine_that_cannot_sleep(traces: Traces) -> None:
-    config = run(rollout={"engine": "transformers", "max_completion_length": 64})
-    scarce = search(config, traces).least().prediction.total("update") + (8 << 20)
-
-    assert 128 <= search(config, traces, scarce).fastest(8).sizes.micro_batch_tokens < BUSY
-
-
 def test_every_knob_saves_something_and_what_buys_most_comes_first(traces: Traces) -> None:
     found = plan(run(loss={"beta": 0.1}), traces, gpu(2 << 30))
 
-    knobs = turned_knobs(found.search, found.choice)
+    knobs = turned_knobs(found)
     changes = {knob.change: knob for knob in knobs}
     assert {"model.lora={r: 16}", "loss.beta=0.0", "prompts_per_step=8"} <= set(changes)
     assert all(max(knob.saves.values()) > 0 for knob in knobs)
     groups = [knob.largest_num_generations or 0 for knob in knobs]
     assert groups == sorted(groups, reverse=True)
-    weights = found.choice.prediction.parts["update"]["weights"]
+    weights = found.choice.parts["update"]["weights"]
     assert changes["loss.beta=0.0"].saves == {"update": weights, "rollout": weights}
 
 
-BY_HAND = {
-    "model": ANY["model"] | {"gradient_checkpointing": False},
-    "memory": {"offload": "none"},
-    "micro_batch_tokens": 4096,
-}
-
-
 def test_what_the_plan_turns_by_itself_is_offered_only_where_it_is_set_by_hand(traces: Traces) -> None:
-    def offered(config: TrainConfig) -> set[str]:
-        found = plan(config, traces, gpu(2 << 30))
-        return {knob.change.partition("=")[0] for knob in turned_knobs(found.search, found.choice)}
+    def offered(**changes: Any) -> set[str]:
+        found = plan(run(**changes), traces, gpu(2 << 30))
+        return {knob.change.partition("=")[0] for knob in turned_knobs(found)}
 
-    adapters = ANY["model"] | {"lora": {"r": 16}}
-    assert not offered(run(model=adapters)) & {"model.lora", "model.train_lm_head", "loss.beta"}
-    assert "rollout.vllm.lora_sync" in offered(run(model=adapters))  # merged weights are a second copy
+    with_adapters = offered(model=ANY["model"] | {"lora": {"r": 16}})
+    assert not with_adapters & {"model.lora", "model.train_lm_head", "loss.beta"}
+    assert "rollout.vllm.lora_sync" in with_adapters  # merged weights are a second copy
+    model = ANY["model"] | {"gradient_checkpointing": False}
+    by_hand = offered(model=model, memory={"offload": "none"}, micro_batch_tokens=4096)
     own = {"model.gradient_checkpointing", "memory.offload", "micro_batch_tokens"}
-    assert own <= offered(run(**BY_HAND)) and not own & offered(run())
+    assert own <= by_hand and not own & offered()
 
 
 def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
@@ -232,3 +214,59 @@ def test_only_rollouts_of_known_length_can_be_planned(traces: Traces) -> None:
         plan(TrainConfig.model_validate(without_rollouts), traces, gpu(1 << 30))
     found = plan(config, traces, gpu(2 << 30), prompt_length=64)
     assert found.choice.sizes.prompt_length == 64
+
+
+BY_HAND = {
+    "model.gradient_checkpointing": False,
+    "memory.offload": "none",
+    "rollout.vllm.sleep_level": 0,
+    "loss.beta": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def wide() -> Traces:
+    return Traces(with_layers(model_config("Qwen3-8B"), 2))
+
+
+def wide_search(traces: Traces, gib: float, **values: Any) -> Search:
+    dataset, rollout = {"source": "-", "max_prompt_length": 512}, {"max_completion_length": 4096}
+    config = run(8, model={"path": "-"}, dataset=dataset, rollout=rollout | {"num_generations": 8})
+    return search(with_values(config, values), traces, int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("gib", "keys"),
+    [
+        (40, []),
+        (22, ["memory.offload"]),
+        (19, ["memory.offload", "optimizer.kind"]),
+        (9, ["model.lora"]),
+        (7, ["model.lora", "rollout.vllm.lora_sync"]),
+    ],
+)
+def test_the_cheapest_changes_that_fit_are_combined_and_none_of_them_is_needless(
+    wide: Traces, gib: int, keys: list[str]
+) -> None:
+    def fits(values: dict[str, Any]) -> bool:
+        return wide_search(wide, gib, **BY_HAND | values).least().free >= 0
+
+    found = cheapest_change(wide_search(wide, gib, **BY_HAND))
+
+    assert found is not None and [*found] == keys
+    assert fits(found)
+    assert not any(fits({key: value for key, value in found.items() if key != left}) for left in found)
+
+
+def test_the_longest_completion_fits_and_one_token_more_does_not(wide: Traces) -> None:
+    found = wide_search(wide, 20).largest_context(8)
+
+    def fits(tokens: int) -> bool:
+        values = {"rollout.max_completion_length": tokens - 512, "model.gradient_checkpointing": True}
+        return wide_search(wide, 20, **values).least().free >= 0
+
+    assert found is not None and found.tokens > found.positions == 40_960
+    assert fits(found.tokens) and not fits(found.tokens + 1)
+    assert found.bound.endswith("in the update")
+    assert wide_search(wide, 12).largest_context(8) is None
+    assert cheapest_change(wide_search(wide, 1)) is None

@@ -46,7 +46,7 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
     traces = Traces(config())
 
     def seconds(sections: dict[str, Any] | None = None, **keys: Any) -> float:
-        made = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16", **keys)
+        made = predictor(traces, device_budget("H100"), sections, dtype="bfloat16", **keys)
         return update_seconds(made.run, made.shape, made.device, whole_step(STEP))
 
     mlps = seconds(gradient_checkpointing="mlp")
@@ -96,11 +96,10 @@ def test_a_token_of_a_mixture_visits_the_experts_it_chooses(config: Any, predict
 
 def test_only_16_bits_on_a_gpu_with_published_speeds_have_an_estimate(config: Any, predictor: Any) -> None:
     traces = Traces(config())
-    small = replace(STEP, prompts=2, prompt_length=16, completion_length=16)
 
     def timed(gpu: str | None, dtype: str) -> bool:
         budget = {"device": device_budget(gpu)} if gpu else {}
-        return predictor(traces, **budget, dtype=dtype, attention="sdpa").predict(small).timed
+        return predictor(traces, **budget, dtype=dtype, attention="sdpa").timed
 
     assert timed("H100", "bfloat16")
     assert not (timed("H100", "float32") or timed("80GiB", "bfloat16") or timed(None, "bfloat16"))
@@ -111,13 +110,10 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
 ) -> None:
     traces, h100 = Traces(config("llama")), device_budget("H100")
     step = whole_step(STEP)  # a thousand times, for the model is small
-    many = replace(
-        step,
-        **{name: 1000 * getattr(step, name) for name in ("inputs", "targets", "documents", "joined")},
-    )
+    many = replace(step, **{name: 1000 * getattr(step, name) for name in ("inputs", "pairs", "targets")})
 
     def made(sections: dict[str, Any] | None = None, **keys: Any) -> Any:
-        return predictor(traces, h100, None, sections, dtype="bfloat16", **keys)
+        return predictor(traces, h100, sections, dtype="bfloat16", **keys)
 
     def update(found: Any, work: MicroBatch = many) -> float:
         return update_seconds(found.run, found.shape, h100, work)
@@ -141,28 +137,21 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
     assert both == pytest.approx((6 * 12 * trained + weights) / 25e9)
 
 
-def test_each_minibatch_has_micro_batches_of_its_own(config: Any, predictor: Any) -> None:
-    traces = Traces(config("llama"))
-
-    def update(minibatches: int) -> float:
-        sections = {"minibatches": minibatches, "old_logprobs": "sampler"}
-        planned = predictor(traces, device_budget("H100"), None, sections, dtype="bfloat16")
-        step = replace(STEP, minibatches=minibatches, micro_batch_tokens=10**6)
-        return planned.predict(step).seconds["update"]
-
-    assert update(2) == pytest.approx(2 * update(1))  # launches and gradients count, for the model is small
-
-
-def test_completions_beyond_those_in_flight_wait_for_another_wave_and_sleep_takes_its_time(
-    config: Any, predictor: Any
-) -> None:
+def test_minibatches_waves_and_sleep_take_their_time(config: Any, predictor: Any) -> None:
     traces, h100 = Traces(config("llama")), device_budget("H100")
 
-    def rollout(level: int, in_flight: int) -> float:
-        sections = {"rollout": {"vllm": {"sleep_level": level}}}
-        planned = predictor(traces, h100, None, sections, dtype="bfloat16", attention="flex_attention")
-        return planned.predict(replace(STEP, most_in_flight=in_flight)).seconds["rollout"]
+    def seconds(sections: dict[str, Any], **sizes: int) -> dict[str, float]:
+        planned = predictor(traces, h100, sections, dtype="bfloat16", attention="flex_attention")
+        return planned.predict(replace(STEP, **sizes)).seconds
 
+    def rollout(level: int, in_flight: int) -> float:
+        return seconds({"rollout": {"vllm": {"sleep_level": level}}}, most_in_flight=in_flight)["rollout"]
+
+    one, two = (
+        seconds({"minibatches": n, "old_logprobs": "sampler"}, minibatches=n, micro_batch_tokens=10**6)
+        for n in (1, 2)
+    )
+    assert two["update"] == pytest.approx(2 * one["update"])  # launches and gradients count: a small model
     assert rollout(1, 128) - rollout(0, 128) == pytest.approx(0.2)
     # 2 ms a token: of 128 completions 50 at a time take three waves of 512 tokens.
     assert rollout(0, 50) - rollout(0, 128) == pytest.approx(2 * 512 * 2e-3)
