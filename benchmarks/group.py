@@ -18,9 +18,10 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -28,20 +29,8 @@ import torch
 
 from grpo_fast.policy.config import ModelConfig
 
-from . import step
+from . import measure, step
 from .contest import Contest, Entrant, Prepared
-from .measure import (
-    FAILED,
-    NO_TIME,
-    OK,
-    OOM,
-    SKIPPED,
-    Memory,
-    Stopwatch,
-    failure_of,
-    resident_bytes,
-    summarise,
-)
 from .models import add_models, architecture, chosen_models, model_section
 from .peers import choose_names
 from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session, sizes_of
@@ -77,52 +66,46 @@ def preload(implementations: Sequence[str]) -> None:
 
 
 def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> dict[str, Any]:
-    """Two updates in a child: beyond the budget it is out of memory, beyond the time it has failed.
+    """Two updates in a child: beyond the budget it is out of memory.
 
     Returns:
         Fields of a measurement. Bytes are of model, optimizer and update together; the time is the second's,
         since the first compiles.
     """
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(probe, sender), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        return receiver.recv() if receiver.poll(seconds) else {"status": FAILED, "reason": "the time is up"}
-    except EOFError:  # ended without a word: by the system, most likely for its memory
-        return {"status": OOM, "reason": "the system ended the process"}
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
+        try:
+            return child.submit(_try, probe, seconds).result()
+        except BrokenProcessPool:  # most likely for its memory
+            return {"status": measure.OOM, "reason": "the system ended the process"}
 
 
-def _child(probe: Probe, sender: Connection) -> None:
+def _try(probe: Probe, seconds: float) -> dict[str, Any]:
     try:
-        found = _update_twice(probe)
+        with measure.at_most(seconds):
+            return _update_twice(probe)
     except Exception as error:
-        found = dict(zip(("status", "reason"), failure_of(error), strict=True))
-    sender.send(found)
+        return dict(zip(("status", "reason"), measure.failure_of(error), strict=True))
 
 
 def _update_twice(probe: Probe) -> dict[str, Any]:
     device = torch.device(probe.model.device)
-    held = resident_bytes()
+    held = measure.resident_bytes()
     _bound(probe.budget, device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
     update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
     prepared = step.entrant(probe.implementation, update).prepare()
-    watch = Stopwatch(device)
+    watch = measure.Stopwatch(device)
     for _ in range(2):
         seconds, _ = watch.time(lambda: prepared.run(watch))
     prepared.close()
     if device.type == "cuda":
-        memory = Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        memory = measure.Memory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        )
     else:
-        memory = Memory(None, max(0, resident_bytes(peak=True) - held))
-    status = OK if memory.best <= probe.budget else OOM
-    return {"status": status, "seconds": [seconds], "time": summarise([seconds]), "memory": memory}
+        memory = measure.Memory(None, max(0, measure.resident_bytes(peak=True) - held))
+    status = measure.OK if memory.best <= probe.budget else measure.OOM
+    return {"status": status, "seconds": [seconds], "time": measure.summarise([seconds]), "memory": memory}
 
 
 def _bound(budget: int, device: torch.device) -> None:
@@ -168,7 +151,7 @@ def predict_group(probe: Probe) -> int | None:
 def predicted(probe: Probe) -> Prepared:
     group = predict_group(probe)
     if group is None:
-        return Prepared(None, found={"status": OOM, "reason": "not even two"})
+        return Prepared(None, found={"status": measure.OOM, "reason": "not even two"})
     return Prepared(None, metrics=lambda _: {"largest_group": float(group)})
 
 
@@ -179,20 +162,20 @@ def search(probe: Probe, largest: int, deadline: float) -> Prepared:
         deadline: on the monotonic clock; no try begins after it.
     """
     fits, fails = 1, None
-    best: dict[str, Any] = {"status": SKIPPED, "reason": NO_TIME}
+    best: dict[str, Any] = {"status": measure.SKIPPED, "reason": measure.NO_TIME}
     while time.monotonic() < deadline:
         size = min(largest, 2 * fits) if fails is None else (fits + fails) // 2
         if size == fits:
             break
         found = run_probe(replace(probe, size=size))
-        if found["status"] == OK:
+        if found["status"] == measure.OK:
             fits, best = size, found
-        elif found["status"] == OOM:
+        elif found["status"] == measure.OOM:
             fails = size
         else:
             return Prepared(None, found=found)
     if fits == 1:
-        return Prepared(None, found={"status": OOM, "reason": "not even two fit"} if fails else best)
+        return Prepared(None, found={"status": measure.OOM, "reason": "not even two fit"} if fails else best)
     metrics = {"largest_group": float(fits)} | ({"smallest_that_fails": float(fails)} if fails else {})
     reason = "" if fails == fits + 1 else "at least: the next size was not tried"
     return Prepared(None, metrics=lambda _: metrics, found=best | {"reason": reason})

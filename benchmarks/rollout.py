@@ -15,18 +15,9 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.rollout import make_engine, sampling_of
 from grpo_fast.rollout.config import RolloutConfig
 
+from . import models
 from .contest import TOKENS, Contest, Entrant, Prepared
 from .measure import Stopwatch
-from .models import (
-    add_models,
-    chosen_models,
-    draw_lengths,
-    make_policy,
-    make_samples,
-    make_tokenizer,
-    model_section,
-    vocabulary_of,
-)
 from .peers import choose_names
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 
@@ -43,8 +34,8 @@ def prepare(
     model: ModelConfig, layers: int, seed: int, prompts: Sequence[Sequence[int]], config: RolloutConfig
 ) -> Prepared:
     """An awake engine around a policy of its own."""
-    policy = make_policy(model, layers, seed)
-    policy.tokenizer = make_tokenizer(vocabulary_of(model.path))
+    policy = models.make_policy(model, layers, seed)
+    policy.tokenizer = models.make_tokenizer(models.vocabulary_of(model.path))
     longest = max(map(len, prompts)) + config.max_completion_length
     engine = make_engine(config, policy, max_length=longest)
     engine.__enter__()
@@ -71,19 +62,19 @@ def prepare(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
-    add_models(parser, ["Qwen2.5-1.5B", "Qwen2.5-0.5B"], ["SmolLM2-135M"], cpu_layers=4)
+    models.add_models(parser, ["Qwen2.5-1.5B", "Qwen2.5-0.5B"], ["SmolLM2-135M"], cpu_layers=4)
     add_sizes(parser, SIZES)
 
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     names = choose_names(list(ENGINES), options.impl) if options.impl else _USUAL[options.device]
-    lengths = draw_lengths(options.prompts, 1, options.seed)
+    lengths = models.draw_lengths(options.prompts, 1, options.seed)
     contests = []
-    for model in chosen_models(options):
-        samples, _ = make_samples(lengths, 1, vocabulary_of(model["model"]), options.seed)
+    for model in models.chosen_models(options):
+        samples, _ = models.make_samples(lengths, 1, models.vocabulary_of(model["model"]), options.seed)
         prompts = [sample.prompt_ids for sample in samples]
-        common = (model_section(model["model"], options), model["layers"], options.seed, prompts)
+        common = (models.model_section(model["model"], options), model["layers"], options.seed, prompts)
         entrants = []
         for name in names:
             config = RolloutConfig(

@@ -32,20 +32,10 @@ from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.update import packed_loss
 
+from . import models
 from .contest import FLOPS, TOKENS, Contest, Entrant, Prepared
 from .machine import square_product
 from .measure import Stopwatch
-from .models import (
-    add_models,
-    chosen_models,
-    draw_lengths,
-    make_policy,
-    make_samples,
-    make_tokenizer,
-    model_section,
-    update_flops,
-    vocabulary_of,
-)
 from .peers import choose_names
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
 from .trainers import LOSS, TRL_LOSS, in_phase, small_words, trl_trainer
@@ -72,12 +62,12 @@ class Update:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        vocabulary = vocabulary_of(self.model.path)
-        self.samples, self.totals = make_samples(self.lengths, self.group, vocabulary, self.seed)
+        vocabulary = models.vocabulary_of(self.model.path)
+        self.samples, self.totals = models.make_samples(self.lengths, self.group, vocabulary, self.seed)
 
     @cached_property
     def policy(self) -> Policy:
-        return make_policy(self.model, self.layers, self.seed)
+        return models.make_policy(self.model, self.layers, self.seed)
 
     @cached_property
     def optimizer(self) -> PolicyOptimizer:
@@ -110,7 +100,10 @@ class Update:
             held = [*policy.model.parameters(), *optimizer.state_tensors().values()]
             return last | {"held_bytes": float(sum(tensor.nbytes for tensor in held))}
 
-        work = {FLOPS: update_flops(policy.base_model, self.lengths), TOKENS: sum(map(sum, self.lengths))}
+        work = {
+            FLOPS: models.update_flops(policy.base_model, self.lengths),
+            TOKENS: sum(map(sum, self.lengths)),
+        }
         return Prepared(run, work, metrics, close=close)
 
 
@@ -164,7 +157,7 @@ def _trl(update: Update) -> Prepared:
 
     policy = update.policy
     batches = _padded(update)
-    tokenizer = make_tokenizer(vocabulary_of(update.model.path))
+    tokenizer = models.make_tokenizer(models.vocabulary_of(update.model.path))
     folder = tempfile.TemporaryDirectory()
     options = {
         **TRL_LOSS,
@@ -217,7 +210,7 @@ def _padded(update: Update) -> list[dict[str, Tensor]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=9)
     gpu = ["Qwen2.5-1.5B", "Qwen2.5-0.5B", "Qwen2.5-7B", "Llama-3.1-8B"]
-    add_models(parser, gpu, ["SmolLM2-135M"], cpu_layers=2)
+    models.add_models(parser, gpu, ["SmolLM2-135M"], cpu_layers=2)
     add_sizes(parser, SIZES)
 
 
@@ -225,10 +218,10 @@ def main(options: argparse.Namespace) -> int:
     device = check_common(options)
     names = choose_names(list(IMPLEMENTATIONS), options.impl)
     sizes = sizes_of(options, SIZES)
-    lengths = draw_lengths(options.prompts, options.group, options.seed)
+    lengths = models.draw_lengths(options.prompts, options.group, options.seed)
     contests = []
-    for model in chosen_models(options):
-        section = model_section(model["model"], options)
+    for model in models.chosen_models(options):
+        section = models.model_section(model["model"], options)
         update = Update(
             section, model["layers"], lengths, options.group, options.micro_batch_tokens, options.seed
         )

@@ -51,7 +51,7 @@ VARIANTS: dict[str, tuple[type[GRPOTrainer], Callable[[], AbstractContextManager
 _TIMES = ("time", "runtime", "per_second", "flos")  # in the names of what is no number of the algorithm's
 
 
-# One trainer ----------------------------------------------------------------------------------------------
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Setting:
         return f"{self.loss_type}, {'LoRA' if self.lora else 'full'}, {self.precision}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """What one trainer logged."""
 
@@ -94,7 +94,7 @@ def train(
     """
     options = {
         "max_steps": steps,
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": DEVICE.type == "cpu",
         "loss_type": setting.loss_type,
         "importance_sampling_level": "sequence" if setting.loss_type == "luspo" else "token",
         "beta": 0.05,
@@ -116,19 +116,18 @@ def train(
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
             set_seed(SEED)
-            built = trl_trainer(
-                trainer, folder, task.model,
-                prompts=task.prompts, reward=task.reward, lora=setting.lora, **options,
-            )  # fmt: skip
+            given = {"prompts": task.prompts, "reward": task.reward, "lora": setting.lora, **options}
+            built = trl_trainer(trainer, folder, task.model, **given)
             sampled = watch_sampling(built.model, samples)
             start = time.perf_counter()
             built.train()
             seconds = time.perf_counter() - start
-        history = [entry for entry in built.state.log_history if "loss" in entry]
-        found.append(Run(history, sampled, seconds))
+        found.append(Run([entry for entry in built.state.log_history if "loss" in entry], sampled, seconds))
 
-    memory = memory_of(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return replace(found[0], peak_bytes=memory.best)
+    memory = memory_of(run, DEVICE)
+    (one,) = found
+    one.peak_bytes = memory.best
+    return one
 
 
 def watch_sampling(model: Any, samples: list[Tensor] | None) -> list[Tensor]:
@@ -147,11 +146,8 @@ def watch_sampling(model: Any, samples: list[Tensor] | None) -> list[Tensor]:
     return seen
 
 
-# Several, compared ----------------------------------------------------------------------------------------
-
-
-def side_by_side(setting: Setting, task: Task, steps: int) -> dict[str, Run]:
-    """The three trainers, one by one; in bfloat16 TRL's in float32 too, for the size of rounding."""
+def side_by_side(setting: Setting, task: Task, steps: int) -> dict[str, dict[str, Any]]:
+    """The three trainers beside TRL's own; in bfloat16 TRL's in float32 too, for the size of rounding."""
     runs: dict[str, Run] = {}
     for name, (trainer, context) in VARIANTS.items():
         with context():
@@ -160,7 +156,7 @@ def side_by_side(setting: Setting, task: Task, steps: int) -> dict[str, Run]:
     if setting.precision == "bfloat16":
         exact = replace(setting, precision="float32")
         runs["TRL in float32"] = train(exact, GRPOTrainer, task, steps, runs[TRL].samples)
-    return runs
+    return {name: compared(runs[TRL], run) for name, run in runs.items()}
 
 
 def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -171,21 +167,20 @@ def differences(a: Sequence[dict[str, float]], b: Sequence[dict[str, float]]) ->
     """
     largest: dict[str, float] = {}
     for step, (mine, other) in enumerate(zip(a, b, strict=True)):
-        names, others = (
-            {name for name in entry if not any(word in name for word in _TIMES)} for entry in (mine, other)
-        )
-        if names != others:
-            raise ValueError(f"step {step}: {sorted(names ^ others)} is logged by one trainer only")
-        for name in names:
+        for name in sorted(mine.keys() | other.keys()):
+            if any(word in name for word in _TIMES):
+                continue
+            if name not in mine or name not in other:
+                raise ValueError(f"step {step}: [{name!r}] is logged by one trainer only")
             largest[name] = max(largest.get(name, 0.0), _gap(mine[name], other[name]))
     return largest
 
 
 def _gap(mine: float | None, other: float | None) -> float:
-    a, b = (math.nan if value is None else value for value in (mine, other))
-    if math.isnan(a) or math.isnan(b):
-        return 0.0 if math.isnan(a) and math.isnan(b) else math.inf
-    return abs(a - b) / max(1.0, abs(a))
+    missing = [value is None or math.isnan(value) for value in (mine, other)]
+    if any(missing):
+        return 0.0 if all(missing) else math.inf
+    return abs(mine - other) / max(1.0, abs(mine))
 
 
 def compared(base: Run, run: Run) -> dict[str, Any]:
@@ -205,9 +200,6 @@ def compared(base: Run, run: Run) -> dict[str, Any]:
     }
 
 
-# The command ----------------------------------------------------------------------------------------------
-
-
 def run_cells(
     settings: Sequence[Setting], task: Task, model: str, steps: int, path: Path | None
 ) -> Iterator[dict[str, Any]]:
@@ -219,19 +211,16 @@ def run_cells(
     document: dict[str, Any] = {"model": model, "cells": []}
     if path is not None and path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["model"] != model:
-            raise ValueError(
-                f"{path} holds cells of --model {document['model']}, not {model}: give another file"
-            )
+    if document["model"] != model:
+        raise ValueError(f"{path} holds cells of --model {document['model']}, not {model}: give another file")
     cells = document["cells"]
     yield from cells
     done = [(cell["name"], cell["steps"]) for cell in cells]
-    document["environment"] = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    document["environment"] = environment(DEVICE)
     for setting in settings:
         if (setting.name, steps) in done:
             continue
-        runs = side_by_side(setting, task, steps)
-        variants = {name: compared(runs[TRL], run) for name, run in runs.items()}
+        variants = side_by_side(setting, task, steps)
         cells.append({**asdict(setting), "name": setting.name, "steps": steps, "variants": variants})
         if path is not None:
             write_json(path, document)
@@ -272,9 +261,7 @@ def main(given: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.model == "random":
             save_model(Path(folder))
-            task = words_task(Path(folder))
-        else:
-            task = sums_task(options.model)
+        task = words_task(Path(folder)) if options.model == "random" else sums_task(options.model)
         for cell in run_cells(settings, task, options.model, options.steps, options.json):
             print(*lines(cell), sep="\n", flush=True)
 

@@ -29,15 +29,8 @@ from grpo_fast.rollout import Completion, Requests, Sampling, make_engine
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.requests import Request
 
+from . import models
 from .contest import Contest, Entrant, Prepared
-from .models import (
-    add_models,
-    chosen_models,
-    make_policy,
-    make_tokenizer,
-    model_section,
-    vocabulary_of,
-)
 from .peers import choose_names
 from .rollout import ENGINES
 from .session import add_common_arguments, add_sizes, check_common, run_session, sizes_of
@@ -102,13 +95,13 @@ def count_cached(vllm: Any, first: int) -> list[tuple[int, int]]:
 def contest(shape: dict[str, Any], model: ModelConfig, seed: int) -> Contest:
     """One engine, its tools at once and slow."""
     held, closing, size = {}, ExitStack(), shape["common"] + OWN
-    ids = random.Random(seed).choices(range(3, vocabulary_of(model.path)), k=shape["common"])
+    ids = random.Random(seed).choices(range(3, models.vocabulary_of(model.path)), k=shape["common"])
     prompts = [Prompt(i, "", (*ids, *[3 + i] * OWN), {}) for i in range(shape["prompts"])]
     sampling = Sampling(max_completion_length=3 * (shape["turn"] + ANSWER), seed=seed)
 
     def start() -> None:
-        policy = make_policy(model, shape["layers"], seed)
-        policy.tokenizer = make_tokenizer(vocabulary_of(model.path))
+        policy = models.make_policy(model, shape["layers"], seed)
+        policy.tokenizer = models.make_tokenizer(models.vocabulary_of(model.path))
         policy.tokenizer.chat_template = "{{ messages }}"
         cache = VLLMConfig(kv_cache_gib=2.0 if model.device == "cpu" else None)
         config, longest = (
@@ -153,7 +146,7 @@ def contest(shape: dict[str, Any], model: ModelConfig, seed: int) -> Contest:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=3)
-    add_models(parser, ["Qwen2.5-1.5B"], ["SmolLM2-135M"], cpu_layers=4)
+    models.add_models(parser, ["Qwen2.5-1.5B"], ["SmolLM2-135M"], cpu_layers=4)
     add_sizes(parser, SIZES)
     parser.add_argument("--seconds", type=float, default=0.5, help="that a call takes (0.5)")
 
@@ -161,8 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     check_common(options)
     more, contests = {"seconds": options.seconds, "dtype": options.dtype}, []
-    for model in chosen_models(options):
+    for model in models.chosen_models(options):
         for name in choose_names(list(ENGINES), options.impl):
             shape = {"engine": name, **model, **sizes_of(options, SIZES), **more}
-            contests.append(contest(shape, model_section(model["model"], options), options.seed))
+            contests.append(contest(shape, models.model_section(model["model"], options), options.seed))
     return run_session(options, contests, notes=[GOAL])

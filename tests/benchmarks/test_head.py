@@ -147,11 +147,8 @@ def test_who_is_not_ready_in_time_is_not_asked_again_and_the_others_are_measured
     assert len(asked) == 1
 
 
-def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path, only, seed):
-    generator = torch.Generator().manual_seed(seed)
-    made = {
-        name: torch.randn(rows, 24, generator=generator) for name, rows in (("hidden", 20), ("weight", 90))
-    }
+def test_real_rows_come_from_the_file_in_its_own_shape(tmp_path, only, rng):
+    made = {"hidden": torch.randn(20, 24, generator=rng), "weight": torch.randn(90, 24, generator=rng)}
     file = tmp_path / "rows.safetensors"
     save_file(made | {"target": torch.arange(20)}, file)
     only(FULL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,15 +23,7 @@ def make(loss: str, seed: int, tokens: int = 64) -> tuple[Problem, Tensor]:
     return problem, logprobs.requires_grad_()
 
 
-def assert_same(found: Tensor, expected: Tensor, logprobs: Tensor) -> None:
-    """Value and gradient, to float64's rounding and that of the float32 constants' products."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
-
-
-def test_grpo_is_the_packages(seed):
-    problem, logprobs = make(GRPO, seed)
+def packages_grpo(problem: Problem, logprobs: Tensor) -> Tensor:
     inputs = LossInputs(
         logprobs=logprobs,
         advantages=problem.advantages,
@@ -41,20 +34,28 @@ def test_grpo_is_the_packages(seed):
         ref_logprobs=problem.ref_logprobs,
     )
     config = GRPOLossConfig(loss_type="grpo", epsilon_low=CLIP, epsilon_high=CLIP, beta=KL_BETA)
+    return policy_loss(inputs, config).loss
 
-    assert_same(loss_of(problem, logprobs), policy_loss(inputs, config).loss, logprobs)
 
-
-def test_dpo_is_the_packages_with_a_reference_that_likes_both_of_a_pair_equally(seed):
-    problem, logprobs = make(DPO, seed)
+def packages_dpo(problem: Problem, logprobs: Tensor) -> Tensor:
+    """With a reference that likes both of a pair equally."""
     chosen, rejected = logprobs.view(problem.sequences, -1).sum(1).chunk(2)
     lengths = torch.full((problem.sequences // 2,), 64 // problem.sequences)
     reference = torch.randn(problem.sequences // 2, dtype=torch.float64)
     inputs = PreferenceInputs(chosen, rejected, lengths, lengths, reference, reference)
+    return preference_loss(inputs, PreferenceLossConfig(loss_type="sigmoid", beta=DPO_BETA)).loss
 
-    expected = preference_loss(inputs, PreferenceLossConfig(loss_type="sigmoid", beta=DPO_BETA)).loss
 
-    assert_same(loss_of(problem, logprobs), expected, logprobs)
+@pytest.mark.parametrize(("loss", "packages"), [(GRPO, packages_grpo), (DPO, packages_dpo)])
+def test_a_loss_and_its_gradient_are_the_packages(loss, packages, seed):
+    """To float64's rounding and that of the float32 constants' products."""
+    problem, logprobs = make(loss, seed)
+
+    found, expected = loss_of(problem, logprobs), packages(problem, logprobs)
+
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
 
 
 def test_grpo_is_slightly_off_policy_with_no_token_near_its_clip(seed):
@@ -65,20 +66,15 @@ def test_grpo_is_slightly_off_policy_with_no_token_near_its_clip(seed):
     clipped = (ratio - 1).abs() > CLIP
     assert (((ratio - 1).abs() - CLIP).abs() > 0.05).all()
     assert 0.04 < clipped.double().mean() < 0.17  # a tenth ± 6 standard deviations
-    assert (ratio[clipped] > 1).any()
-    assert (ratio[clipped] < 1).any()
+    assert (ratio[clipped] > 1).any() and (ratio[clipped] < 1).any()
     assert (logprobs - problem.ref_logprobs).abs().mean() > 0.05
 
 
 def test_the_batch_is_the_same_whatever_the_loss(seed):
-    batches = [
-        make_problem(Setting("flat", 64, 16, 50, "forward", True, "float32", loss), torch.device("cpu"), seed)
-        for loss in LOSSES
-    ]
+    first, *others = (make(loss, seed)[0] for loss in LOSSES)
 
     for name in ("hidden", "weight", "targets", "advantages"):
-        first, *others = (getattr(batch, name) for batch in batches)
-        assert all(torch.equal(first, other) for other in others)
+        assert all(torch.equal(getattr(first, name), getattr(other, name)) for other in others)
 
 
 def test_a_heads_traffic_counts_each_input_and_result_once():

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,14 +56,11 @@ def test_steps_from_the_first_generation_with_another_token_on_are_not_compared(
 
 
 def test_given_samples_take_the_place_of_sampling():
-    class Model(torch.nn.Module):
-        device = torch.device("cpu")
+    def generate() -> torch.Tensor:
+        torch.rand(5)
+        return torch.tensor([[7]])
 
-        def generate(self) -> torch.Tensor:
-            torch.rand(5)
-            return torch.tensor([[7]])
-
-    model, replaying = Model(), Model()
+    model, replaying = (SimpleNamespace(device="cpu", generate=generate) for _ in range(2))
 
     seen = watch_sampling(model, None)
     model.generate()
@@ -86,15 +84,14 @@ def test_the_command_compares_each_trainer_and_completes_its_record(tmp_path: Pa
     assert all(f"grpo, full, bfloat16, {name}: " in printed for name in cell["variants"])
     assert cell["variants"]["patched"]["differences"]["loss"] < 0.05
 
-    def side_by_side(setting: Setting, *_: object) -> dict[str, Run]:
+    def side_by_side(setting: Setting, *_: object) -> dict[str, dict]:
         assert setting.name == "grpo, full, float32"
-        return {"TRL": run_of([0.0], [1])}
+        run = run_of([0.0], [1])
+        return {"TRL": compared(run, run)}
 
     monkeypatch.setattr(trl_side_by_side, "side_by_side", side_by_side)
     trl_side_by_side.main([*options, "--precision", "bfloat16", "float32"])
-    assert [found["precision"] for found in json.loads(record.read_text())["cells"]] == [
-        "bfloat16",
-        "float32",
-    ]
+    found = [cell["precision"] for cell in json.loads(record.read_text())["cells"]]
+    assert found == ["bfloat16", "float32"]
     with pytest.raises(ValueError, match="holds cells of --model random, not m"):
         list(trl_side_by_side.run_cells([], words_task(tmp_path), "m", 2, record))
