@@ -32,7 +32,7 @@ from transformers import set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOTrainer
 
-from grpo_fast.integrations.host_loss import LOSS_TYPES
+from grpo_fast.integrations.losses import LOSS_TYPES
 from grpo_fast.integrations.trl import FastGRPOTrainer, patched
 
 from .machine import environment

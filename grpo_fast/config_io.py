@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,8 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
         try:
             _validated(tree, f"the configuration converted from {conversion.source}", [])
         except ConfigError as error:
-            blamed = {_blamed(problem, conversion.places): str(problem) for problem in error.problems}
-            refused = {place: reason for place, reason in blamed.items() if place}
+            found = [(_blamed(problem, conversion.places), str(problem)) for problem in error.problems]
+            refused = {place: reason for places, reason in found for place in places}
             if not refused:
                 raise
             conversion = conversion.without(refused)
@@ -141,10 +141,14 @@ def _read_foreign(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), [Problem("the file", f"cannot be read: {error}")]) from None
 
 
-def _blamed(problem: Problem, places: Mapping[str, Any]) -> str | None:
-    """The place of a converted value that is refused: a problem's own, or what its message begins with."""
-    start = problem.message.partition(" ")[0]
-    return next((name for name in (problem.name, start, f"{problem.name}.{start}") if name in places), None)
+def _blamed(problem: Problem, places: Mapping[str, Any]) -> list[str]:
+    """The places of converted values that are refused.
+
+    A problem's own, or what its message begins with, else what the problem lies in, or is missing beside.
+    """
+    start, section = problem.message.partition(" ")[0], problem.name.rpartition(".")[0]
+    named = [name for name in (problem.name, start, f"{problem.name}.{start}") if name in places]
+    return named[:1] or [place for place in places if section and f"{place}.".startswith(f"{section}.")]
 
 
 def check_filled_in(config: TrainConfig) -> None:
@@ -239,16 +243,12 @@ def nearest_keys(name: str, limit: int = 3) -> list[str]:
     Keys of the same section come first, then the same last part elsewhere, then names alike.
     """
     parent, _, leaf = name.rpartition(".")
-
-    def likeness(key: str) -> float:
-        section, _, last = key.rpartition(".")
-        alike, whole = (SequenceMatcher(None, *pair).ratio() for pair in ((leaf, last), (name, key)))
-        if section == parent and alike >= 0.7:
-            return 3 + alike
-        return 2 + alike if last == leaf else 1 + whole if whole >= 0.75 else alike if alike >= 0.75 else 0
-
-    scores = {key: likeness(key) for key in (*keys(), *MOVED)}
-    return [key for key in sorted(scores, key=scores.__getitem__, reverse=True)[:limit] if scores[key]]
+    known = {key: key.rpartition(".") for key in (*keys(), *MOVED)}
+    beside = {last: key for key, (section, _, last) in known.items() if section == parent}
+    found = [beside[last] for last in get_close_matches(leaf, beside, cutoff=0.7)]
+    found += [key for key, (_, _, last) in known.items() if last == leaf]
+    found += get_close_matches(name, known, cutoff=0.75)
+    return list(dict.fromkeys(found))[:limit]
 
 
 def without_positions(name: str) -> str:
@@ -410,6 +410,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> yaml.ScalarNode:
+        # Outside double quotes PyYAML folds Unicode's own line separators, which are then lost.
+        quoted = any(separator in data for separator in "\x85\u2028\u2029")
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 for _class in (_Loader, _Dumper):  # both, so that the string "1e-6" is written with its quotes
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))

@@ -24,30 +24,15 @@ if TYPE_CHECKING:
 
 # One engine, one model and one record of the run serve all stages.
 OVERRIDABLE = (
-    *(
-        "method",
-        "dataset",
-        "rewards",
-        "rollout",
-        "advantage",
-        "loss",
-        "groups",
-        "curriculum",
-        "adaptive_weights",
-    ),
-    *("optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
+    *("method", "dataset", "rewards", "rollout", "advantage", "loss", "groups", "curriculum"),
+    *("adaptive_weights", "optimizer", "prompts_per_step", "num_iterations", "minibatches", "old_logprobs"),
 )
 # Engine and optimizer are made once; a stage changes how they sample and step.
 SERVES_ALL = {"rollout": ("engine", "max_batch_tokens"), "optimizer": ("kind", "stochastic_rounding")}
 # The context to validate a part of a run in: what it does not read may be for another part.
 PART = "part"
 # Another value of this key replaces its whole section.
-SECTION_DISCRIMINATOR = {
-    "dataset": "source",
-    "loss": "loss_type",
-    "groups": "strategy",
-    "adaptive_weights": "method",
-}
+SECTION_DISCRIMINATOR = dict(dataset="source", loss="loss_type", groups="strategy", adaptive_weights="method")
 
 
 class StageConfig(Section):
@@ -97,7 +82,13 @@ def resolve_stages(config: TrainConfig) -> tuple[Stage, ...]:
         Stage(stage.name, start, end, _configure(type(config), stage, base), stage.fresh_optimizer)
         for stage, (start, end) in zip(config.stages, pairwise(_bounds(config)), strict=True)
     )
-    _check_warmup(stages)
+    for index, stage in enumerate(stages):
+        warmup, steps = stage.config.optimizer.warmup_steps, schedule_steps(stages, index)
+        if warmup >= steps:
+            raise ValueError(
+                f"stage {stage.name!r}: optimizer.warmup_steps = {warmup} leaves no step of the {steps} "
+                "until the next fresh optimizer at the full rate; lower it"
+            )
     return stages
 
 
@@ -145,16 +136,6 @@ def _check_overrides(stage: StageConfig) -> None:
         raise ValueError(
             "overrides the optimizer, whose state goes on from the stage before; add fresh_optimizer: true"
         )
-
-
-def _check_warmup(stages: Sequence[Stage]) -> None:
-    for index, stage in enumerate(stages):
-        warmup, steps = stage.config.optimizer.warmup_steps, schedule_steps(stages, index)
-        if warmup >= steps:
-            raise ValueError(
-                f"stage {stage.name!r}: optimizer.warmup_steps = {warmup} leaves no step of the {steps} "
-                "until the next fresh optimizer at the full rate; lower it"
-            )
 
 
 def _configure(kind: type[TrainConfig], stage: StageConfig, base: Mapping[str, Any]) -> TrainConfig:

@@ -15,7 +15,6 @@ import torch
 from pydantic import ValidationError
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.run import train
 from grpo_fast.run_record.checkpoint import CheckpointStore
 from grpo_fast.stages import resolve_stages, schedule_steps, stage_at
@@ -74,12 +73,6 @@ def test_a_learning_rate_schedule_spans_from_one_fresh_optimizer_to_the_next():
         )
     )
     assert [schedule_steps(stages, i) for i in range(4)] == [6, 6, 4, 4]
-
-
-def test_staged_configurations_survive_a_round_trip(tmp_path: Path):
-    config = stages_of(stage("a", 5, loss={"beta": 0.0}), stage("b"))
-    (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "config.yaml", []) == config
 
 
 @pytest.mark.parametrize(
@@ -159,20 +152,19 @@ def whole(toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_staged_run_resumed_anywhere_equals_one_that_was_not_interrupted(toy, whole, contents, seed: int):
     whole_dir, _ = whole
     expected = CheckpointStore(whole_dir / "checkpoints").load_latest()
-    # Right at the change of stage, and somewhere within one.
-    for step in (random.Random(seed).choice([3, 6]), random.Random(seed).choice([1, 2, 4, 5, 7, 8])):
-        run_dir = whole_dir.with_name(f"resumed-{step}")
-        shutil.copytree(whole_dir, run_dir)
-        for later in range(step + 1, 10):  # a kill right after a checkpoint leaves the logs ahead of it
-            shutil.rmtree(run_dir / "checkpoints" / f"step-{later:08d}")
-        train(staged(toy, whole_dir.parent, run_dir.name), resume="latest", display=False)
-        found = CheckpointStore(run_dir / "checkpoints").load_latest()
-        assert found.step == 9 and found.state == expected.state
-        ends = contents(expected), contents(found)
-        for name, tensor in ends[0].items():
-            assert tensor.equal(ends[1][name]), f"from {step}: {name}"
-        for name in FILES:
-            assert (run_dir / name).read_bytes() == (whole_dir / name).read_bytes(), f"from {step}: {name}"
+    # Half of the time right at the change of stage, else somewhere within one.
+    step = random.Random(seed).choice([3, 6] * 3 + [1, 2, 4, 5, 7, 8])
+    run_dir = whole_dir.with_name(f"resumed-{step}")
+    shutil.copytree(whole_dir, run_dir)
+    for later in range(step + 1, 10):  # a kill right after a checkpoint leaves the logs ahead of it
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{later:08d}")
+    train(staged(toy, whole_dir.parent, run_dir.name), resume="latest", display=False)
+    found = CheckpointStore(run_dir / "checkpoints").load_latest()
+    assert found.step == 9 and found.state == expected.state
+    before, after = contents(expected), contents(found)
+    assert not [name for name, tensor in before.items() if not tensor.equal(after[name])], f"from {step}"
+    for name in FILES:
+        assert (run_dir / name).read_bytes() == (whole_dir / name).read_bytes(), f"from {step}: {name}"
 
 
 def test_every_stage_trains_with_what_it_overrides(whole):

@@ -12,8 +12,8 @@ from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import ConfigError, Problem, keys, unknown_key, without_positions
+from grpo_fast.convert import TABLES, names_of_peers
 from grpo_fast.convert.names import NAMES
-from grpo_fast.convert.peers import TABLES, names_of_peers
 from grpo_fast.convert.rules import translate
 from grpo_fast.section import LARGEST
 

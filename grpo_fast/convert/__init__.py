@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
+from grpo_fast.convert import nemo_rl, verl
 from grpo_fast.convert.axolotl import read_axolotl
 from grpo_fast.convert.conversion import Conversion
-from grpo_fast.convert.nemo_rl import read_nemo_rl
-from grpo_fast.convert.trl import read_trl
-from grpo_fast.convert.verl import read_verl
+from grpo_fast.convert.names import MOVED
+from grpo_fast.convert.rules import Absent, Rule
+from grpo_fast.convert.trl import PREFERENCE, read_trl
 
 __all__ = ["Conversion", "convert", "recognise"]
 
-READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": read_nemo_rl, "verl": read_verl}
+READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl, "verl": verl.read_verl}
+
+FLAT = "TRL, Axolotl"
+TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", nemo_rl.RULES), ("verl", verl.RULES))
+# Between them these values make every rule that is a function say where it puts one.
+_PROBES: tuple[Any, ...] = (1, 0.5, True, "wandb", "owner/name", ["a"])
 
 
 def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conversion:
@@ -48,3 +55,28 @@ def recognise(document: Mapping[str, Any]) -> str:
     if sections & {"algorithm", "policy", "grpo", "dpo"}:
         return "nemo_rl"
     return "axolotl" if {"base_model", "rl", "trl"} & set(document) else "trl"
+
+
+@cache
+def names_of_peers() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Our dotted key -> the tools that have it -> their names."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for tools, rules in TABLES:
+        for name, rule in rules.items():
+            for place in sorted(set(_places(rule))):
+                names = found.setdefault(place, {})
+                names[tools] = tuple(dict.fromkeys([*names.get(tools, ()), name]))
+    return found
+
+
+def _places(rule: Rule) -> Iterator[str]:
+    if isinstance(rule, str):
+        yield rule
+    elif "to" in getattr(rule, "keywords", ()):
+        yield rule.keywords["to"]  # type: ignore[union-attr]
+    elif not isinstance(rule, Absent):
+        for value in _PROBES:
+            try:
+                yield from rule(value, {})
+            except Exception:  # it has no equivalent of this value
+                continue

@@ -118,8 +118,6 @@ def convert_entries(
     """Our configuration from foreign keys; every key is in the account.
 
     Args:
-        source: whose configuration it is.
-        entries: each key with its rule.
         siblings: all values by the names that the rules know.
         preference: the run trains on fixed pairs instead of the policy's own completions.
     """

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import NAMES, betas, clip
 from grpo_fast.convert.references import flatten, resolve
-from grpo_fast.convert.rules import (
-    Absent,
-    Places,
-    Rule,
-    by_table,
-    find_rule,
-    load_yaml,
-    rules_of,
-)
+from grpo_fast.convert.rules import Absent, Places, Rule, Siblings, by_table, find_rule, load_yaml, rules_of
 from grpo_fast.convert.trl import PREFERENCE
 
-Leaves = Mapping[str, Any]
 # What a missing key means there, where ours would mean something else.
 DEFAULTS = {"loss_fn.use_importance_sampling_correction": False}
 
@@ -48,7 +40,7 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     return convert_entries("NeMo-RL", entries, siblings, preference=preference)
 
 
-def loss_type(value: Any, leaves: Leaves) -> Places:
+def loss_type(value: Any, leaves: Siblings) -> Places:
     if leaves.get("loss_fn.use_cispo"):
         return {"loss.loss_type": "cispo"}
     if leaves.get("loss_fn.disable_ppo_ratio"):
@@ -56,7 +48,7 @@ def loss_type(value: Any, leaves: Leaves) -> Places:
     return {"loss.loss_type": "dapo" if value else "grpo"}
 
 
-def sampler_correction(value: Any, leaves: Leaves) -> Places:
+def sampler_correction(value: Any, leaves: Siblings) -> Places:
     if not value:
         return {"loss.sampler_correction": "none"}
     bounded = leaves.get("loss_fn.truncated_importance_sampling_ratio")
@@ -66,7 +58,7 @@ def sampler_correction(value: Any, leaves: Leaves) -> Places:
     return by_table(kind, {}, to="loss.sampler_correction", values=modes, otherwise=otherwise)
 
 
-def minibatches(value: Any, leaves: Leaves) -> Places:
+def minibatches(value: Any, leaves: Siblings) -> Places:
     if any(key.startswith("dpo.") for key in leaves):
         return {"prompts_per_step": value}
     prompts, group = leaves.get("grpo.num_prompts_per_step"), leaves.get("grpo.num_generations_per_prompt")
@@ -75,14 +67,14 @@ def minibatches(value: Any, leaves: Leaves) -> Places:
     return {"minibatches": prompts * group // value}
 
 
-def lora_targets(value: Any, leaves: Leaves) -> Places:
+def lora_targets(value: Any, leaves: Siblings) -> Places:
     if not leaves.get(f"{_LORA}.enabled"):
         return {}
     everything = leaves.get(f"{_LORA}.match_all_linear", True) or not value
     return {"model.lora.target_modules": "all-linear" if everything else value}
 
 
-def scheduler(value: Any, leaves: Leaves) -> Places:
+def scheduler(value: Any, leaves: Siblings) -> Places:
     """A chain of torch schedulers: a linear rise, then constant, linear or cosine."""
     places: Places = {}
     stages = [stage for stage in value or [] if "name" in stage]
@@ -102,7 +94,7 @@ def scheduler(value: Any, leaves: Leaves) -> Places:
     return {**places, "optimizer.schedule": "cosine"}
 
 
-def answer_column(value: Any, _: Leaves) -> Places:
+def answer_column(value: Any, _: Siblings) -> Places:
     return {"dataset.rename": {value: "answer"}} if value != "answer" else {}
 
 
@@ -114,13 +106,13 @@ RULES: dict[str, Rule] = {
     **dict(rules_of(load_yaml("nemo_rl.yaml"))),
     "data.output_key": answer_column,
     "data.train.output_key": answer_column,
-    "loss_fn.ratio_clip_max": clip("high", "loss_fn.use_cispo", True),
-    "loss_fn.ratio_clip_min": clip("low", "loss_fn.use_cispo", True),
+    "loss_fn.ratio_clip_max": partial(clip, "high", "loss_fn.use_cispo", True),
+    "loss_fn.ratio_clip_min": partial(clip, "low", "loss_fn.use_cispo", True),
     "loss_fn.token_level_loss": loss_type,
     "loss_fn.use_importance_sampling_correction": sampler_correction,
     f"{_LORA}.target_modules": lora_targets,
-    f"{_MEGATRON}.optimizer.adam_beta1": betas(f"{_MEGATRON}.optimizer."),
-    f"{_MEGATRON}.optimizer.adam_beta2": betas(f"{_MEGATRON}.optimizer."),
+    f"{_MEGATRON}.optimizer.adam_beta1": partial(betas, f"{_MEGATRON}.optimizer."),
+    f"{_MEGATRON}.optimizer.adam_beta2": partial(betas, f"{_MEGATRON}.optimizer."),
     "policy.generation.stop_strings": NAMES["stop"],
     "policy.generation.top_k": NAMES["top_k"],
     "policy.scheduler": scheduler,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 Places = dict[str, Any]  # dotted name here -> value
+Siblings = Mapping[str, Any]  # the keys beside one, with their values
 
 
 NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that ask for nothing
@@ -31,11 +32,11 @@ class Absent:
 
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so
 # anyway, and raises ValueError, with the remedy, for a value without an equivalent.
-Translate = Callable[[Any, Mapping[str, Any]], Places]
+Translate = Callable[[Any, Siblings], Places]
 Rule = str | Translate | Absent  # a string is a place: the value stays, null sets nothing
 
 
-def translate(rule: Rule, value: Any, siblings: Mapping[str, Any]) -> Places:
+def translate(rule: Rule, value: Any, siblings: Siblings) -> Places:
     """Our names and values for a foreign one.
 
     Raises:
@@ -52,7 +53,7 @@ def translate(rule: Rule, value: Any, siblings: Mapping[str, Any]) -> Places:
 
 def by_table(
     value: Any,
-    siblings: Mapping[str, Any],
+    siblings: Siblings,
     *,
     to: str = "",
     beside: str = "",
@@ -89,7 +90,7 @@ def by_table(
     return translate(to, value, siblings)
 
 
-def _is_on(switch: str, siblings: Mapping[str, Any]) -> bool:
+def _is_on(switch: str, siblings: Siblings) -> bool:
     key, equals, wanted = switch.partition("=")
     value = siblings.get(key)
     return value is None or str(value).lower() == wanted if equals else bool(value)

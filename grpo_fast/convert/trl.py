@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
@@ -12,7 +13,7 @@ from grpo_fast.convert.rules import (
     NotApplicable,
     Places,
     Rule,
-    Translate,
+    Siblings,
     load_yaml,
     rules_of,
     translate,
@@ -72,7 +73,7 @@ def trl_rules(document: Mapping[str, Any], preference: bool) -> tuple[dict[str, 
     if theirs := sorted(packages - BUILTINS.keys()):
         notes["reward_funcs"] = f"{' and '.join(theirs)} must be installed, and prompts be conversations"
     if per_rollout > 1:
-        rules |= {key: _in_rollouts(rules[key], per_rollout) for key in STEPS}
+        rules |= {key: partial(_in_rollouts, rules[key], per_rollout) for key in STEPS}
         notes |= dict.fromkeys(STEPS, f"a step here is a rollout, {per_rollout} optimiser steps there")
     return rules, notes
 
@@ -83,8 +84,11 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     TRL generates `generation_batch_size` completions, by default per-device batch x processes x
     steps_per_generation, and makes an optimiser step of every `gradient_accumulation_steps` batches of them.
     """
-    given = {key: document[key] for key in BATCH if document.get(key) is not None}
+    given = {key: document[key] for key in BATCH if document.get(key)}
     group = 1 if preference else document.get("num_generations") or 8
+    iterations = document.get("num_iterations") or 1
+    if not all(isinstance(size, int) and size > 0 for size in (*given.values(), group, iterations)):
+        return Absent("batch sizes are whole numbers above 0; set prompts_per_step", decide=True), "", 1
     batch = given.get("per_device_train_batch_size", 8)
     accumulation = given.get("gradient_accumulation_steps", 1)
     rollout = given.get("generation_batch_size") or batch * (
@@ -94,12 +98,11 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     minibatches, minibatches_rest = divmod(rollout, batch * accumulation)
     counts = f"{rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
     note = f"as on one process: {counts}"
-    iterations = document.get("num_iterations") or 1
     if not prompts or not minibatches or prompts_rest or minibatches_rest or minibatches > prompts:
         return Absent(f"{note}: this does not divide; set prompts_per_step", decide=True), "", iterations
     places = {"prompts_per_step": prompts} | ({} if preference else {"minibatches": minibatches})
 
-    def rule(value: Any, _: Mapping[str, Any]) -> Places:
+    def rule(value: Any, _: Siblings) -> Places:
         if value is None:
             raise NotApplicable("follows from the other batch sizes")
         return places
@@ -107,15 +110,12 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     return rule, note, minibatches * iterations
 
 
-def _in_rollouts(rule: Rule, per_rollout: int) -> Translate:
-    def in_rollouts(value: Any, siblings: Mapping[str, Any]) -> Places:
-        whole = isinstance(value, int) and value > 0
-        return translate(rule, -(-value // per_rollout) if whole else value, siblings)
-
-    return in_rollouts
+def _in_rollouts(rule: Rule, per_rollout: int, value: Any, siblings: Siblings) -> Places:
+    whole = isinstance(value, int) and value > 0
+    return translate(rule, -(-value // per_rollout) if whole else value, siblings)
 
 
-def _preference_loss(value: Any, siblings: Mapping[str, Any]) -> Places:
+def _preference_loss(value: Any, siblings: Siblings) -> Places:
     """TRL's names are ours, but for `sigmoid` with smoothed labels, which is cDPO."""
     names = [value] if isinstance(value, str) else list(value)
     if siblings.get("label_smoothing"):

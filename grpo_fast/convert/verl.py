@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
 from grpo_fast.convert.names import clip, in_steps, report_to, tool_rounds
 from grpo_fast.convert.references import flatten, resolve
-from grpo_fast.convert.rules import NotApplicable, Places, Rule, Translate, find_rule, load_yaml, rules_of
+from grpo_fast.convert.rules import NotApplicable, Places, Rule, Siblings, find_rule, load_yaml, rules_of
 from grpo_fast.objective.catalog import CATALOG
 
-Leaves = Mapping[str, Any]
 ACTOR = "actor_rollout_ref.actor"
 MODE, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
 # verl's name for how a loss is averaged -> ours, and the loss that is so averaged in its `vanilla` mode.
@@ -32,7 +32,7 @@ def read_verl(document: Mapping[str, Any]) -> Conversion:
     return convert_entries("verl", entries, DEFAULTS | leaves, preference=False)
 
 
-def loss_type(_: Any, leaves: Leaves) -> Places:
+def loss_type(_: Any, leaves: Siblings) -> Places:
     """The loss that verl's mode and aggregation make together."""
     mode, averaged = leaves.get(MODE, "vanilla"), leaves.get(AGGREGATION, "token-mean")
     ours, vanilla = AGGREGATIONS.get(str(averaged), ("", ""))
@@ -49,7 +49,7 @@ def loss_type(_: Any, leaves: Leaves) -> Places:
     return places
 
 
-def clip_ratio(value: Any, leaves: Leaves) -> Places:
+def clip_ratio(value: Any, leaves: Siblings) -> Places:
     given = {end: leaves.get(f"{ACTOR}.clip_ratio_{end}") for end in ("low", "high")}
     missing = [end for end in given if given[end] is None]
     if not missing and value != 0.2 and given == {"low": 0.2, "high": 0.2}:
@@ -59,32 +59,29 @@ def clip_ratio(value: Any, leaves: Leaves) -> Places:
     return {f"loss.epsilon_{end}": value for end in missing}
 
 
-def ratio_ceiling(value: Any, leaves: Leaves) -> Places:
+def ratio_ceiling(value: Any, leaves: Siblings) -> Places:
     mode = leaves.get(MODE, "vanilla")
     if mode != "vanilla" and not mode.startswith("dppo_"):
         raise NotApplicable(f"{mode} does not read it")
     return {"loss.delta" if mode == "vanilla" else "loss.dppo_ratio_max": value}
 
 
-def minibatches(value: Any, leaves: Leaves) -> Places:
+def minibatches(value: Any, leaves: Siblings) -> Places:
     prompts = leaves.get("data.train_batch_size")
     if not isinstance(prompts, int) or prompts % value:
         raise ValueError(f"does not divide data.train_batch_size = {prompts}; set minibatches")
     return {"minibatches": prompts // value}
 
 
-def one_file(prefix: str) -> Translate:
-    def rule(value: Any, leaves: Leaves) -> Places:
-        files = [value] if isinstance(value, str) else list(value or [])
-        if len(files) != 1:
-            raise ValueError("a run has one dataset; join the files, or pick one")
-        column = {f"{prefix}prompt_column": leaves["data.prompt_key"]} if "data.prompt_key" in leaves else {}
-        return {f"{prefix}source": files[0], **column}
-
-    return rule
+def one_file(prefix: str, value: Any, leaves: Siblings) -> Places:
+    files = [value] if isinstance(value, str) else list(value or [])
+    if len(files) != 1:
+        raise ValueError("a run has one dataset; join the files, or pick one")
+    column = {f"{prefix}prompt_column": leaves["data.prompt_key"]} if "data.prompt_key" in leaves else {}
+    return {f"{prefix}source": files[0], **column}
 
 
-def warmup(value: Any, leaves: Leaves) -> Places:
+def warmup(value: Any, leaves: Siblings) -> Places:
     if not value or (leaves.get(f"{ACTOR}.optim.lr_warmup_steps") or -1) >= 0:
         return {}
     place = "optimizer.warmup_steps"
@@ -99,12 +96,12 @@ RULES: dict[str, Rule] = {
     AGGREGATION: loss_type,
     f"{ACTOR}.clip_ratio": clip_ratio,
     f"{ACTOR}.clip_ratio_c": ratio_ceiling,
-    f"{ACTOR}.clip_ratio_high": clip("high", MODE, "cispo"),
-    f"{ACTOR}.clip_ratio_low": clip("low", MODE, "cispo"),
+    f"{ACTOR}.clip_ratio_high": partial(clip, "high", MODE, "cispo"),
+    f"{ACTOR}.clip_ratio_low": partial(clip, "low", MODE, "cispo"),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": warmup,
     f"{ACTOR}.ppo_mini_batch_size": minibatches,
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": tool_rounds,
-    "data.train_files": one_file("dataset."),
-    "data.val_files": one_file("evaluation.dataset."),
+    "data.train_files": partial(one_file, "dataset."),
+    "data.val_files": partial(one_file, "evaluation.dataset."),
     "trainer.logger": report_to,
 }

@@ -14,12 +14,7 @@ advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
 
 grpo_loss = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo", use_ref_model=True)
 loss, (kl, clipped) = grpo_loss(
-    hidden,
-    head.weight,
-    completions,
-    mask,
-    advantages,
-    ref_per_token_logps=torch.full((batch, length), -4.6),
+    hidden, head.weight, completions, mask, advantages, ref_per_token_logps=torch.full((batch, length), -4.6)
 )
 loss.backward()
 norm = torch.nn.utils.clip_grad_norm_(head.parameters(), max_norm=1.0)

@@ -117,11 +117,7 @@ def train(
             for completion, advantage in zip(group, compared.advantages[group_id].tolist(), strict=True)
             if not compared.flat[group_id]
         ]
-        batches = pack(
-            samples,
-            max_tokens=MICRO_BATCH_TOKENS,
-            device=policy.device,
-        )
+        batches = pack(samples, max_tokens=MICRO_BATCH_TOKENS, device=policy.device)
 
         # Loss and gradient: the micro-batches' losses add up, since all are divided by the step's counts.
         completions = [completion for group in groups for completion in group]

@@ -1,28 +1,28 @@
-"""A host library: its known versions, the losses it can serve, the attributes that a patch replaces."""
+"""What adapters do with a host library: know its version, replace its attributes, stand in for its logits."""
 
 from __future__ import annotations
 
 import importlib
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any
 
-from grpo_fast.objective import GRPOLossConfig
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-_TERMS = {
-    "reference": ("a reference model's log-probabilities", "beta"),
-    "entropy": ("entropies", "entropy_coef, use_adaptive_entropy and top_entropy_quantile"),
-    "sampler": ("log-probabilities of a sampler beside the old policy's", "sampler_correction"),
-}
+from grpo_fast.head import HeadParameters, linear_logprob
+from grpo_fast.policy.architecture import head_parameters
+
 _ABSENT = object()
 
 
-def require(module: str, *known: str) -> None:
-    """Import a host library of a version this package was tested with.
+def require(module: str, known: str) -> None:
+    """Import a host library of the version this package was tested with.
 
     Args:
         module: what to import; installed under the same name, with hyphens.
-        known: version prefixes, such as "0.9".
+        known: a version's first parts, such as "0.9".
 
     Raises:
         ImportError: the library is missing, or of another version.
@@ -33,34 +33,13 @@ def require(module: str, *known: str) -> None:
         version = metadata.version(distribution) if version is None else version
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"{module} cannot be imported ({error}); this adapter needs {distribution} {' or '.join(known)}"
+            f"{module} cannot be imported ({error}); this adapter needs {distribution} {known}"
         ) from error
-    if not any(version == prefix or version.startswith(f"{prefix}.") for prefix in known):
+    if not f"{version}.".startswith(f"{known}."):
         raise ImportError(
-            f"{distribution} is version {version}, but this adapter knows {' and '.join(known)} only; "
-            f"install '{distribution}=={known[-1]}.*', or a newer grpo-fast"
+            f"{distribution} is version {version}, but this adapter knows {known} only; install "
+            f"'{distribution}=={known}.*', or a newer grpo-fast"
         )
-
-
-def require_loss(config: Any, host: str, *absent: str) -> None:
-    """Refuse a loss that a host cannot serve.
-
-    Args:
-        absent: what the host does not hand to a loss: "reference", "entropy", "sampler".
-
-    Raises:
-        TypeError: no configuration, such as the bare name of a loss.
-        ValueError: the loss needs what is absent.
-    """
-    if not isinstance(config, GRPOLossConfig):
-        raise TypeError(f"the loss must be a GRPOLossConfig, such as GRPOLossConfig('gspo'), got {config!r}")
-    for name in absent:
-        if getattr(config, f"needs_{name}"):
-            what, fields = _TERMS[name]
-            raise ValueError(
-                f"the loss needs {what}, which {host} does not hand to a loss; leave {fields} at the "
-                f"default, and use {host}'s own option where it has one"
-            )
 
 
 class Replacements(ExitStack):
@@ -74,3 +53,55 @@ class Replacements(ExitStack):
             self.callback(delattr, owner, name)
         else:
             self.callback(setattr, owner, name, before)
+
+
+def logprob_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Both of `linear_logprob`, which the options are for; what most hosts' fused heads return."""
+    out = linear_logprob(hidden, weight, targets, outputs=("logprob", "entropy"), **options)
+    assert out.entropy is not None
+    return out.logprob, out.entropy
+
+
+@contextmanager
+def tapped_head(model: Any, function: Callable[[Tensor, HeadParameters], Any]) -> Iterator[list[Any]]:
+    """While open, `model` computes `function(hidden, head)` in place of its logits.
+
+    The head module is still called, once and where the model calls it, so what hooks on its call (FSDP and
+    ZeRO-3 gather its weight there, and again for the backward) works as before. The model receives logits
+    of width zero, which it may scale, cap or slice but not read.
+
+    Args:
+        model: a transformers causal language model, not wrapped.
+        function: given the hidden states (B, T, H) that the head receives and the head's parameters, returns
+            tensors, or a tuple or dict of them.
+
+    Yields:
+        What the function returned, one entry for each call of the head.
+
+    Raises:
+        ValueError: the model has no plain linear head.
+    """
+    head_parameters(model)
+    head = model.get_output_embeddings()
+    results: list[Any] = []
+
+    def compute(hidden: Tensor) -> Any:
+        parameters = head_parameters(model)
+        if isinstance(parameters.weight, DTensor):
+            raise ValueError(
+                "the output head's weight is a DTensor while its forward runs: exclude the head from tensor "
+                "parallelism"
+            )
+        return function(hidden, parameters)
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...], result: Any) -> Tensor:
+        results.append(result)
+        return inputs[0].detach().new_empty(*inputs[0].shape[:-1], 0)
+
+    with Replacements() as replacements:
+        replacements.replace(head, "forward", compute)
+        # The last of the hooks: those that were there before it see the result.
+        replacements.callback(head.register_forward_hook(keep).remove)
+        yield results

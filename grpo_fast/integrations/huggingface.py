@@ -10,25 +10,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fast.head import HeadParameters, linear_cross_entropy
-from grpo_fast.integrations.head_tap import tapped_head
-from grpo_fast.integrations.host import Replacements
+from grpo_fast.integrations.host import Replacements, tapped_head
 from grpo_fast.policy.architecture import head_parameters
 
 _UNDO = "_grpo_fast_undo"  # attribute of a patched model
 
 
-def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float | None = None) -> nn.Module:
+def patch_causal_lm(model: nn.Module, *, tolerance: float | None = None) -> nn.Module:
     """Make `model(input_ids, labels=...)` compute its loss by `linear_cross_entropy`.
 
     The loss is transformers' own: labels are shifted unless `shift_labels` is given, `ignore_index` (−100) is
     left out, and the sum is divided by `num_items_in_batch` where that is given, else by the number of
-    targets. Softcap and logit scale are the configuration's; auxiliary losses are added as before. A call
-    without labels is untouched. Patch before wrapping (DDP, FSDP, Accelerate's `prepare`, Trainer), and
-    unpatch before copying the model.
+    targets. Softcap and logit scale are the configuration's; auxiliary losses are added as before, and
+    `output.logits` is None. A call without labels is untouched. Patch before wrapping (DDP, FSDP, Trainer, or
+    Accelerate's `prepare`), and unpatch before copying the model.
 
     Args:
         model: a transformers causal language model, or PEFT's wrapper of one with the head left plain.
-        logits: also return the logits, without gradient, for metrics; otherwise `output.logits` is None.
         tolerance: of `linear_logprob`.
 
     Returns:
@@ -54,27 +52,26 @@ def patch_causal_lm(model: nn.Module, *, logits: bool = False, tolerance: float 
         patched = vars(base).get(_UNDO) is undo
         if not patched or (given.get("labels") is None and given.get("shift_labels") is None):
             return original(*args, **kwargs)
-        losses: list[Tensor] = []
+        taken: list[Tensor] = []
 
-        def compute(hidden: Tensor, head: HeadParameters) -> dict[str, Tensor]:
-            result = {"loss": _causal_lm_loss(hidden, head, given, tolerance)}
-            if logits:
-                flat = head.logits(hidden.detach().flatten(0, -2)).detach()
-                result["logits"] = flat.view(*hidden.shape[:-1], -1)
-            return result
+        def compute(hidden: Tensor, head: HeadParameters) -> Tensor:
+            return _causal_lm_loss(hidden, head, given, tolerance)
 
         def loss_of_tap(*_args: Any, **_kwargs: Any) -> Tensor:
-            losses.extend(result["loss"] for result in results)
+            taken.extend(losses)
             return losses[0]
 
-        with tapped_head(base, compute) as results, Replacements() as replacements:
+        with tapped_head(base, compute) as losses, Replacements() as replacements:
             replacements.replace(base, "_loss_function", loss_of_tap)
             output = original(*args, **kwargs)
-        if not losses:
+        if not taken:
             raise ValueError(
                 f"{type(base).__name__} does not compute its loss by transformers' loss_function; unpatch it"
             )
-        return _with_logits(output, results[0].get("logits"))
+        if isinstance(output, tuple):  # return_dict=False: loss, logits, ...
+            return (output[0], *output[2:])
+        # An output drops what is None only when it is made.
+        return type(output)(**{**output, "logits": None})
 
     replacements = Replacements()
     replacements.replace(base, "forward", forward)
@@ -105,16 +102,10 @@ def unpatch_causal_lm(model: nn.Module) -> nn.Module:
 def _causal_lm_loss(
     hidden: Tensor, head: HeadParameters, given: dict[str, Any], tolerance: float | None
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss`, from hidden states (B, T, H).
+    """transformers' `ForCausalLMLoss`, from hidden states (B, T, H) and the arguments of the model's forward.
 
     Only rows that have a target reach the head. NaN where there is none and no `num_items_in_batch` is given,
     as torch's mean of nothing.
-
-    Args:
-        given: arguments of the model's forward.
-
-    Raises:
-        ValueError: labels and hidden states of different shapes.
     """
     ignore_index = given.get("ignore_index", -100)
     targets = given.get("shift_labels")
@@ -139,14 +130,6 @@ def _causal_lm_loss(
     items = given.get("num_items_in_batch")
     items = live.numel() if items is None else items
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)
-
-
-def _with_logits(output: Any, logits: Tensor | None) -> Any:
-    if isinstance(output, tuple):  # return_dict=False: loss, logits, ...
-        rest = output[2:]
-        return (output[0], *rest) if logits is None else (output[0], logits, *rest)
-    # An output drops what is None only when it is made.
-    return type(output)(**{**output, "logits": logits})
 
 
 def _base(model: Any) -> PreTrainedModel:

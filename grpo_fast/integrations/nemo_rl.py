@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host import Replacements, require, require_loss
-from grpo_fast.integrations.padded import padded_policy_loss
+from grpo_fast.integrations.host import Replacements, require
+from grpo_fast.integrations.losses import padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 
 _NAMES = {  # NeMo-RL's, where it has them
@@ -44,7 +44,7 @@ class PolicyLoss:
         exactly_on_policy: one update per rollout: previous log-probabilities are not read.
 
     Raises:
-        ImportError: NeMo-RL is missing, or of a version this adapter does not know.
+        ImportError, as `patch` does: NeMo-RL is missing, or of a version this adapter does not know.
         TypeError: `config` is no configuration.
         ValueError: the loss needs the entropy.
     """
@@ -114,11 +114,7 @@ class PolicyLoss:
 
 
 def patch() -> None:
-    """Compute NeMo-RL's fused log-probabilities (Megatron) by `linear_logprob`. Idempotent.
-
-    Raises:
-        ImportError: NeMo-RL is missing, or of a version this adapter does not know.
-    """
+    """Compute NeMo-RL's fused log-probabilities (Megatron) by `linear_logprob`. Idempotent."""
     require("nemo_rl", "0.6")
     from nemo_rl.distributed import model_utils
 

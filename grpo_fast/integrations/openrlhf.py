@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import HeadParameters, linear_logprob
-from grpo_fast.integrations.head_tap import tapped_head
-from grpo_fast.integrations.host import Replacements, require, require_loss
-from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.integrations.host import Replacements, require, tapped_head
+from grpo_fast.integrations.losses import local_totals, padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig
 
 _patch = Replacements()

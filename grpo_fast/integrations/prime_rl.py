@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fast.integrations.head_tap import logprob_and_entropy
-from grpo_fast.integrations.host import Replacements, require, require_loss
-from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.integrations.host import Replacements, logprob_and_entropy, require
+from grpo_fast.integrations.losses import local_totals, padded_policy_loss, require_loss
 from grpo_fast.objective import GRPOLossConfig
 
 _patch = Replacements()
@@ -34,7 +33,7 @@ def policy_loss(inputs: Any, **config: Any) -> Any:
         prime-rl's `LossOutputs`.
 
     Raises:
-        ImportError: prime-rl is missing, or of a version this adapter does not know.
+        ImportError, as `patch` does: prime-rl is missing, or of a version this adapter does not know.
         ValueError: the loss cannot be had from what prime-rl hands over: it averages over sequences, needs
             the entropy, or a correction from π_old to the sampler.
     """
@@ -74,11 +73,7 @@ def _host_outputs() -> type:
 
 
 def patch() -> None:
-    """Compute prime-rl's fused output layers, Gemma's softcapped one too, by `linear_logprob`. Idempotent.
-
-    Raises:
-        ImportError: prime-rl is missing, or of a version this adapter does not know.
-    """
+    """Compute prime-rl's fused output layers, Gemma's softcapped one too, by `linear_logprob`. Idempotent."""
     require("prime_rl", "0.8")
     from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
     from prime_rl.trainer.models.layers.lm_head_gemma import GemmaFusedOutputLinear

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_fast.integrations.head_tap import logprob_and_entropy
-from grpo_fast.integrations.host import Replacements, require
-from grpo_fast.integrations.padded import local_totals, padded_policy_loss
+from grpo_fast.integrations.host import Replacements, logprob_and_entropy, require
+from grpo_fast.integrations.losses import local_totals, padded_policy_loss
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import CATALOG, LOSS_TYPES, Aggregation
 
@@ -92,11 +91,7 @@ def fused_linear_cross_entropy(
 
 
 def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int) -> GRPOLossConfig:
-    """The loss `name` with the constants of verl's `ActorConfig`, aggregated as verl is told to.
-
-    Raises:
-        ValueError: `loss_agg_mode` has no equivalent.
-    """
+    """The loss `name` with the constants of verl's `ActorConfig`, aggregated as verl is told to."""
     facts = CATALOG[name]
     if loss_agg_mode not in _AGGREGATION:
         raise ValueError(

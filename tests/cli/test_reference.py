@@ -9,8 +9,8 @@ import pytest
 from grpo_fast import cli
 from grpo_fast.cli.reference import find, markdown
 from grpo_fast.config_io import keys
+from grpo_fast.convert import names_of_peers
 from grpo_fast.convert.names import MOVED
-from grpo_fast.convert.peers import names_of_peers
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 KEYS = [name for name in keys() if not name.startswith("evaluation.dataset.")]

@@ -115,6 +115,8 @@ def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_p
         ("reward_funcs", "org/reward-model", ["reward model", "module:function"]),
         ("reward_funcs", "[]", []),
         ("per_device_train_batch_size", "9", ["prompts_per_step"]),
+        ("gradient_accumulation_steps", "auto", ["prompts_per_step"]),
+        ("adam_beta1", "fast", ["optimizer.betas.0"]),
         ("num_generations", "1", ["rollout.num_generations", "2"]),
         ("load_in_8bit", "true", ["quantised"]),
         ("warmup_steps", "50", ["optimizer.warmup_steps = 50", "max_steps = 20"]),
@@ -186,10 +188,15 @@ def test_trls_rewards_by_name_score_like_trls_own(name, tmp_path):
 AXOLOTL_RUN = """
 base_model: org/small-instruct
 rl: grpo
+adapter: lora
+lora_r: 32
+lora_target_linear: true
+made_up_key: 3
 wandb_project: my-runs
 vllm: {host: 0.0.0.0, port: 8000, tensor_parallel_size: 2, gpu_memory_utilization: 0.85, max_model_len: 2048,
        dtype: auto}
-trl: {use_vllm: true, num_generations: 8, reward_funcs: [rwd.right]}
+trl: {use_vllm: true, num_generations: 8, epsilon_high: 0.28, use_data_producer: true,
+      reward_funcs: [rwd.right, rwd.format], reward_weights: [1.0, 0.5]}
 datasets: [{path: org/sums, name: main, split: "train[:1000]", type: rwd.as_prompt}]
 micro_batch_size: 8
 max_steps: 100
@@ -197,9 +204,18 @@ special_tokens: {pad_token: "<pad>"}
 """
 
 
-def test_an_axolotl_run_keeps_its_vllm_settings_and_its_tracker_and_asks_for_its_transform(tmp_path):
+def test_an_axolotl_run_finds_its_places_and_asks_for_its_transform(tmp_path):
     found = run(tmp_path, AXOLOTL_RUN)
+    rewards = [{"reward": "rwd:right", "weight": 1.0}, {"reward": "rwd:format", "weight": 0.5}]
     expected = {
+        "model.path": "org/small-instruct",
+        "model.lora.r": 32,
+        "model.lora.target_modules": "all-linear",
+        "dataset.source": "org/sums",
+        "rewards": rewards,
+        "loss.epsilon_high": 0.28,
+        "optimizer.schedule": "cosine",  # Axolotl's own default
+        "optimizer.betas": [0.9, 0.999],
         "logging.wandb": True,
         "logging.project": "my-runs",
         "rollout.vllm.gpu_memory_utilization": 0.85,
@@ -207,27 +223,38 @@ def test_an_axolotl_run_keeps_its_vllm_settings_and_its_tracker_and_asks_for_its
         "prompts_per_step": 1,
     }
     assert {place: found.places.get(place) for place in expected} == expected
-    assert decisions(found).keys() == {"datasets.0.type"}
+    assert decisions(found).keys() == {"datasets.0.type", "made_up_key"}
+    outcomes = {row.key: row.outcome for row in found.rows}
+    document = yaml.safe_load(AXOLOTL_RUN)
+    blocks = {f"{block}.{key}" for block in ("trl", "vllm") for key in document[block]}
+    assert {*document, *blocks} - {"trl", "vllm", "datasets"} <= outcomes.keys()
+    assert outcomes["trl.use_data_producer"] == "not applicable"
     assert "more than 1 is refused" in found.listing()
     assert "prompt_column" in decisions(found)["datasets.0.type"]
     assert "share the GPU" in found.listing()
 
 
-def test_axolotls_rollout_function_and_its_servers_are_asked_about(tmp_path):
-    text = "base_model: m\nrl: grpo\nnemo_gym_enabled: true\nnemo_gym_max_turns: 4\n"
-    asked = decisions(run(tmp_path, text + "trl: {rollout_func: games.play}"))
-    assert asked.keys() == {"nemo_gym_enabled", "trl.rollout_func"}
-    assert "rollout.environment" in asked["nemo_gym_enabled"]
-    assert "rollout.function" in asked["trl.rollout_func"]
-
-
 @pytest.mark.parametrize(
-    ("line", "on"),
-    [("", True), ("use_wandb: false", False), ("wandb_mode: disabled", False), ("use_wandb: true", True)],
+    ("text", "expected"),
+    [
+        ("rl: gdpo", {"advantage.multi_objective_aggregation": "normalize_then_sum"}),
+        (
+            "adapter: qlora\nload_in_4bit: true\noptimizer: adamw_bnb_8bit\ngradient_checkpointing: unsloth",
+            {"model.lora": {}, "model.quantization": "nf4", "optimizer.kind": "adamw_8bit"}
+            | {"model.gradient_checkpointing": "offload"},
+        ),
+        ("test_datasets: [{path: t, split: test}]", {"evaluation.dataset.split": "test"}),
+        ("datasets: [{path: a}, {path: b}]", {"dataset.source": "a"}),
+        ("trl: {top_k: -1, max_grad_norm: 0}", {"rollout.top_k": 0, "optimizer.max_grad_norm": None}),
+        ("lora_r: 4", {"model.lora.r": ...}),  # without an adapter
+        ("wandb_project: p", {"logging.wandb": True}),
+        ("wandb_project: p\nuse_wandb: false", {"logging.wandb": False}),
+        ("wandb_project: p\nwandb_mode: disabled", {"logging.wandb": False}),
+    ],
 )
-def test_an_axolotl_project_turns_wandb_on_unless_another_key_turns_it_off(line, on, tmp_path):
-    found = run(tmp_path, f"base_model: m\nrl: grpo\nwandb_project: p\n{line}\n")
-    assert found.places["logging.wandb"] is on
+def test_axolotls_own_terms_find_their_places(text, expected, tmp_path):
+    found = run(tmp_path, f"base_model: m\n{text}")
+    assert {place: found.places.get(place, ...) for place in expected} == expected
 
 
 # ------------------------------------------------------------------------------------------------- NeMo-RL
@@ -294,17 +321,6 @@ def test_a_nemo_rl_run_on_megatron_takes_megatrons_settings_and_not_the_inherite
 def test_what_nemo_rl_would_do_otherwise_asks_for_a_decision(extra, key, tmp_path):
     found = run(tmp_path, f"policy: {{model_name: a/b}}\n{extra}\n")
     assert decisions(found).keys() == {key}
-
-
-def test_a_converted_file_says_what_is_to_be_decided_and_the_command_ends_well(tmp_path, capsys):
-    (tmp_path / "foreign.yaml").write_text(MATH_RECIPE, encoding="utf-8")
-    out = tmp_path / "run.yaml"
-    assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", str(out)]) == 0
-    listing = capsys.readouterr().err
-    assert listing.index("needs a decision") > listing.index("not applicable")
-    heading = [line for line in out.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any("num_train_epochs = 1" in line and "max_steps" in line for line in heading)
-    assert heading[-1] == "# To fill in: max_steps."
 
 
 # ---------------------------------------------------------------------------------- verl, and commands at all
@@ -485,18 +501,6 @@ def test_every_key_of_the_real_verl_is_known(tmp_path):
     }
 
 
-def test_verls_names_serve_as_overrides(tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "{model: {path: m}, dataset: {source: d}, rewards: [{reward: length, options: {target: 3}}]}",
-        encoding="utf-8",
-    )
-    overrides = [f"{ACTOR}.clip_ratio_high=0.28", "actor_rollout_ref.rollout.n=4", "trainer.save_freq=-1"]
-    config = load_config(tmp_path / "run.yaml", overrides)
-    assert config.loss.epsilon_high == 0.28 and config.rollout.num_generations == 4
-    with pytest.raises(ConfigError, match="adv_estimator"):
-        load_config(tmp_path / "run.yaml", ["algorithm.adv_estimator=gae"])
-
-
 TRL_COMMAND = """
 accelerate launch --config_file zero3.yaml train.py \\
     --model_name_or_path org/small --dataset_name org/sums \\
@@ -526,6 +530,8 @@ def test_a_trl_command_converts_like_the_file_of_its_flags(tmp_path):
         ("run.sh", "python -m x --algo.advantage.estimator group_norm", "OpenRLHF"),
         ("run.toml", "seed = 1", ".yaml"),
         ("run.yaml", "", "is empty"),
+        ("run.yaml", "[1, 2]", "holds no mapping"),
+        ("run.json", "{", "cannot be read"),
         ("run.yaml", "base_model: m\ntrl: 3", "trl = 3"),
         ("run.yaml", "base_model: m\ndatasets: [a]", "datasets = ['a']"),
         ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
@@ -568,6 +574,7 @@ def test_a_converted_file_prints_its_configuration_but_does_not_run_before_it_is
     (tmp_path / "foreign.yaml").write_text("num_generations: 8", encoding="utf-8")
     converted = str(tmp_path / "run.yaml")
     assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", converted]) == 0
+    assert "# To fill in: model.path" in (tmp_path / "run.yaml").read_text(encoding="utf-8")
     assert cli.main(["train", converted, "--print-config"]) == 0
     capsys.readouterr()
     assert cli.main(["train", converted]) == cli.main(["preview", converted]) == 2

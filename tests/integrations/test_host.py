@@ -8,12 +8,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from grpo_fast import GRPOLossConfig
-from grpo_fast.integrations.host import Replacements, require, require_loss
+from grpo_fast.integrations.host import Replacements, require
+from grpo_fast.integrations.losses import require_loss
 
 
 def test_a_missing_library_is_named_with_the_versions_that_fit():
-    with pytest.raises(ImportError, match=r"no-such-thing 1\.2 or 1\.3"):
-        require("no_such_thing", "1.2", "1.3")
+    with pytest.raises(ImportError, match=r"no-such-thing 1\.2"):
+        require("no_such_thing", "1.2")
 
 
 @pytest.mark.parametrize(

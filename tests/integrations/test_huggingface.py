@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel
 
 from grpo_fast.integrations.huggingface import patch_causal_lm, unpatch_causal_lm
 
@@ -74,25 +73,22 @@ def test_loss_and_gradients_are_those_of_the_full_logits(tiny, name, batch):
 def test_no_tensor_of_vocabulary_width_is_formed(tiny, batch):
     seen: list[torch.Size] = []
     model = patch_causal_lm(tiny())
-    model.lm_head.register_forward_hook(lambda _m, _a, out: seen.append(out["loss"].shape))
+    model.lm_head.register_forward_hook(lambda _m, _a, loss: seen.append(loss.shape))
     output = model(**batch)
     assert output.logits is None and "logits" not in output
     assert seen == [torch.Size([])]
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_logits_come_on_request_and_all_else_without_it(tiny, batch, as_tuple):
+def test_all_but_the_logits_is_returned(tiny, batch, as_tuple):
     model = tiny().eval()
-    options = {**batch, "return_dict": not as_tuple}
+    options = {**batch, "return_dict": not as_tuple, "output_hidden_states": True}
     expected = model(**options)
-    without = patch_causal_lm(model)(**options)
-    found = patch_causal_lm(unpatch_causal_lm(model), logits=True)(**options)
+    found = patch_causal_lm(model)(**options)
 
-    assert len(without) == len(expected) - 1 and len(found) == len(expected)
-    for output in (without, found):
-        torch.testing.assert_close(output[0], expected[0], **HOST_IN_FLOAT32)
-    torch.testing.assert_close(found[1], expected[1].float())
-    assert not found[1].requires_grad
+    assert len(found) == len(expected) - 1
+    torch.testing.assert_close(found[0], expected[0], **HOST_IN_FLOAT32)
+    torch.testing.assert_close(found[-1], expected[-1])
 
 
 def test_labels_already_shifted_are_not_shifted_again(tiny, batch):
@@ -155,26 +151,6 @@ def test_what_is_no_causal_language_model_or_call_of_one_is_refused(tiny, batch)
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(**batch, logits_to_keep=2)
     assert [dict(vars(module)) for module in model.modules()] == before
-
-
-def test_the_trainer_reaches_the_same_weights(tiny, rng, tmp_path):
-    torch.manual_seed(int(torch.randint(2**31, (), generator=rng)))
-    model = tiny().float()
-    ids = torch.randint(2, 53, (8, 9), generator=rng)
-    labels = ids.masked_fill(torch.rand(8, 9, generator=rng) < 0.4, -100)  # another number of targets each
-    rows = [{"input_ids": row, "labels": targets} for row, targets in zip(ids, labels, strict=True)]
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-2}
-    options |= {"max_steps": 2, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
-    trained = []
-    for prepare in (lambda m: m, patch_causal_lm):
-        one = prepare(copy.deepcopy(model))
-        arguments = TrainingArguments(str(tmp_path), **options)
-        trainer = Trainer(one, arguments, train_dataset=rows)
-        trainer.train()
-        trained.append((trainer.state.log_history[-1]["train_loss"], one.state_dict()))
-    (expected_loss, expected), (loss, found) = trained
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_example_runs_as_it_stands(run_example):

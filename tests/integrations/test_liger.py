@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_fast.integrations import liger as ours
-from grpo_fast.integrations.host_loss import LOSS_TYPES, TOKEN_MEANS
 from grpo_fast.integrations.liger.preference import DPO_VARIANTS
+from grpo_fast.integrations.losses import LOSS_TYPES, TOKEN_MEANS
 
 theirs = pytest.importorskip("liger_kernel.chunked_loss", reason="pip install --no-deps liger-kernel==0.8.5")
 B, T, H, V = 4, 9, 16, 40

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, host_config
-from grpo_fast.integrations.padded import live_values
+from grpo_fast.integrations.losses import LOSS_CONSTANTS, TOKEN_MEANS, live_values, shared_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.loss import kl_estimate
 from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, log_importance
@@ -161,7 +160,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 "importance_sampling_level='token'"
             )
         constants = {name: getattr(self, name) for name in LOSS_CONSTANTS}
-        return host_config(kind, level, self.max_completion_length, constants)
+        return shared_config(kind, level, self.max_completion_length, constants)
 
     def _step_tokens(self, mask: Tensor, num_items_in_batch: Tensor | float | None) -> float:
         """The normaliser of a token mean, per process."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from grpo_fast.head import linear_logprob
+from grpo_fast.objective.comparisons import PREFERENCE_LOSSES
 from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, preference_loss
 
 Results = tuple[Tensor, tuple[Tensor, ...]]  # the loss, and metrics without gradient
+_settings = dataclass(eq=False, repr=False)  # of the classes below: Liger's, in Liger's order
 
 
 class _PreferenceLoss(nn.Module):
-    """What all share. Subclasses are dataclasses of Liger's settings, in Liger's order."""
+    """What all share."""
 
+    loss_type: str  # one of `PREFERENCE_LOSSES`
     ignore_index: int
     beta: float
     average_log_prob: bool = True  # compare means over tokens
@@ -47,6 +51,23 @@ class _PreferenceLoss(nn.Module):
             )
         return self._score(rows, weight, target, bias)[1]
 
+    def _loss(
+        self, chosen: Tensor, rejected: Tensor, base: tuple[Tensor, Tensor], kl: Tensor | None = None
+    ) -> Tensor:
+        """() without Liger's likelihood term, from log-probabilities and the reference model's."""
+        if self.loss_type in DPO_VARIANTS:
+            rewards = self.beta * (chosen - base[0]), self.beta * (rejected - base[1])
+            return DPO_VARIANTS[self.loss_type](*rewards, self).mean()
+        wanted = PREFERENCE_LOSSES[self.loss_type].fields
+        constants: dict[str, Any] = {name: getattr(self, name) for name in wanted if hasattr(self, name)}
+        # Lengths of one where the loss would divide what has been divided.
+        lengths = torch.ones_like(chosen), torch.ones_like(rejected)
+        inputs = PreferenceInputs(chosen, rejected, *lengths, *base, kl=kl)
+        config = PreferenceLossConfig(self.loss_type, beta=self.beta, **constants)
+        loss = preference_loss(inputs, config).loss
+        # The likelihood is part of ORPO's definition in ours, and a term of its own in Liger's.
+        return loss + chosen.mean() if self.loss_type == "orpo" else loss
+
 
 @torch.no_grad()
 def _logit_sums(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -61,55 +82,56 @@ def _logit_sums(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _PairedLoss(_PreferenceLoss):
     """The first half of a batch is chosen, the second rejected."""
 
-    kind: str  # a name of `PREFERENCE_LOSSES`
-    constants: tuple[str, ...] = ()  # settings that `objective.pairs` calls the same
     compute_nll_loss: bool
     alpha: float = 1.0  # weight of the chosen completions' negative log-likelihood
+    use_ref_model: bool = False
 
     def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Results:
-        """As `LigerFusedLinearDPOLoss.forward`, without a reference."""
-        return self._of_pairs(_input, lin_weight, target, bias)
-
-    def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        """() without the likelihood term."""
-        constants = {name: getattr(self, name) for name in self.constants}
-        return preference_loss(inputs, PreferenceLossConfig(self.kind, beta=self.beta, **constants)).loss
-
-    def _of_pairs(
         self,
-        rows: Tensor,
-        weight: Tensor,
+        lin_weight: Tensor,
+        _input: Tensor,
         target: Tensor,
-        bias: Tensor | None,
-        reference: Tensor | None = None,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        *,
         nll_target: Tensor | None = None,
     ) -> Results:
         """
         Args:
-            reference: (2 B,) log-probabilities.
+            lin_weight: (V, H).
+            _input: (2 B, T, H), chosen first.
+            target: (2 B, T) int64, `ignore_index` where a token does not count.
+            ref_input: (2 B, T, H), with `ref_weight` and `ref_bias`; needed with `use_ref_model`.
             nll_target: (2 B, T) labels of the likelihood term; None: `target`.
+
+        Returns:
+            The loss, and: chosen and rejected log-probabilities (B,), their mean logits (), the negative
+            log-likelihood (), chosen and rejected rewards (B,).
+
+        Raises:
+            ValueError: no reference model where one is to be used.
         """
-        tokens, logprobs = self._score(rows, weight, target, bias)
-        base = torch.zeros_like(logprobs) if reference is None else reference
+        tokens, logprobs = self._score(_input, lin_weight, target, bias)
+        base = torch.zeros_like(logprobs)
+        if self.use_ref_model:
+            base = self._reference(ref_input, ref_weight, target, ref_bias)
         (chosen, rejected), (ref_chosen, ref_rejected) = logprobs.chunk(2), base.chunk(2)
-        # Lengths of one where the loss would divide what has been divided.
-        lengths = torch.ones_like(chosen)
-        loss = self._loss(PreferenceInputs(chosen, rejected, lengths, lengths, ref_chosen, ref_rejected))
+        loss = self._loss(chosen, rejected, (ref_chosen, ref_rejected))
         pairs, nll = len(chosen), loss.new_zeros(())
         if self.compute_nll_loss:
             labels = (target if nll_target is None else nll_target)[:pairs]
             if nll_target is not None:
-                tokens, _ = self._score(rows[:pairs], weight, labels, bias)
+                tokens, _ = self._score(_input[:pairs], lin_weight, labels, bias)
             nll = -tokens[:pairs].sum() / (labels != self.ignore_index).sum()
-        logits = _logit_sums(rows, weight, bias) / (target.numel() // 2 * len(weight))
+        logits = _logit_sums(_input, lin_weight, bias) / (target.numel() // 2 * len(lin_weight))
         rewards = (self.beta * (logprobs - base)).chunk(2)
         metrics = (chosen, rejected, logits[:pairs].sum(), logits[pairs:].sum(), nll, *rewards)
         return loss + self.alpha * nll, tuple(metric.detach() for metric in metrics)
 
 
-@dataclass(eq=False, repr=False)
+@_settings
 class LigerFusedLinearDPOLoss(_PairedLoss):
     """DPO and its variants.
 
@@ -144,51 +166,12 @@ class LigerFusedLinearDPOLoss(_PairedLoss):
                 f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {smoothing}"
             )
 
-    def forward(
-        self,
-        lin_weight: Tensor,
-        _input: Tensor,
-        target: Tensor,
-        bias: Tensor | None = None,
-        ref_input: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-    ) -> Results:
-        """
-        Args:
-            lin_weight: (V, H).
-            _input: (2 B, T, H), chosen first.
-            target: (2 B, T) int64, `ignore_index` where a token does not count.
-            ref_input: (2 B, T, H), with `ref_weight` and `ref_bias`; needed with `use_ref_model`.
 
-        Returns:
-            The loss, and: chosen and rejected log-probabilities (B,), their mean logits (), the negative
-            log-likelihood (), chosen and rejected rewards (B,).
-
-        Raises:
-            ValueError: no reference model where one is to be used.
-        """
-        reference = None
-        if self.use_ref_model:
-            reference = self._reference(ref_input, ref_weight, target, ref_bias)
-        return self._of_pairs(_input, lin_weight, target, bias, reference)
-
-    def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        if self.loss_type not in DPO_VARIANTS:
-            smoothing = self.label_smoothing if self.loss_type == "robust" else 0.0
-            config = PreferenceLossConfig(self.loss_type, beta=self.beta, label_smoothing=smoothing)
-            return preference_loss(inputs, config).loss
-        assert inputs.ref_chosen_logprobs is not None and inputs.ref_rejected_logprobs is not None
-        chosen = self.beta * (inputs.chosen_logprobs - inputs.ref_chosen_logprobs)
-        rejected = self.beta * (inputs.rejected_logprobs - inputs.ref_rejected_logprobs)
-        return DPO_VARIANTS[self.loss_type](chosen, rejected, self).mean()
-
-
-@dataclass(eq=False, repr=False)
+@_settings
 class LigerFusedLinearORPOLoss(_PairedLoss):
     """ORPO: negative log-likelihood of the chosen, and beta times the odds-ratio term."""
 
-    kind = "orpo"
+    loss_type = "orpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -196,7 +179,7 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
     compiled: bool = True
     chunk_size: int = 1
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         lin_weight: Tensor,
         _input: Tensor,
@@ -206,25 +189,18 @@ class LigerFusedLinearORPOLoss(_PairedLoss):
     ) -> Results:
         """As `LigerFusedLinearDPOLoss.forward`, with two more metrics: mean log σ(log odds ratio), mean log
         odds ratio.
-
-        Args:
-            nll_target: (2 B, T) labels of the likelihood term; None: `target`.
         """
-        loss, metrics = self._of_pairs(_input, lin_weight, target, bias, nll_target=nll_target)
+        loss, metrics = super().forward(lin_weight, _input, target, bias, nll_target=nll_target)
         chosen, rejected = metrics[:2]
         log_odds = chosen - rejected - torch.log(torch.expm1(chosen) / torch.expm1(rejected))
         return loss, (*metrics, logsigmoid(log_odds).mean(), log_odds.mean())
 
-    def _loss(self, inputs: PreferenceInputs) -> Tensor:
-        # The likelihood term is Liger's own; ours is part of ORPO's definition.
-        return super()._loss(inputs) + inputs.chosen_logprobs.mean()
 
-
-@dataclass(eq=False, repr=False)
+@_settings
 class LigerFusedLinearSimPOLoss(_PairedLoss):
     """SimPO."""
 
-    kind, constants = "simpo", ("gamma", "label_smoothing")
+    loss_type = "simpo"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -236,11 +212,11 @@ class LigerFusedLinearSimPOLoss(_PairedLoss):
     chunk_size: int = 1
 
 
-@dataclass(eq=False, repr=False)
+@_settings
 class LigerFusedLinearCPOLoss(_PairedLoss):
     """CPO."""
 
-    kind, constants = "cpo", ("label_smoothing", "cpo_alpha")
+    loss_type = "cpo"
     cpo_alpha = 0.0  # the likelihood term is Liger's own
 
     ignore_index: int = -100
@@ -253,9 +229,11 @@ class LigerFusedLinearCPOLoss(_PairedLoss):
     chunk_size: int = 1
 
 
-@dataclass(eq=False, repr=False)
+@_settings
 class LigerFusedLinearKTOLoss(_PreferenceLoss):
     """KTO: single completions, each wanted or not."""
+
+    loss_type = "kto"
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -300,38 +278,33 @@ class LigerFusedLinearKTOLoss(_PreferenceLoss):
             base = self._reference(ref_input, ref_weight, target, ref_bias)
         # Scores enter as score − kl only, so a reference point of each completion's own is part of its base.
         shifted = base if kl is None else base + kl
-        lengths = torch.ones_like(base)
-        inputs = PreferenceInputs(
-            *(logprobs[wanted], logprobs[~wanted]),
-            *(lengths[wanted], lengths[~wanted]),
-            *(shifted[wanted], shifted[~wanted]),
-            kl=base.new_zeros(()),
-        )
-        loss = preference_loss(inputs, PreferenceLossConfig("kto", beta=self.beta)).loss
+        references = shifted[wanted], shifted[~wanted]
+        loss = self._loss(logprobs[wanted], logprobs[~wanted], references, kl=base.new_zeros(()))
         reported = (logprobs, _logit_sums(_input, lin_weight, bias), self.beta * (logprobs - base))
         return loss, tuple(values[of].sum().detach() for values in reported for of in (wanted, ~wanted))
 
 
 # -------------------------------------------------------------------------------------------------------
-# DPO variants that Liger offers and `objective.pairs` does not: functions of a pair's two rewards (B,).
+# DPO variants that Liger offers and `objective.pairs` does not: functions of a pair's two rewards (B,)
+# and the module that holds the constants.
 # A reward is β (log π_θ(y|x) − log π_ref(y|x)).
 
 
-def _exo_pair(chosen: Tensor, rejected: Tensor, loss: LigerFusedLinearDPOLoss) -> Tensor:
+def _exo_pair(chosen: Tensor, rejected: Tensor, loss: Any) -> Tensor:
     """KL from the policy's preference to the smoothed label."""
     log_wins, log_loses = logsigmoid(chosen - rejected), logsigmoid(rejected - chosen)
     of_label, of_other = math.log1p(-loss.label_smoothing), math.log(loss.label_smoothing)
     return log_wins.exp() * (log_wins - of_label) + log_loses.exp() * (log_loses - of_other)
 
 
-def _discopop(chosen: Tensor, rejected: Tensor, loss: LigerFusedLinearDPOLoss) -> Tensor:
+def _discopop(chosen: Tensor, rejected: Tensor, loss: Any) -> Tensor:
     """The logistic loss and the exponential one, blended."""
     margin = chosen - rejected
     blend = torch.sigmoid(margin / loss.discopop_tau)
     return -logsigmoid(margin) * (1 - blend) + torch.exp(-margin) * blend
 
 
-DPO_VARIANTS: dict[str, Callable[[Tensor, Tensor, LigerFusedLinearDPOLoss], Tensor]] = {
+DPO_VARIANTS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
     # EXO, arXiv 2402.00856, eq. 16
     "exo_pair": _exo_pair,
     # NCA, arXiv 2402.05369, for pairs

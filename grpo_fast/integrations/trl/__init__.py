@@ -8,13 +8,7 @@ Raises:
 """
 
 from grpo_fast.integrations.trl.patch import patch, patched, unpatch
+from grpo_fast.lookup import lazy_names
 
 __all__ = ["FastGRPOTrainer", "patch", "patched", "unpatch"]
-
-
-def __getattr__(name: str) -> type:
-    if name == "FastGRPOTrainer":
-        from grpo_fast.integrations.trl.trainer import FastGRPOTrainer
-
-        return FastGRPOTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, {"trainer": ("FastGRPOTrainer",)})

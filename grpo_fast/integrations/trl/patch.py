@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from grpo_fast.head import linear_logprob
 from grpo_fast.integrations.host import Replacements, require
 
-require("trl", "1.15", "1.16")
+require("trl", "1.16")
 from trl.trainer import utils  # noqa: E402
 
 HeadResults = tuple[Tensor | None, ...]  # five
@@ -37,14 +37,13 @@ def replace_head(head: Any) -> Replacements:
     """Lets TRL's trainers call `head.apply` as they would call their autograd function's, until closed."""
     replacements = Replacements()
     replacements.replace(utils, "_ChunkedLogProbFunction", head)
-    if hasattr(utils, "_use_triton"):  # absent in 1.15, which always hands over the scored rows only
-        triton_devices = utils._use_triton
+    triton_devices = utils._use_triton
 
-        def scores_live_rows_only(device: torch.device) -> bool:
-            # TRL scores every row on CPU too; nothing is recompiled there when their number changes.
-            return device.type == "cpu" or triton_devices(device)
+    def scores_live_rows_only(device: torch.device) -> bool:
+        # TRL scores every row on CPU too; nothing is recompiled there when their number changes.
+        return device.type == "cpu" or triton_devices(device)
 
-        replacements.replace(utils, "_use_triton", scores_live_rows_only)
+    replacements.replace(utils, "_use_triton", scores_live_rows_only)
     return replacements
 
 

@@ -16,8 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_fast.head import linear_grpo_loss
-from grpo_fast.integrations.host_loss import LOSS_CONSTANTS, TOKEN_MEANS, host_config
-from grpo_fast.integrations.padded import live_values
+from grpo_fast.integrations.losses import LOSS_CONSTANTS, TOKEN_MEANS, live_values, shared_config
 from grpo_fast.integrations.trl.patch import HeadResults, patched, replace_head
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.types import present
@@ -85,7 +84,7 @@ class FastGRPOTrainer(GRPOTrainer):
                 raise ValueError(reason)
         constants = {name: getattr(self.args, name) for name in LOSS_CONSTANTS - {"epsilon_low"}}
         constants |= {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return host_config(
+        return shared_config(
             self.loss_type,
             self.importance_sampling_level,
             self.max_completion_length,
