@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .goals import EXACT
-from .head_contest import HeadContests
+from .head import HeadContests
 from .live_tiles import HISTOGRAM, Histogram, load_histogram
 from .peers import choose
 from .peers.ours import PEERS

@@ -12,7 +12,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,8 @@ class Head:
         return int(self.calls["hidden_gradient"].args[-1].sum())
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel alone, and the work of one batch by the name of its rate."""
-
-    run: Callable[[Head], object]
-    work: Callable[[Head], dict[str, float]]
-    metrics: Callable[[Head], dict[str, float]] = lambda _: {}
+Run, Work = Callable[[Head], object], Callable[[Head], dict[str, float]]
+"""A kernel alone, and the work of one batch by the name of its rate."""
 
 
 def _product_work(head: Head, products: int = 1, written: int = 0) -> dict[str, float]:
@@ -170,35 +165,31 @@ def _entry_work(head: Head) -> dict[str, float]:
     return {FLOPS: 4.0 * head.entries * head.depth, BYTES: read + 2 * hidden.nbytes}
 
 
-def _density(head: Head) -> dict[str, float]:
-    density = head.pairs / (head.rows * head.tiles)
-    return {"density": density, "entries_per_row": head.entries / head.rows}
-
-
-def _dense(*names: str) -> Case:
+def _dense(*names: str) -> tuple[Run, Work]:
     """A product for the logits, one more for each gradient."""
 
     def work(head: Head) -> dict[str, float]:
         return _product_work(head, 1 + len(names), sum(getattr(head.problem, name).nbytes for name in names))
 
-    return Case(lambda head: head.dense(*names), work)
+    return lambda head: head.dense(*names), work
 
 
-def _kernel(name: str, work: Callable[[Head], dict[str, float]], **more: Any) -> Case:
-    return Case(lambda head: head.calls[name](), work, **more)
+def _kernel(name: str, work: Work) -> tuple[Run, Work]:
+    return lambda head: head.calls[name](), work
 
 
-CASES = {
+SPARSE = "dX, sparse"
+CASES: dict[str, tuple[Run, Work]] = {
     "rows gathered": _kernel("gather_rows", lambda head: {BYTES: 3 * head.problem.hidden.nbytes}),
     "forward": _kernel("tile_statistics", _forward_work),
     "finalise": _kernel("row_results", _statistics_work),
     "select": _kernel("select_live", _statistics_work),
-    "mass curve, counted": Case(partial(Head.mass_curve, library=False), _statistics_work),
-    "mass curve, CUDA C++": Case(partial(Head.mass_curve, library=True), _statistics_work),
+    "mass curve, counted": (partial(Head.mass_curve, library=False), _statistics_work),
+    "mass curve, CUDA C++": (partial(Head.mass_curve, library=True), _statistics_work),
     "pair gradient": _kernel("pair_gradients", _pair_work),
-    "pair gradient and entries": Case(Head.pairs_and_entries, _pair_work),
+    "pair gradient and entries": (Head.pairs_and_entries, _pair_work),
     "dW, sparse": _kernel("weight_gradient", _pair_work),
-    "dX, sparse": _kernel("hidden_gradient", _entry_work, metrics=_density),
+    SPARSE: _kernel("hidden_gradient", _entry_work),
     "logit gradient, dense": _dense(),
     "dX, dense": _dense("hidden"),
     "dX and dW, dense": _dense("hidden", "weight"),
@@ -210,16 +201,20 @@ def entrants_of(names: Sequence[str], make: Callable[[], Sequence[Problem]]) -> 
     heads: list[Head] = []
 
     @torch.no_grad()
-    def prepare(case: Case) -> Prepared:
+    def prepare(name: str) -> Prepared:
+        run, work = CASES[name]
         if not heads:
             heads.extend(map(Head, make()))
         for head in heads:  # so that nothing that it rests on is made while timed
-            case.run(head)
-        turns, metrics = itertools.cycle(heads), case.metrics(heads[0])
-        run = torch.no_grad()(lambda _: case.run(next(turns)))
-        return Prepared(run, case.work(heads[0]), lambda _: metrics, close=heads.clear)
+            run(head)
+        first, turns, metrics = heads[0], itertools.cycle(heads), {}
+        if name == SPARSE:
+            metrics["density"] = first.pairs / (first.rows * first.tiles)
+            metrics["entries_per_row"] = first.entries / first.rows
+        repeat = torch.no_grad()(lambda _: run(next(turns)))
+        return Prepared(repeat, work(first), lambda _: metrics, close=heads.clear)
 
-    return [Entrant(name, partial(prepare, CASES[name])) for name in names]
+    return [Entrant(name, partial(prepare, name)) for name in names]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,6 @@ def machine() -> dict[str, Any]:
         "gpu_state": gpu_state(device),
         "bf16_product_tflops": _rates(square_product("bfloat16", device), device)[FLOPS] / 1e12,
         "tools": {tool: shutil.which(tool) for tool in TOOLS},
-        "packages": {found.metadata["Name"]: found.version for found in metadata.distributions()},
     }
 
 
@@ -159,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = machine()
     if options.json is not None:
         write_json(options.json, found)
-    print(json.dumps({key: value for key, value in found.items() if key != "packages"}, indent=1))
+    print(json.dumps(found, indent=1))
     return 0
 
 

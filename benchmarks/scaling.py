@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .contest import Contest, Entrant, Prepared
-from .head_contest import HeadContests
+from .head import HeadContests
 from .measure import OK, synchronize
 from .peers import all_peers, choose
 from .problem import DTYPES, FORWARD_BACKWARD, PRODUCT, Setting

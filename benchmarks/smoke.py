@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from .head_contest import HeadContests
+from .head import HeadContests
 from .live_tiles import HISTOGRAM, load_histogram
 from .measure import OK, SKIPPED
 from .peers import choose
