@@ -15,10 +15,9 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import GRPOLossOutput, HeadOutput, HeadParameters, linear_grpo_loss, linear_logprob
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.objective.entropy import EntropyController, entropy_threshold
-from grpo_fast.objective.loss import kl_penalty
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
+from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
 from grpo_fast.policy.packing import deal, empty_batch
@@ -349,7 +348,8 @@ class PolicyUpdate:
             logprobs = self.head_outputs(self.policy, batch).logprob
             with self.policy.reference() as reference:
                 ref_logprobs = self.head_outputs(reference, batch).logprob
-            tokens.append(kl_penalty(logprobs, ref_logprobs, loss.beta, loss.kl_estimator or "k1").cpu())
+            kl = kl_estimate(logprobs, ref_logprobs, loss.kl_estimator or "k1")
+            tokens.append((loss.beta * kl).cpu())
         return {number: part.sum().item() for number, part in minibatch.by_sample(tokens).items()}
 
     def state_dict(self) -> dict[str, Any]:

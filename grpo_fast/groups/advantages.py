@@ -158,8 +158,10 @@ def length_reward_correlation(lengths: Tensor, rewards: Tensor) -> float | None:
     Returns:
         A number from -1 to 1; None where lengths or rewards don't vary within any group.
     """
-    scored = rewards.isfinite()
-    length, reward = (_centred(values.double(), scored) for values in (lengths, rewards))
+    lengths = lengths.double().where(rewards.isfinite(), torch.nan)
+    length, reward = (
+        group_advantages(values, scale_rewards="none").advantages for values in (lengths, rewards.double())
+    )
     variance = length.square().sum().item() * reward.square().sum().item()
     # Rewards are float32: products of less than their rounding are no spread.
     if variance < 1e-12:
@@ -183,10 +185,3 @@ def _group_index(baseline_groups: Sequence[int] | Tensor | None, rewards: Tensor
 def _deviation(values: Tensor) -> Tensor:
     """() unbiased standard deviation; zero of fewer than two values."""
     return values.std() if values.numel() > 1 else values.new_zeros(())
-
-
-def _centred(values: Tensor, counted: Tensor) -> Tensor:
-    """(G, n) minus the group's mean, zero where not counted."""
-    filled = values.where(counted, 0.0)
-    mean = filled.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
-    return (values - mean).where(counted, 0.0)

@@ -21,7 +21,7 @@ class CriterionConfig(Section):
 
 # The fields of GroupConfig that each strategy reads; a function of one's own is read as "".
 _SIZES = {"min_group_size", "max_group_size"}
-_NEAREST = {"similarity_threshold", "embedding", "leftovers", *_SIZES}
+_NEAREST = {"similarity_threshold", "embedding", *_SIZES}
 GROUP_STRATEGIES: dict[str, set[str]] = {
     "prompt": set(),
     "similarity": _NEAREST,
@@ -42,11 +42,8 @@ class GroupConfig(Section):
     similarity_threshold: Annotated[float, Field(gt=0, le=1)] = Field(
         0.4, description="cosine similarity that joins prompts; for combined criteria 1 - distance"
     )
-    min_group_size: PositiveInt = Field(2, description="prompts; smaller groups are leftovers")
+    min_group_size: PositiveInt = Field(2, description="prompts; smaller groups fall apart")
     max_group_size: PositiveInt = Field(4, description="prompts that share a baseline at most")
-    leftovers: Literal["own", "nearest"] = Field(
-        "own", description="own: each prompt's own baseline; nearest: the nearest group that has room"
-    )
     embedding: str = Field("tfidf", description="`tfidf`, or `module:function` from N texts to N vectors")
     prefix_turns: PositiveInt | None = Field(
         None, description="turns that must agree; null: all but the last"
@@ -96,10 +93,6 @@ class CurriculumConfig(Section):
         [1.0, 2.0, 1.0],
         description="share of each bucket, hardest first; positive, so that no prompt is lost",
     )
-    final_bucket_weights: list[Positive] | None = Field(
-        None, description="shares that bucket_weights move to, in a straight line, over ramp_batches"
-    )
-    ramp_batches: PositiveInt | None = Field(None, description="batches until final_bucket_weights hold")
     smoothing: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="weight of the newest observation in a prompt's running pass rate"
     )
@@ -113,16 +106,10 @@ class CurriculumConfig(Section):
         edges = self.bucket_edges
         if sorted(set(edges)) != edges:
             raise ValueError(f"curriculum.bucket_edges = {edges} must rise; order them and drop repeats")
-        for name in ("bucket_weights", "final_bucket_weights"):
-            weights = getattr(self, name)
-            if weights is not None and len(weights) != len(edges) + 1:
-                raise ValueError(
-                    f"curriculum.{name} has {len(weights)} entries for the {len(edges) + 1} buckets that "
-                    f"bucket_edges = {edges} make; give one each"
-                )
-        if (self.final_bucket_weights is None) != (self.ramp_batches is None):
+        if len(self.bucket_weights) != len(edges) + 1:
             raise ValueError(
-                "curriculum.final_bucket_weights and curriculum.ramp_batches go together; set both or neither"
+                f"curriculum.bucket_weights has {len(self.bucket_weights)} entries for the {len(edges) + 1} "
+                f"buckets that bucket_edges = {edges} make; give one each"
             )
         return self
 

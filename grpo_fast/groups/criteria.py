@@ -112,7 +112,13 @@ def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_tur
     if by == "prefix":
         return label_ids(conversation_prefix(p, config.prefix_turns, example_turns) for p in prompts)
     if by.startswith("column:"):
-        return _column(prompts, by.removeprefix("column:"), source)
+        name = by.removeprefix("column:")
+        if name not in prompts[0].columns:
+            raise ValueError(f"{source}: there is no such column: {choices(name, prompts[0].columns)}")
+        column: list[Any] = [prompt.columns.get(name) for prompt in prompts]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
+            return _over_range(column, source)
+        return label_ids(None if value is None else repr(value) for value in column)
     if ":" not in by:
         raise ValueError(
             f"{source} is unknown; choose embedding, prefix, length or column:NAME, or give your own "
@@ -126,23 +132,11 @@ def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Ten
     source = f"groups.embedding = {embedding!r}"
     if embedding == "tfidf":
         return tfidf([prompt.token_ids for prompt in prompts])
-    if ":" not in embedding:
-        raise ValueError(f"{source} is unknown; use tfidf, or your own function as 'module:function'")
     texts = [own_text(prompt, example_turns) for prompt in prompts]
     values = _tensor(load_callable(embedding, "groups.embedding")(texts), len(prompts), source)
     if values.ndim != 2:
         raise ValueError(f"{source} gave one number a text; return one vector a text")
     return normalize(values)
-
-
-def _column(prompts: Sequence[Prompt], name: str, source: str) -> Tensor:
-    """Numbers of a column where it has nothing else, labels otherwise."""
-    if name not in prompts[0].columns:
-        raise ValueError(f"{source}: there is no such column: {choices(name, prompts[0].columns)}")
-    values: list[Any] = [prompt.columns.get(name) for prompt in prompts]
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        return _over_range(values, source)
-    return label_ids(None if value is None else repr(value) for value in values)
 
 
 def _over_range(values: Sequence[float], source: str) -> Tensor:

@@ -50,7 +50,8 @@ class DifficultySampler(PromptSampler):
     def next(self) -> list[Prompt]:
         rng = random.Random(f"{self.seed}/{self.drawn}")
         buckets = self.buckets()
-        quotas = _quotas([len(bucket) for bucket in buckets], self.weights(), self.batch_size, rng.random())
+        sizes = [len(bucket) for bucket in buckets]
+        quotas = _quotas(sizes, self.config.bucket_weights, self.batch_size, rng.random())
         chosen = []
         for bucket, quota in zip(buckets, quotas, strict=True):
             rng.shuffle(bucket)
@@ -60,15 +61,6 @@ class DifficultySampler(PromptSampler):
             self.draws[position] += 1
         self.drawn += self.batch_size
         return [self.dataset[position] for position in chosen]
-
-    def weights(self) -> list[float]:
-        """Of the buckets, for the coming batch."""
-        start, end = self.config.bucket_weights, self.config.final_bucket_weights
-        ramp = self.config.ramp_batches
-        if end is None or ramp is None:
-            return start
-        progress = min(1.0, self.drawn / self.batch_size / ramp)
-        return [(1 - progress) * a + progress * b for a, b in zip(start, end, strict=True)]
 
     def buckets(self) -> list[list[int]]:
         """Positions in each bucket, hardest first; a rate on an edge belongs to the easier side."""

@@ -6,61 +6,20 @@ import random
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from grpo_fast.data import Prompt, PromptDataset, PromptSampler
 from grpo_fast.data.types import own_text
 from grpo_fast.groups.config import CurriculumConfig, GroupConfig
+from grpo_fast.groups.criteria import prompt_distance
 from grpo_fast.groups.curriculum import DifficultySampler
-from grpo_fast.groups.formation import Grouping, form_groups
+from grpo_fast.groups.formation import Groups, form_groups
 
 WIDTH = 100  # characters of a described prompt
 COMPARED = 1000  # prompts in the mean similarity of any two
-
-
-class GroupSampler(PromptSampler):
-    """Shuffled epochs in which the prompts of a group follow each other, so that a batch has them together.
-
-    Every prompt still comes once an epoch. Where a batch ends within a group, its parts share what they can.
-    """
-
-    def __init__(self, dataset: Sequence[Prompt], batch_size: int, grouping: Grouping, seed: int = 0) -> None:
-        super().__init__(dataset, batch_size, seed)
-        self.grouping = grouping
-
-    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int]:
-        return self.grouping.baseline_groups(prompts)
-
-    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Share of prompts that share a baseline, prompts a baseline, the distance of those that share."""
-        groups: dict[int, list[int]] = {}
-        for prompt, baseline in zip(prompts, self.baseline_groups(prompts), strict=True):
-            groups.setdefault(baseline, []).append(self.grouping.position_of[prompt.index])
-        metrics = {
-            "groups/sharing": sum(len(group) for group in groups.values() if len(group) > 1) / len(prompts),
-            "groups/prompts_per_baseline": len(prompts) / len(groups),
-        }
-        spreads = [spread for group in groups.values() if (spread := self.grouping.spread(group)) is not None]
-        return metrics | ({"groups/embedding_spread": fmean(spreads)} if spreads else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        # The groups themselves: another machine's rounding may form others.
-        return super().state_dict() | {"groups": [list(group) for group in self.grouping.members]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.grouping = replace(self.grouping, members=tuple(map(tuple, state["groups"])))
-        self._epoch = -1
-
-    def _order_of(self, epoch: int) -> list[int]:
-        rng = random.Random(f"{self.seed}/{epoch}")
-        groups = [list(group) for group in self.grouping.members]
-        rng.shuffle(groups)
-        for group in groups:
-            rng.shuffle(group)
-        return [position for group in groups for position in group]
 
 
 def make_sampler(
@@ -80,9 +39,84 @@ def make_sampler(
     if curriculum is not None:
         return DifficultySampler(dataset, batch_size, curriculum, reward_names, seed)
     if groups.shares_baselines:
-        grouping = form_groups(dataset, groups, example_turns=2 * len(dataset.config.examples))
-        return GroupSampler(dataset, batch_size, grouping, seed)
+        return GroupSampler(dataset, batch_size, groups, seed, 2 * len(dataset.config.examples))
     return PromptSampler(dataset, batch_size, seed)
+
+
+class GroupSampler(PromptSampler):
+    """Shuffled epochs in which the prompts of a group follow each other, so that a batch has them together.
+
+    Every prompt still comes once an epoch. Where a batch ends within a group, its parts share what they can.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[Prompt],
+        batch_size: int,
+        config: GroupConfig,
+        seed: int = 0,
+        example_turns: int = 0,
+    ) -> None:
+        """Arguments and errors as of `form_groups`."""
+        super().__init__(dataset, batch_size, seed)
+        self.min_group_size = config.min_group_size
+        self.distance = None
+        if config.strategy in ("similarity", "combined"):
+            self.distance = prompt_distance(dataset, config, example_turns)
+        self._position_of = {prompt.index: position for position, prompt in enumerate(dataset)}
+        self._use(form_groups(dataset, config, self.distance, example_turns))
+
+    def _use(self, groups: Groups) -> None:
+        self.groups = groups
+        self._group_of = {position: number for number, group in enumerate(groups) for position in group}
+
+    def baseline_groups(self, prompts: Sequence[Prompt]) -> list[int]:
+        """A group of which fewer than `min_group_size` prompts are in the batch shares no baseline."""
+        groups = [self._group_of[self._position_of[prompt.index]] for prompt in prompts]
+        present = Counter(groups)
+        return [
+            group if present[group] >= self.min_group_size else -1 - place
+            for place, group in enumerate(groups)
+        ]
+
+    def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Share of prompts that share a baseline, prompts a baseline, the distance of those that share."""
+        groups: dict[int, list[int]] = {}
+        for prompt, baseline in zip(prompts, self.baseline_groups(prompts), strict=True):
+            groups.setdefault(baseline, []).append(self._position_of[prompt.index])
+        sharing = [group for group in groups.values() if len(group) > 1]
+        metrics = {
+            "groups/sharing": sum(map(len, sharing)) / len(prompts),
+            "groups/prompts_per_baseline": len(prompts) / len(groups),
+        }
+        spreads = [spread for group in sharing if (spread := self.spread(group)) is not None]
+        return metrics | ({"groups/embedding_spread": fmean(spreads)} if spreads else {})
+
+    def spread(self, positions: Sequence[int]) -> float | None:
+        """Mean distance between two prompts; None without distances, or for fewer than two prompts."""
+        n = len(positions)
+        if self.distance is None or n < 2:
+            return None
+        places = torch.tensor(positions)
+        distances = self.distance(places, places)
+        return (distances.sum() - distances.diagonal().sum()).item() / (n * (n - 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        # The groups themselves: another machine's rounding may form others.
+        return super().state_dict() | {"groups": self.groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._use(state["groups"])
+        self._epoch = -1
+
+    def _order_of(self, epoch: int) -> list[int]:
+        rng = random.Random(f"{self.seed}/{epoch}")
+        groups = [list(group) for group in self.groups]
+        rng.shuffle(groups)
+        for group in groups:
+            rng.shuffle(group)
+        return [position for group in groups for position in group]
 
 
 def describe_groups(
@@ -104,39 +138,28 @@ def describe_groups(
         alone = f"each prompt's {num_generations} completions are compared with each other and with no others"
         return f"{lines[0]}\n{alone}"
     example_turns = 2 * len(dataset.config.examples)
-    grouping = form_groups(dataset, config, example_turns=example_turns)
-    lines += [*_sizes(grouping), _batches(GroupSampler(dataset, prompts_per_step, grouping, seed))]
-    largest = sorted(grouping.members, key=len, reverse=True)
+    sampler = GroupSampler(dataset, prompts_per_step, config, seed, example_turns)
+    sizes = Counter(map(len, sampler.groups))
+    shared = 100 * (1 - sizes[1] / len(dataset))
+    lines.append(f"{len(sampler.groups)} groups; {shared:.1f} % of the prompts share one with others")
+    lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
+    spreads = [spread for group in sampler.groups if (spread := sampler.spread(group)) is not None]
+    if spreads:
+        # Of prompts spread evenly over the dataset: all pairs would be too many.
+        overall = sampler.spread(range(0, len(dataset), -(-len(dataset) // COMPARED))) or 0.0
+        lines.append(f"mean similarity within groups {1 - fmean(spreads):.2f}")
+        lines.append(f"mean similarity of any two prompts {1 - overall:.2f}")
+    # A batch that ends within a group parts it: the first epoch shows how often.
+    steps = [sampler.metrics(sampler.next()) for _ in range(len(dataset) // prompts_per_step)]
+    sharing = 100 * fmean(metrics["groups/sharing"] for metrics in steps)
+    size = fmean(metrics["groups/prompts_per_baseline"] for metrics in steps)
+    shares = f"in steps of {prompts_per_step} prompts {sharing:.1f} % share a baseline"
+    lines.append(f"{shares}, {size:.2f} prompts on average")
+    largest = sorted(sampler.groups, key=len, reverse=True)
     for group in (group for group in largest[:examples] if len(group) > 1):
-        spread = grouping.spread(group)
+        spread = sampler.spread(group)
         likeness = "" if spread is None else f", mean similarity {1 - spread:.2f}"
         lines.append(f"group of {len(group)} prompts, {len(group) * num_generations} completions{likeness}")
         texts = (own_text(dataset[position], example_turns) for position in group)
         lines += [f"  | {textwrap.shorten(text, WIDTH, placeholder='...')}" for text in texts]
     return "\n".join(lines)
-
-
-def _sizes(grouping: Grouping) -> list[str]:
-    sizes = Counter(map(len, grouping.members))
-    share = 1 - sizes[1] / len(grouping.rows)
-    lines = [f"{len(grouping.members)} groups; {100 * share:.1f} % of the prompts share one with others"]
-    lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
-    spreads = [spread for group in grouping.members if (spread := grouping.spread(group)) is not None]
-    if spreads:
-        # Of prompts spread evenly over the dataset: all pairs would be too many.
-        overall = grouping.spread(range(0, len(grouping.rows), -(-len(grouping.rows) // COMPARED))) or 0.0
-        lines.append(f"mean similarity within groups {1 - fmean(spreads):.2f}")
-        lines.append(f"mean similarity of any two prompts {1 - overall:.2f}")
-    return lines
-
-
-def _batches(sampler: GroupSampler) -> str:
-    """What the batches of the first epoch share: one that ends within a group parts it."""
-    batches = range(len(sampler.dataset) // sampler.batch_size)
-    metrics = [sampler.metrics(sampler.next()) for _ in batches]
-    sharing = 100 * fmean(m["groups/sharing"] for m in metrics)
-    size = fmean(m["groups/prompts_per_baseline"] for m in metrics)
-    return (
-        f"in steps of {sampler.batch_size} prompts {sharing:.1f} % share a baseline, {size:.2f} prompts on "
-        "average"
-    )

@@ -60,7 +60,6 @@ class AdaptiveWeights:
         return {"factors": list(self.factors), "means": list(self.means), "stds": list(self.stds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError when the state is of other rewards."""
         if len(state["factors"]) != len(self.base):
             raise ValueError(
                 f"the saved reward weights are of {len(state['factors'])} rewards, this run has "

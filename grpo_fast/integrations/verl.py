@@ -111,7 +111,7 @@ def loss_config(name: str, actor: Any, loss_agg_mode: str, response_length: int)
         "kl_cov_ratio": actor.policy_loss.kl_cov_ratio,
         "kl_cov_coef": actor.policy_loss.ppo_kl_coef,
     }
-    if facts.level == "token":
+    if facts.choosable_levels[0] == "token":
         options["delta"] = actor.clip_ratio_c
     chosen = {field: value for field, value in options.items() if field in facts.fields}
     if _AGGREGATION[loss_agg_mode] == "constant_length":

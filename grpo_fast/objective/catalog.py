@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -41,10 +42,6 @@ class LossFacts:
     forbids_kl: str = ""  # why a KL term is refused
     holds_back: bool = False  # some of the step's tokens, by their covariance
     advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
-
-    @property
-    def level(self) -> RatioLevel:
-        return self.choosable_levels[0]
 
 
 _RANGE = ("epsilon_low", "epsilon_high")
@@ -127,19 +124,10 @@ CATALOG: dict[str, LossFacts] = {
 LOSS_TYPES = tuple(CATALOG)
 
 _LOSS_SPECIFIC = frozenset[str]().union(*(facts.fields for facts in CATALOG.values()))
-_NOT_NEGATIVE = (
-    *("epsilon_low", "epsilon_high", "beta", "vespo_k_pos", "vespo_k_neg"),
-    *("entropy_coef", "entropy_target", "entropy_coef_min", "entropy_coef_max"),
-)
-_POSITIVE = (
-    *("delta", "max_completion_length", "off_policy_mask_threshold", "sampler_clip_min", "sampler_clip_max"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
-    *("clip_cov_ratio", "kl_cov_ratio", "kl_cov_coef", "dppo_ratio_max", "entropy_coef_delta"),
-)
 
 
-def option(default: Any, description: str, **bounds: int) -> Any:
-    """A dataclass's field with what the reference of the configuration says of it."""
+def option(default: Any, description: str, **bounds: float) -> Any:
+    """A dataclass's field with what the reference of the configuration says of it, and pydantic's bounds."""
     return field(default=default, metadata={"description": description, **bounds})
 
 
@@ -151,12 +139,20 @@ def refuse_unread(config: Any, names: Iterable[str], why: str) -> None:
             raise ValueError(f"{f.name} = {value} {why}; leave it out")
 
 
-def check_ranges(config: Any, names: Iterable[str], holds: Callable[[float], bool], remedy: str) -> None:
-    """Raise ValueError when one of the fields `names` is set and not finite, or out of its range."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and holds(value)):
-            raise ValueError(f"{name} = {value} is out of range; {remedy}")
+_BOUNDS: dict[str, Callable[[float, float], bool]] = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+_IN_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def check_bounds(config: Any) -> None:
+    """Raise ValueError when a number of a dataclass is not finite, or beyond the bounds of its `option`."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        bounds = {name: limit for name, limit in f.metadata.items() if name in _BOUNDS}
+        if not (math.isfinite(value) and all(_BOUNDS[name](value, limit) for name, limit in bounds.items())):
+            wanted = " and ".join(f"{_IN_WORDS[name]} {limit}" for name, limit in bounds.items())
+            raise ValueError(f"{f.name} = {value} is out of range; give a finite number {wanted}".rstrip())
 
 
 @dataclass(frozen=True)
@@ -178,16 +174,20 @@ class GRPOLossConfig:
         "dapo", "the policy loss, a name of the catalogue, or `module:function` of one's own"
     )
     epsilon_low: float | None = option(
-        None, "how far the ratio may fall below 1; null: the catalogue's value for this loss, 0.2 for most"
+        None,
+        "how far the ratio may fall below 1; null: the catalogue's value for this loss, 0.2 for most",
+        ge=0,
     )
     epsilon_high: float | None = option(
         None,
         "how far it may rise above 1; null: as epsilon_low, else the catalogue's; cispo: the ceiling itself",
+        ge=0,
     )
     delta: float | None = option(
         None,
         "ceiling of the ratio where the advantage is negative, above 1 + epsilon_high (INTELLECT-2, arXiv "
         "2505.07291; dual clip)",
+        gt=0,
     )
     aggregation: Aggregation | None = option(
         None, "a token's weight in the loss, see docs/methods.md; null: the loss's own"
@@ -198,10 +198,13 @@ class GRPOLossConfig:
     max_completion_length: int | None = option(
         None,
         "tokens, the length of aggregation constant_length (dr_grpo's); null: rollout.max_completion_length",
+        gt=0,
         le=LARGEST,
     )
 
-    beta: float = option(0.0, "weight of the KL to the reference model; 0: no KL, and no reference model")
+    beta: float = option(
+        0.0, "weight of the KL to the reference model; 0: no KL, and no reference model", ge=0
+    )
     kl_estimator: KLEstimator | None = option(
         None,
         "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3",
@@ -211,44 +214,45 @@ class GRPOLossConfig:
         False, "the KL term times the ratio to the old policy, so that its gradient is unbiased"
     )
 
-    entropy_coef: float = option(0.0, "bonus: minus this times the mean entropy of a token")
+    entropy_coef: float = option(0.0, "bonus: minus this times the mean entropy of a token", ge=0)
     use_adaptive_entropy: bool = option(
         False, "entropy_coef is only the start, and then follows entropy_target (Skywork-OR1)"
     )
-    entropy_target: float = option(0.2, "nats a token; adaptive: the bonus acts at or below it")
-    entropy_coef_min: float = option(0.0, "adaptive: entropy_coef at least")
-    entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most")
-    entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step")
+    entropy_target: float = option(0.2, "nats a token; adaptive: the bonus acts at or below it", ge=0)
+    entropy_coef_min: float = option(0.0, "adaptive: entropy_coef at least", ge=0)
+    entropy_coef_max: float = option(1.0, "adaptive: entropy_coef at most", ge=0)
+    entropy_coef_delta: float = option(0.005, "adaptive: change of entropy_coef in an optimiser step", gt=0)
     top_entropy_quantile: float = option(
-        1.0, "share of tokens, highest entropy first, that the policy term keeps"
+        1.0, "share of tokens, highest entropy first, that the policy term keeps", ge=0, le=1
     )
 
     off_policy_mask_threshold: float | None = option(
         None,
         "nats a token to the old policy, that drop a completion of negative advantage; null: never",
+        gt=0,
     )
     sampler_correction: SamplerCorrection | None = option(
         None,
         "of the policy's ratio to the sampler: at which level, and what happens beyond bounds; null: "
         "sequence_mask where vLLM samples (vespo: token_truncate), else none",
     )
-    sampler_clip_min: float | None = option(None, "lower bound of that ratio; null: none")
-    sampler_clip_max: float | None = option(3.0, "upper bound of that ratio; null: none")
+    sampler_clip_min: float | None = option(None, "lower bound of that ratio; null: none", gt=0)
+    sampler_clip_max: float | None = option(3.0, "upper bound of that ratio; null: none", gt=0)
 
-    sapo_temperature_pos: float = option(1.0, "sapo: of the gate where the advantage is positive")
-    sapo_temperature_neg: float = option(1.05, "sapo: of the gate where it is negative")
-    vespo_k_pos: float = option(2.0, "vespo: exponent of the weight where the advantage is positive")
-    vespo_lambda_pos: float = option(3.0, "vespo: decay of the weight where the advantage is positive")
-    vespo_k_neg: float = option(3.0, "vespo: exponent where it is negative")
-    vespo_lambda_neg: float = option(2.0, "vespo: decay where it is negative")
-    clip_cov_ratio: float = option(2e-4, "clip_cov: share of tokens whose gradient is dropped")
+    sapo_temperature_pos: float = option(1.0, "sapo: of the gate where the advantage is positive", gt=0)
+    sapo_temperature_neg: float = option(1.05, "sapo: of the gate where it is negative", gt=0)
+    vespo_k_pos: float = option(2.0, "vespo: exponent of the weight where the advantage is positive", ge=0)
+    vespo_lambda_pos: float = option(3.0, "vespo: decay of the weight where the advantage is positive", gt=0)
+    vespo_k_neg: float = option(3.0, "vespo: exponent where it is negative", ge=0)
+    vespo_lambda_neg: float = option(2.0, "vespo: decay where it is negative", gt=0)
+    clip_cov_ratio: float = option(2e-4, "clip_cov: share of tokens whose gradient is dropped", gt=0, le=1)
     clip_cov_low: float = option(1.0, "clip_cov: they are drawn from covariances above it")
     clip_cov_high: float = option(5.0, "clip_cov: and below it")
     kl_cov_ratio: float = option(
-        2e-4, "kl_cov: share of tokens, highest covariance first, that are penalised"
+        2e-4, "kl_cov: share of tokens, highest covariance first, that are penalised", gt=0, le=1
     )
-    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty")
-    dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient")
+    kl_cov_coef: float = option(1.0, "kl_cov: weight of the penalty", gt=0)
+    dppo_ratio_max: float = option(20.0, "dppo: ceiling of the ratio that multiplies the gradient", gt=0)
 
     def __post_init__(self) -> None:
         if self.is_custom:
@@ -275,7 +279,7 @@ class GRPOLossConfig:
     @property
     def ratio_level(self) -> RatioLevel:
         """The level of the importance ratio in force."""
-        return self.importance_sampling_level or self.facts.level
+        return self.importance_sampling_level or self.facts.choosable_levels[0]
 
     @property
     def aggregation_kind(self) -> Aggregation:
@@ -351,11 +355,7 @@ class GRPOLossConfig:
         refuse_unread(self, others, "is not read by a loss of your own, which gets LossInputs only")
 
     def _check_ranges(self) -> None:
-        check_ranges(self, _NOT_NEGATIVE, lambda value: value >= 0, "give a finite number, zero or more")
-        check_ranges(self, _POSITIVE, lambda value: value > 0, "give a finite number above zero")
-        shares = ("top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio")
-        check_ranges(self, ("clip_cov_low", "clip_cov_high"), lambda _: True, "give a finite number")
-        check_ranges(self, shares, lambda value: 0 <= value <= 1, "give a share between 0 and 1")
+        check_bounds(self)
         if self.kl_in_reward and self.use_bias_correction_kl:
             raise ValueError(
                 "use_bias_correction_kl = True corrects the gradient of a KL in the loss, but kl_in_reward = "

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from grpo_fast.objective.catalog import check_ranges, option, refuse_unread
+from grpo_fast.objective.catalog import check_bounds, option, refuse_unread
 from grpo_fast.section import EXACT
 
 
@@ -74,17 +74,19 @@ class PreferenceLossConfig:
     loss_type: str | tuple[str, ...] = option("sigmoid", "one loss, or a list for their weighted sum")
     loss_weights: tuple[float, ...] | None = option(None, "one for each loss of the sum; null: all 1")
     beta: float | None = option(
-        None, "weight of the log-ratio to the reference; null: the usual value of the loss, 0.1 for most"
+        None,
+        "weight of the log-ratio to the reference; null: the usual value of the loss, 0.1 for most",
+        gt=0,
     )
     label_smoothing: float = option(
-        0.0, "share of pairs believed to be labelled the wrong way round, in [0, 0.5)"
+        0.0, "share of pairs believed to be labelled the wrong way round, in [0, 0.5)", ge=0, lt=0.5
     )
     gamma: float = option(
-        0.5, "simpo: the margin that every pair must keep, in units of beta x log-probability"
+        0.5, "simpo: the margin that every pair must keep, in units of beta x log-probability", ge=0
     )
-    desirable_weight: float = option(1.0, "kto: weight of wanted completions")
-    undesirable_weight: float = option(1.0, "kto: weight of unwanted completions")
-    cpo_alpha: float = option(1.0, "cpo: weight of the chosen completions' likelihood")
+    desirable_weight: float = option(1.0, "kto: weight of wanted completions", ge=0)
+    undesirable_weight: float = option(1.0, "kto: weight of unwanted completions", ge=0)
+    cpo_alpha: float = option(1.0, "cpo: weight of the chosen completions' likelihood", ge=0)
 
     def __post_init__(self) -> None:
         for name in self.loss_types:
@@ -97,15 +99,7 @@ class PreferenceLossConfig:
         refuse_unread(self, _LOSS_SPECIFIC - read, f"is not read by loss_type = {self.loss_type!r}")
         if self.beta is None:
             object.__setattr__(self, "beta", self._usual_beta())
-        remedy = "give a finite number above zero: at zero the policy does not enter the loss"
-        check_ranges(self, ("beta",), lambda beta: beta > 0, remedy)
-        weights = ("gamma", "desirable_weight", "undesirable_weight", "cpo_alpha")
-        check_ranges(self, weights, lambda value: value >= 0, "give a finite number, zero or more")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"label_smoothing = {self.label_smoothing} must lie in [0, 0.5): at a half the labels say "
-                "nothing, and above it they are better swapped"
-            )
+        check_bounds(self)
 
     @property
     def loss_types(self) -> tuple[str, ...]:
@@ -205,10 +199,12 @@ class RankingLossConfig:
     )
     length_normalised: bool = option(False, "scores are per token")
     temperature: float | None = option(
-        None, "divides scores, as 1 / beta of DPO; null: 10, and 1 for scores per token"
+        None, "divides scores, as 1 / beta of DPO; null: 10, and 1 for scores per token", gt=0
     )
-    epsilon_low: float = option(0.2, "advantage: how far the ratio may fall below 1 in the whole training")
-    epsilon_high: float = option(0.2, "advantage: how far it may rise above 1")
+    epsilon_low: float = option(
+        0.2, "advantage: how far the ratio may fall below 1 in the whole training", gt=0
+    )
+    epsilon_high: float = option(0.2, "advantage: how far it may rise above 1", gt=0)
 
     def __post_init__(self) -> None:
         if self.objective not in _READS:
@@ -218,8 +214,7 @@ class RankingLossConfig:
         if self.temperature is None and self.objective != "advantage":
             summed = self.objective != "advantage_likelihood" and not self.length_normalised
             object.__setattr__(self, "temperature", 10.0 if summed else 1.0)
-        scales = ("temperature", "epsilon_low", "epsilon_high")
-        check_ranges(self, scales, lambda value: value > 0, "give a finite number above zero")
+        check_bounds(self)
 
     @property
     def needs_reference(self) -> bool:

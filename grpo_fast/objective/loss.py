@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fast.lookup import OBJECT_MARK, load_callable
-from grpo_fast.objective.catalog import GRPOLossConfig, KLEstimator
-from grpo_fast.objective.correction import off_policy_keep, sampler_weights
-from grpo_fast.objective.entropy import entropy_threshold
-from grpo_fast.objective.metrics import mismatch_metrics, policy_metrics
-from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, PreparedBatch, held_back
+from grpo_fast.objective.catalog import GRPOLossConfig
+from grpo_fast.objective.metrics import policy_metrics
+from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, held_back
+from grpo_fast.objective.terms import entropy_threshold, kl_estimate, off_policy_keep, sampler_weights
 from grpo_fast.objective.types import (
     LossFunction,
     LossInputs,
@@ -42,29 +43,33 @@ def policy_loss(inputs: LossInputs, config: GRPOLossConfig) -> LossOutputs:
     """
     if config.is_custom:
         return _load_custom(config.loss_type)(inputs)
-    batch = _prepare(inputs, config)
-    surrogate = SURROGATES[config.facts.surrogate](batch.tokens, config)
-    metrics = policy_metrics(surrogate, batch, config) | mismatch_metrics(batch)
+    _check(inputs, config)
+    totals = inputs.totals or step_totals(inputs.loss_mask, inputs.num_sequences)
+    inputs = _cleaned(inputs)
+    tokens = _tokens(inputs, config)
+    keep, entropy_mean = _kept(inputs, tokens, totals, config)
+    surrogate = SURROGATES[config.facts.surrogate](tokens, config)
 
     terms = surrogate.loss
     if config.needs_sampler and not surrogate.uses_sampler_weight:
-        terms = terms * present(batch.tokens.sampler_weight)
+        terms = terms * present(tokens.sampler_weight)
     if inputs.policy_weights is not None:
-        terms = terms * torch.where(inputs.loss_mask, inputs.policy_weights, 0)
-    terms = torch.where(batch.keep, terms, 0)
+        terms = terms * inputs.policy_weights
+    terms = torch.where(keep, terms, 0)
 
-    if batch.ref_logprobs is not None:
-        kl = kl_estimate(batch.tokens.logprobs, batch.ref_logprobs, config.kl_kind)
-        metrics["kl"] = (batch.measured_token_mean * kl.detach()).sum()
+    kl = None
+    if inputs.ref_logprobs is not None:
+        kl = kl_estimate(tokens.logprobs, inputs.ref_logprobs, config.kl_kind)
         if config.beta > 0 and not config.kl_in_reward:
             # Of each token's own ratio, at whichever level the surrogate's is: DeepSeek-V3.2,
             # arXiv 2512.02556, eq. 7.
-            ratio = batch.tokens.log_ratio.exp() if config.use_bias_correction_kl else 1
+            ratio = tokens.log_ratio.exp() if config.use_bias_correction_kl else 1
             terms = terms + config.beta * ratio * kl
-    loss = (batch.weights * terms).sum()
+    weights = token_weights(config.aggregation_kind, tokens.segments, totals, config.max_completion_length)
+    loss = (weights * terms).sum()
     if config.entropy_coef > 0:
-        loss = loss - config.entropy_coef * (batch.entropy_mean * present(batch.entropy)).sum()
-    return LossOutputs(loss, metrics)
+        loss = loss - config.entropy_coef * (entropy_mean * present(inputs.entropy)).sum()
+    return LossOutputs(loss, policy_metrics(surrogate, tokens, inputs, keep, kl, totals, config))
 
 
 def resolve_loss(loss: str | GRPOLossConfig) -> LossFunction:
@@ -100,60 +105,35 @@ def _load_custom(path: str) -> LossFunction:
     return checked
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """KL(π_θ ‖ π_ref) of each token's distribution, estimated from the token drawn.
-
-    Schulman 2020, "Approximating KL divergence".
-
-    Args:
-        logprobs: (N,) log π_θ, differentiable.
-        ref_logprobs: (N,) log π_ref.
-        estimator: with d = log π_θ − log π_ref: k1 = d, unbiased, but its gradient has zero mean in a loss
-            unless importance-corrected; k2 = d²/2, biased, its gradient is the KL's on-policy;
-            k3 = e⁻ᵈ − 1 + d, unbiased and never negative.
-
-    Returns:
-        (N,), in nats.
-    """
-    difference = logprobs - ref_logprobs
-    if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    # expm1 keeps the digits that e⁻ᵈ − 1 loses where the two policies nearly agree.
-    return torch.expm1(-difference) + difference
+def _cleaned(inputs: LossInputs) -> LossInputs:
+    """The inputs with zeros in place of what `loss_mask` leaves out."""
+    names = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy", "policy_weights")
+    found = {"logprobs": inputs.logprobs} | {name: getattr(inputs, name) for name in names}
+    clean: dict[str, Any] = {
+        name: torch.where(inputs.loss_mask, v, 0) for name, v in found.items() if v is not None
+    }
+    return replace(inputs, **clean)
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, beta: float, estimator: KLEstimator = "k1") -> Tensor:
-    """What `kl_in_reward` takes from each token's reward: (N,), detached, never part of the graph.
+def _tokens(inputs: LossInputs, config: GRPOLossConfig) -> PolicyTokens:
+    logprobs, mask = inputs.logprobs, inputs.loss_mask
+    segments = Segments.of(inputs.sequence_ids, mask, inputs.num_sequences, logprobs.dtype)
+    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    advantages = inputs.advantages.to(logprobs.dtype)
+    correction, held = None, inputs.held_back
+    if inputs.sampler_logprobs is not None:
+        correction = sampler_weights(old_logprobs, inputs.sampler_logprobs, segments, config)
+    if held is None and config.facts.holds_back:
+        held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
+    return PolicyTokens(logprobs, old_logprobs, advantages, segments, correction, held)
 
-    The reward of a whole completion loses the sum over its tokens.
-    """
-    return beta * kl_estimate(logprobs.detach(), ref_logprobs.detach(), estimator)
 
-
-def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
-    """Masked entries cleaned away, the weights of the step worked out, the tokens chosen.
-
-    Raises:
-        ValueError: an input is missing.
-    """
-    _check(inputs, config)
-    mask, totals = inputs.loss_mask, inputs.totals or step_totals(inputs.loss_mask, inputs.num_sequences)
-
-    def clean(values: Tensor) -> Tensor:
-        return torch.where(mask, values, 0)
-
-    def optional(values: Tensor | None) -> Tensor | None:
-        return None if values is None else clean(values)
-
-    segments = Segments.of(inputs.sequence_ids, mask, inputs.num_sequences, inputs.logprobs.dtype)
-    logprobs = clean(inputs.logprobs)
-    old_logprobs = logprobs.detach() if inputs.old_logprobs is None else clean(inputs.old_logprobs)
-    advantages = clean(inputs.advantages).to(logprobs.dtype)
-    sampler_logprobs = optional(inputs.sampler_logprobs)
-
-    keep, entropy_mean = mask, token_weights("token_mean", segments, totals)
+def _kept(
+    inputs: LossInputs, tokens: PolicyTokens, totals: StepTotals, config: GRPOLossConfig
+) -> tuple[Tensor, Tensor]:
+    """The tokens whose policy term counts, (N,) bool, and the weights of the entropy's mean, (N,)."""
+    keep = mask = inputs.loss_mask
+    entropy_mean = token_weights("token_mean", tokens.segments, totals)
     if config.top_entropy_quantile < 1:
         entropy = present(inputs.entropy).detach()
         threshold = totals.entropy_threshold
@@ -166,31 +146,12 @@ def _prepare(inputs: LossInputs, config: GRPOLossConfig) -> PreparedBatch:
         else:
             entropy_mean = keep.to(entropy_mean.dtype) / max(totals.entropy_tokens, 1)
     if config.off_policy_mask_threshold is not None:
-        behaviour = old_logprobs if sampler_logprobs is None else sampler_logprobs
+        behaviour = tokens.old_logprobs if inputs.sampler_logprobs is None else inputs.sampler_logprobs
+        threshold = config.off_policy_mask_threshold
         keep = keep & off_policy_keep(
-            logprobs, behaviour, advantages, segments, config.off_policy_mask_threshold
+            tokens.logprobs, behaviour, tokens.advantages, tokens.segments, threshold
         )
-    correction = None
-    if sampler_logprobs is not None:
-        correction = sampler_weights(old_logprobs, sampler_logprobs, segments, config)
-    held = inputs.held_back
-    if held is None and config.facts.holds_back:
-        held = held_back(logprobs.detach(), old_logprobs, advantages, mask, config)
-    measured = StepTotals(
-        totals.num_tokens if totals.measured_tokens is None else totals.measured_tokens,
-        totals.num_sequences if totals.measured_sequences is None else totals.measured_sequences,
-    )
-    return PreparedBatch(
-        tokens=PolicyTokens(logprobs, old_logprobs, advantages, segments, correction, held),
-        ref_logprobs=optional(inputs.ref_logprobs),
-        sampler_logprobs=sampler_logprobs,
-        entropy=optional(inputs.entropy),
-        keep=keep,
-        weights=token_weights(config.aggregation_kind, segments, totals, config.max_completion_length),
-        entropy_mean=entropy_mean,
-        measured_token_mean=token_weights("token_mean", segments, measured),
-        measured_sequence_mean=token_weights("sequence_mean", segments, measured),
-    )
+    return keep, entropy_mean
 
 
 def _check(inputs: LossInputs, config: GRPOLossConfig) -> None:

@@ -8,44 +8,72 @@ import torch
 from torch import Tensor
 
 from grpo_fast.objective.catalog import GRPOLossConfig
-from grpo_fast.objective.surrogates import PreparedBatch, Surrogate
+from grpo_fast.objective.surrogates import PolicyTokens, Surrogate
+from grpo_fast.objective.types import LossInputs, StepTotals, present, token_weights
 
 RATIO_BAND = 0.1  # a ratio beyond 1 ± this is more than rounding
 
 
-def policy_metrics(surrogate: Surrogate, batch: PreparedBatch, config: GRPOLossConfig) -> dict[str, Tensor]:
-    """Ratio, clipping, masking and entropy.
+def policy_metrics(
+    surrogate: Surrogate,
+    tokens: PolicyTokens,
+    inputs: LossInputs,
+    keep: Tensor,
+    kl: Tensor | None,
+    totals: StepTotals,
+    config: GRPOLossConfig,
+) -> dict[str, Tensor]:
+    """Ratio, clipping, masking and entropy, the sampler's mismatch and the KL, where their inputs are there.
 
     A clip ratio is a share of tokens, or of sequences where the ratio is the sequence's.
+
+    Args:
+        inputs: with zeros where no token counts.
+        keep: (N,) bool: tokens whose policy term counts.
+        kl: (N,), as the loss estimates it.
+        totals: of the step; means are over what its batches hold.
     """
-    mask = batch.segments.mask
+    segments, mask = tokens.segments, inputs.loss_mask
+    measured = StepTotals(
+        totals.num_tokens if totals.measured_tokens is None else totals.measured_tokens,
+        totals.num_sequences if totals.measured_sequences is None else totals.measured_sequences,
+    )
+    token_mean = token_weights("token_mean", segments, measured)
     whole_sequences = config.ratio_level in ("sequence", "product")
-    mean = batch.measured_sequence_mean if whole_sequences else batch.measured_token_mean
+    mean = token_weights("sequence_mean", segments, measured) if whole_sequences else token_mean
     metrics = {
         "policy/ratio_mean": (mean * surrogate.ratio).sum(),
         "policy/ratio_min": masked_extreme(surrogate.ratio, mask, "min"),
         "policy/ratio_max": masked_extreme(surrogate.ratio, mask, "max"),
-        "policy/masked_mean": (batch.measured_token_mean * ~batch.keep).sum(),
+        "policy/masked_mean": (token_mean * ~keep).sum(),
     }
     clipped = {name: where.to(mean.dtype) for name, where in surrogate.clipped.items()}
     metrics |= {f"clip_ratio/{name}_mean": (mean * share).sum() for name, share in clipped.items()}
     if "low" in clipped:
-        metrics["clip_ratio/low_min"] = _sequence_extreme(clipped["low"], batch, "min")
+        of_sequences = segments.spread(segments.mean(clipped["low"]))
+        metrics["clip_ratio/low_min"] = masked_extreme(of_sequences, mask, "min")
         metrics["clip_ratio/region_mean"] = (mean * (clipped["low"] + clipped["high"])).sum()
     if "high" in clipped:
-        metrics["clip_ratio/high_max"] = _sequence_extreme(clipped["high"], batch, "max")
-    if batch.entropy is not None:
-        metrics["entropy"] = (batch.measured_token_mean * batch.entropy.detach()).sum()
+        of_sequences = segments.spread(segments.mean(clipped["high"]))
+        metrics["clip_ratio/high_max"] = masked_extreme(of_sequences, mask, "max")
+    if inputs.entropy is not None:
+        metrics["entropy"] = (token_mean * inputs.entropy.detach()).sum()
+    if inputs.sampler_logprobs is not None:
+        log_ratio = tokens.old_logprobs - inputs.sampler_logprobs
+        metrics |= mismatch_metrics(log_ratio, present(tokens.sampler_weight), mask, token_mean)
+    if kl is not None:
+        metrics["kl"] = (token_mean * kl.detach()).sum()
     return metrics
 
 
-def mismatch_metrics(batch: PreparedBatch) -> dict[str, Tensor]:
-    """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it."""
-    weights = batch.tokens.sampler_weight
-    if batch.sampler_logprobs is None or weights is None:
-        return {}
-    mask, mean = batch.segments.mask, batch.measured_token_mean
-    log_ratio = batch.tokens.old_logprobs - batch.sampler_logprobs
+def mismatch_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, mean: Tensor) -> dict[str, Tensor]:
+    """How far the sampler's log-probabilities are from the trainer's, and the weights that correct for it.
+
+    Args:
+        log_ratio: (N,) log π_old/π_sampler.
+        weights: (N,) the bounded ratio.
+        mean: (N,) the weights of a mean over tokens.
+    """
     difference, ratio = log_ratio.abs(), log_ratio.exp()
     outside = (ratio < 1 - RATIO_BAND) | (ratio > 1 + RATIO_BAND)
     return {
@@ -66,10 +94,6 @@ def masked_extreme(values: Tensor, mask: Tensor, which: str) -> Tensor:
     worst = -torch.inf if which == "max" else torch.inf
     kept = torch.cat([values.detach().masked_fill(~mask, worst), values.new_full((1,), worst)])
     return kept.amax() if which == "max" else kept.amin()
-
-
-def _sequence_extreme(share: Tensor, batch: PreparedBatch, which: str) -> Tensor:
-    return masked_extreme(batch.segments.spread(batch.segments.mean(share)), batch.segments.mask, which)
 
 
 def sum_metrics(shares: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:

@@ -24,32 +24,13 @@ class PolicyTokens:
     old_logprobs: Tensor  # (N,)
     advantages: Tensor  # (N,)
     segments: Segments
-    sampler_weight: Tensor | None = None  # (N,) π_old/π_sampler, bounded; see `correction.py`
+    sampler_weight: Tensor | None = None  # (N,) π_old/π_sampler, bounded; see `terms.py`
     held_back: Tensor | None = None  # (N,) bool, where the loss holds tokens back
 
     @property
     def log_ratio(self) -> Tensor:
         """(N,) log π_θ/π_old of each token."""
         return self.logprobs - self.old_logprobs
-
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """What the terms of the loss are computed from. Every tensor is (N,), zero where no token counts."""
-
-    tokens: PolicyTokens
-    ref_logprobs: Tensor | None
-    sampler_logprobs: Tensor | None
-    entropy: Tensor | None
-    keep: Tensor  # bool: tokens whose policy term counts
-    weights: Tensor  # of the loss type's aggregation
-    entropy_mean: Tensor  # makes a sum the step's mean over the tokens that top_entropy_quantile keeps
-    measured_token_mean: Tensor  # the same over the tokens that the step's batches hold, for metrics
-    measured_sequence_mean: Tensor  # over the sequences they hold, of the mean over tokens
-
-    @property
-    def segments(self) -> Segments:
-        return self.tokens.segments
 
 
 @dataclass(frozen=True)

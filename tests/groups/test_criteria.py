@@ -131,8 +131,6 @@ def test_no_key_equals_nothing_not_even_another_one():
         ("by", "meaning", "", "choose embedding, prefix, length or column:NAME"),
         ("by", "column:levle", "", "did you mean 'level'"),
         ("by", "column:infinite", "", "column:infinite"),
-        ("by", "nowhere:function", "", "nowhere:function"),
-        ("by", "math:pi", "", "math:pi"),
         ("by", "", "[1.0]", r"shape \(1,\) for 3 prompts"),
         ("by", "", "'text'", "no array of numbers"),
         ("by", "", "[float('nan')] * 3", "not finite"),

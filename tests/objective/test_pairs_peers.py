@@ -101,29 +101,6 @@ def test_trls_dpo_trainer_computes_the_same_loss_and_rewards(config, make_pairs,
             torch.testing.assert_close(ours.metrics[name].item(), metrics[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("sigmoid", Loss("cpo", beta=0.7, label_smoothing=0.1, cpo_alpha=0.0)),
-        ("hinge", Loss("hinge", beta=0.7)),
-        ("simpo", Loss("simpo", beta=0.7, label_smoothing=0.1, gamma=0.9)),
-    ],
-)
-def test_trls_cpo_trainer_computes_the_same_preference_term(
-    name, config, make_pairs, assert_same, accelerator
-):
-    module, inputs = pytest.importorskip("trl.experimental.cpo", reason=TRL), make_pairs()
-    constants = {"alpha": 0.0, "beta": 0.7, "loss_type": name, "simpo_gamma": 0.9}
-    trainer = SimpleNamespace(**constants, label_smoothing=config.label_smoothing, accelerator=accelerator)
-    logprobs = per_token(inputs) if name == "simpo" else summed(inputs)
-    theirs = module.CPOTrainer.cpo_loss(trainer, *logprobs)[0].mean()
-    if name == "hinge":
-        # TRL's hinge without a reference: ours with a reference that says nothing.
-        blank = torch.zeros_like(inputs.chosen_lengths)
-        inputs = replace(inputs, ref_chosen_logprobs=blank, ref_rejected_logprobs=blank)
-    assert_same(inputs, preference_loss(inputs, config).loss, theirs)
-
-
 def test_trls_orpo_trainer_computes_the_same_odds_ratio_term(make_pairs, accelerator):
     """TRL's likelihood term differs: the mean over the batch's prompt and chosen tokens. We follow the
     paper: the mean over completions of the mean over their tokens."""

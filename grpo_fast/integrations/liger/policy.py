@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from grpo_fast.head import linear_logprob
 from grpo_fast.integrations.losses import LOSS_CONSTANTS, TOKEN_MEANS, live_values, shared_config
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.objective.loss import kl_estimate
 from grpo_fast.objective.surrogates import SURROGATES, PolicyTokens, log_importance
+from grpo_fast.objective.terms import kl_estimate
 from grpo_fast.objective.types import Segments, token_weights
 
 

@@ -1,4 +1,4 @@
-"""Sampler correction and off-policy mask against loops over padded completions."""
+"""KL estimates, sampler correction, off-policy mask and entropy, against loops over padded completions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,38 @@ import pytest
 import torch
 
 from grpo_fast.objective import GRPOLossConfig, LossInputs, policy_loss
-from grpo_fast.objective.correction import off_policy_keep, sampler_weights
+from grpo_fast.objective.terms import (
+    EntropyController,
+    entropy_threshold,
+    kl_estimate,
+    off_policy_keep,
+    sampler_weights,
+)
 from grpo_fast.objective.types import Segments
+
+
+@pytest.mark.parametrize(
+    ("estimator", "corrected"), [("k1", False), ("k3", False), ("k1", True), ("k2", False), ("k3", True)]
+)
+def test_the_mean_of_k1_and_k3_is_the_kl_and_so_is_its_gradient_where_promised(estimator, corrected, rng):
+    logits = torch.randn(7, generator=rng, dtype=torch.float64, requires_grad=True)
+    ref = (logits.detach() + 0.3 * torch.randn(7, generator=rng, dtype=torch.float64)).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    ratio = (logprobs - logprobs.detach()).exp() if corrected else 1.0
+
+    mean = (logprobs.exp().detach() * ratio * kl_estimate(logprobs, ref, estimator)).sum()
+
+    exact = (logprobs.exp() * (logprobs - ref)).sum()
+    if estimator != "k2":
+        torch.testing.assert_close(mean, exact)
+    if estimator == "k2" or corrected:
+        (gradient,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, torch.autograd.grad(exact, logits)[0])
+
+
+def test_k3_keeps_its_digits_where_the_policies_nearly_agree():
+    estimate = kl_estimate(torch.tensor(1e-4), torch.tensor(0.0), "k3")
+    assert estimate.item() == pytest.approx(1e-8 / 2, rel=1e-3)
 
 
 def rows(batch: Any) -> list[list[tuple[float, float]]]:
@@ -44,41 +74,6 @@ def test_weights_are_the_bounded_ratio_at_their_level(level, action, make_batch)
                 bounded = min(max(ratio, low or 0.0), high or math.inf)
                 expected.append(bounded if action == "truncate" or bounded == ratio else 0.0)
         torch.testing.assert_close(weights[inputs.loss_mask], torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("updates", [0, 1])
-def test_the_ratio_of_whole_completions_gives_the_gradient_of_the_policys_own_ones(rng, updates):
-    """Over all completions of three tokens as the sampler draws them. After an update, rloo's ratio, of whole
-    completions too, takes the old policy to the current one."""
-    completions = torch.cartesian_prod(*[torch.arange(3)] * 3)  # (27, 3)
-    tables = torch.randn(3, 3, 3, 3, generator=rng, dtype=torch.float64)  # policy, place, token before, token
-    current = tables[0].requires_grad_()
-
-    def logprobs(table: torch.Tensor) -> torch.Tensor:
-        before = completions.roll(1, 1) * torch.tensor([0, 1, 1])
-        return table.log_softmax(-1)[torch.arange(3), before, completions].flatten()
-
-    policy, sampler = logprobs(current), logprobs(tables[2]).detach()
-    rewards, ids = torch.randn(27, generator=rng, dtype=torch.float64), torch.arange(27).repeat_interleave(3)
-    share = sampler.view(27, 3).sum(1).exp()
-    inputs = LossInputs(
-        logprobs=policy,
-        old_logprobs=logprobs(tables[updates]).detach(),
-        sampler_logprobs=sampler,
-        advantages=(27 * share * rewards)[ids],  # the loss takes a mean
-        sequence_ids=ids,
-        loss_mask=ids >= 0,
-        num_sequences=27,
-    )
-    expected = -(policy.view(27, 3).sum(1).exp() * rewards).sum()
-
-    def gradient(loss: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(loss, current, retain_graph=True)[0]
-
-    for correction, exact in (("sequence_mask", True), ("sequence_truncate", True), ("token_mask", False)):
-        bounds = {"epsilon_low": 1e9, "sampler_correction": correction, "sampler_clip_max": 1e9}
-        found = gradient(policy_loss(inputs, GRPOLossConfig("rloo", **bounds)).loss)
-        assert torch.allclose(found, gradient(expected)) == exact
 
 
 def test_weights_multiply_the_policy_term_but_not_the_kl(make_batch):
@@ -128,3 +123,53 @@ def test_only_drifted_sequences_of_negative_advantage_leave(make_batch):
 
     stays = (batch.advantages >= 0) | (drift <= threshold)
     assert torch.equal(keep, stays[inputs.sequence_ids])
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.01, 0.2, 0.5, 0.9, 1.0])
+def test_the_threshold_is_the_quantile_of_the_tokens_that_count(quantile: float, make_batch):
+    inputs = make_batch().inputs()
+    entropy = inputs.entropy.detach()
+
+    threshold = entropy_threshold(entropy, inputs.loss_mask, quantile)
+
+    assert threshold == pytest.approx(torch.quantile(entropy[inputs.loss_mask], 1 - quantile).item())
+    assert entropy_threshold(entropy, torch.zeros_like(inputs.loss_mask), quantile) == float("inf")
+
+
+def test_quantile_zero_keeps_the_one_token_of_highest_entropy(make_batch):
+    batch = make_batch()
+    batch.advantages[:] = 1.0
+    config = GRPOLossConfig("reinforce", top_entropy_quantile=0.0)
+
+    outputs = policy_loss(batch.inputs(), config)
+    gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
+
+    assert outputs.metrics["policy/masked_mean"].item() == pytest.approx(1 - 1 / batch.mask.sum().item())
+    highest = batch.entropy.detach().masked_fill(~batch.mask, -1.0).argmax()
+    assert gradient.flatten().nonzero().flatten().tolist() == [highest.item()]
+
+
+def test_the_controller_raises_its_weight_while_entropy_is_low_and_goes_on_where_it_was_saved():
+    controller = EntropyController.of(
+        GRPOLossConfig(
+            use_adaptive_entropy=True,
+            entropy_coef=0.05,
+            entropy_target=1.0,
+            entropy_coef_delta=0.1,
+            entropy_coef_min=0.02,
+            entropy_coef_max=0.15,
+        )
+    )
+    history = [controller.active_coef]
+
+    for entropy in (0.5, 0.5, 1.0, 2.0, 0.9, 3.0, 3.0):
+        controller.update(entropy)
+        history.append(controller.active_coef)
+        restored = EntropyController.of(controller.config)
+        restored.load_state_dict(controller.state_dict())
+        assert restored == controller
+        controller = restored
+
+    # Up by 0.1 to the ceiling of 0.15; a step above the target takes 0.1 off and switches the bonus off.
+    assert history == pytest.approx([0.0, 0.15, 0.15, 0.15, 0.0, 0.15, 0.0, 0.0])
+    assert controller.coef == 0.02
