@@ -40,7 +40,6 @@ from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.rewards import RewardSet
 from grpo_fast.rollout import Engine, Rollout, generate_rollout, sampling_of
 from grpo_fast.rollout.handover import DeviceHandover
-from grpo_fast.rollout.sampling import CompletionLength
 from grpo_fast.rollout.types import as_asked
 from grpo_fast.run_record.logs import Clock, SampleRecord, StepResult
 from grpo_fast.stages import Stage, schedule_steps, stage_at
@@ -106,7 +105,7 @@ class Trainer:
         self.evaluation = config.evaluation
         self.evaluation_sampling = replace(
             sampling_of(config.rollout),
-            max_completion_length=config.rollout.length_limit,
+            max_completion_length=config.rollout.max_completion_length,
             temperature=config.evaluation.temperature,
             seed=world.seed(config.seed),
         )
@@ -122,7 +121,6 @@ class Trainer:
         self.drawn_by = parts.rollout
         self.adaptive_weights = parts.adaptive_weights
         self.sampling = sampling_of(self.config.rollout)
-        self.length = CompletionLength(self.config.rollout)
         self.update.configure(self.config)
         total_steps = schedule_steps([parts.stage for parts in self.stages], index)
         self.optimizer.configure(self.config.optimizer, total_steps=total_steps)
@@ -181,9 +179,9 @@ class Trainer:
 
     def penalties(self, groups: Sequence[Group], clock: Clock) -> Tensor | None:
         """(G, n) taken from the rewards for length and for KL; None where nothing is."""
-        penalties = None
+        penalties, limit = None, self.config.rollout.max_completion_length
         if self.config.advantage.soft_overlong is not None:
-            penalties = overlong_penalties(groups, self.length.limit, self.config.advantage.soft_overlong)
+            penalties = overlong_penalties(groups, limit, self.config.advantage.soft_overlong)
         if self.config.loss.kl_in_reward:
             self.handover.to_trainer()
             with clock("logprobs"):
@@ -201,8 +199,8 @@ class Trainer:
         seed = self.world.seed(self.config.seed * SEEDS_PER_RUN + self.step * SEEDS_PER_STEP + draw)
         self.handover.to_engine()
         read = self.config.old_logprobs == "sampler" or self.config.loss.reads_sampler
-        asked, limit = read or self.step % COMPARE_EVERY == 0, self.length.limit
-        sampling = replace(self.sampling, max_completion_length=limit, seed=seed, logprobs=asked)
+        asked = read or self.step % COMPARE_EVERY == 0
+        sampling = replace(self.sampling, seed=seed, logprobs=asked)
         n = int(self.config.rollout.num_generations)  # `auto` has become a number at the start
         weights = None if self.adaptive_weights is None else self.adaptive_weights.weights
         with clock("generate"):
@@ -231,8 +229,6 @@ class Trainer:
         metrics = self.prompts.metrics(prompts[: self.config.prompts_per_step])
         if len(self.stages) > 1:
             metrics["stage"] = self.stage
-        metrics |= self.length.metrics()
-        self.length.observe([completion for group in groups for completion in group.completions])
         rewards = torch.stack([group.rewards for group in groups])
         table = torch.stack([group.reward_table for group in groups])
         self.prompts.observe(prompts, rewards, table)
@@ -283,7 +279,6 @@ class Trainer:
             "stage": self.stage,
             "prompts": self.prompts.state_dict(),
             "adaptive_weights": self.adaptive_weights and self.adaptive_weights.state_dict(),
-            "completion_length": self.length.state_dict(),
             **self.update.state_dict(),
         }
 
@@ -292,5 +287,4 @@ class Trainer:
         self.prompts.load_state_dict(state["prompts"])
         if self.adaptive_weights is not None:
             self.adaptive_weights.load_state_dict(state["adaptive_weights"])
-        self.length.load_state_dict(state["completion_length"])
         self.update.load_state_dict(state)

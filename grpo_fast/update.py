@@ -268,7 +268,7 @@ class PolicyUpdate:
         config = self.config.loss
         constant = not config.is_custom and config.aggregation_kind == "constant_length"
         if constant and config.max_completion_length is None:
-            config = replace(config, max_completion_length=self.config.rollout.length_limit)
+            config = replace(config, max_completion_length=self.config.rollout.max_completion_length)
         if config.use_adaptive_entropy:
             config = replace(config, entropy_coef=self.entropy_controller.active_coef)
         return config

@@ -124,19 +124,6 @@ def test_a_users_function_gives_each_token_its_advantage(make_trainer, own):
     assert not any(any(s.token_advantages[:-1]) for s in samples)
 
 
-def test_the_length_limit_follows_the_completions_and_a_resumed_trainer_goes_on_with_it(make_trainer):
-    rollout = {"max_completion_length": 2, "adaptive_length": {"min": 1, "max": 6, "window": 1}}
-    trainer = make_trainer(rollout=rollout)
-    limits = [trainer.train_step().metrics["completion/length_limit"] for _ in range(4)]
-    assert limits == [2, 3, 5, 6]  # a random model hardly ever ends early
-    assert max(len(c.token_ids) for group in trainer.collect(Clock())[0] for c in group.completions) == 6
-    assert trainer.evaluation_sampling.max_completion_length == 6
-
-    resumed = make_trainer(rollout=rollout)
-    resumed.load_state_dict(trainer.state_dict())
-    assert resumed.length.limit == 6
-
-
 def test_rewards_begun_while_others_decode_change_no_step(toy, make_trainer, seed):
     metrics = [
         make_trainer(seed=seed, rewards=[{**toy["rewards"][0], "per_group": early}]).train_step().metrics

@@ -81,7 +81,7 @@ def step_sizes(
             "`grpo-fast plan`)"
         )
     generations, tokens, vllm = config.rollout.num_generations, config.micro_batch_tokens, config.rollout.vllm
-    completion_length = config.rollout.length_limit
+    completion_length = config.rollout.max_completion_length
     question_length = question_length or getattr(config.evaluation.dataset, "max_prompt_length", None) or 0
     return StepSizes(
         prompts=-(-config.prompts_per_step // ranks),

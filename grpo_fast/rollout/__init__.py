@@ -40,7 +40,7 @@ __all__ = [
 
 
 def sampling_of(config: RolloutConfig, seed: int | None = None) -> Sampling:
-    """How a run's completions are drawn; who reads log-probabilities asks for them."""
+    """How a run's completions are drawn; log-probabilities are for who reads them to ask for."""
     keys = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "stop")
     return Sampling(**{key: getattr(config, key) for key in keys}, seed=seed, logprobs=False)
 
@@ -63,8 +63,7 @@ def require_engine(config: RolloutConfig, ranks: int = 1) -> None:
 
     Raises:
         ValueError: the environment, the ranks or a setting contradict `config.engine`.
-        ImportError: vLLM is asked for and not installed, or of an unknown version; the message says what to
-            install.
+        ImportError: vLLM is asked for and not installed, or of an unknown version.
     """
     if ranks % (parallel := config.vllm.tensor_parallel_size):
         raise ValueError(
@@ -94,7 +93,7 @@ def make_engine(
 
     Args:
         max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
-        world: all ranks of it make their engines together; None: this process is alone.
+        world: the ranks, which all make their engines together; None: this process is alone.
 
     Raises:
         ValueError, ImportError: as `require_engine`, or a setting contradicts the device or the policy.
@@ -107,15 +106,10 @@ def make_engine(
         from grpo_fast.rollout.vllm.engine import VLLMEngine
 
         return VLLMEngine(policy, config.vllm, max_length=max_length, world=world)
+    from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
+
+    tokens = config.max_batch_tokens
     if policy.sharded:
-        from grpo_fast.rollout.own_copy import OwnCopyEngine
-
-        return OwnCopyEngine(policy, max_batch_tokens=config.max_batch_tokens)
-    from grpo_fast.rollout.transformers import TransformersEngine
-
-    return TransformersEngine(
-        policy.model,
-        policy.tokenizer,
-        eos_ids=policy.eos_token_ids,
-        max_batch_tokens=config.max_batch_tokens,
-    )
+        return OwnCopyEngine(policy, max_batch_tokens=tokens)
+    eos_ids = policy.eos_token_ids
+    return TransformersEngine(policy.model, policy.tokenizer, eos_ids=eos_ids, max_batch_tokens=tokens)

@@ -12,22 +12,6 @@ Part = Literal["gradients", "optimizer", "master", "reference"]
 """What of a trainer can be offloaded; where not all of it needs to be, in this order: the cheapest first."""
 
 
-class AdaptiveLengthConfig(Section):
-    """`rollout.max_completion_length` is where the limit starts; it then follows the completions' lengths."""
-
-    max: PositiveInt = Field(description="tokens that the limit grows to at most; evaluation always uses it")
-    min: PositiveInt = Field(16, description="tokens that it shrinks to at least")
-    window: PositiveInt = Field(8, description="steps that a decision looks back on")
-    grow_above: Fraction = Field(
-        0.1, description="mean share of truncated completions above which the limit grows by half"
-    )
-    shrink_below: Fraction = Field(
-        0.5,
-        description="share of the limit that 99 % of every step's completions must stay below, with none "
-        "truncated, for it to shrink to 1.25 times what they need",
-    )
-
-
 class VLLMConfig(Section):
     """What can be set about vLLM; the defaults set themselves up."""
 
@@ -85,9 +69,6 @@ class RolloutConfig(Section):
     max_completion_length: PositiveInt = Field(
         256, description="tokens; of all turns, what an environment writes included"
     )
-    adaptive_length: AdaptiveLengthConfig | None = Field(
-        None, description="moves the limit by what completions need; null: it stays"
-    )
     # What vLLM would take instead of a smaller one.
     temperature: Annotated[float, Field(ge=0.01)] = Field(
         1.0, description="divides the logits, when sampling and in the loss"
@@ -136,11 +117,6 @@ class RolloutConfig(Section):
         return self.model_dump(include={"top_p", "top_k", "min_p"}, exclude_defaults=True)
 
     @property
-    def length_limit(self) -> int:
-        """Tokens that no completion of the run exceeds."""
-        return self.max_completion_length if self.adaptive_length is None else self.adaptive_length.max
-
-    @property
     def has_turns(self) -> bool:
         """Whether a completion may have several turns, which tools or an environment answer."""
         return bool(self.tools) or self.environment is not None
@@ -172,16 +148,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.vllm.tensor_parallel_size = {self.vllm.tensor_parallel_size} with tools: ranks "
                 "that share a vLLM cannot answer turns as they end; set it to 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _length_within_bounds(self) -> RolloutConfig:
-        bounds, start = self.adaptive_length, self.max_completion_length
-        if bounds is not None and not bounds.min <= start <= bounds.max:
-            raise ValueError(
-                f"rollout.max_completion_length = {start} is where adaptive_length starts, but not within "
-                f"its min = {bounds.min} and max = {bounds.max}; change one of them"
             )
         return self
 

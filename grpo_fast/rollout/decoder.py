@@ -38,9 +38,9 @@ class ExpandedDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, max_new: int) -> None:
-        self.model = model
+        self.model, self.max_new = model, max_new
         self.attention = "sdpa" if model._supports_sdpa else "eager"
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Cache = DynamicCache(config=model.config)
 
     @staticmethod
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
@@ -53,14 +53,30 @@ class ExpandedDecoder:
         return 0
 
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
-        """Read U prompts. `owners` (R,) int64, ascending, says whose completion a row is. (R, V) logits."""
-        ids, self.mask = left_pad(prompts, self.model.device)
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)  # a pad's position is never looked at
-        logits = last_logits(self.model, ids, positions, self.cache, attention_mask=self.mask)
-        self.positions = positions[:, -1:]
+        """Read U prompts. `owners` (R,) int64, ascending, is the prompt of each row. (R, V) logits."""
+        logits = self.read(prompts, 0)
         if len(owners) > len(prompts):
             self.keep(owners)
         return logits[owners]
+
+    def read(self, prompts: Sequence[Prompt], common: int) -> Tensor:
+        """(U, V) logits. The cache is laid out as [the common beginning | padding | rest]."""
+        device = self.model.device
+        if common:
+            ids = torch.tensor([list(prompts[0][:common])], device=device)
+            last_logits(self.model, ids, torch.arange(common, device=device)[None], self.cache)
+            self.cache.batch_repeat_interleave(len(prompts))
+        longest = max(map(len, prompts)) - common
+        pads = [common + longest - len(prompt) for prompt in prompts]
+        rest = [[0] * pad + list(prompt[common:]) for pad, prompt in zip(pads, prompts, strict=True)]
+        real = (torch.arange(longest) >= torch.tensor(pads)[:, None]).to(device)
+        positions = common + (real.cumsum(-1) - 1).clamp(min=0)  # a pad's position is never looked at
+        self.mask, self.positions = (
+            torch.cat([real.new_ones(len(prompts), common), real], 1),
+            positions[:, -1:],
+        )
+        ids = torch.tensor(rest, device=device)
+        return last_logits(self.model, ids, positions, self.cache, attention_mask=self.mask)
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append `tokens` (R,) int64. (R, V) logits of the next ones."""
@@ -73,19 +89,13 @@ class ExpandedDecoder:
         self.cache.reorder_cache(cast(torch.LongTensor, rows))  # the one selection every kind of layer has
         self.mask, self.positions = self.mask[rows], self.positions[rows]
 
-    def memory(self) -> int:
-        """Bytes of keys and values held."""
-        tensors = [t for layer in self.cache.layers for t in vars(layer).values() if isinstance(t, Tensor)]
-        return sum(t.nbytes for t in tensors)
 
-
-class SharedPrefixDecoder:
-    """As `ExpandedDecoder`, for models whose layers all attend to everything before them, by name."""
-
-    attention = SHARED_PREFIX_ATTENTION
+class SharedPrefixDecoder(ExpandedDecoder):
+    """For models whose layers all attend to everything before them, by name."""
 
     def __init__(self, model: PreTrainedModel, max_new: int) -> None:
-        self.model, self.max_new = model, max_new
+        super().__init__(model, max_new)
+        self.attention = SHARED_PREFIX_ATTENTION
         self.layers: list[SuffixLayer] = []
 
     @staticmethod
@@ -106,29 +116,13 @@ class SharedPrefixDecoder:
         return common if common >= WORTH_APART else 0
 
     def prefill(self, prompts: Sequence[Prompt], owners: Tensor) -> Tensor:
-        """Prefixes and suffixes are laid out as [common | padding | rest]."""
-        device = self.model.device
-        cache = DynamicCache(config=self.model.config)
-        common = common_length(prompts)
-        if common:
-            ids = torch.tensor([list(prompts[0][:common])], device=device)
-            last_logits(self.model, ids, torch.arange(common, device=device)[None], cache)
-            cache.batch_repeat_interleave(len(prompts))
-        ids, real = left_pad([prompt[common:] for prompt in prompts], device)
-        positions = common + (real.cumsum(-1) - 1).clamp(min=0)
-        mask = torch.cat([real.new_ones(len(prompts), common), real], dim=1)
-        logits = last_logits(self.model, ids, positions, cache, attention_mask=mask)
-
-        # (U, P), added to the scores; nothing to add without padding.
-        self.bias = (
-            None if mask.all() else torch.zeros(mask.shape, device=device).masked_fill_(~mask, -torch.inf)
-        )
-        self.owners, self.grid = owners, Grid(owners)
-        self.positions = positions[owners, -1:]
-        apart = self.held_once(prompts)
-        if self.bias is not None:
-            self.bias = self.bias[:, apart:]
-        caches = cast("list[DynamicLayer]", cache.layers)
+        logits, apart = self.read(prompts, common_length(prompts)), self.held_once(prompts)
+        self.owners, self.grid, self.positions = owners, Grid(owners), self.positions[owners]
+        self.bias = None  # else (U, P), added to the scores of padded prompts
+        if not self.mask.all():
+            zeros = torch.zeros(self.mask.shape, device=self.mask.device)
+            self.bias = zeros.masked_fill_(~self.mask, -torch.inf)[:, apart:]
+        caches = cast("list[DynamicLayer]", self.cache.layers)
         self.layers = [SuffixLayer(layer, len(owners), self.max_new, apart) for layer in caches]
         self.cache = Cache(layers=list(self.layers))
         return logits[owners]
@@ -149,17 +143,12 @@ class SharedPrefixDecoder:
         self.owners, self.positions = self.owners[rows], self.positions[rows]
         held = self.grid.shape[0]
         self.grid = Grid(self.owners)
-        lost = self.grid.shape[0] < held
-        if lost:  # number the prompts that are left from 0
-            self.owners = torch.searchsorted(self.grid.prompts, self.owners)
-            self.bias = None if self.bias is None else self.bias[self.grid.prompts]
+        prompts = self.grid.prompts if self.grid.shape[0] < held else None
+        if prompts is not None:  # number the prompts that are left from 0
+            self.owners = torch.searchsorted(prompts, self.owners)
+            self.bias = None if self.bias is None else self.bias[prompts]
         for layer in self.layers:
-            layer.keep(rows, self.grid.prompts if lost else None)
-
-    def memory(self) -> int:
-        return sum(
-            part.nbytes for layer in self.layers for part in (*layer.own, *layer.prefix, *layer.common)
-        )
+            layer.keep(rows, prompts)
 
     def attend(self, layer: SuffixLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One query a row against its prompt and its own tokens.
@@ -189,13 +178,11 @@ class SharedPrefixDecoder:
 class SuffixLayer(DynamicLayer):
     """One layer's keys and values: U prefixes, read-only, and the R rows' own tokens in a growing buffer.
 
-    The first `apart` tokens of all prefixes are the same, and held once.
-
-    `keys` and `values` (R, heads, t, D) are views of the buffers' first t tokens, which `torch.cat`, as in
-    the parent, would copy at each token.
+    The first `apart` tokens of all prefixes are the same, and held once. `keys` and `values` (R, heads, t, D)
+    are views of the buffers' first t tokens, which `torch.cat`, as in the parent, would copy at each token.
     """
 
-    def __init__(self, prefix: DynamicLayer, rows: int, max_new: int, apart: int = 0) -> None:
+    def __init__(self, prefix: DynamicLayer, rows: int, max_new: int, apart: int) -> None:
         super().__init__()
         keys, values = cast(Tensor, prefix.keys), cast(Tensor, prefix.values)
         # CPUs multiply fp32 batches as fast as bf16 ones; converting at each step would cost more.
@@ -226,7 +213,7 @@ class SuffixLayer(DynamicLayer):
         return self._show()
 
     def keep(self, rows: Tensor, prefixes: Tensor | None) -> None:
-        """Select rows of the buffers and, unless none is given, of the prefixes."""
+        """Select rows of the buffers and, unless None, of the prefixes."""
         self.own = [buffer[rows] for buffer in self.own]
         if prefixes is not None:
             self.prefix = (self.prefix[0][prefixes], self.prefix[1][prefixes])
@@ -236,8 +223,7 @@ class SuffixLayer(DynamicLayer):
         return like.new_empty((rows, like.shape[1], min(capacity, self.max_new), like.shape[-1]))
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = (buffer[:, :, : self.length] for buffer in self.own)
-        self.keys, self.values = keys, values
+        self.keys, self.values = keys, values = [buffer[:, :, : self.length] for buffer in self.own]
         return keys, values
 
 
@@ -265,15 +251,6 @@ class Grid:
         return cells if self.slots is None else cells[self.slots]
 
 
-def left_pad(prompts: Sequence[Prompt], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(U, longest) int64 tokens, and the mask of the real ones; the last column is always real."""
-    longest = max(map(len, prompts))
-    pads = [longest - len(prompt) for prompt in prompts]
-    ids = [[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
-    mask = torch.arange(longest) >= torch.tensor(pads)[:, None]
-    return torch.tensor(ids, device=device), mask.to(device)
-
-
 def common_length(prompts: Sequence[Prompt]) -> int:
     """How many tokens all prompts begin with, leaving each at least one of its own; 0 where few."""
     ordered = sorted(map(tuple, prompts))
@@ -291,14 +268,8 @@ def last_logits(
     # then repeats the whole head for every row (torch.matmul does not fold a strided batch). An index copies
     # the rows instead.
     last = torch.tensor([ids.shape[1] - 1], device=ids.device)
-    return model(
-        input_ids=ids,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=last,
-        **options,
-    ).logits[:, -1]
+    options |= {"past_key_values": cache, "use_cache": True, "logits_to_keep": last}
+    return model(input_ids=ids, position_ids=positions, **options).logits[:, -1]
 
 
 def partial_attention(

@@ -17,8 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -43,27 +41,19 @@ class DeviceHandover:
         engine: put to sleep here.
         optimizer: made with what `config` keeps on the host.
         config: the run's `memory`: which parts make room in any case; others follow where that is not enough.
-        free_bytes: what the device has left for anybody; None: as CUDA says.
 
     Attributes:
         away: the parts that make room.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        policy: Policy,
-        optimizer: PolicyOptimizer,
-        config: MemoryConfig,
-        *,
-        free_bytes: Callable[[], int] | None = None,
+        self, engine: Engine, policy: Policy, optimizer: PolicyOptimizer, config: MemoryConfig
     ) -> None:
         self.engine = engine
         self.policy = policy
         self.optimizer = optimizer
         self.away: set[Part] = set() if isinstance(config.offload, str) else set(config.offload)
         self._fixed = config.offload == "none"
-        self._free_bytes = free_bytes or partial(free_bytes_on, policy.device)
         self._holder: Literal["engine", "trainer"] | None = "trainer"
         self._stream = side_stream(policy.device)
         self._reference: dict[str, Tensor] = {}  # its copies on the host, by name
@@ -103,7 +93,7 @@ class DeviceHandover:
     def _make_room(self, needed: float) -> None:
         """Send away what was away before, and the next parts too until so many bytes are free."""
         for part in PARTS:
-            short = needed and self._free_bytes() < needed + MARGIN
+            short = needed and free_bytes_on(self.policy.device) < needed + MARGIN
             if part in self.away or (short and not self._fixed):
                 self._send_away(part)
         if self.policy.device.type == "cuda" and torch.cuda.mem_get_info(self.policy.device)[0] < needed:

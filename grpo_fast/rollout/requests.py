@@ -10,7 +10,6 @@ from typing import Literal
 
 from grpo_fast.rollout.types import Completion, Sampling
 
-GATHER_SECONDS = 0.02  # how long clients of an unknown number may take to ask together
 OVER = "the engine serves no more requests: the rollout is over"
 
 
@@ -24,20 +23,22 @@ class Request:
 
 
 class Requests:
-    """What stands between those who ask and the one engine that serves them.
+    """The queue between clients, in any thread, and the one engine that serves them.
 
     Args:
-        clients: those who ask, each one thing after another, and `leave` when they are through; None: nobody
-            knows, and whoever made this closes it.
-        on_progress: told, in the thread of the engine, of the tokens decoded so far.
+        clients: how many ask, each one request after another, and `leave` when they are through.
+        on_progress: called in the thread of the engine with the tokens decoded so far.
+
+    Attributes:
+        closed: no answer is wanted any more, not even those being drawn.
     """
 
-    def __init__(self, clients: int | None = None, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, clients: int, on_progress: Callable[[int], None] | None = None) -> None:
+        self.closed = False
         self._changed = threading.Condition()
         self._clients = clients
         self._waiting: list[Request] = []  # for the engine to take
         self._serving: set[Request] = set()  # taken and not answered
-        self._closed = False
         self._error: BaseException | None = None
         self._on_progress = on_progress
         self._tokens = 0  # of answers given
@@ -50,7 +51,7 @@ class Requests:
         """
         request = Request(tuple(token_ids), sampling)
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise RuntimeError(OVER)
             self._waiting.append(request)
             self._changed.notify_all()
@@ -59,8 +60,7 @@ class Requests:
     def leave(self) -> None:
         """A client asks for nothing more."""
         with self._changed:
-            if self._clients is not None:
-                self._clients -= 1
+            self._clients -= 1
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -70,9 +70,9 @@ class Requests:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is served, and who still waits gets a RuntimeError. An engine does it at its end."""
+        """Nothing more is served, and clients that wait get a RuntimeError. An engine calls it at its end."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._start()
             dropped, self._serving = self._serving, set()
             self._changed.notify_all()
@@ -80,23 +80,20 @@ class Requests:
             request.answer.set_exception(RuntimeError(OVER))
 
     def take(self, wait: Literal["none", "any", "all"]) -> list[Request] | None:
-        """For the engine: what is asked and not taken yet; None once nothing more will be.
+        """For the engine: the requests not taken yet; None once there will be no more.
 
         Args:
-            wait: for nothing; for one request; or for those of all clients that are about to ask, so that
-                what is computed together does not depend on how long anybody took.
+            wait: for nothing; for one request; or for one of every client that is not waiting for an answer,
+                so that what is computed together does not depend on how long any client took.
         """
         with self._changed:
-            while self._error is None and not self._over and not self._enough(wait):
-                self._changed.wait()
-            if wait == "all" and self._clients is None:
-                self._changed.wait_for(lambda: self._over or self._error is not None, GATHER_SECONDS)
+            self._changed.wait_for(lambda: self._error or self._over or self._enough(wait))
             if self._error is not None:
                 raise self._error
             return None if self._over else self._start()
 
     def give(self, request: Request, answer: Completion | Exception) -> None:
-        """For the engine: a request's answer, or why there is none. Once closed, nobody waits for it."""
+        """For the engine: a request's answer, or why there is none; dropped once closed."""
         with self._changed:
             if request not in self._serving:
                 return
@@ -115,13 +112,8 @@ class Requests:
         if self._on_progress is not None:
             self._on_progress(self._tokens + decoding)
 
-    @property
-    def closed(self) -> bool:
-        """Whether nobody wants anything any more, not even what is being drawn."""
-        return self._closed
-
     def _start(self) -> list[Request]:
-        """What waited and was not given up by who asked is the engine's now."""
+        """The waiting requests that their clients have not given up are the engine's now."""
         taken = [request for request in self._waiting if request.answer.set_running_or_notify_cancel()]
         self._waiting = []
         self._serving.update(taken)
@@ -129,10 +121,9 @@ class Requests:
 
     @property
     def _over(self) -> bool:
-        done = self._clients is not None and self._clients <= 0
-        return self._closed or (done and not self._waiting and not self._serving)
+        return self.closed or (self._clients <= 0 and not self._waiting and not self._serving)
 
     def _enough(self, wait: str) -> bool:
-        if wait == "all" and self._clients is not None:
+        if wait == "all":
             return len(self._waiting) + len(self._serving) >= self._clients
         return wait == "none" or bool(self._waiting)

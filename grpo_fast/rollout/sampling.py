@@ -1,14 +1,10 @@
-"""Which token comes next, with its log-probability, and how many tokens a completion may have."""
+"""Which token comes next, with its log-probability."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.types import Completion, Sampling
+from grpo_fast.rollout.types import Sampling
 
 BLOCK = 256  # columns of one block of the two-level search in `draw`
 
@@ -29,9 +24,6 @@ BLOCK = 256  # columns of one block of the two-level search in `draw`
 # faults of the next one cost a CPU more than the softmax.
 SLICE = {"cpu": 2**22}
 SLICE_ELSEWHERE = 2**26
-
-GROWTH = 1.5  # of a length limit that cuts off too many
-SLACK = 1.25  # of a shrunk limit over the longest 99 % that were seen: it does not cut off at once
 
 Warper = Callable[[Tensor], Tensor]  # (rows, V) float32 -> (rows, V) float32, -inf outside the support
 
@@ -116,50 +108,3 @@ def request_seed(seed: int, *place: int) -> int:
     vLLM draws the same noise for requests of one seed, so that equal seeds would make a group of copies.
     """
     return random.Random(f"{seed} {' '.join(map(str, place))}").getrandbits(63)
-
-
-class CompletionLength:
-    """The limit of the coming rollout: longer where many completions are cut off, shorter where none is near.
-
-    A limit that is too short teaches the model that it never finishes; one that is too long makes every step
-    wait, and the engine hold memory, for a few stragglers. Without `adaptive_length` it stays where it is.
-    """
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self.limit = config.max_completion_length
-        self._config = config.adaptive_length
-        # Of each recent step the share that was cut off, and the tokens that 99 % of completions stay within.
-        self._recent: deque[tuple[float, float]] = deque(maxlen=self._config.window if self._config else 1)
-
-    def metrics(self) -> dict[str, float]:
-        """The limit in force, where it may move."""
-        return {} if self._config is None else {"completion/length_limit": self.limit}
-
-    def observe(self, completions: Sequence[Completion]) -> None:
-        """Learn from a step's completions."""
-        if self._config is None:
-            return
-        lengths = np.array([len(completion.token_ids) for completion in completions])
-        truncated = sum(completion.truncated for completion in completions) / len(completions)
-        self._recent.append((truncated, float(np.quantile(lengths, 0.99))))
-        if len(self._recent) < self._config.window:
-            return
-        truncated = sum(share for share, _ in self._recent) / len(self._recent)
-        longest = max(p99 for _, p99 in self._recent)
-        limit = self.limit
-        if truncated > self._config.grow_above:
-            limit = min(self._config.max, math.ceil(GROWTH * self.limit))
-        elif truncated == 0 and longest < self._config.shrink_below * self.limit:
-            limit = max(self._config.min, math.ceil(SLACK * longest))
-        if limit != self.limit:
-            self.limit = limit
-            self._recent.clear()  # lengths under another limit say nothing about this one
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"limit": self.limit, "recent": [list(step) for step in self._recent]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.limit = state["limit"]
-        self._recent.clear()
-        self._recent.extend((truncated, p99) for truncated, p99 in state["recent"])

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from grpo_fast.policy import Policy
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
-from grpo_fast.rollout.requests import Request, Requests
+from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
-from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_fast.policy import Policy
-
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
-CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless told otherwise: more only misses its caches, and pages
+CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
-Draws = Callable[[Sequence["Row"], int], Tensor]  # rows, and how many tokens they have -> (rows,) float64
-Done = Callable[["Row", Completion], None]
-Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Row:
     """A completion to be drawn."""
 
     prompt: tuple[int, ...]
-    max_new: int  # tokens
-    key: Any  # whose completion it is
+    uniforms: Tensor  # (tokens at most,) float64 in [0, 1): what decides each token
+    done: Callable[[Completion], None]
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class TransformersEngine:
             model: a causal model, or a peft model around one.
             tokenizer: decodes completions.
             eos_ids: any of these tokens ends a completion.
-            max_batch_tokens: tokens whose keys and values may be held at once; none: all of a call, or
+            max_batch_tokens: tokens whose keys and values may be held at once; None: all of a call, or
                 on a CPU what keeps it fast.
 
         Raises:
@@ -89,16 +89,10 @@ class TransformersEngine:
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
         shares = SharedPrefixDecoder.supports(self._base)
         self._decoder_type = SharedPrefixDecoder if shares else ExpandedDecoder
-        self._decoder: SharedPrefixDecoder | ExpandedDecoder | None = None
         self._asleep = False
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        *,
-        observer: RolloutObserver | None = None,
+        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
     ) -> list[list[Completion]]:
         """As the protocol says. A completion's text keeps the stop string that ended it.
 
@@ -107,73 +101,43 @@ class TransformersEngine:
         """
         self._require_awake()
         check_prompts(prompts, n)
-        if not prompts:
-            return []
-        self._require_room(max(map(len, prompts)), sampling.max_completion_length)
-        generator = torch.Generator()
-        if sampling.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(sampling.seed)
-
-        def uniforms(rows: Sequence[Row], length: int) -> Tensor:
-            return torch.rand(len(rows), generator=generator, dtype=torch.float64)
-
-        collector = Collector(len(prompts), n, observer)
-        rows = [
-            Row(tuple(prompt), sampling.max_completion_length, (request, number))
-            for request, prompt in enumerate(prompts)
-            for number in range(n)
-        ]
-        self._complete_all(
-            rows,
-            sampling,
-            uniforms,
-            lambda row, completion: collector.add(row.key[0], row.key[1], completion),
-            lambda decoding: collector.report(decoding) if collector.report_due else None,
+        max_new, collector = sampling.max_completion_length, Collector(len(prompts), n, observer)
+        uniforms = torch.rand(
+            max_new, n * len(prompts), generator=_generator(sampling.seed), dtype=torch.float64
         )
+        rows: list[Row] = []
+        for index in sorted(range(len(prompts)), key=lambda index: _order(prompts[index])):
+            self._require_room(prompts[index], max_new)
+            for number in range(n):
+                done = partial(collector.add, index, number)
+                rows.append(Row(tuple(prompts[index]), uniforms[:, len(rows)], done))
+        self._draw_all(rows, sampling, collector.report)
         return collector.groups()
 
     def serve(self, requests: Requests) -> None:
         """As the protocol says, in batches: what is asked for while one is drawn waits for the next.
 
         A batch begins when all clients wait for it, and each request's seed decides alone what is drawn: what
-        comes of it does not depend on how long anybody took.
+        comes of it does not depend on how long any client took.
         """
         with closing(requests):
             self._require_awake()
             while (taken := requests.take("all")) is not None:
-                alike: dict[Sampling, list[Request]] = {}
-                for request in taken:
-                    how = replace(request.sampling, max_completion_length=1, seed=None)
-                    alike.setdefault(how, []).append(request)
-                for how, members in alike.items():
-                    self._answer(members, how, requests)
-
-    def _answer(self, asked: Sequence[Request], sampling: Sampling, requests: Requests) -> None:
-        """What `serve` has taken and is drawn alike."""
-        draws: dict[Request, Tensor] = {}
-        rows = []
-        for request in sorted(asked, key=lambda request: (request.sampling.seed or 0, request.token_ids)):
-            max_new = request.sampling.max_completion_length
-            try:
-                check_prompts([request.token_ids], 1)
-                self._require_room(len(request.token_ids), max_new)
-            except ValueError as error:
-                requests.give(request, error)
-                continue
-            generator, seed = torch.Generator(), request.sampling.seed
-            generator.seed() if seed is None else generator.manual_seed(seed)
-            draws[request] = torch.rand(max_new, generator=generator, dtype=torch.float64)
-            rows.append(Row(request.token_ids, max_new, request))
-        zero = torch.zeros((), dtype=torch.float64)
-
-        def uniforms(rows: Sequence[Row], length: int) -> Tensor:  # a row that is complete draws nothing
-            return torch.stack([draws[r.key][length] if length < r.max_new else zero for r in rows])
-
-        if rows:
-            give = lambda row, completion: requests.give(row.key, completion)  # noqa: E731
-            self._complete_all(rows, sampling, uniforms, give, requests.report)
+                alike: dict[Sampling, list[Row]] = defaultdict(list)
+                for request in sorted(taken, key=lambda one: (one.sampling.seed or 0, one.token_ids)):
+                    max_new = request.sampling.max_completion_length
+                    try:
+                        check_prompts([request.token_ids], 1)
+                        self._require_room(request.token_ids, max_new)
+                    except ValueError as error:
+                        requests.give(request, error)
+                        continue
+                    generator = _generator(request.sampling.seed)
+                    uniforms = torch.rand(max_new, generator=generator, dtype=torch.float64)
+                    sampling = replace(request.sampling, max_completion_length=1, seed=None)
+                    alike[sampling].append(Row(request.token_ids, uniforms, partial(requests.give, request)))
+                for sampling, rows in alike.items():
+                    self._draw_all(rows, sampling, requests.report)
 
     def sleep(self) -> None:
         self._asleep = True
@@ -188,34 +152,30 @@ class TransformersEngine:
                 "sync() got another policy, whose model is not the one this engine generates with"
             )
 
-    def memory(self) -> dict[str, int]:
-        return {"kv_cache": 0 if self._decoder is None else self._decoder.memory()}
-
     def freed(self) -> int:
         return 0  # keys and values come from the same allocator as the trainer's tensors
 
     def __enter__(self) -> TransformersEngine:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._decoder = None
+    def __exit__(self, *exc: object) -> None: ...
 
     def _require_awake(self) -> None:
         if self._asleep:
             raise RuntimeError("generate() on a sleeping engine; call wake() first")
 
-    def _require_room(self, prompt: int, max_new: int) -> None:
+    def _require_room(self, prompt: Prompt, max_new: int) -> None:
         """Raises ValueError where one completion alone exceeds `max_batch_tokens`."""
-        largest = self._decoder_type.kv_tokens(1, prompt, 1, max_new)
+        largest = self._decoder_type.kv_tokens(1, len(prompt), 1, max_new)
         if self.max_batch_tokens is not None and largest > self.max_batch_tokens:
             raise ValueError(
                 f"max_batch_tokens = {self.max_batch_tokens} cannot hold one completion of up to {max_new} "
-                f"tokens after a prompt of {prompt}; raise it to at least {largest}"
+                f"tokens after a prompt of {len(prompt)}; raise it to at least {largest}"
             )
 
     def _chunks(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         """Consecutive rows, as many at once as the budget allows. Rows come with ascending lengths."""
-        kv_tokens, max_new = self._decoder_type.kv_tokens, max(row.max_new for row in rows)
+        kv_tokens, max_new = self._decoder_type.kv_tokens, max(len(row.uniforms) for row in rows)
         once = self._decoder_type.held_once([row.prompt for row in rows])
         budget: float = inf if self.max_batch_tokens is None else self.max_batch_tokens
         if self.max_batch_tokens is None and self._base.device.type == "cpu":
@@ -232,38 +192,35 @@ class TransformersEngine:
             distinct += new
         yield chunk
 
-    def _complete_all(
-        self, rows: list[Row], sampling: Sampling, uniforms: Draws, done: Done, report: Report
-    ) -> None:
-        """Draw a completion for each row.
+    def _draw_all(self, rows: list[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
+        """Draw a completion for each row, however many there are.
 
         Args:
-            uniforms: what decides the next token of each of these rows, after so many.
-            done: given each completion as it ends.
-            report: told of tokens that belong to completions that still go on.
+            sampling: of all rows, but for lengths and seeds.
+            report: called with the tokens of completions that still go on.
         """
-        rows.sort(key=lambda row: (len(row.prompt), row.prompt))  # little padding, equal prompts adjacent
+        if not rows:
+            return
+        rows.sort(key=lambda row: _order(row.prompt))
         attention = self._base.config._attn_implementation
         try:
             # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
             with evaluation_mode(self.model), torch.no_grad():
                 for chunk in self._chunks(rows):
-                    self._complete(chunk, sampling, uniforms, done, report)
+                    self._draw_together(chunk, sampling, report)
         finally:
-            self._decoder = None
             self._base.set_attn_implementation(attention)
 
-    def _complete(
-        self, rows: Sequence[Row], sampling: Sampling, uniforms: Draws, done: Done, report: Report
-    ) -> None:
-        """`_complete_all` of rows that are drawn all at once."""
-        device, count, max_new = self._base.device, len(rows), max(row.max_new for row in rows)
+    def _draw_together(self, rows: Sequence[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
+        """`_draw_all` of rows that fit beside each other."""
+        device, count, max_new = self._base.device, len(rows), max(len(row.uniforms) for row in rows)
         numbers = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
         owners = torch.tensor([numbers[row.prompt] for row in rows], device=device)
-        limits = torch.tensor([row.max_new for row in rows], device=device)
+        limits = torch.tensor([len(row.uniforms) for row in rows], device=device)
+        uniforms = pad_sequence([row.uniforms for row in rows]).to(device)  # (max_new, rows)
         eos, warper = torch.tensor(self.eos_ids, device=device), make_warper(sampling)
 
-        self._decoder = decoder = self._decoder_type(self._base, max_new)
+        decoder = self._decoder_type(self._base, max_new)
         self._base.set_attn_implementation(decoder.attention)
         tokens = torch.zeros(count, max_new, dtype=torch.int64, device=device)
         logprobs = torch.zeros(count, max_new, device=device)
@@ -278,12 +235,11 @@ class TransformersEngine:
             ids = tokens[ended, :length].tolist()
             columns = (ended.tolist(), ids, logprobs[ended, :length].tolist(), self._texts(ids))
             for number, row, row_logprobs, text in zip(*columns, strict=True):
-                done(rows[number], Completion(tuple(row), tuple(row_logprobs), text, truncated))
+                rows[number].done(Completion(tuple(row), tuple(row_logprobs), text, truncated))
 
         logits = decoder.prefill(list(numbers), owners)
         for length in range(1, max_new + 1):
-            # A uniform for every row, held or not: what is drawn does not depend on which were evicted.
-            drawn, drawn_logprobs = draw(logits, uniforms(rows, length - 1).to(device)[held], warper)
+            drawn, drawn_logprobs = draw(logits, uniforms[length - 1, held], warper)
             tokens[held, length - 1], logprobs[held, length - 1] = drawn, drawn_logprobs
             ended = torch.isin(drawn, eos)
             if sampling.stop:
@@ -300,7 +256,6 @@ class TransformersEngine:
                 decoder.keep(stay)
                 held, drawn = held[stay], drawn[stay]
             logits = decoder.step(drawn)
-        self._decoder = None
 
     def _completes_stop(self, tokens: Tensor, stop: Sequence[str]) -> Tensor:
         """(rows,) bool: the end of the text of `tokens` (rows, t) holds a stop string."""
@@ -310,3 +265,63 @@ class TransformersEngine:
 
     def _texts(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class OwnCopyEngine(TransformersEngine):
+    """The engine of mode `shard`, where each rank has rows of the policy's weights alone.
+
+    It generates with a copy of the whole model, adapters merged: filled in `sync` by all ranks together, and
+    freed in `sleep`. Each rank generates by itself.
+    """
+
+    def __init__(self, policy: Policy, *, max_batch_tokens: int | None = None) -> None:
+        like: Any = policy.base_model
+        devices = [policy.device] if policy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.device(policy.device):
+            model = type(like)._from_config(copy.deepcopy(like.config), dtype=like.dtype)
+        super().__init__(
+            model.requires_grad_(False),
+            policy.tokenizer,
+            eos_ids=policy.eos_token_ids,
+            max_batch_tokens=max_batch_tokens,
+        )
+        self._policy = policy
+        self._weights = {n: t.detach() for n, t in Policy(model, policy.tokenizer).base_weights().items()}
+        self.sleep()
+
+    def sleep(self) -> None:
+        super().sleep()
+        for weight in self._weights.values():
+            weight.untyped_storage().resize_(0)
+
+    def sync(self, policy: Policy) -> None:
+        if policy is not self._policy:
+            raise ValueError("sync() got another policy than the one that this engine was made with")
+        for own in self._weights.values():  # first: a rank without room asks again while the others wait
+            own.untyped_storage().resize_(own.nbytes)
+        for name, weight in policy.named_weights():
+            self._weights[name].copy_(weight)
+
+    def wake(self) -> None:
+        if self.freed():
+            raise RuntimeError("the engine has dropped its weights; sync() before wake()")
+        super().wake()
+
+    def freed(self) -> int:
+        return sum(
+            weight.nbytes for weight in self._weights.values() if not weight.untyped_storage().nbytes()
+        )
+
+
+def _order(prompt: Prompt) -> tuple[int, tuple[int, ...]]:
+    """Sorted so, prompts of a chunk need little padding, and equal ones are adjacent."""
+    return len(prompt), tuple(prompt)
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

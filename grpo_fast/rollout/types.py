@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from grpo_fast.policy import Policy
     from grpo_fast.rollout.requests import Requests
 
+Prompts = Sequence[Sequence[int]]  # tokenised
+
 REPORT_SECONDS = 0.1  # at least, between two reports of progress
 
 
@@ -40,7 +42,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """What a completion of several turns is, besides its tokens."""
+    """What a completion of several turns has besides its tokens."""
 
     prompt: str | list[Message]  # with what the environment began it with
     prompt_ids: tuple[int, ...]
@@ -67,9 +69,7 @@ class Completion:
     logprobs: tuple[float, ...] | None  # of each token, under what it was drawn from; None: unasked
     text: str  # decoded, special tokens removed
     truncated: bool  # stopped by a limit of tokens, turns or calls
-    episode: Episode | None = (
-        None  # of several turns: then an environment's tokens, of logprob 0, are between
-    )
+    episode: Episode | None = None  # of several turns: an environment's tokens have logprob 0
 
     @property
     def num_sampled(self) -> int:
@@ -77,7 +77,7 @@ class Completion:
         return len(self.token_ids) if self.episode is None else sum(self.episode.sampled)
 
     def without_environment(self) -> Completion:
-        """What is kept, and sent to other ranks, once the rewards are known."""
+        """The completion as it is kept, and sent to other ranks, once the rewards are known."""
         if self.episode is None:
             return self
         return dataclasses.replace(self, episode=dataclasses.replace(self.episode, environment=None))
@@ -91,7 +91,7 @@ def as_asked(prompt: Prompt, completion: Completion) -> Prompt:
 
 
 class RolloutObserver(Protocol):
-    """Told of a rollout while it runs, from the thread that called `generate`."""
+    """Hears of a rollout while it runs, in the thread that called `generate`."""
 
     def group_done(self, index: int, completions: list[Completion]) -> None:
         """Every completion of prompt `index` has ended; others may still decode."""
@@ -113,12 +113,7 @@ class Engine(Protocol):
     name: str
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        sampling: Sampling,
-        *,
-        observer: RolloutObserver | None = None,
+        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
     ) -> list[list[Completion]]:
         """`n` completions for each tokenised prompt, in the order of the prompts.
 
@@ -132,14 +127,10 @@ class Engine(Protocol):
         ...
 
     def serve(self, requests: Requests) -> None:
-        """Draw what is asked for while it is asked; returns when nothing more will be.
+        """Draw what clients ask for, until none will ask again; `generate` is not called meanwhile.
 
         A request that cannot be answered gets the ValueError that `generate` would raise; the others go on.
-        `generate` is not called meanwhile.
-
-        Raises:
-            RuntimeError: the engine sleeps.
-            FloatingPointError: as `generate`.
+        Raises otherwise as `generate`.
         """
         ...
 
@@ -162,10 +153,6 @@ class Engine(Protocol):
         Raises:
             RuntimeError: the weights were dropped and not synced since, or there is no memory to wake in.
         """
-        ...
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held besides the policy's own, by part."""
         ...
 
     def freed(self) -> int:
@@ -205,7 +192,7 @@ def generate_rollout(
     return engine.generate([prompt.token_ids for prompt in prompts], n, sampling, observer=observer)
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], n: int) -> None:
+def check_prompts(prompts: Prompts, n: int) -> None:
     """Raises ValueError for a prompt without tokens, or `n` below 1."""
     if n < 1:
         raise ValueError(f"n = {n} must be at least 1")
@@ -219,8 +206,8 @@ class Collector:
 
     def __init__(self, prompts: int, n: int, observer: RolloutObserver | None = None) -> None:
         self._finished = self._tokens = 0  # of the completions that have ended
-        self._total, self._n = prompts * n, n
-        self._groups: list[dict[int, Completion]] = [{} for _ in range(prompts)]
+        self._total = prompts * n
+        self._groups: list[list[Any]] = [[None] * n for _ in range(prompts)]
         self._observer = observer
         self._reported = time.monotonic()
 
@@ -230,30 +217,26 @@ class Collector:
         group[number] = completion
         self._finished += 1
         self._tokens += len(completion.token_ids)
-        if self._observer is not None and len(group) == self._n:
-            self._observer.group_done(prompt, _in_order(group))
+        if self._observer is not None and None not in group:
+            self._observer.group_done(prompt, group)
 
     @property
     def report_due(self) -> bool:
-        """Whether `report` would reach anybody now."""
+        """Whether `report` would reach the observer now."""
         if self._observer is None:
             return False
         return self._finished == self._total or time.monotonic() - self._reported >= REPORT_SECONDS
 
     def report(self, decoding: int) -> None:
-        """`decoding` tokens belong to completions that still go on; told now and then, and at the end."""
+        """`decoding` tokens belong to completions that still go on; passed on at times, and at the end."""
         self.progress(self._tokens + decoding)
 
     def progress(self, tokens: int) -> None:
-        """So many tokens are decoded; told now and then, and at the end."""
+        """So many tokens are decoded; passed on at times, and at the end."""
         if self._observer is not None and self.report_due:
             self._reported = time.monotonic()
             self._observer.progress(tokens, self._finished, self._total)
 
     def groups(self) -> list[list[Completion]]:
-        """Everything that has ended."""
-        return [_in_order(group) for group in self._groups]
-
-
-def _in_order(group: dict[int, Completion]) -> list[Completion]:
-    return [group[number] for number in sorted(group)]
+        """The groups, once everything has ended."""
+        return self._groups

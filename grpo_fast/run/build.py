@@ -111,7 +111,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     prompts = chain(held_out or (), *(part.dataset for part in parts))
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
-    completion = max(c.rollout.length_limit for c in (config, *(stage.config for stage in stages)))
+    completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
     with ExitStack() as unless_built:
         engine = unless_built.enter_context(
             make_engine(

@@ -29,7 +29,7 @@ def opening_lines(config: TrainConfig, trainer: Algorithm) -> list[str]:
         corrected = "" if correction in (None, "none") else f", corrected by {correction}"
         lines["groups"] = (
             f"{prompts} prompts a step, {rollout.num_generations} completions of each, "
-            f"at most {trainer.length.limit} tokens, by {type(trainer.engine).__name__}{corrected}; "
+            f"at most {rollout.max_completion_length} tokens, by {type(trainer.engine).__name__}{corrected}; "
             f"rewards: {', '.join(trainer.rewards.names)}"
         )
         if told := getattr(trainer.drawn_by, "described", ""):

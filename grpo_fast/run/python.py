@@ -173,11 +173,8 @@ class TrainedPolicy:
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
             raise ValueError(f"prompts = {short(prompts)} is one prompt; give a list of prompts")
         config = self._config
-        as_evaluated = {
-            "temperature": config.evaluation.temperature,
-            "max_completion_length": config.rollout.length_limit,
-        }
-        drawn = replace(sampling_of(config.rollout, config.seed), **as_evaluated | sampling)
+        drawn = sampling_of(config.rollout, config.seed)
+        drawn = replace(drawn, **{"temperature": config.evaluation.temperature} | sampling)
         as_they_are: dict[str, Any] = {"prompt_template": None, "rename": {}, "max_prompt_length": None}
         for_messages = {"source": "generate(prompts)"}
         dataset = config.dataset.model_copy(update=as_they_are | for_messages)

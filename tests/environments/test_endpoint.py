@@ -27,7 +27,7 @@ def drawn(token_ids: tuple[int, ...], sampling: Sampling) -> Completion:
 @pytest.fixture
 def served() -> Iterator[tuple[Endpoint, Requests]]:
     """An endpoint with an engine behind it; `asyncio.run` of the test is the loop of its clients alone."""
-    requests, loop = Requests(), asyncio.new_event_loop()
+    requests, loop = Requests(1), asyncio.new_event_loop()
     endpoint = Endpoint(10, [1, 2])
     threading.Thread(target=loop.run_forever, daemon=True).start()
     asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from grpo_fast.plan.devices import device_budget
@@ -323,7 +324,9 @@ def decode(model: torch.nn.Module, *, turns: bool = False) -> int:
         decoder.prefill([[1 + i] * length for i, length in enumerate(lengths)], rows)
         for _ in range(ROLLOUT.completion_length):
             decoder.step(torch.ones(ROLLOUT.completions, dtype=torch.int64))
-    return decoder.memory()
+    parts = tree_leaves([list(vars(layer).values()) for layer in decoder.cache.layers])
+    tensors = sorted((part for part in parts if isinstance(part, torch.Tensor)), key=lambda part: part.nbytes)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,13 @@ def check_engine(alone: Policy, sharded: Policy, world: World, seed: int) -> Non
     with make_engine(config, alone) as expected, make_engine(config, sharded, world=world) as engine:
         engine.sleep()
         assert engine.freed() == sum(weight.nbytes for weight in alone.base_weights().values())
-        assert engine.memory()["weights"] == 0
         with pytest.raises(RuntimeError, match="sync"):
             engine.wake()
         with pytest.raises(ValueError, match="another policy"):
             engine.sync(alone)
         engine.sync(sharded)
         engine.wake()
-        assert engine.memory()["weights"] > 0 == engine.freed()
+        assert engine.freed() == 0
         ours, theirs = (
             [[c.token_ids for c in group] for group in e.generate(prompts, 2, sampling)]
             for e in (engine, expected)

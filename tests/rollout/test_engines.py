@@ -32,20 +32,13 @@ vllm_only = pytest.mark.parametrize("served", ["vllm"], indirect=True)
 
 
 def state_of_the_process() -> dict[str, Any]:
+    own = ("VLLM_", "_TORCHINDUCTOR_")  # a compiler's note to itself
     return {
-        "torch": torch.get_rng_state().tolist(),
-        "numpy": str(np.random.get_state()),
-        "python": random.getstate(),
-        "set_num_threads": torch.set_num_threads,
-        "threads": torch.get_num_threads(),
-        "precision": torch.get_float32_matmul_precision(),
+        "random": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
+        "torch": (torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()),
         "dtype": torch.get_default_dtype(),
-        "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
-        "environment": {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VLLM_", "_TORCHINDUCTOR_"))  # a compiler's note to itself
-        },
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith(own)},
     }
 
 
@@ -80,22 +73,53 @@ def prompts(rng) -> list[tuple[int, ...]]:
     return [*drawn, LONG]
 
 
-def token_ids(groups) -> list[list[tuple[int, ...]]]:
-    return [[completion.token_ids for completion in group] for group in groups]
-
-
-def completions(groups) -> list[Any]:
+def completions(groups) -> list[Completion]:
     return [completion for group in groups for completion in group]
 
 
+def is_idle(engine) -> bool:
+    """Nothing is in flight, and every block of vLLM's KV cache is free."""
+    vllm = getattr(engine, "_vllm", None)
+    return vllm is None or (not vllm.has_unfinished_requests() and vllm.reset_prefix_cache())
+
+
 @torch.no_grad()
-def drawn_and_ranked(policy, prompt, completion, temperature=1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn_and_ranked(policy, prompt, completion, temperature) -> tuple[torch.Tensor, torch.Tensor]:
     """(C,) the policy's probabilities of the drawn tokens, and (C, V) of all, the largest first."""
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     logits = policy.base_model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / temperature
     probs = logits.softmax(-1)
     drawn = probs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     return drawn, probs.sort(-1, descending=True).values
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}],
+    ids=str,
+)
+def test_logprobs_are_the_policys_in_the_distribution_that_is_drawn_from(engine, policy, prompts, options):
+    temperature = options.get("temperature", 1.0)
+    groups = engine.generate(prompts, 3, replace(SAMPLING, **options))
+
+    assert [len(group) for group in groups] == [3] * len(prompts)
+    support = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            drawn, ranked = drawn_and_ranked(policy, prompt, completion, temperature or 1.0)
+            likeliest, mass = ranked[:, 0], drawn / torch.tensor(completion.logprobs).exp()
+            if temperature == 0:
+                assert (likeliest / drawn).log().max() < ROUNDING  # ties are anybody's
+            if "top_k" in options:
+                torch.testing.assert_close(mass, ranked[:, :3].sum(-1), rtol=ROUNDING, atol=0)
+            elif "top_p" in options:
+                assert (mass > 0.6 - ROUNDING).all() and (mass < 0.6 + likeliest + ROUNDING).all()
+            elif "min_p" in options:
+                assert (drawn > 0.3 * likeliest - ROUNDING).all() and (mass < 1 + ROUNDING).all()
+            else:
+                assert mass.log().abs().max() < ROUNDING
+            support.append(mass)
+    assert (torch.cat(support).min() < 0.99) == bool({"top_k", "top_p", "min_p"} & options.keys())
 
 
 def test_logprobs_that_nobody_asks_for_change_no_token(engine, prompts):
@@ -105,64 +129,16 @@ def test_logprobs_that_nobody_asks_for_change_no_token(engine, prompts):
     assert untold == [[replace(completion, **unless_free) for completion in group] for group in told]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_the_policys_at_the_sampling_temperature(
-    engine, policy, prompts, temperature, largest_difference
-):
-    groups = engine.generate(prompts, 3, replace(SAMPLING, temperature=temperature))
-
-    assert [len(group) for group in groups] == [3] * len(prompts)
-    assert largest_difference(policy, prompts, groups, temperature) < ROUNDING
-
-
-def test_greedy_takes_the_most_likely_token_and_reports_it_at_temperature_one(
-    engine, policy, prompts, largest_difference
-):
-    groups = engine.generate(prompts, 1, replace(SAMPLING, temperature=0.0))
-
-    for prompt, (completion,) in zip(prompts, groups, strict=True):
-        drawn, ranked = drawn_and_ranked(policy, prompt, completion)
-        assert (ranked[:, 0] / drawn).log().max() < ROUNDING  # ties are anybody's
-    assert largest_difference(policy, prompts, groups) < ROUNDING
-
-
-@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=str)
-def test_logprobs_are_those_of_the_restricted_distribution(engine, policy, prompts, limits):
-    groups = engine.generate(prompts, 3, replace(SAMPLING, temperature=1.5, **limits))
-
-    restricted = False
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            drawn, ranked = drawn_and_ranked(policy, prompt, completion, 1.5)
-            kept = drawn / torch.tensor(completion.logprobs).exp()  # the mass of the support
-            if "top_k" in limits:
-                torch.testing.assert_close(kept, ranked[:, :3].sum(-1), rtol=ROUNDING, atol=0)
-            elif "top_p" in limits:
-                assert (kept > 0.6 - ROUNDING).all() and (kept < 0.6 + ranked[:, 0] + ROUNDING).all()
-            else:
-                assert (drawn > 0.3 * ranked[:, 0] - ROUNDING).all()
-                assert (kept < 1 + ROUNDING).all()
-            restricted |= bool((kept < 0.99).any())
-    assert restricted
-
-
-def test_a_seed_gives_its_completions_again_and_none_other_ones_and_the_process_stays_as_it_was(
-    engine, prompts
-):
-    before = state_of_the_process()
-    once, again, other, free, more = (
-        engine.generate(prompts, 3, replace(SAMPLING, seed=seed)) for seed in (5, 5, 6, None, None)
+def test_seeds_decide_what_is_drawn_apart_for_each_completion_and_the_process_stays_as_it_was(engine):
+    before, warm = state_of_the_process(), replace(SAMPLING, temperature=1.5)
+    once, again, *others = (
+        engine.generate([LONG, LONG], 4, replace(warm, seed=seed)) for seed in (5, 5, 6, None, None)
     )
 
     assert once == again
-    assert len({str(token_ids(groups)) for groups in (once, other, free, more)}) == 4
+    assert len({str(groups) for groups in (once, *others)}) == 4
+    assert len({completion.token_ids for completion in completions(once)}) > 4
     assert state_of_the_process() == before
-
-
-def test_completions_of_a_group_and_of_equal_prompts_are_drawn_apart(engine):
-    first, second = token_ids(engine.generate([LONG, LONG], 4, replace(SAMPLING, temperature=1.5)))
-
-    assert len({*first, *second}) > 4
 
 
 def test_any_end_token_ends_a_completion_stays_in_it_and_is_no_truncation(engine, policy, prompts):
@@ -211,17 +187,10 @@ def test_an_observer_hears_of_each_group_once_and_of_the_progress_and_what_it_dr
 
     assert [heard[index] for index in range(len(prompts))] == groups
     total, tokens = 3 * len(prompts), sum(len(c.token_ids) for c in completions(groups))
-    assert reports[-1] == (tokens, total, total)
-    assert reports == sorted(reports)
-    assert 0 < reports[0][0] < tokens
+    assert reports[-1] == (tokens, total, total) and reports == sorted(reports)
+    assert 0 < next(decoded for decoded, *_ in reports if decoded) < tokens
     torch.set_rng_state(before)
     assert torch.equal(torch.stack([torch.rand(()) for _ in drawn]), torch.stack(drawn))
-
-
-def is_idle(engine) -> bool:
-    """Nothing is in flight, and every block of vLLM's KV cache is free."""
-    vllm = getattr(engine, "_vllm", None)
-    return vllm is None or (not vllm.has_unfinished_requests() and vllm.reset_prefix_cache())
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
@@ -230,7 +199,7 @@ def test_an_observer_that_fails_leaves_an_engine_that_goes_on(engine, prompts, e
         raise error
 
     with pytest.raises(type(error)):
-        engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=fail))
+        engine.generate(prompts, 3, SAMPLING, observer=SimpleNamespace(group_done=fail, progress=print))
 
     assert is_idle(engine)
     assert engine.generate(prompts, 3, SAMPLING) == engine.generate(prompts, 3, SAMPLING)
@@ -251,24 +220,19 @@ def test_weights_that_are_not_numbers_are_reported(engine, policy, prompts, logp
     assert len(engine.generate(prompts, 1, SAMPLING)) == len(prompts)
 
 
-def test_asleep_it_refuses_to_generate_and_repeated_sleeps_and_wakes_do_nothing(engine, prompts):
-    expected = engine.generate(prompts, 2, SAMPLING)
+@pytest.mark.parametrize("synced", [True, False])
+def test_asleep_it_refuses_to_generate_and_awake_it_has_the_weights_of_now_and_nothing_cached_of_older_ones(
+    engine, policy, prompts, shake, largest_difference, synced
+):
+    before = engine.generate(prompts, 3, SAMPLING)
     engine.wake()
     engine.sleep()
     engine.sleep()
     with pytest.raises(RuntimeError, match=r"call wake\(\)"):
-        engine.generate(prompts, 2, SAMPLING)
+        engine.generate(prompts, 3, SAMPLING)
     engine.wake()
     engine.wake()
-
-    assert engine.generate(prompts, 2, SAMPLING) == expected
-
-
-@pytest.mark.parametrize("synced", [True, False])
-def test_changed_weights_are_taken_over_and_nothing_cached_of_older_ones_is_used(
-    engine, policy, prompts, shake, largest_difference, synced
-):
-    before = engine.generate(prompts, 3, SAMPLING)
+    assert engine.generate(prompts, 3, SAMPLING) == before
     engine.sleep()
     shake(policy)
     if synced:
@@ -281,12 +245,11 @@ def test_changed_weights_are_taken_over_and_nothing_cached_of_older_ones_is_used
     assert largest_difference(policy, prompts, after) < ROUNDING
 
 
-@pytest.mark.parametrize(
-    ("prompts", "n", "key"), [([(3,), ()], 1, r"prompts\[1\]"), ([(3,)], 0, "n = 0")], ids=str
-)
-def test_bad_input_is_named_and_no_input_gives_no_completions(engine, prompts, n, key):
-    with pytest.raises(ValueError, match=key):
-        engine.generate(prompts, n, SAMPLING)
+def test_bad_input_is_named_and_no_input_gives_no_completions(engine):
+    with pytest.raises(ValueError, match=r"prompts\[1\]"):
+        engine.generate([(3,), ()], 1, SAMPLING)
+    with pytest.raises(ValueError, match="n = 0"):
+        engine.generate([(3,)], 0, SAMPLING)
     with pytest.raises(ValueError, match="another policy"):
         engine.sync(SimpleNamespace(model=None))
 
@@ -309,8 +272,7 @@ def test_more_prompts_than_vllm_prefills_at_once_are_drawn_with_seeds(
     engine, policy, rng, largest_difference
 ):
     prompts = torch.randint(3, 30, (70, 100), generator=rng).tolist()
-    budget = engine._vllm.vllm_config.scheduler_config.max_num_batched_tokens
-    assert budget < 70 * 100
+    assert engine._vllm.vllm_config.scheduler_config.max_num_batched_tokens < 70 * 100
 
     groups = engine.generate(prompts, 1, replace(SAMPLING, max_completion_length=2))
 
@@ -318,62 +280,48 @@ def test_more_prompts_than_vllm_prefills_at_once_are_drawn_with_seeds(
 
 
 @vllm_only
-def test_a_ctrl_c_waits_for_the_step_and_leaves_nothing_in_flight(engine, prompts, monkeypatch):
-    before, step, finished = signal.getsignal(signal.SIGINT), engine._vllm.step, []
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_ctrl_c_waits_for_the_step_and_neither_it_nor_a_failing_model_leaves_anything_in_flight(
+    engine, policy, prompts, monkeypatch, largest_difference, failure
+):
+    before, runner, finished = signal.getsignal(signal.SIGINT), engine._worker.model_runner, []
+    execute, step = runner.execute_model, engine._vllm.step
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def interrupted() -> Any:
+    def fail_at_the_third(*args: Any, **kwargs: Any) -> Any:
         if len(finished) == 3:
+            if failure is torch.OutOfMemoryError:
+                raise failure("no memory left")
             signal.raise_signal(signal.SIGINT)
-        finished.append(step())
-        return finished[-1]
+        return execute(*args, **kwargs)
+
+    def counted() -> Any:
+        outputs = step()
+        finished.append(outputs)
+        return outputs
 
     try:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(engine._vllm, "step", interrupted)
+        with monkeypatch.context() as patch, pytest.raises(failure):
+            patch.setattr(runner, "execute_model", fail_at_the_third)
+            patch.setattr(engine._vllm, "step", counted)
             engine.generate(prompts, 3, SAMPLING)
     finally:
         signal.signal(signal.SIGINT, before)
 
-    assert len(finished) == 4
-    assert is_idle(engine)
-    assert len(engine.generate(prompts, 2, SAMPLING)) == len(prompts)
-
-
-@vllm_only
-def test_a_model_that_fails_in_the_middle_leaves_nothing_in_flight(
-    engine, policy, prompts, monkeypatch, largest_difference
-):
-    calls, runner = [], engine._worker.model_runner
-    execute = runner.execute_model
-
-    def fail_at_the_third(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("no memory left")
-        return execute(*args, **kwargs)
-
-    monkeypatch.setattr(runner, "execute_model", fail_at_the_third)
-    with pytest.raises(torch.OutOfMemoryError):
-        engine.generate(prompts, 3, SAMPLING)
-
+    assert len(finished) == (4 if failure is KeyboardInterrupt else 3)
     assert is_idle(engine)
     assert largest_difference(policy, prompts, engine.generate(prompts, 3, SAMPLING)) < ROUNDING
 
 
 @vllm_only
-def test_a_sleep_behind_its_back_is_noticed_instead_of_waited_for(engine, prompts):
-    engine._vllm.sleep(level=0)
+def test_a_sleep_behind_its_back_is_noticed_and_level_two_drives_vllms_tags_one_after_the_other(
+    engine, prompts
+):
+    expected, vllm = engine.generate(prompts, 2, SAMPLING), engine._vllm
+    vllm.sleep(level=0)
     with pytest.raises(RuntimeError, match="behind the engine's back"):
         engine.generate(prompts, 2, SAMPLING)
-    engine._vllm.wake_up(tags=["scheduling"])
-
-    assert len(engine.generate(prompts, 2, SAMPLING)) == len(prompts)
-
-
-@vllm_only
-def test_level_two_drives_vllms_tags_one_after_the_other(engine, prompts):
-    expected, vllm = engine.generate(prompts, 2, SAMPLING), engine._vllm
+    vllm.wake_up(tags=["scheduling"])
     cycle = SleepCycle(vllm, 2)
 
     cycle.sleep()
@@ -390,22 +338,13 @@ def test_level_two_drives_vllms_tags_one_after_the_other(engine, prompts):
 
 
 @vllm_only
-def test_a_second_engine_is_refused_and_the_first_goes_on(served, prompts):
+def test_a_second_engine_is_refused_and_a_prompt_without_room_is_named(served, prompts):
     with pytest.raises(RuntimeError, match="close it first"):
         make_engine(served.config, served.policy)
+    with pytest.raises(ValueError, match=r"250 tokens.*256.*max_model_length"):
+        served.engine.generate([(3,) * 250], 1, SAMPLING)
 
     assert len(served.engine.generate(prompts, 1, SAMPLING)) == len(prompts)
-
-
-@vllm_only
-def test_memory_is_told_by_part_and_bounds_what_a_prompt_may_ask_for(engine, policy):
-    parts = engine.memory()
-
-    weights = sum(parameter.numel() for parameter in policy.model.parameters()) * 4
-    assert weights <= parts["weights"] < 1.5 * weights + 2**18  # padding of the vocabulary, rotary tables
-    assert 0.9 < parts["kv_cache"] / (0.05 * 2**30) <= 1
-    with pytest.raises(ValueError, match=r"250 tokens.*256.*max_model_length"):
-        engine.generate([(3,) * 250], 1, SAMPLING)
 
 
 def test_serving_answers_each_client_with_the_policys_draws_while_others_decode(
@@ -423,9 +362,8 @@ def test_serving_answers_each_client_with_the_policys_draws_while_others_decode(
             ids = (*ids, *answer.token_ids, 7)
         requests.leave()
 
-    threads = [threading.Thread(target=client, args=(i,), daemon=True) for i in range(len(prompts))]
-    for thread in threads:
-        thread.start()
+    for number in range(len(prompts)):
+        threading.Thread(target=client, args=(number,), daemon=True).start()
     engine.serve(requests)
     for number, taken in turns.items():
         assert len(taken) == 3
@@ -436,11 +374,8 @@ def test_serving_answers_each_client_with_the_policys_draws_while_others_decode(
 
 
 def test_a_request_without_room_fails_alone_and_an_error_of_a_client_ends_the_rollout(engine) -> None:
-    requests = Requests(clients=2)
-    good = requests.ask((3, 4), SAMPLING)
-    bad = requests.ask((), SAMPLING)
-    requests.leave()
-    requests.leave()
+    requests = Requests(clients=0)
+    good, bad = requests.ask((3, 4), SAMPLING), requests.ask((), SAMPLING)
     engine.serve(requests)
     assert good.result().token_ids
     with pytest.raises(ValueError, match="no tokens"):

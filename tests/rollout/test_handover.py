@@ -140,28 +140,25 @@ def weights(trainer: Trainer) -> list[torch.Tensor]:
 
 def test_each_step_is_generate_sleep_update_sync_wake(strict) -> None:
     trainer, engine = strict()
-    timings = [trainer.train_step().timings for _ in range(2)]
+    timings = [trainer.train_step().timings for _ in range(2)][-1]
     trainer.evaluate(2)
 
     assert engine.calls == ["sync", "wake", "generate", "sleep"] * 2 + ["sync", "wake", "generate"]
     phases = [f"time/{phase}" for phase in ("sync", "wake", "sleep", "offload", "reload")]
-    for step in timings:
-        assert step["time/exchange"] == pytest.approx(sum(step[phase] for phase in phases))
+    assert timings["time/exchange"] == pytest.approx(sum(timings[phase] for phase in phases))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloading_changes_no_step(strict, seed: int, dtype: str) -> None:
     results = []
-    for offload in ("none", list(PARTS)):
+    for parts in ([], list(PARTS)):
         sections = {"seed": seed, "loss": {"beta": 0.1}, "model": {"dtype": dtype}}
-        trainer, _ = strict(memory={"offload": offload}, **sections)
+        trainer, _ = strict(memory={"offload": parts or "none"}, **sections)
         metrics = [trainer.train_step().metrics for _ in range(2)]
-        results.append((metrics, weights(trainer)))
+        results.append((metrics, [weight.tolist() for weight in weights(trainer)]))
         trainer.handover.to_engine()
-        assert trainer.handover.away == (set() if offload == "none" else set(PARTS))
-    (stayed, expected), (left, found) = results
-    assert left == stayed
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert trainer.handover.away == set(parts)
+    assert results[0] == results[1]
 
 
 def test_a_kl_in_the_reward_is_computed_after_all_draws_of_a_step(strict) -> None:
@@ -223,6 +220,9 @@ def test_after_a_failure_in_any_phase_engine_and_trainer_go_on(
             trainer.train_step()
         assert all(torch.equal(a, b) for a, b in zip(weights(trainer), before, strict=True))
         assert trainer.step == 1 and not trainer.optimizer.mid_step
+        trainer.handover.to_trainer()
+        buffers = trainer.optimizer.gradient_buffers().values()
+        assert all(buffer.untyped_storage().nbytes() == buffer.nbytes for buffer in buffers)
 
     trainer.evaluate(2)
     assert trainer.train_step().metrics["update/skipped"] == 0
@@ -327,17 +327,6 @@ def test_a_start_and_a_resumed_run_need_no_more_than_the_larger_of_rollout_and_u
         assert (tmp_path / name / "metrics.jsonl").read_bytes() == (
             tmp_path / "alone" / "metrics.jsonl"
         ).read_bytes()
-
-
-def test_after_a_failure_to_wake_the_trainer_gets_its_buffers_back(strict) -> None:
-    trainer, engine = strict(model={"dtype": "bfloat16"}, memory={"offload": list(PARTS)})
-    engine.failing = ("wake", ValueError("bug"))
-    with pytest.raises(ValueError, match="bug"):
-        trainer.handover.to_engine()
-    trainer.handover.to_trainer()
-    assert all(
-        b.untyped_storage().nbytes() == b.nbytes for b in trainer.optimizer.gradient_buffers().values()
-    )
 
 
 def test_an_engine_is_closed_where_the_rest_of_the_trainer_cannot_be_built(

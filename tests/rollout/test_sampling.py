@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from grpo_fast.rollout import Completion, Sampling
+from grpo_fast.rollout import Sampling
 from grpo_fast.rollout import sampling as sampling_module
-from grpo_fast.rollout.config import RolloutConfig
-from grpo_fast.rollout.sampling import CompletionLength, draw, invert_cdf, make_warper
+from grpo_fast.rollout.sampling import draw, invert_cdf, make_warper, request_seed
 
 
 def uniforms(count: int) -> torch.Tensor:
@@ -92,55 +89,10 @@ def test_logits_that_are_no_distribution_are_reported(temperature, bad):
         draw(logits, uniforms(2), make_warper(Sampling(1, temperature=temperature)))
 
 
-ADAPTIVE = {"min": 16, "max": 200, "window": 3}
-CUT, SHORT = ([100] * 10, 0.2), ([32] * 10, 0.0)  # completions' lengths, and which share was cut off
+def test_every_completion_has_a_seed_of_its_own(rng):
+    seed = int(torch.randint(2**62, (), generator=rng))
+    bases, prompts = (seed, seed + 1), range(64)
+    seeds = {request_seed(base, prompt, number) for base in bases for prompt in prompts for number in prompts}
 
-
-def length_limit(adaptive: dict | None = ADAPTIVE) -> CompletionLength:
-    return CompletionLength(RolloutConfig(max_completion_length=100, adaptive_length=adaptive))
-
-
-def after(length: CompletionLength, *steps: tuple[list[int], float]) -> int:
-    for lengths, truncated in steps:
-        cut = round(truncated * len(lengths))
-        length.observe(
-            [Completion((7,) * n, (-1.0,) * n, "", truncated=i < cut) for i, n in enumerate(lengths)]
-        )
-    return length.limit
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([CUT] * 2, 100),  # the window is not full
-        ([CUT] * 3, 150),
-        ([CUT] * 5, 150),  # a new window
-        ([CUT] * 6, 200),
-        ([CUT] * 12, 200),  # the maximum
-        ([([10] * 10, 0.0), SHORT, ([10] * 10, 0.0)], 40),  # what the longest step needs, and a quarter
-        ([SHORT] * 12, 40),  # it does not move back for the same completions
-        ([([2] * 10, 0.0)] * 3, 16),  # the minimum
-        ([([90] * 100, 0.09)] * 9, 100),  # not above the threshold
-        ([([10] * 100, 0.01)] * 9, 100),  # short, but some are cut off
-        ([([10] * 10, 0.0), ([60] * 10, 0.0), ([10] * 10, 0.0)], 100),  # one step needs it
-        ([([10] * 90 + [60] * 10, 0.0)] * 9, 100),  # more than 1 % need it
-    ],
-)
-def test_the_length_limit_follows_what_completions_need(steps, expected):
-    assert after(length_limit(), *steps) == expected
-
-
-def test_a_resumed_length_limit_decides_as_one_that_went_on():
-    steps = [CUT, ([80] * 9 + [100], 0.1), ([100] * 10, 0.3), ([30] * 10, 0.0)] + [([20] * 10, 0.0)] * 4
-    whole, resumed = length_limit(), length_limit()
-    for step in steps:
-        before = json.loads(json.dumps(resumed.state_dict()))
-        resumed = length_limit()
-        resumed.load_state_dict(before)
-        assert after(resumed, step) == after(whole, step)
-
-
-def test_a_length_limit_moves_within_its_bounds_or_not_at_all():
-    assert after(length_limit(None), *[([64] * 4, 1.0)] * 20) == 100
-    with pytest.raises(ValueError, match="max_completion_length = 256"):
-        RolloutConfig(max_completion_length=256, adaptive_length={"max": 128})
+    assert len(seeds) == 2 * 64 * 64
+    assert all(0 <= seed < 2**63 for seed in seeds)

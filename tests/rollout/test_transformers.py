@@ -15,9 +15,9 @@ from grpo_fast.rollout.decoder import SharedPrefixDecoder
 from grpo_fast.rollout.transformers import TransformersEngine
 
 SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
-FAMILIES = ["llama", "qwen3", "mistral", "gemma3"]
+FAMILIES = {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}  # which share prefixes
 SAMPLING = Sampling(max_completion_length=12, seed=7)
-KV_BYTES = 3 * 2 * 2 * 8 * 4  # of a token: layers, keys and values, heads, width, bytes
+GREEDY = replace(SAMPLING, temperature=0.0)
 
 
 def random_prompts(seed: int, count: int, *, system: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
@@ -25,8 +25,9 @@ def random_prompts(seed: int, count: int, *, system: tuple[int, ...] = ()) -> li
     return [(*system, *(rng.randrange(3, 29) for _ in range(rng.randint(1, 20)))) for _ in range(count)]
 
 
-def engine_for(model, tokenizer, **options) -> TransformersEngine:
-    return TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
+@pytest.fixture
+def engine_for(tokenizer):
+    return lambda model, **options: TransformersEngine(model, tokenizer, **({"eos_ids": (1,)} | options))
 
 
 def without(model: torch.nn.Module, tokens: tuple[int, ...]) -> None:
@@ -46,53 +47,46 @@ def as_policy(model) -> SimpleNamespace:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
-def test_logprobs_equal_those_of_a_fresh_full_forward(
-    family, system, seed, tokenizer, family_model, largest_difference
+def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_generate(
+    family, system, seed, engine_for, family_model, largest_difference
 ):
-    model = family_model(family)
-    prompts = random_prompts(seed, 5, system=system)
+    model, prompts = family_model(family), random_prompts(seed, 5, system=system)
+    assert SharedPrefixDecoder.supports(model) == FAMILIES[family]
+    engine = engine_for(model)
 
-    groups = engine_for(model, tokenizer).generate(prompts, 4, replace(SAMPLING, temperature=0.6))
+    groups = engine.generate(prompts, 4, replace(SAMPLING, temperature=0.6))
 
     assert largest_difference(as_policy(model), prompts, groups, 0.6) < 1e-4
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_transformers_generate(family, seed, tokenizer, family_model):
-    model = family_model(family)
-    prompts = random_prompts(seed, 6, system=SYSTEM)
-
-    groups = engine_for(model, tokenizer).generate(prompts, 1, replace(SAMPLING, temperature=0.0))
-
-    for prompt, (completion,) in zip(prompts, groups, strict=True):
+    for prompt, (completion,) in zip(prompts, engine.generate(prompts, 1, GREEDY), strict=True):
         expected = model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING.max_completion_length
         )
         assert completion.token_ids == tuple(expected[0, len(prompt) :].tolist())
 
 
-def test_models_with_full_attention_share_prefixes_and_others_do_not(family_model):
-    supported = {family: SharedPrefixDecoder.supports(family_model(family)) for family in FAMILIES}
-
-    assert supported == {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}
-
-
 @pytest.mark.parametrize("apart", [16, 128], ids=["common-beginning-once", "with-each-prompt"])
-def test_sharing_prefixes_draws_what_expanding_them_draws(model, seed, tokenizer, monkeypatch, apart):
+@pytest.mark.parametrize("drop_below", [0.0, 1.0])
+def test_neither_sharing_prefixes_nor_dropping_finished_rows_changes_what_is_drawn(
+    model, seed, engine_for, monkeypatch, apart, drop_below
+):
+    prompts, warm = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, temperature=2.0)
+    ends = (1, 4, 5, 6, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedPrefixDecoder, "supports", staticmethod(lambda model: False))
+        expanded = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
     monkeypatch.setattr(decoder, "WORTH_APART", apart)
-    prompts = random_prompts(seed, 5, system=SYSTEM)
-    shared = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
-    monkeypatch.setattr(SharedPrefixDecoder, "supports", staticmethod(lambda model: False))
-    expanded = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
+    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
+
+    shared = engine_for(model, eos_ids=ends).generate(prompts, 4, warm)
 
     assert token_ids(shared) == token_ids(expanded)
 
 
 @torch.no_grad()
-def test_sampled_tokens_follow_the_models_distribution(model, seed, tokenizer):
+def test_sampled_tokens_follow_the_models_distribution(model, seed, engine_for):
     prompt, draws = random_prompts(seed, 1)[0], 6000
     without(model, (1,))  # every completion has a second token
-    groups = engine_for(model, tokenizer).generate([prompt], draws, Sampling(2, temperature=1.3, seed=seed))
+    groups = engine_for(model).generate([prompt], draws, Sampling(2, temperature=1.3, seed=seed))
 
     first = torch.tensor([completion.token_ids[0] for completion in groups[0]])
     common = int(first.mode().values)
@@ -116,67 +110,50 @@ def assert_follows(tokens: torch.Tensor, probs: torch.Tensor) -> None:
     assert p_value > 1e-6, f"chi-square {statistic:.1f} with {degrees} degrees of freedom"
 
 
-def test_company_does_not_change_a_prompts_completion(model, seed, tokenizer):
-    prompts = random_prompts(seed, 8)
-    engine, greedy = engine_for(model, tokenizer), replace(SAMPLING, temperature=0.0)
-
-    together = engine.generate(prompts, 2, greedy)
-
-    assert token_ids(together) == [token_ids(engine.generate([prompt], 2, greedy))[0] for prompt in prompts]
-
-
-@pytest.mark.parametrize("drop_below", [0.0, 1.0])
-def test_dropping_finished_rows_does_not_change_what_is_drawn(
-    drop_below, model, seed, tokenizer, monkeypatch
-):
-    prompts, warm = random_prompts(seed, 6, system=SYSTEM), replace(SAMPLING, temperature=2.0)
-    engine = engine_for(model, tokenizer, eos_ids=(1, 4, 5, 6, 7))
-    usual = engine.generate(prompts, 4, warm)
-    monkeypatch.setattr(engine_module, "DROP_BELOW", drop_below)
-
-    assert token_ids(engine.generate(prompts, 4, warm)) == token_ids(usual)
-
-
-def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, tokenizer):
+def test_an_end_token_at_the_last_position_is_not_a_truncation(model, seed, engine_for):
     without(model, tuple(i for i in range(30) if i != 1))
 
-    (completion,) = engine_for(model, tokenizer).generate(random_prompts(seed, 1), 1, Sampling(1))[0]
+    (completion,) = engine_for(model).generate(random_prompts(seed, 1), 1, Sampling(1))[0]
 
-    assert completion.token_ids == (1,)
-    assert not completion.truncated
-    assert completion.text == ""
+    assert (completion.token_ids, completion.truncated, completion.text) == ((1,), False, "")
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_token_budget_splits_the_work_and_changes_nothing_greedy(
-    family, seed, tokenizer, family_model, monkeypatch
+def test_a_token_budget_splits_the_work_and_neither_it_nor_company_changes_what_is_drawn(
+    family, seed, engine_for, family_model, monkeypatch
 ):
     monkeypatch.setattr("grpo_fast.rollout.types.REPORT_SECONDS", 0.0)
     model, prompts = family_model(family), random_prompts(seed, 6)
-    greedy, held, done = replace(SAMPLING, temperature=0.0), [], set()
-    whole = engine_for(model, tokenizer).generate(prompts, 3, greedy)
-    engine = engine_for(model, tokenizer, max_batch_tokens=70)
-    observer = SimpleNamespace(
-        group_done=lambda index, group: done.add(len(held)),
-        progress=lambda *report: held.append(engine.memory()["kv_cache"]),
-    )
+    whole = engine_for(model).generate(prompts, 3, SAMPLING)
+    engine, sizes = engine_for(model, max_batch_tokens=70), []
+    draw_together, kv_tokens = engine._draw_together, engine._decoder_type.kv_tokens
 
-    split = engine.generate(prompts, 3, greedy, observer=observer)
+    def spied(rows, *rest) -> None:
+        longest, distinct = max(len(row.prompt) for row in rows), len({row.prompt for row in rows})
+        sizes.append(kv_tokens(distinct, longest, len(rows), SAMPLING.max_completion_length))
+        draw_together(rows, *rest)
 
-    assert token_ids(split) == token_ids(whole)
-    assert 0 < max(held) <= 70 * KV_BYTES
+    done: set[int] = set()
+    observer = SimpleNamespace(group_done=lambda *_: done.add(len(sizes)), progress=lambda *_: None)
+    monkeypatch.setattr(engine, "_draw_together", spied)
+
+    assert token_ids(engine.generate(prompts, 3, SAMPLING, observer=observer)) == token_ids(whole)
+
+    assert len(sizes) > 1 and max(sizes) <= 70
     assert len(done) > 1  # a prompt's completions never wait for those of another batch
+    alone = [engine_for(model).generate([prompt], 1, GREEDY)[0] for prompt in prompts]
+    assert token_ids(alone) == token_ids(engine_for(model).generate(prompts, 1, GREEDY))
 
 
-def test_a_budget_below_one_completion_is_refused(model, tokenizer):
-    engine = engine_for(model, tokenizer, max_batch_tokens=14)
-
+def test_a_budget_below_one_completion_and_missing_end_tokens_are_refused(model, engine_for):
     with pytest.raises(ValueError, match=r"max_batch_tokens = 14.*at least 15"):
-        engine.generate([(3, 4, 5)], 1, SAMPLING)
+        engine_for(model, max_batch_tokens=14).generate([(3,), (3, 4, 5)], 1, SAMPLING)
+    with pytest.raises(ValueError, match="eos_ids"):
+        engine_for(model, eos_ids=())
 
 
-def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder(model, seed, tokenizer):
-    prompts, engine = random_prompts(seed, 3), engine_for(model, tokenizer)
+def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder(model, seed, engine_for):
+    prompts, engine = random_prompts(seed, 3), engine_for(model)
     expected = engine.generate(prompts, 2, SAMPLING)
     model.train()
     model.model.layers[0].mlp.eval()
@@ -192,60 +169,50 @@ def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, tokenizer, monkeypatch):
-    without(model, (1,))  # no completion ends before a second token
-    model.train()
-    engine = engine_for(model, tokenizer)
-    monkeypatch.setattr(SharedPrefixDecoder, "step", lambda self, tokens: 1 / 0)
-
-    with pytest.raises(ZeroDivisionError):
-        engine.generate([(3, 4)], 2, SAMPLING)
-
-    assert model.training
-    assert model.config._attn_implementation == "sdpa"
-    assert engine.memory() == {"kv_cache": 0}
-
-
-def test_lora_adapters_take_part_at_once(model, seed, tokenizer, largest_difference):
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
-    prompts = random_prompts(seed, 3)
-
-    groups = engine_for(adapted, tokenizer).generate(prompts, 2, SAMPLING)
-
-    assert largest_difference(as_policy(adapted.eval()), prompts, groups) < 1e-4
-
-
-def test_a_model_that_swallows_attention_arguments_is_reported(model, tokenizer, monkeypatch):
+def test_a_failure_in_the_middle_as_of_a_model_that_swallows_attention_arguments_leaves_it_as_it_was(
+    model, engine_for, monkeypatch
+):
     layer = type(model.model.layers[0])
     forward = layer.forward
     monkeypatch.setattr(
         layer, "forward", lambda self, x, shared_prefix=None, **rest: forward(self, x, **rest)
     )
     without(model, (1,))  # a second token is decoded
+    model.train()
 
     with pytest.raises(RuntimeError, match="0 of 3 layers"):
-        engine_for(model, tokenizer).generate([(3, 4)], 2, SAMPLING)
+        engine_for(model).generate([(3, 4)], 2, SAMPLING)
+
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
 
 
-def test_make_engine_takes_the_policys_model_and_end_tokens_which_are_required(model, tokenizer):
+def test_lora_adapters_take_part_at_once(model, seed, engine_for, largest_difference):
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
+    prompts = random_prompts(seed, 3)
+
+    groups = engine_for(adapted).generate(prompts, 2, SAMPLING)
+
+    assert largest_difference(as_policy(adapted.eval()), prompts, groups) < 1e-4
+
+
+def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
     parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
     policy = SimpleNamespace(**parts, sharded=False)
 
     with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
         assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))
         assert engine.max_batch_tokens == 99
-    with pytest.raises(ValueError, match="eos_ids"):
-        engine_for(model, tokenizer, eos_ids=())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, tokenizer, family_model, largest_difference):
+def test_bf16_on_a_gpu_matches_its_full_forward(family, seed, engine_for, family_model, largest_difference):
     model = family_model(family).to("cuda", torch.bfloat16)
     prompts = random_prompts(seed, 5, system=SYSTEM)
 
-    groups = engine_for(model, tokenizer).generate(prompts, 4, SAMPLING)
+    groups = engine_for(model).generate(prompts, 4, SAMPLING)
 
     assert largest_difference(as_policy(model), prompts, groups) < 0.3

@@ -33,14 +33,9 @@ def probe_tokens(policy: Policy) -> list[int]:
     return torch.randint(vocabulary, (PROBE_LENGTH,), generator=generator).tolist()
 
 
-def difference(first: Tensor, second: Tensor) -> float:
-    """Mean nats between two (T,) log-probabilities of one text."""
-    return float((first - second).abs().mean())
-
-
 def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
     """Whether two (T,) log-probabilities of one text differ by rounding alone; NaN differs."""
-    return difference(first, second) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
+    return float((first - second).abs().mean()) <= ROUNDING.get(dtype, ROUNDING_16_BIT)
 
 
 @torch.no_grad()
@@ -64,15 +59,11 @@ def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -
             "does; its implementation of the model differs, or its reload of the weights is not exact: set "
             "rollout.engine to transformers"
         )
-    return difference(logprobs, expected)
+    return float((logprobs - expected).abs().mean())
 
 
 def require_same_tokenizer(ours: Any, theirs: Any) -> None:
-    """vLLM finds stop strings with the tokenizer that it made of the policy's files.
-
-    Raises:
-        ValueError: it made another one of them.
-    """
+    """Raises ValueError where vLLM, which finds stop strings, made another tokenizer of the same files."""
     ids = list(range(min(len(ours), COMPARED_TOKENS)))
     if ours.decode(ids) != theirs.decode(ids):
         raise ValueError(
@@ -102,18 +93,13 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Real ones alone: a compiled model keeps tensors without memory, and its graphs' outputs."""
     if type(value) in (Tensor, nn.Parameter):
         yield value
-    elif id(value) not in seen and not isinstance(value, nn.Module):
-        seen.add(id(value))
-        items: Collection[Any] = ()
-        if isinstance(value, dict):
-            items = value.values()
-        elif isinstance(value, (list, tuple)):
-            items = value
-        elif _may_hold_weights(type(value).__module__) and hasattr(value, "__dict__"):
-            items = (vars(value),)
-        for item in items:
-            yield from _tensors_in(item, seen)
-
-
-def _may_hold_weights(module: str) -> bool:
-    return module.startswith("vllm.") and not module.startswith(("vllm.compilation.", "vllm.config."))
+        return
+    if id(value) in seen or isinstance(value, nn.Module):
+        return
+    seen.add(id(value))
+    where = type(value).__module__
+    if where.startswith("vllm.") and not where.startswith(("vllm.compilation.", "vllm.config.")):
+        value = getattr(value, "__dict__", ())
+    items = value.values() if isinstance(value, dict) else value
+    for item in items if isinstance(value, (dict, list, tuple)) else ():
+        yield from _tensors_in(item, seen)

@@ -14,9 +14,10 @@ import secrets
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,42 +29,25 @@ from grpo_fast.policy.finite import first_not_finite
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.requests import Request, Requests
 from grpo_fast.rollout.sampling import request_seed
-from grpo_fast.rollout.types import Collector, Completion, RolloutObserver, Sampling, check_prompts
-from grpo_fast.rollout.vllm.checks import (
-    agree,
-    probe_tokens,
-    require_agreement,
-    require_same_tokenizer,
-    unregistered_tensors,
-)
+from grpo_fast.rollout.types import Collector, Completion, Prompts, RolloutObserver, Sampling, check_prompts
+from grpo_fast.rollout.vllm import checks
 from grpo_fast.rollout.vllm.sleep import SleepCycle
 from grpo_fast.rollout.vllm.start import choose, keeping_ranks, start, stopped
-from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, size_in_bytes, storage_of
+from grpo_fast.rollout.vllm.weights import WeightSync, fingerprint, storage_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
     from vllm import LLM, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from grpo_fast.policy import Policy
 
-    Asking = tuple["Key", Sequence[int], SamplingParams]
-    Arrivals = Callable[[bool], Iterable[Asking] | None]
+    # Which of vLLM's ranks asks, the prompt, how it is continued, and what is called with vLLM's output.
+    Work = tuple[int, Sequence[int], SamplingParams, Callable[[Any], object]]
+    Arrivals = Callable[[bool], Iterable[Work] | None]
 
 logger = logging.getLogger(__name__)
-Key = tuple[int, int, int]  # a completion's rank among vLLM's, its prompt, and its number among the prompt's
-_calls = itertools.count()
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a rank wants to be generated."""
-
-    prompts: Sequence[Sequence[int]]
-    n: int
-    sampling: Sampling
-    seed: int
-    weights_changed: bool
+# Of all engines' requests: vLLM runs a batch ahead, whose last one still names requests of the call before.
+_numbers = itertools.count()
 
 
 class VLLMEngine:
@@ -76,40 +60,28 @@ class VLLMEngine:
     name = "vllm"
 
     def __init__(
-        self,
-        policy: Policy,
-        config: VLLMConfig,
-        *,
-        max_length: int | None = None,
-        world: World = ALONE,
+        self, policy: Policy, config: VLLMConfig, *, max_length: int | None = None, world: World = ALONE
     ) -> None:
         """
         Args:
             policy: whose weights generate; the engine keeps it.
-            config: the run's `rollout.vllm`.
-            max_length: tokens of the longest prompt and its completion; none: as the configuration says.
+            max_length: tokens of the longest prompt and its completion; None: as the configuration says.
             world: the ranks, in all of which an engine is made.
 
         Raises:
-            ImportError: vLLM is missing or of an unknown version.
-            RuntimeError: a vLLM engine is running in this process.
-            ValueError: a setting that this device or policy cannot have, or a model that vLLM computes
+            ImportError, RuntimeError, ValueError: as `start`; ValueError also for a model that vLLM computes
                 differently from the policy.
         """
         self._policy = policy
         self._world = world
-        self._take_place(config.tensor_parallel_size)
+        self._parallel = config.tensor_parallel_size
         choices = choose(policy, config)
-        self._weights_sleep = choices.weights_sleep
         self._llm: LLM | None
-        self._llm, placements, self._weight_bytes = start(
-            policy, config, choices, max_length=max_length, world=world
-        )
+        self._llm, placements = start(policy, config, choices, max_length, world)
         try:
             self._cycle = SleepCycle(self._vllm, 0)
-            self._sync = WeightSync(
-                self._vllm, self._worker.get_model(), policy, placements, adapters=choices.adapters
-            )
+            model = self._worker.get_model()
+            self._sync = WeightSync(self._vllm, model, policy, placements, adapters=choices.adapters)
             del placements  # of a weight that vLLM repacked they would keep the memory
             shared, reason = self._sync.way in ("shared", "adapter"), self._sync.reason
             if config.share_weights is True and not shared:
@@ -120,12 +92,11 @@ class VLLMEngine:
                     "rollout.vllm.share_weights = false lets it be freed while the trainer works",
                     reason,
                 )
-            level = (1 if shared else 2) if choices.level == "auto" else choices.level
-            self._cycle.level = level
+            self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
-            self._probe = probe_tokens(policy)[: self._max_length - 1]
+            self._probe = checks.probe_tokens(policy)[: self._max_length - 1]
             self.sync(policy)
-            apart = require_agreement(policy, self._probe, self._probe_logprobs())
+            apart = checks.require_agreement(policy, self._probe, self._probe_logprobs())
             if policy.quantized:
                 own = f"a base of its own in full precision, for {choices.obstacle}"
                 reason = f"beside {'the 4-bit base of the policy' if choices.shares else own}"
@@ -136,53 +107,54 @@ class VLLMEngine:
                     reason,
                     apart,
                 )
-            if level == 2:
+            if self._cycle.level == 2:
                 self._rehearse()
         except BaseException:
             self.close()
             raise
 
-    def _take_place(self, parallel: int) -> None:
-        """Consecutive ranks share a vLLM."""
-        self._place = self._world.rank % parallel
-        first = self._world.rank - self._place
-        self._members = slice(first, first + parallel)
-
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        sampling: Sampling,
-        *,
-        observer: RolloutObserver | None = None,
+        self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
     ) -> list[list[Completion]]:
         """As the protocol says. All are in flight at once, and those of a prompt share its KV cache.
 
         Each has a seed of its own, made of `sampling.seed`, its prompt's number and its own: the same call
-        gives the same tokens, up to the rounding that other batches bring. Whatever ends the call early,
-        nothing stays behind in vLLM.
+        gives the same tokens, up to the rounding that other batches bring.
 
         Raises:
             RankError: what another rank asks for cannot be.
         """
-        asked = self._world.together("a rollout's prompts", lambda: self._asked(prompts, n, sampling))
-        if any(ask.weights_changed for ask in asked):
+
+        def own() -> tuple[bool, Prompts, int, Sampling]:
+            changed = self._weights_changed()
+            check_prompts(prompts, n)
+            for index, prompt in enumerate(prompts):
+                self._require_servable(f"prompts[{index}]", prompt, sampling)
+            return changed, prompts, n, replace(sampling, seed=_seed_of(sampling))
+
+        asked = self._world.together("a rollout's prompts", own)
+        if any(changed for changed, *_ in asked):
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
-        requests = (
-            ((member, *key), ask.prompts[key[0]], self._params(ask.sampling, request_seed(ask.seed, *key)))
-            for member, ask in enumerate(asked[self._members])
-            for key in itertools.product(range(len(ask.prompts)), range(ask.n))
-        )
-        batches = iter([requests])
-        with closing(self._run(lambda idle: next(batches, None))) as steps:
-            for finished in steps:
-                for (member, prompt, number), output in finished:
-                    completion = completion_of(output.outputs[0], self._policy.tokenizer)
-                    if member == self._place:
-                        collector.add(prompt, number, completion)
-                if collector.report_due:
-                    collector.report(self._tokens_in_flight())
+
+        def collect(index: int, number: int, output: Any) -> None:
+            collector.add(index, number, self._completion(output))
+
+        work: list[Work] = []
+        first = self._world.rank - self._place
+        for member, (_, given, count, how) in enumerate(asked[first : first + self._parallel]):
+            for index, number in itertools.product(range(len(given)), range(count)):
+                params = self._params(replace(how, seed=request_seed(_seed_of(how), index, number)))
+                done = partial(collect, index, number) if member == self._place else self._completion
+                work.append((member, given[index], params, done))
+        batches = iter([work])
+
+        def arrivals(idle: bool) -> Iterable[Work] | None:
+            if collector.report_due:
+                collector.report(self._tokens_in_flight())
+            return next(batches, None if idle else ())
+
+        self._run(arrivals)
         return collector.groups()
 
     def serve(self, requests: Requests) -> None:
@@ -191,48 +163,43 @@ class VLLMEngine:
         Each rank serves its own; none shares its vLLM with another.
         """
 
-        def ready() -> bool:
-            self._require_open()
-            self._cycle.require_awake()
-            return fingerprint(self._policy) != self._synced
+        def accepted(taken: Sequence[Request]) -> Iterator[Work]:
+            for request in taken:
+                ids, sampling = request.token_ids, request.sampling
+                try:
+                    check_prompts([ids], 1)
+                    self._require_servable("a request", ids, sampling)
+                except ValueError as error:
+                    requests.give(request, error)
+                    continue
+                params = self._params(replace(sampling, seed=_seed_of(sampling)))
+                yield self._place, ids, params, partial(answer, request)
 
-        numbers = itertools.count()
-        asked: dict[int, Request] = {}
+        def answer(request: Request, output: Any) -> None:
+            requests.give(request, self._completion(output))
 
-        def arrivals(idle: bool) -> Iterator[Asking] | None:
+        def arrivals(idle: bool) -> Iterable[Work] | None:
             requests.report(self._tokens_in_flight())
-            if (taken := requests.take("any" if idle else "none")) is None:
-                return None
-            return self._accepted(taken, asked, numbers, requests)
+            taken = requests.take("any" if idle else "none")
+            return None if taken is None else accepted(taken)
 
         with closing(requests):
-            if any(self._world.together("the requests of a rollout", ready)):
+            if any(self._world.together("the requests of a rollout", self._weights_changed)):
                 self.sync(self._policy)
-            with closing(self._run(arrivals)) as steps:
-                for finished in steps:
-                    for (_, number, _), output in finished:
-                        answer = completion_of(output.outputs[0], self._policy.tokenizer)
-                        requests.give(asked.pop(number), answer)
-                    if requests.closed:
-                        break
+            self._run(arrivals)
 
-    def _accepted(
-        self, taken: Sequence[Request], asked: dict[int, Request], numbers: Iterator[int], requests: Requests
-    ) -> Iterator[Asking]:
-        """What vLLM is to draw of `taken`; a request for which there is no room is answered at once."""
-        for request in taken:
-            try:
-                check_prompts([request.token_ids], 1)
-                self._require_room(request.token_ids, request.sampling, "a request")
-                self._require_stops(request.sampling)
-            except ValueError as error:
-                requests.give(request, error)
-                continue
-            asked[number := next(numbers)] = request
-            params = self._params(request.sampling, seed_of(request.sampling))
-            yield (self._place, number, 0), request.token_ids, params
+    def _weights_changed(self) -> bool:
+        """Since they were taken over.
 
-    def _require_room(self, prompt: Sequence[int], sampling: Sampling, name: str) -> None:
+        Raises:
+            RuntimeError: the engine is closed or sleeps.
+        """
+        self._require_open()
+        self._cycle.require_awake()
+        return fingerprint(self._policy) != self._synced
+
+    def _require_servable(self, name: str, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raises ValueError where there is no room, or stop strings would be missed."""
         if len(prompt) + sampling.max_completion_length > self._max_length:
             raise ValueError(
                 f"{name} has {len(prompt)} tokens, and with up to {sampling.max_completion_length} more "
@@ -240,22 +207,8 @@ class VLLMEngine:
                 "rollout.vllm.max_model_length or kv_cache_gib, or lower dataset.max_prompt_length or "
                 "rollout.max_completion_length"
             )
-
-    def _require_stops(self, sampling: Sampling) -> None:
         if sampling.stop:
-            require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
-
-    def _asked(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Asked:
-        """Raises as `generate`."""
-        self._require_open()
-        self._cycle.require_awake()
-        check_prompts(prompts, n)
-        for index, prompt in enumerate(prompts):
-            self._require_room(prompt, sampling, f"prompts[{index}]")
-        self._require_stops(sampling)
-        seed = seed_of(sampling)
-        changed = fingerprint(self._policy) != self._synced
-        return Asked(prompts, n, sampling, seed, changed)
+            checks.require_same_tokenizer(self._policy.tokenizer, self._vllm.get_tokenizer())
 
     def sleep(self) -> None:
         self._require_open()
@@ -293,22 +246,9 @@ class VLLMEngine:
         self._require_open()
         self._world.together("vLLM's waking", self._cycle.wake)
 
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device: weights besides the policy's own, and the KV cache."""
-        return {part: 0 if asleep else size for part, size, asleep in self._parts()}
-
     def freed(self) -> int:
-        return sum(size for _, size, asleep in self._parts() if asleep)
-
-    def _parts(self) -> list[tuple[str, int, bool]]:
-        """Name, bytes, and whether they are given back."""
         self._require_open()
-        asleep, weights = self._cycle.asleep, self._weight_bytes
-        kv_cache = size_in_bytes(self._kv_tensors())
-        return [
-            ("weights", weights, self._weights_sleep and "weights" in asleep),
-            ("kv_cache", kv_cache, "kv_cache" in asleep),
-        ]
+        return self._cycle.freed()
 
     def close(self) -> None:
         """Stop vLLM and free what it holds. The policy stays as it is, shared weights included.
@@ -352,6 +292,11 @@ class VLLMEngine:
     def _worker(self) -> Any:
         return self._vllm.model_executor.driver_worker.worker
 
+    @property
+    def _place(self) -> int:
+        """Of this rank among those that share its vLLM."""
+        return self._world.rank % self._parallel
+
     def _require_open(self) -> None:
         _ = self._vllm
 
@@ -359,40 +304,35 @@ class VLLMEngine:
         for cache in self._worker.model_runner.kv_caches:
             yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
 
-    def _run(self, arrivals: Arrivals) -> Generator[list[tuple[Key, Any]]]:
-        """After each step of vLLM, what has ended with it; closing the iterator aborts what has not.
+    def _run(self, arrivals: Arrivals) -> None:
+        """Draw what arrives. However that ends, nothing stays behind in vLLM.
 
         Args:
-            arrivals: keys, prompts and how completions are drawn, of requests that have come; asked before
-                every step, and told whether nothing is in flight. None ends the run, as soon as nothing is.
-
-        Yields:
-            Keys and vLLM's outputs.
+            arrivals: the requests that have come; called before every step, with whether nothing is in
+                flight. None ends the run.
         """
-        vllm, adapter, call = self._vllm, self._sync.adapter, next(_calls)
-        on_gpu = self._policy.device.type == "cuda"
-        in_flight: dict[str, Key] = {}
+        vllm, adapter = self._vllm, self._sync.adapter
+        devices = [self._policy.device] if self._policy.device.type == "cuda" else []
+        in_flight: dict[str, Callable[[Any], object]] = {}
         try:
-            while True:
-                arrived = arrivals(not in_flight)
-                for key, prompt, params in arrived or ():
-                    # vLLM runs a batch ahead: the last one still names requests of this call in the next one.
-                    name = "-".join(map(str, (key[0], call, *key[1:])))
-                    in_flight[name] = key
+            while (arrived := arrivals(not in_flight)) is not None:
+                for member, prompt, params, done in arrived:
+                    name = f"{member}-{next(_numbers)}"
+                    in_flight[name] = done
                     vllm.add_request(name, {"prompt_token_ids": list(prompt)}, params, lora_request=adapter)
                 if not in_flight:
-                    if arrived is None:
-                        return
                     continue
                 # vLLM draws from torch's global random states even where seeds are given: they stay.
-                with held_interrupts(), torch.random.fork_rng([self._policy.device] if on_gpu else []):
+                with held_interrupts(), torch.random.fork_rng(devices):
                     outputs = vllm.step()
-                yield [(in_flight.pop(o.request_id), o) for o in outputs if o.finished]
+                finished = [(in_flight.pop(o.request_id), o) for o in outputs if o.finished]
+                for done, output in finished:
+                    done(output)
         finally:
             if in_flight:
                 vllm.abort_request(list(in_flight))
 
-    def _params(self, sampling: Sampling, seed: int | None = None) -> SamplingParams:
+    def _params(self, sampling: Sampling) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -402,7 +342,7 @@ class VLLMEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=seed,
+            seed=sampling.seed,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             stop_token_ids=list(self._policy.eos_token_ids),
@@ -413,6 +353,20 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    def _completion(self, output: Any) -> Completion:
+        """Raises FloatingPointError where a log-probability is not a number."""
+        drawn = output.outputs[0]
+        token_ids = tuple(drawn.token_ids)
+        logprobs = None if drawn.logprobs is None else tuple(drawn.logprobs.logprobs)
+        if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs or ()):
+            raise FloatingPointError(
+                "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
+            )
+        (text,) = self._policy.tokenizer.batch_decode(
+            [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return Completion(token_ids, logprobs, text, truncated=drawn.finish_reason == "length")
+
     def _tokens_in_flight(self) -> int:
         """Drawn so far by this rank's requests that have not ended."""
         states, own = self._vllm.output_processor.request_states, f"{self._place}-"
@@ -422,28 +376,29 @@ class VLLMEngine:
     def _probe_logprobs(self) -> Tensor:
         """(T - 1,) of a fixed text's tokens but the first."""
         params = self._params(Sampling(max_completion_length=1, temperature=0.0))
+        outputs: list[Any] = []
         params.prompt_logprobs, params.flat_logprobs = 0, False
-        batches = iter([[((0, 0, 0), self._probe, params)]])
-        ((_, output),) = itertools.chain.from_iterable(self._run(lambda idle: next(batches, None)))
-        pairs = zip(self._probe[1:], output.prompt_logprobs[1:], strict=True)
+        batches = iter([[(0, self._probe, params, outputs.append)]])
+        self._run(lambda idle: next(batches, None if idle else ()))
+        pairs = zip(self._probe[1:], outputs[0].prompt_logprobs[1:], strict=True)
         return torch.tensor([logprobs[token].logprob for token, logprobs in pairs])
 
     def _rehearse(self) -> None:
         """Sleep and wake once at level 2; where something does not survive it, repair it and use level 1."""
         kv = {storage_of(tensor) for tensor in self._kv_tensors()}
-        unregistered = unregistered_tensors(self._worker.get_model(), without=kv)
+        unregistered = checks.unregistered_tensors(self._worker.get_model(), without=kv)
         values = [tensor.detach().to("cpu", copy=True) for tensor in unregistered]
         before = self._probe_logprobs()
         self.sleep()
         self.sync(self._policy)
         self.wake()
-        if agree(before, self._probe_logprobs(), self._policy.base_model.dtype):
+        if checks.agree(before, self._probe_logprobs(), self._policy.base_model.dtype):
             return
         with torch.inference_mode():  # in which vLLM may have made them
             for tensor, value in zip(unregistered, values, strict=True):
                 tensor.copy_(value)
         self._cycle.level = 1
-        require_agreement(self._policy, self._probe, self._probe_logprobs())
+        checks.require_agreement(self._policy, self._probe, self._probe_logprobs())
         warnings.warn(
             f"{type(self._policy.base_model).__name__} does not survive vLLM's sleep level 2: something of "
             "it lies outside parameters and buffers; level 1 is used, and takes host memory for the weights",
@@ -451,23 +406,9 @@ class VLLMEngine:
         )
 
 
-def seed_of(sampling: Sampling) -> int:
+def _seed_of(sampling: Sampling) -> int:
     """Any where none is given: from the global state, which `_run` keeps, each token would get one noise."""
     return secrets.randbits(63) if sampling.seed is None else sampling.seed
-
-
-def completion_of(output: Any, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """Raises FloatingPointError where a log-probability is not a number."""
-    token_ids = tuple(output.token_ids)
-    logprobs = None if output.logprobs is None else tuple(output.logprobs.logprobs)
-    if not all(-float("inf") < logprob <= 0.0 for logprob in logprobs or ()):
-        raise FloatingPointError(
-            "vLLM drew from logits that hold NaN or infinity: the weights have likely diverged"
-        )
-    (text,) = tokenizer.batch_decode(
-        [list(token_ids)], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return Completion(token_ids, logprobs, text, truncated=output.finish_reason == "length")
 
 
 @contextmanager

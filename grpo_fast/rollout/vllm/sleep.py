@@ -13,7 +13,7 @@ out of the pool as they load, never enter it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,6 +58,10 @@ class SleepCycle:
             self.weights_dropped = self.level == 2
             self._engine.sleep(level=self.level)
 
+    def freed(self) -> int:
+        """Bytes that waking will take."""
+        return bytes_in_pool(self.asleep) if self.asleep and self.level > 0 else 0
+
     def wake_weights(self) -> None:
         """Take memory for the weights, where it was freed."""
         if "weights" in self.asleep:
@@ -93,21 +97,22 @@ class SleepCycle:
         self.asleep = tuple(others)
 
 
-def bytes_in_pool(tag: str | None = None) -> int:
-    """What waking `tag` maps; None: all that the pool holds. 0 where nothing was ever put into one."""
+def bytes_in_pool(tags: Collection[str] | None = None) -> int:
+    """What waking `tags` maps; None: all that the pool holds. 0 where nothing was ever put into one."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    def comes_with_tag(data: Any) -> bool:
+    pool = CuMemAllocator.instance
+    size = 0
+    for data in () if pool is None else pool.pointer_to_data.values():
         # Graphs and workspaces, which newer versions put into the pool, come back with whatever is first.
-        return data.tag == tag or (data.tag not in TAGS and getattr(data, "is_asleep", False))
-
-    allocations = [] if CuMemAllocator.instance is None else CuMemAllocator.instance.pointer_to_data.values()
-    return sum(data.handle[1] for data in allocations if tag is None or comes_with_tag(data))
+        other = data.tag not in TAGS and getattr(data, "is_asleep", False)
+        size += data.handle[1] if tags is None or data.tag in tags or other else 0
+    return size
 
 
 def require_room(tag: str) -> None:
     """Raises torch.OutOfMemoryError where waking `tag` would run out of memory half-way."""
-    needed = bytes_in_pool(tag)
+    needed = bytes_in_pool([tag])
     if not needed or needed <= torch.cuda.mem_get_info()[0]:
         return
     torch.cuda.empty_cache()

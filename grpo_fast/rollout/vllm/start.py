@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from grpo_fast.distributed.shards import local
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.quantization import unquantized
@@ -32,15 +31,7 @@ from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
 from grpo_fast.rollout.vllm.quantized import handed_out, register
 from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outside_the_pool
-from grpo_fast.rollout.vllm.weights import (
-    Placement,
-    checkpoint_weights,
-    has_experts,
-    share,
-    size_in_bytes,
-    storage_of,
-    watch_loading,
-)
+from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -81,11 +72,6 @@ class Choices:
     def shares(self) -> bool:
         return self.obstacle is None
 
-    @property
-    def weights_sleep(self) -> bool:
-        """Whether vLLM's sleep frees its weights, and not the KV cache alone."""
-        return self.level != 0 and not self.shares
-
 
 def choose(policy: Policy, config: VLLMConfig) -> Choices:
     """
@@ -103,20 +89,20 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
             "rollout.vllm.lora_sync = 'merged' adds LoRA to weights of 4 bits, which do not hold the sum; "
             "leave it at auto"
         )
-    if not on_gpu and config.sleep_level not in ("auto", 0):
+    if policy.sharded and adapters:
         raise ValueError(
-            f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
-            "keeps its memory; leave it at auto"
+            "rollout.vllm.lora_sync = 'adapter' needs whole adapters on each rank, and distributed.mode = "
+            "'shard' divides them; set lora_sync to merged, or mode to replicate"
         )
     if config.sleep_level == 2 and adapters:
         raise ValueError(
             "rollout.vllm.sleep_level = 2 drops the base that lora_sync = 'adapter' never sends again; set "
             f"sleep_level to 1{'' if policy.quantized else ', or lora_sync to merged'}"
         )
-    if policy.sharded and adapters:
+    if not on_gpu and config.sleep_level not in ("auto", 0):
         raise ValueError(
-            "rollout.vllm.lora_sync = 'adapter' needs whole adapters on each rank, and distributed.mode = "
-            "'shard' divides them; set lora_sync to merged, or mode to replicate"
+            f"rollout.vllm.sleep_level = {config.sleep_level} needs a GPU: on {policy.device.type} vLLM "
+            "keeps its memory; leave it at auto"
         )
     obstacle = None
     if policy.sharded:
@@ -138,21 +124,14 @@ def choose(policy: Policy, config: VLLMConfig) -> Choices:
 
 
 def start(
-    policy: Policy,
-    config: VLLMConfig,
-    choices: Choices,
-    *,
-    max_length: int | None = None,
-    world: World = ALONE,
-) -> tuple[LLM, list[Placement], int]:
+    policy: Policy, config: VLLMConfig, choices: Choices, max_length: int | None, world: World
+) -> tuple[LLM, list[Placement]]:
     """Start vLLM in this process with the policy's weights. Nothing is read from disk, and none are random.
 
-    Args:
-        max_length: tokens of the longest prompt and its completion, unless the configuration says.
-        world: each rank of it starts one, and joins the others' where the configuration says so.
+    Each rank of `world` starts one, and joins the others' where the configuration says so.
 
     Returns:
-        vLLM, where its loader put each weight, and the bytes of weights in memory of vLLM's own.
+        vLLM, and where its loader put each weight.
 
     Raises:
         ImportError: vLLM is missing or of an unknown version.
@@ -163,28 +142,21 @@ def start(
     on_gpu, sleeps = policy.device.type == "cuda", choices.level != 0
     quantized = choices.shares and policy.quantized
     placements: list[Placement] = []
-    weight_bytes = 0
 
     def load(model: Any) -> None:
-        nonlocal placements, weight_bytes
+        nonlocal placements
         base = policy.base_weights()
         weights = handed_out(base) if quantized else checkpoint_weights(policy, adapters=not choices.adapters)
         placements = watch_loading(model.load_weights, weights)
         if choices.shares:
             placements = share(model, base, placements)
-        shared = {storage_of(local(parameter)) for parameter in policy.model.parameters()}
-        weight_bytes = size_in_bytes((*model.parameters(), *model.buffers()), without=shared)
 
     if world.leads:
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
     if world.size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-    with (
-        starting(world),
-        _model_folder(policy, compiles=not arguments["enforce_eager"]) as folder,
-        _loading_by(load),
-    ):
+    with starting(world), tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as made, _loading_by(load):
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -192,15 +164,20 @@ def start(
             arguments["quantization"] = register()
         require_device(policy.device, current_platform.device_type, world)
         require_processes(world)
-        if choices.weights_sleep:
+        if sleeps and not choices.shares:
             require_empty_pool()
+        folder = Path(made)  # configuration and tokenizer, which vLLM reads from disk
+        unquantized(policy.base_model.config).save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        if not arguments["enforce_eager"]:
+            folder = cached_model_folder(folder)
         if on_gpu:
             torch.cuda.synchronize(policy.device)  # vLLM goes on in a stream of its own, and so does training
         with weights_outside_the_pool() if sleeps and choices.shares else nullcontext():
             llm = LLM(model=str(folder), enable_sleep_mode=sleeps, **arguments)
     if on_gpu:
         torch.cuda.empty_cache()  # what the policy's weights were in before they were shared
-    return llm, placements, weight_bytes
+    return llm, placements
 
 
 def require_device(device: torch.device, platform: str, world: World = ALONE) -> None:
@@ -225,11 +202,7 @@ def require_device(device: torch.device, platform: str, world: World = ALONE) ->
 
 
 def require_processes(world: World) -> None:
-    """vLLM joins torch.distributed where it runs already.
-
-    Raises:
-        ValueError: with other processes than those of `world`.
-    """
+    """Raises ValueError where torch.distributed, which vLLM would join, runs with others than `world`."""
     found = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if found != world.size:
         raise ValueError(
@@ -257,6 +230,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # its own neutral defaults, not the model's
         "disable_log_stats": True,
+        "tensor_parallel_size": config.tensor_parallel_size,
     }
     if config.max_sequences is not None:
         sizes = graph_sizes(config.max_sequences)
@@ -268,8 +242,6 @@ def engine_arguments(
         if problem := version_problem(installed_version(), FP32_HEAD_SINCE):
             raise ValueError(f"rollout.vllm.fp32_head = true: {problem}; or leave it out")
         arguments["hf_overrides"] = {"head_dtype": "float32"}
-    if config.tensor_parallel_size > 1:
-        arguments["tensor_parallel_size"] = config.tensor_parallel_size
     if adapters:
         loras: dict[str, Any] = policy.model.peft_config
         rank = max(lora.r for lora in loras.values())
@@ -295,15 +267,6 @@ def graph_sizes(largest: int) -> list[int]:
     """Batches that CUDA graphs are captured for. vLLM's own miss a `largest` that 8 does not divide."""
     step = 8 * math.ceil(largest / 256)
     return [*(size for size in (1, 2, 4, *range(step, largest, step)) if size < largest), largest]
-
-
-@contextmanager
-def _model_folder(policy: Policy, *, compiles: bool) -> Iterator[Path]:
-    """Configuration and tokenizer, which vLLM reads from disk; cached where it compiles the model."""
-    with tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as folder:
-        unquantized(policy.base_model.config).save_pretrained(folder)
-        policy.tokenizer.save_pretrained(folder)
-        yield cached_model_folder(Path(folder)) if compiles else Path(folder)
 
 
 def cached_model_folder(folder: Path) -> Path:

@@ -13,8 +13,8 @@ which part of which weight went where. From that follows the cheapest way for ne
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,9 +44,6 @@ class Placement:
 
     def source(self, weight: Tensor) -> Tensor:
         return weight.as_strided(self.size, self.stride, weight.storage_offset() + self.offset)
-
-    def load(self, weight: Tensor) -> None:
-        self.target.copy_(self.source(weight))
 
     def holds(self, weight: Tensor) -> bool:
         """Whether vLLM holds exactly this weight here."""
@@ -95,12 +92,6 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def size_in_bytes(tensors: Iterable[Tensor], *, without: Collection[int] = ()) -> int:
-    """Of the tensors' storages, each once, those in `without` not at all."""
-    storages = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(size for storage, size in storages.items() if storage not in without)
-
-
 @torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
 @torch.no_grad()
 def share(
@@ -124,10 +115,10 @@ def share(
     by_storage: dict[int, list[Placement]] = defaultdict(list)
     for place in placements:
         by_storage[storage_of(place.target)].append(place)
-    loaded = [place.name for place in placements]
+    loaded = Counter(place.name for place in placements)
     moved = {}
     for storage, parts in by_storage.items():
-        whole = all(loaded.count(p.name) == 1 and _is_whole(p, weights.get(p.name)) for p in parts)
+        whole = all(loaded[part.name] == 1 and _is_whole(part, weights.get(part.name)) for part in parts)
         if not (whole and _is_plain(owners[storage])):
             continue
         tensor, first = owners[storage][0].data, weights[parts[0].name]
@@ -154,10 +145,14 @@ def _is_plain(owners: Sequence[nn.Parameter]) -> bool:
 
 
 def _is_whole(place: Placement, weight: Tensor | None) -> bool:
-    def kind(tensor: Tensor) -> object:
-        return tensor.is_contiguous(), tensor.numel(), tensor.dtype, tensor.device
-
-    return weight is not None and weight.is_contiguous() and kind(place.target) == kind(weight)
+    """Whether a contiguous weight was copied into as many contiguous elements of its dtype and device."""
+    return (
+        weight is not None
+        and weight.is_contiguous()
+        and place.target.is_contiguous()
+        and (weight.numel(), weight.dtype, weight.device)
+        == (place.target.numel(), place.target.dtype, place.target.device)
+    )
 
 
 def has_experts(policy: Policy) -> bool:
@@ -193,8 +188,7 @@ class WeightSync:
         adapters: whether LoRA goes there as an adapter.
 
     Attributes:
-        way: how weights get there.
-        reason: why in this way.
+        way: how weights get there, and `reason` why.
         adapter: what requests must name.
     """
 
@@ -214,13 +208,15 @@ class WeightSync:
         self._placements: dict[str, list[Placement]] = defaultdict(list)
         for place in placements:
             self._placements[place.name].append(place)
-        self.way: Way = "adapter"
-        self.reason = "rollout.vllm.lora_sync = 'adapter'"
-        if not adapters:
+        self.way: Way
+        if adapters:
+            self.way, self.reason = "adapter", "rollout.vllm.lora_sync = 'adapter'"
+        else:
             self.way, self.reason = self._choose(model)
         if self.way != "direct":
             self._placements.clear()  # of a weight that vLLM repacked they would keep the memory
 
+    @torch.no_grad()
     def __call__(self, *, everything: bool) -> None:
         """Take over the weights. `everything`: also what training leaves alone, because vLLM dropped it."""
         if self.way == "adapter":
@@ -228,7 +224,13 @@ class WeightSync:
         elif self.way == "portable":
             self._reload()
         elif self.way == "direct":
-            self._copy(everything)
+            # Experts have other names in the policy: all of them are copied, whatever trains.
+            everything = everything or has_experts(self._policy)
+            changing = self._policy.changing_weights()
+            for name, weight in checkpoint_weights(self._policy):
+                for place in self._placements[name] if everything or name in changing else ():
+                    if not place.aliases(weight):
+                        place.target.copy_(place.source(weight))
 
     def _choose(self, model: nn.Module) -> tuple[Way, str]:
         """The cheapest way that reaches everything vLLM reads."""
@@ -238,9 +240,12 @@ class WeightSync:
             return "portable", "vLLM derives other weights from those of latent attention"
         if problem := self._misplaced(model, "loading"):
             return "portable", problem
-        placed = ((name, w, place) for name, w in self._weights() for place in self._placements[name])
-        copied = next((name for name, weight, place in placed if not place.aliases(weight)), None)
-        if copied is None:
+        own = (
+            name
+            for name, weight in checkpoint_weights(self._policy)
+            if not all(place.aliases(weight) for place in self._placements[name])
+        )
+        if (copied := next(own, None)) is None:
             return "shared", "every weight is the same memory in both"
         # The portable way must leave the same values at the same places, or it is the one to take.
         self._reload()
@@ -251,7 +256,7 @@ class WeightSync:
     def _misplaced(self, model: nn.Module, action: str) -> str | None:
         """Which weight vLLM does not hold as it is where its loader had copied it to."""
         used = {storage_of(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
-        for name, weight in self._weights():
+        for name, weight in checkpoint_weights(self._policy):
             places = self._placements[name]
             if not places:
                 return f"{name} is not loaded by plain copies"
@@ -261,21 +266,10 @@ class WeightSync:
                 return f"{name} is transformed after {action}"
         return None
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        return checkpoint_weights(self._policy)
-
-    @torch.no_grad()
-    def _copy(self, everything: bool) -> None:
-        # Experts have other names in the policy: all of them are copied, whatever trains.
-        every = everything or has_experts(self._policy)
-        changing = self._policy.changing_weights()
-        for name, weight in self._weights():
-            for place in self._placements[name] if every or name in changing else ():
-                if not place.aliases(weight):
-                    place.load(weight)
-
     def _reload(self) -> None:
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
+        self._engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": checkpoint_weights(self._policy)}
+        )
         for module in self._packed_ties:
             module.quant_method.process_weights_after_loading(module)
 

@@ -9,39 +9,10 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from grpo_fast.policy.config import LoraConfig
-from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.vllm.quantized import handed_out, register
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-SAMPLING = Sampling(max_completion_length=20, seed=11)
-PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12)]
 ROWS = {"q": 12, "k": 8, "v": 8}
-
-
-def test_it_generates_from_the_policys_own_tensors_and_leaves_them_as_they_were(
-    saved_model, running_vllm, largest_difference, caplog
-):
-    options = {"dtype": "float32", "plain": False, "bits": "nf4", "lora": LoraConfig()}
-    with running_vllm(saved_model(), **options) as (engine, policy):
-        weights = [p for p in policy.model.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
-        before = [(weight.clone(), weight.quant_state.absmax.clone()) for weight in weights]
-        layers = [vars(module) for module in engine._worker.get_model().modules()]
-        used = [part.data_ptr() for layer in layers for part in layer.get("parts", ())]
-        assert sorted(used) == sorted(weight.data_ptr() for weight in weights)
-        full = sum(4 * weight.quant_state.shape.numel() for weight in weights)
-        assert engine.memory()["weights"] < full / 2  # tables of positions
-        assert "adapter (beside the 4-bit base of the policy); its log-probabilities are " in caplog.text
-        for name, tensor in policy.base_weights().items():
-            if name.endswith(".bias"):  # shared, too
-                tensor.data.normal_(std=0.3)
-        engine.sync(policy)
-        groups = engine.generate(PROMPTS, 3, SAMPLING)
-        assert engine.generate(PROMPTS, 3, SAMPLING) == groups
-
-    assert largest_difference(policy, PROMPTS, groups) < 1e-2
-    for weight, (packed, scales) in zip(weights, before, strict=True):
-        assert torch.equal(weight, packed) and torch.equal(weight.quant_state.absmax, scales)
 
 
 def test_a_fused_layer_is_its_parts_side_by_side_in_one_graph_and_refuses_what_are_not_its_rows(

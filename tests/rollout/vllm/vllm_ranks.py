@@ -44,7 +44,7 @@ def main(world: World, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank, optimizer = world.rank, SimpleNamespace(gradient_buffers=dict, keep_on_host=print)
     model = ModelConfig(path=folder, dtype="float32", device="cpu")
-    prompts, plain = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model)
+    prompts, plain, drawn = [[5, 6, 7 + rank], [8, 9, 10, 11]][rank:], load_policy(model), []
     for mode, parallel in (("replicate", 1), ("shard", 2)):
         distributed = DistributedConfig(mode=mode, head="gathered")
         policy = load_policy(model, world=world, distributed=distributed)
@@ -53,6 +53,7 @@ def main(world: World, folder: str) -> None:
         with make_engine(config, policy, max_length=64, world=world) as engine:
             before = engine.generate(prompts, 3, SAMPLING)
             assert difference(plain, policy, prompts, before) < ROUNDING
+            drawn.append([[completion.token_ids for completion in group] for group in before])
             torch.manual_seed(parallel)
             for parameter in policy.trainable().values():
                 rows = local(parameter).detach()
@@ -72,6 +73,7 @@ def main(world: World, folder: str) -> None:
             with pytest.raises(RankError if rank else ValueError, match=r"prompts\[0\] has no tokens"):
                 engine.generate([] if rank else [()], 1, SAMPLING)
         assert world.sum(torch.ones(())) == 2
+    assert drawn[0] == drawn[1]  # the seeds are those of each rank alone
 
 
 if __name__ == "__main__":
