@@ -73,15 +73,9 @@ def random_batches(policy: Policy, sizes: StepSizes) -> list[PackedBatch]:
         return tuple(torch.randint(vocabulary, (length,), generator=generator).tolist())
 
     logprobs = (0.0,) * sizes.completion_length
-    samples = []
-    for group in range(sizes.groups):
-        prompt = draw(sizes.prompt_length)
-        samples += [
-            Sample(prompt, draw(sizes.completion_length), 1.0, group, sampler_logprobs=logprobs)
-            for _ in range(sizes.generations)
-        ]
-    return pack(
-        samples,
-        max_tokens=sizes.micro_batch_tokens,
-        device=policy.device,
-    )
+    samples = [
+        Sample(prompt, draw(sizes.completion_length), 1.0, group, sampler_logprobs=logprobs)
+        for group, prompt in enumerate(draw(sizes.prompt_length) for _ in range(sizes.groups))
+        for _ in range(sizes.generations)
+    ]
+    return pack(samples, max_tokens=sizes.micro_batch_tokens, device=policy.device)

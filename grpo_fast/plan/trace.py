@@ -144,32 +144,79 @@ class Timeline:
         return cls(changes.cumsum(axis=0), forward_end)
 
 
-def trace_update(
-    model: PreTrainedModel | PeftModel,
-    attention: str,
-    *,
-    first: bool,
-    fused: bool = False,
-    in_tiles: bool = False,
-) -> Timeline:
-    """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
+def textless_policy(model: PreTrainedModel | PeftModel, attention: str) -> Policy:
+    """A policy that sees tokens alone."""
+    return Policy(model, cast("PreTrainedTokenizerBase", None), attention=attention)
 
-    Args:
-        model: of `skeleton`, and of no use afterwards.
-        attention: as `resolve_attention` gives it.
-        first: gradients of float32 parameters are allocated during this backward, and stay. In later
-            micro-batches, and for 16-bit parameters always, they are added to existing buffers.
-        fused: Liger's kernels or torch.compile compute the layers.
-        in_tiles: the batch has more tokens than a tile of an MLP that is recomputed.
-    """
-    policy = textless_policy(model, "sdpa")  # the name only keeps transformers from making a mask
+
+class Traces:
+    """Shapes and timelines of one architecture, trained in one or several ways: each takes seconds, once."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self._made: dict[object, Any] = {}
+
+    def shape(self, model: ModelConfig) -> ModelShape:
+        """
+        Raises:
+            ValueError, ImportError: as `skeleton`.
+        """
+        model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
+        return self._once(_way(model), lambda: model_shape(skeleton(self.config, model)))
+
+    def forward(self, model: ModelConfig) -> Timeline:
+        """Without gradients, of the model as an engine runs it: with adapters on a base in 4 bits alone."""
+        keys = {"dtype"} | ({"quantization", "lora"} if quantizes(model, self.config) else set())
+        bare = ModelConfig(path=model.path, **model.model_dump(include=keys), gradient_checkpointing=False)
+        return self._once(("forward", _way(bare)), lambda: _trace_forward(skeleton(self.config, bare)))
+
+    def update(
+        self, model: ModelConfig, attention: str, *, first: bool, fused: bool = False, in_tiles: bool = False
+    ) -> Timeline:
+        """Forward, loss and backward of one micro-batch, besides the model, its masters and their buffers.
+
+        Args:
+            attention: as `resolve_attention` gives it.
+            first: gradients of float32 parameters are allocated during this backward, and stay. In later
+                micro-batches, and for 16-bit parameters always, they are added to existing buffers.
+            fused: Liger's kernels or torch.compile compute the layers.
+            in_tiles: the batch has more tokens than a tile of an MLP that is recomputed.
+        """
+        how = attention, first and self.shape(model).wide > 0, fused, in_tiles
+        return self._once((_way(model), *how), lambda: _trace_update(skeleton(self.config, model), *how))
+
+    def _once(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def _way(model: ModelConfig) -> str:
+    """The keys of a `model` section that its bytes depend on."""
+    return model.model_dump_json(
+        include={"dtype", "quantization", "lora", "train_lm_head", "gradient_checkpointing"}
+    )
+
+
+def _trace_forward(model: PreTrainedModel | PeftModel) -> Timeline:
+    policy, batch = textless_policy(model, "sdpa"), _batch()
+    register()
+    with torch.no_grad(), recording(model) as recorder:
+        policy.hidden_states(batch)
+        return Timeline.of(recorder.events, len(recorder.events))
+
+
+def _trace_update(
+    model: PreTrainedModel | PeftModel, attention: str, first: bool, fused: bool, in_tiles: bool
+) -> Timeline:
+    """Of a model that is of no use afterwards."""
+    policy, batch = textless_policy(model, "sdpa"), _batch()  # the name keeps transformers from making a mask
     register(attention)
     if fused:
         fuse(model)
     for parameter in policy.trainable().values():
         if not first or parameter.element_size() < 4:
             parameter.register_post_accumulate_grad_hook(_drop)  # as `PolicyOptimizer` does
-    batch = _batch()
     with tiled() if in_tiles else nullcontext(), recording(model) as recorder:
         head, weight = policy.head, policy.head.weight
         hidden = policy.hidden_states(batch)
@@ -187,21 +234,6 @@ def trace_update(
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def trace_forward(model: PreTrainedModel | PeftModel) -> Timeline:
-    """A forward without gradients, as for the prefill of prompts."""
-    policy = textless_policy(model, "sdpa")
-    register()
-    batch = _batch()
-    with torch.no_grad(), recording(model) as recorder:
-        policy.hidden_states(batch)
-        return Timeline.of(recorder.events, len(recorder.events))
-
-
-def textless_policy(model: PreTrainedModel | PeftModel, attention: str) -> Policy:
-    """A policy that sees tokens alone."""
-    return Policy(model, cast("PreTrainedTokenizerBase", None), attention=attention)
 
 
 def _batch() -> PackedBatch:
@@ -223,46 +255,4 @@ def _batch() -> PackedBatch:
         sampler_logprobs=empty(TARGETS, torch.float32),
         num_sequences=1,
         sample_ids=empty(1),
-    )
-
-
-class Traces:
-    """Shapes and timelines of one architecture, trained in one or several ways: each takes seconds, once."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
-        self._made: dict[object, Any] = {}
-
-    def shape(self, model: ModelConfig) -> ModelShape:
-        """
-        Raises:
-            ValueError, ImportError: as `skeleton`.
-        """
-        model = model.model_copy(update={"gradient_checkpointing": False})  # which changes no counts
-        return self._once(_way(model), lambda: model_shape(skeleton(self.config, model)))
-
-    def forward(self, model: ModelConfig) -> Timeline:
-        """Of the model as an engine runs it: not checkpointed, with adapters on a base in 4 bits alone."""
-        keys = {"dtype"} | ({"quantization", "lora"} if quantizes(model, self.config) else set())
-        bare = ModelConfig(path=model.path, **model.model_dump(include=keys), gradient_checkpointing=False)
-        return self._once(("forward", _way(bare)), lambda: trace_forward(skeleton(self.config, bare)))
-
-    def update(self, model: ModelConfig, attention: str, *, first: bool, **how: bool) -> Timeline:
-        """See `trace_update`."""
-        first = first and self.shape(model).wide > 0
-        return self._once(
-            (_way(model), attention, first, *sorted(how.items())),
-            lambda: trace_update(skeleton(self.config, model), attention, first=first, **how),
-        )
-
-    def _once(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-
-def _way(model: ModelConfig) -> str:
-    """The keys of a `model` section that its bytes depend on."""
-    return model.model_dump_json(
-        include={"dtype", "quantization", "lora", "train_lm_head", "gradient_checkpointing"}
     )

@@ -69,9 +69,3 @@ def predictor() -> Callable[..., Predictor]:
         return Predictor(run, traces, device)
 
     return make
-
-
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SDPA takes each completion by itself, as it takes long ones; short ones share a call, and a mask."""
-    monkeypatch.setattr("grpo_fast.policy.attention.PAIRS_A_CALL", -(10**9))

@@ -73,9 +73,13 @@ def test_the_parts_are_the_whole_model(family: str, config: Any) -> None:
     assert ("head" in shape.parameters) == (not config(family).tie_word_embeddings)
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    ("dtype", "kind"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_8bit")]
+    ("lora", "dtype", "kind"),
+    [
+        (None, "float32", "adamw"),
+        (LoraConfig(r=4), "bfloat16", "adamw"),
+        (None, "bfloat16", "adamw_8bit"),
+    ],
 )
 def test_what_is_trained_is_what_the_optimiser_gets(
     lora: LoraConfig | None, dtype: str, kind: Any, config: Any

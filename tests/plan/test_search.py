@@ -157,19 +157,6 @@ def test_a_cpu_is_planned_with_its_constants(traces: Traces) -> None:
     assert found.by_hand == []
 
 
-def test_layers_without_mlps_are_recomputed_whole_or_not_at_all(
-    traces: Traces, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def recomputed() -> set[object]:
-        found = [search(run(64), traces, least(run(64), traces, more)).fastest(64) for more in (70, 110)]
-        return {choice.values["model.gradient_checkpointing"] for choice in found}
-
-    assert "mlp" in recomputed()
-    shape = replace(traces.shape(run().model), active_mlp=0)
-    monkeypatch.setattr(Traces, "shape", lambda *_: shape)
-    assert "mlp" not in recomputed()
-
-
 def test_an_engine_must_hold_a_sequence_of_the_length_that_it_is_started_for() -> None:
     vllm = {"max_model_length": 4096, "max_sequences": 7}
     sizes = step_sizes(run(rollout={"vllm": vllm, "max_completion_length": 64, "num_generations": 8}))
