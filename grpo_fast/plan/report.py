@@ -62,11 +62,11 @@ def render(plan: Plan) -> RenderableType:
         settings.add_row(key, flow(value), "hand" if key in plan.by_hand else "the plan")
     heading, answers = Text(_heading(plan.choice)), Text(_answers(plan))
     shown: list[RenderableType] = [heading, _parts(plan), Text(""), answers, Text(""), settings]
-    knobs = table_of("what makes room", *(f"{phase} saves" for phase in PHASES), "largest group")
+    knobs = table_of("what makes room", *(f"{phase} saves" for phase in PHASES))
     knobs.add_column("price")
     for knob in turned_knobs(plan):
         saves = (_cell(max(0, knob.saves[phase])) for phase in PHASES)
-        knobs.add_row(knob.change, *saves, _size(knob.largest_num_generations, "-"), knob.cost)
+        knobs.add_row(knob.change, *saves, knob.cost)
     if knobs.row_count:
         shown += [Text(""), knobs]
     return Group(*shown)
@@ -206,9 +206,11 @@ def _answers(plan: Plan) -> str:
     """A line for each: whether it fits, what would, and why so."""
     choice, config = plan.choice, plan.config
     spare = bytes_text(abs(choice.free))
-    largest = f"largest num_generations: {_size(plan.largest_generations)}"
-    if plan.largest and (seconds := _seconds(plan.largest)):
-        largest += f", then {duration_text(sum(seconds.values()))} a step, estimated"
+    largest = "largest num_generations: not even 2 fit"
+    if plan.largest:
+        count, seconds = plan.largest.sizes.generations, _seconds(plan.largest)
+        largest = f"largest num_generations: {count:,}" + " or more" * (count == MOST_GENERATIONS)
+        largest += f", then {duration_text(sum(seconds.values()))} a step, estimated" if seconds else ""
     lines = [f"fits, {spare} to spare" if choice.free >= 0 else f"does not fit: {spare} too much", largest]
     lines.append(_longest(plan.search.largest_context(choice.sizes.generations)))
     if choice.free < 0 and (change := cheapest_change(plan.search)):
@@ -247,9 +249,3 @@ def _cell(size: int) -> str:
 
 def _seconds(choice: Prediction) -> dict[Phase, float] | None:
     return choice.seconds if choice.predictor.timed else None
-
-
-def _size(count: int | None, none: str = "not even 2 fit") -> str:
-    if count is None:
-        return none
-    return f"{count:,}" + (" or more" if count == MOST_GENERATIONS else "")

@@ -21,27 +21,24 @@ class Knob:
     change: str  # as it is written on the command line
     saves: dict[Phase, int]  # bytes; negative where it costs some
     cost: str
-    largest_num_generations: int | None  # that then fits; None: not even two
 
 
 def turned_knobs(plan: Plan) -> tuple[Knob, ...]:
-    """Those that would save anything, were all else as it is chosen; what buys most comes first."""
+    """Those that would save anything, were all else as it is chosen; what saves most comes first."""
     search, choice = plan.search, plan.choice
     found = []
     for values, cost in _possible_knobs(search.config, choice.predictor):
-        changed = _changed(search, values)
         sizes = replace(
             choice.sizes,
-            prompts=changed.sizes.prompts,
+            prompts=_changed(search, values).sizes.prompts,
             micro_batch_tokens=values.get("micro_batch_tokens", choice.sizes.micro_batch_tokens),
         )
         run = with_values(choice.predictor.run, values)
         then = Predictor(run, search.traces, search.device).predict(sizes)
         saves = {phase: choice.total(phase) - then.total(phase) for phase in PHASES}
         if max(saves.values()) > 0:
-            found.append(Knob(written(values), saves, cost, changed.largest_generations()))
-    found.sort(key=lambda knob: (-(knob.largest_num_generations or 0), -max(knob.saves.values())))
-    return tuple(found)
+            found.append(Knob(written(values), saves, cost))
+    return tuple(sorted(found, key=lambda knob: max(knob.saves.values()), reverse=True))
 
 
 def cheapest_change(search: Search) -> dict[str, Any] | None:
