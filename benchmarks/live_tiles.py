@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     from grpo_fast.data.config import DatasetConfig
     from grpo_fast.policy import Sample, load_policy, pack
     from grpo_fast.policy.config import ModelConfig
-    from grpo_fast.policy.load import resolve_source
+    from grpo_fast.policy.source import resolve_source
     from grpo_fast.rollout import Sampling
     from grpo_fast.rollout.transformers import TransformersEngine
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.objective import GRPOLossConfig
-from grpo_fast.policy.load import resolve_source
+from grpo_fast.policy.source import resolve_source
 
 from .measure import Stopwatch
 from .models import vocabulary_of

@@ -19,7 +19,7 @@ from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
 from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
-from grpo_fast.policy.out_of_memory import Attempt, MicroBatchBudget, optimizer_step
+from grpo_fast.policy.out_of_memory import MicroBatchBudget, optimizer_step
 from grpo_fast.policy.packing import deal, empty_batch
 from grpo_fast.run_record.logs import Clock
 
@@ -163,20 +163,18 @@ class PolicyUpdate:
 
     def fit(self, minibatch: Minibatch, work: Callable[..., Result], *arguments: Any) -> Result:
         """`work` of the minibatch, again and again in smaller micro-batches until the memory holds it."""
-        for attempt in self.budget.attempts():
-            with attempt:
-                return work(self.fitted(minibatch, attempt), *arguments)
-        raise AssertionError("attempts end with a result or an error")
+        return self.budget.until_it_fits(
+            partial(self.fitted, minibatch), lambda fitted: work(fitted, *arguments)
+        )
 
-    def fitted(self, minibatch: Minibatch, attempt: Attempt) -> Minibatch:
-        """The minibatch in micro-batches of today's budget, of which the attempt is told the sizes."""
+    def fitted(self, minibatch: Minibatch) -> tuple[Minibatch, int, int]:
+        """In micro-batches of today's budget; tokens of the largest of them, and of the longest sequence."""
         tokens = self.micro_batch_tokens
         if tokens < minibatch.max_tokens:
             reported = minibatch.batches[0].sampler_logprobs is not None
             minibatch = minibatch.repacked(self._pack(minibatch.samples, tokens, reported), tokens)
         longest = max((len(s.prompt_ids) + len(s.completion_ids) - 1 for s in minibatch.samples), default=1)
-        attempt.sizes(minibatch.batches[0].input_ids.numel(), longest)
-        return minibatch
+        return minibatch, minibatch.batches[0].input_ids.numel(), longest
 
     def _pack(
         self, samples: Sequence[Sample], max_tokens: int, sampler_logprobs: bool

@@ -21,7 +21,7 @@ from grpo_fast.plan.measure import random_batches, random_policy
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.policy import PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import LoraConfig, ModelConfig, OptimizerConfig
-from grpo_fast.policy.out_of_memory import Attempt, is_out_of_memory, optimizer_step
+from grpo_fast.policy.out_of_memory import is_out_of_memory, optimizer_step
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.trainer import Trainer
 from grpo_fast.update import Minibatch, packed_loss
@@ -92,7 +92,7 @@ def test_a_completion_of_several_micro_batches_trains_with_its_layers_recomputed
     make_trainer, seed, monkeypatch
 ) -> None:
     """In one micro-batch of its own, its MLPs in tiles: the gradient is that of a batch with room for it."""
-    monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 10)
+    monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 10)
     dice, results = random.Random(seed), []
     samples = [
         Sample((1, 2), tuple(dice.choices(range(20), k=n)), (dice.gauss(0, 1),) * n, 0, (-3.0,) * n)
@@ -429,15 +429,15 @@ def test_known_log_probabilities_move_to_the_tokens_they_belong_to(make_trainer)
     minibatch = minibatch.with_values("old_logprobs", [code.float() for code in codes])
 
     trainer.update.budget.limit = 30
-    smaller = trainer.update.fitted(minibatch, attempt := Attempt())
+    smaller, largest, longest = trainer.update.fitted(minibatch)
 
     alone = [pack([s], max_tokens=1, device="cpu")[0].input_ids.numel() for s in minibatch.samples]
-    assert (attempt.largest, attempt.longest) == (smaller.batches[0].input_ids.numel(), max(alone))
+    assert (largest, longest) == (smaller.batches[0].input_ids.numel(), max(alone))
     assert len(smaller.batches) > len(minibatch.batches)
     for batch in smaller.batches:
         expected = 1000 * batch.sample_ids[batch.sequence_ids] + batch.targets
         assert torch.equal(batch.old_logprobs, expected.float()) and batch.ref_logprobs is None
-    assert trainer.update.fitted(smaller, Attempt()) is smaller  # not laid out again where nothing changed
+    assert trainer.update.fitted(smaller)[0] is smaller  # not laid out again where nothing changed
 
 
 def test_where_one_completion_does_not_fit_the_error_names_what_helps(make_trainer, monkeypatch) -> None:

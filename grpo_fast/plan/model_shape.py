@@ -16,10 +16,10 @@ from grpo_fast.plan.devices import TABLES
 from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.gguf import PREFIX
 from grpo_fast.policy.layers import fuse_layers
-from grpo_fast.policy.load import prepare_to_train, resolve_source
+from grpo_fast.policy.load import prepare_to_train
 from grpo_fast.policy.quantization import count_numbers, is_quantized, loading_settings, quantizes, settle
+from grpo_fast.policy.source import PREFIX, resolve_source
 
 if TYPE_CHECKING:
     from peft import PeftModel

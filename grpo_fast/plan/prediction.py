@@ -26,7 +26,7 @@ from grpo_fast.plan.seconds import (
 )
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
-from grpo_fast.policy import recompute
+from grpo_fast.policy import layers
 from grpo_fast.policy.load import resolve_attention
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.rollout.config import Part
@@ -334,7 +334,7 @@ class Predictor:
         dense = "experts" not in shape.parameters
         fused = self.on_gpu and (model.liger_kernels is True or (dense and model.compile is not False))
         recomputes = model.gradient_checkpointing not in (False, "auto")
-        tiles = -(-batch.inputs // recompute.TILE_TOKENS) if recomputes else 1
+        tiles = -(-batch.inputs // layers.TILE_TOKENS) if recomputes else 1
         timeline = self.traces.update(model, self.attention, first=first, fused=fused, in_tiles=tiles > 1)
         ranks = self.device.ranks if self._head_sharded else 1
         call = Workload(

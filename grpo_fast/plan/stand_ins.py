@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.policy import recompute
+from grpo_fast.policy import layers
 
 PLANNED_ATTENTION = "grpo_fast_planned"  # the name under which transformers finds `planned_attention`
 
@@ -159,12 +159,12 @@ def _planned_mlp(mlp: Any, hidden: Tensor) -> Tensor:
 @contextmanager
 def tiled() -> Iterator[None]:
     """Let two tiles stand for all of an MLP that is recomputed, however many there are."""
-    own = recompute._tiles, recompute._result
-    recompute._tiles, recompute._result = _planned_tiles, _planned_result
+    own = layers._tiles, layers._result
+    layers._tiles, layers._result = _planned_tiles, _planned_result
     try:
         yield
     finally:
-        recompute._tiles, recompute._result = own
+        layers._tiles, layers._result = own
 
 
 def _planned_tiles(tensor: Tensor) -> list[Tensor]:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.intact import OWN_TOKENIZER
 from grpo_fast.policy.packing import Sample, pack
 from grpo_fast.policy.quantization import is_quantized
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from grpo_fast.policy.policy import Policy
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
+_OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
 # Lengths are (prompt, completions of its group): a shared prompt, a lone one, and a one-token completion.
 _PROBES = ((6, (4, 5)), (7, (3, 1)), (2, (6,)))
 
@@ -69,7 +69,7 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
         ValueError: more tokens than positions, or a token beyond the embedding; the message has both numbers.
     """
     config = policy.base_model.config.get_text_config()
-    rows = embedding_rows(policy.base_model)
+    rows = _embedding_rows(policy.base_model)
     longest = 0
     for ids in prompts:
         longest = max(longest, len(ids))
@@ -77,7 +77,7 @@ def longest_sequence(policy: Policy, prompts: Iterable[Sequence[int]], completio
             word = policy.tokenizer.convert_ids_to_tokens(token)
             raise ValueError(
                 f"the data has the token {token} ({word!r}), and the model's embedding {rows} rows; "
-                f"{OWN_TOKENIZER}"
+                f"{_OWN_TOKENIZER}"
             )
     needed, most = longest + completion_length, positions(config)
     if most is not None and needed > most:
@@ -101,8 +101,20 @@ def positions(config: PreTrainedConfig) -> int | None:
     return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
 
 
-def embedding_rows(model: PreTrainedModel) -> int:
-    """Tokens that the model knows."""
+def require_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:
+    """The tokenizer's words and its end token have rows of the embedding, or a ValueError has both numbers.
+
+    An added token may have none while no text has it, as the image token of Gemma 3's text models.
+    """
+    rows = _embedding_rows(model)
+    if max(tokenizer.vocab_size - 1, tokenizer.eos_token_id or 0) >= rows:
+        raise ValueError(
+            f"model.path = {path!r}: the tokenizer has {len(tokenizer)} tokens, its end token is "
+            f"{tokenizer.eos_token_id}, and the model's embedding has {rows} rows; {_OWN_TOKENIZER}"
+        )
+
+
+def _embedding_rows(model: PreTrainedModel) -> int:
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
 

@@ -1,17 +1,22 @@
-"""Tensors that live in the host's memory, and visit the device a few at a time."""
+"""Tensors in the host's memory: state that visits the device in a step, and layers' inputs between passes."""
 
 from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 2**24  # torch keeps free pinned memory for the next step, in sizes rounded to powers of two
 
 
 def to_host(tensor: Tensor) -> None:
@@ -25,12 +30,12 @@ def host_like(tensor: Tensor, *, pinned: bool | None = None) -> Tensor:
         try:
             return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
         except RuntimeError as error:
-            _tell_of_ordinary_memory(str(error).partition("\n")[0])
+            _warn_of_ordinary_memory(str(error).partition("\n")[0])
     return torch.empty_like(tensor, device="cpu", requires_grad=False)
 
 
 @cache
-def _tell_of_ordinary_memory(error: str) -> None:
+def _warn_of_ordinary_memory(error: str) -> None:
     """Once, however many tensors go there."""
     logger.warning(
         "no more pinned memory for the trainer's tensors (%s): they move through ordinary memory, slower",
@@ -51,18 +56,15 @@ def visits(groups: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator
         if len(leaving) > 1:
             leaving.pop(0).synchronize()  # else this loop, far ahead of the device, would fetch everything
         coming = copies_on(device, groups[index + 1], inward) if index + 1 < len(groups) else ([], None)
-        if arrived is not None:
-            torch.cuda.current_stream(device).wait_event(arrived)
+        wait(arrived, device)
         hosts = [host_like(tensor) if tensor.is_cuda else tensor.data for tensor in group]
         move(group, here)
         yield index
-        with beside(outward):
-            for host, home in zip(hosts, here, strict=True):
-                host.copy_(home, non_blocking=True)
-                if outward is not None:
-                    home.record_stream(outward)
-        if outward is not None:
-            leaving.append(outward.record_event())
+        left = copy_beside(outward, hosts, here)
+        if outward is not None and left is not None:
+            for tensor in here:
+                tensor.record_stream(outward)
+            leaving.append(left)
         move(group, hosts)
     if outward is not None:
         outward.synchronize()
@@ -73,10 +75,29 @@ def copies_on(
 ) -> tuple[list[Tensor], torch.cuda.Event | None]:
     """Copies of tensors of the host, and the event to wait for before they are read."""
     homes = [torch.empty_like(tensor, device=device, requires_grad=False) for tensor in tensors]
-    with beside(stream):
-        for home, tensor in zip(homes, tensors, strict=True):
-            home.copy_(tensor.detach(), non_blocking=True)
-    return homes, None if stream is None else stream.record_event()
+    return homes, copy_beside(stream, homes, [tensor.detach() for tensor in tensors])
+
+
+def copy_beside(
+    stream: torch.cuda.Stream | None, targets: Sequence[Tensor], sources: Sequence[Tensor]
+) -> torch.cuda.Event | None:
+    """Copy after all that is queued so far, and hold up nothing that is queued later.
+
+    Returns:
+        The event that the copies are done; None without a stream, where they are already.
+    """
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    return None if stream is None else stream.record_event()
+
+
+def wait(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """What is queued on the device from now on runs after the event."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 def move(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
@@ -89,15 +110,78 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-@contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Copies in here see what is queued so far, and hold up nothing that is queued later."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
+class LayerInputs:
+    """Checkpoints layers, one after the other, whose inputs wait on the host from forward to backward.
+
+    An input leaves while its layer computes, and comes back while the layer behind computes its backward: the
+    device holds those of two layers, the host layers x tokens x width of a micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._newest: Callable[[], _LayerInput | None] = lambda: None
+
+    def checkpoint(self, layer: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
+        """`torch.utils.checkpoint.checkpoint`; of what it keeps, tensors like `hidden` go to the host."""
+        if not torch.is_grad_enabled():
+            return layer(hidden, *args)
+        self._stream = self._stream or side_stream(hidden.device)
+        with saved_tensors_hooks(partial(self._pack, hidden.shape), _unpack):
+            return checkpoint(layer, hidden, *args, use_reentrant=False)
+
+    def _pack(self, shape: torch.Size, kept: Tensor) -> Tensor | _LayerInput:
+        if kept.shape != shape:
+            return kept
+        if before := self._newest():
+            before.leave()  # the newest is on the device as long as none follows: the backward begins with it
+        newest = _LayerInput(kept.detach(), self._stream, self._newest)
+        self._newest = weakref.ref(newest)
+        return newest
+
+
+class _LayerInput:
+    """One layer's, on the host, and on the device while it leaves or comes."""
+
+    def __init__(
+        self, home: Tensor, stream: torch.cuda.Stream | None, before: Callable[[], _LayerInput | None]
+    ) -> None:
+        self._home: Tensor | None = home
+        self._moved: torch.cuda.Event | None = None
+        self._stream, self._before = stream, before
+        self._make = partial(torch.empty, home.shape, dtype=home.dtype, device=home.device)
+        self._hosts = [host_like(block) for block in _blocks(home)]
+        self._moved = copy_beside(stream, self._hosts, _blocks(home))
+
+    def fetch(self) -> None:
+        if self._home is None:
+            self._home = self._make()
+            self._moved = copy_beside(self._stream, _blocks(self._home), self._hosts)
+
+    def leave(self) -> None:
+        """Its memory is free for what the device is told from now on, which waits for the copy."""
+        if self._home is not None:
+            wait(self._moved, self._home.device)
+            self._home = None
+
+    __del__ = leave  # where no backward came
+
+    def take(self) -> Tensor:
+        self.fetch()
+        home: Any = self._home
+        self.leave()
+        if before := self._before():
+            before.fetch()
+        return home
+
+
+def _unpack(kept: Tensor | _LayerInput) -> Tensor:
+    return kept.take() if isinstance(kept, _LayerInput) else kept
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.is_meta:  # the plan's, which has no content to move
+        return ()
+    return tensor.reshape(-1).split(BLOCK_BYTES // tensor.itemsize)
 
 
 def bytes_in_use(device: torch.device) -> int:

@@ -13,15 +13,13 @@ from torch import nn
 
 from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.policy.architecture import check_architecture, embedding_rows, verify_policy
+from grpo_fast.policy.architecture import check_architecture, require_vocabulary, verify_policy
 from grpo_fast.policy.attention import PACKED_ATTENTION, flash_obstacle, register
 from grpo_fast.policy.config import LoraConfig, ModelConfig
-from grpo_fast.policy.gguf import PREFIX, convert_packaged_model
-from grpo_fast.policy.intact import load_whole, loading, require_vocabulary
-from grpo_fast.policy.layers import fuse_layers, resolve_liger
+from grpo_fast.policy.layers import fuse_layers, recompute, resolve_liger, tile_mlps
 from grpo_fast.policy.policy import Policy
 from grpo_fast.policy.quantization import loading_settings, quantizes, settle
-from grpo_fast.policy.recompute import recompute, tile_mlps
+from grpo_fast.policy.source import load_whole, loading, resolve_source
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,7 +69,7 @@ def load_policy(
         )
     # On the CPU, from where each layer goes to its ranks by itself.
     model = _load_model(source, config, torch.device("cpu") if shards else device, quantized=quantized)
-    require_vocabulary(tokenizer, embedding_rows(model), config.path)
+    require_vocabulary(tokenizer, model, config.path)
     reference = None
     if needs_reference and config.lora is None:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -115,35 +113,6 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
     if config.recomputed:
         recompute(model, config.recomputed)
     return trained.train()
-
-
-def resolve_source(path: str) -> str:
-    """A folder or hub id that transformers takes.
-
-    Raises:
-        ValueError: a local path that is not there or holds no safetensors model.
-    """
-    if path.startswith(PREFIX):
-        return str(convert_packaged_model(path))
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
-            raise ValueError(f"model.path = {path!r}: no such folder; a hub id has the form owner/name")
-        return path
-    if not folder.is_dir():
-        raise ValueError(f"model.path = {path!r} is a file; give the folder with config.json and the weights")
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"model.path = {path!r} holds an adapter (adapter_config.json); merge it into its base with "
-            "peft's merge_and_unload, and give what save_pretrained writes then"
-        )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model.path = {path!r} has no config.json; give a folder saved by save_pretrained")
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt")))
-        found = f"only {', '.join(pickled)}, and pickled weights are not read" if pickled else "no weights"
-        raise ValueError(f"model.path = {path!r} has {found}; save the model as safetensors")
-    return str(folder)
 
 
 def resolve_device(name: str) -> torch.device:

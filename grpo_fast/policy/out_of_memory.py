@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -18,34 +18,11 @@ from grpo_fast.policy.optimizer import PolicyOptimizer
 from grpo_fast.policy.random_state import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
+Parts = TypeVar("Parts")
+Result = TypeVar("Result")
 
 # What the libraries below torch say instead of raising torch.OutOfMemoryError.
 MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-
-
-class Attempt:
-    """A context in which running out of memory is noted instead of raised."""
-
-    def __init__(self) -> None:
-        self.error: RuntimeError | None = None
-        self.largest = self.longest = 0
-
-    def sizes(self, largest: int, longest: int) -> None:
-        """Tokens of this attempt's largest micro-batch, and of the largest unit that is never split."""
-        self.largest, self.longest = largest, longest
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
-            self.error = error
-        return self.error is not None
 
 
 class MicroBatchBudget:
@@ -70,48 +47,57 @@ class MicroBatchBudget:
         """Tokens of a micro-batch now."""
         return configured if self.limit is None else min(configured, self.limit)
 
-    def attempts(self) -> Iterator[Attempt]:
-        """Contexts to do one piece of work in, each with a smaller budget than the one before, until it fits.
+    def until_it_fits(
+        self, cut: Callable[[], tuple[Parts, int, int]], work: Callable[[Parts], Result]
+    ) -> Result:
+        """What `work` returns, tried with a smaller budget after each failure for want of memory.
 
-        Every attempt starts from the same random state; whatever else a failed attempt has changed, the next
-        one must set back first. The body calls `Attempt.sizes` before it allocates, and keeps no tensor of a
-        failed attempt alive in its own variables.
+        Every attempt starts from the same random state; whatever else a failed one has changed, `work` must
+        set back first.
+
+        Args:
+            cut: gives the micro-batches of today's budget, the tokens of the largest of them, and those of
+                the largest unit.
+            work: is called with these micro-batches.
 
         Raises:
             torch.OutOfMemoryError: not even one unit fits, or the work must not be repeated.
         """
         random_state = capture_rng()
         while True:
-            attempt = Attempt()
-            yield attempt
-            if attempt.error is None:
-                return
-            if not self.repeats:
-                raise torch.OutOfMemoryError(
-                    f"out of memory in a micro-batch of {attempt.largest} tokens, and of sharded weights no "
-                    "rank repeats one alone: lower micro_batch_tokens, or set model.gradient_checkpointing = "
-                    f"true. The allocator said: {attempt.error}"
-                ) from attempt.error
-            if attempt.largest <= attempt.longest:
-                raise torch.OutOfMemoryError(
-                    f"out of memory in a micro-batch of {attempt.largest} tokens, which is {self.unit}: "
-                    "micro_batch_tokens cannot be lowered further. Set model.gradient_checkpointing = "
-                    f"offload, {self.remedy}, train adapters (model.lora), on 4-bit weights "
-                    "(model.quantization = nf4), or freeze the head (model.train_lm_head = false). The "
-                    f"allocator said: {attempt.error}"
-                ) from attempt.error
-            self.limit = max(attempt.largest // 2, attempt.longest)
-            logger.warning(
-                "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
-                "micro_batch_tokens = %d; the global batch stays as it is",
-                attempt.largest,
-                self.limit,
-            )
-            attempt.error = None  # its traceback holds the activations of the attempt
-            gc.collect()
+            parts, largest, longest = cut()
+            try:
+                return work(parts)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._shrink(largest, longest, error)
+            gc.collect()  # the error is gone, and with its traceback the activations of the attempt
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # to the driver: the engine takes its memory from there
             restore_rng(random_state)
+
+    def _shrink(self, largest: int, longest: int, error: RuntimeError) -> None:
+        problem = f"out of memory in a micro-batch of {largest} tokens"
+        if not self.repeats:
+            raise torch.OutOfMemoryError(
+                f"{problem}, and of sharded weights no rank repeats one alone: lower micro_batch_tokens, or "
+                f"set model.gradient_checkpointing = true. The allocator said: {error}"
+            ) from error
+        if largest <= longest:
+            raise torch.OutOfMemoryError(
+                f"{problem}, which is {self.unit}: micro_batch_tokens cannot be lowered further. Set "
+                f"model.gradient_checkpointing = offload, {self.remedy}, train adapters (model.lora), on "
+                "4-bit weights (model.quantization = nf4), or freeze the head (model.train_lm_head = false). "
+                f"The allocator said: {error}"
+            ) from error
+        self.limit = max(largest // 2, longest)
+        logger.warning(
+            "%s: this is done again, and the run goes on, with micro_batch_tokens = %d; the global batch "
+            "stays as it is",
+            problem,
+            self.limit,
+        )
 
 
 def optimizer_step(optimizer: PolicyOptimizer) -> float:

@@ -17,10 +17,10 @@ from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
 from grpo_fast.policy.attention import forward_arguments
-from grpo_fast.policy.intact import listed, quietly
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
-from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized, unquantized
+from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
+from grpo_fast.policy.source import save_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -238,22 +238,8 @@ class Policy:
         """
         world = ALONE if self._shards is None else self._shards.world
         weights = {name: tensor.to("cpu") for name, tensor in self.named_weights() if world.leads}
-        if not world.leads:
-            return
-        with torch.device("meta"):
-            model = type(self.base_model)(unquantized(self.base_model.config))
-        unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
-        model.tie_weights()
-        unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-        if unset or unknown:
-            raise RuntimeError(
-                f"{type(model).__name__} cannot be written: no weights for {listed(unset) or 'none'}, "
-                f"no place for {listed(unknown) or 'none'}"
-            )
-        model.generation_config = self.base_model.generation_config
-        with quietly():
-            model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        if world.leads:
+            save_model(self.base_model, weights, self.tokenizer, folder)
 
 
 def _merged(module: Any) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from grpo_fast.head import linear_logprob
 from grpo_fast.policy import PackedBatch, Policy, Sample, pack
-from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import balance
+from grpo_fast.policy.source import cache_folder
 from grpo_fast.preference.comparison import Comparison
 
 T = TypeVar("T")
@@ -51,18 +51,18 @@ class ComparisonBatches(MicroBatchBudget):
         return self.tokens(self.configured)
 
     def fit(self, comparisons: Sequence[Comparison], work: Callable[[list[list[int]]], T]) -> T:
-        """What `work` makes of the indices of each micro-batch's comparisons; see `attempts`.
+        """What `work` makes of the indices of each micro-batch's comparisons; see `until_it_fits`.
 
         Raises:
             torch.OutOfMemoryError: not even the longest comparison alone fits.
         """
         sizes = [c.num_tokens for c in comparisons]
-        for attempt in self.attempts():
-            with attempt:
-                parts = balance(sizes, self.max_tokens)
-                attempt.sizes(max(sum(sizes[i] for i in part) for part in parts), max(sizes))
-                return work(parts)
-        raise AssertionError("attempts end with a result or an error")
+
+        def cut() -> tuple[list[list[int]], int, int]:
+            parts = balance(sizes, self.max_tokens)
+            return parts, max(sum(sizes[i] for i in part) for part in parts), max(sizes)
+
+        return self.until_it_fits(cut, work)
 
 
 def pack_comparisons(comparisons: Sequence[Comparison], policy: Policy) -> PackedBatch:

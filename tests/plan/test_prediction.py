@@ -99,7 +99,7 @@ def test_an_update_takes_what_was_predicted(
     predictor: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 200 if sizes is LONG else 8192)
+    monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 200 if sizes is LONG else 8192)
     wide = {LONG: 1024, FEW: 2048}.get(sizes, 256)
     small = config(family, intermediate_size=wide)
 

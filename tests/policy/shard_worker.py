@@ -19,7 +19,7 @@ from grpo_fast.distributed.config import DistributedConfig
 from grpo_fast.distributed.shards import local, rows_of, whole
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.objective import GRPOLossConfig, StepTotals
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, load_policy, pack, recompute
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, layers, load_policy, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.policy.packing import empty_batch
 from grpo_fast.rollout import Sampling, make_engine
@@ -122,7 +122,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
 
 def main(world: World, folder: str, seed: str) -> None:
     drawn = random.Random(seed)
-    recompute.TILE_TOKENS = drawn.randint(2, 9)
+    layers.TILE_TOKENS = drawn.randint(2, 9)
     for family, settings in CASES:
         head = drawn.choice(["gathered", "sharded"])
         print(family, settings, head, flush=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fast.policy import gguf
-from grpo_fast.policy.gguf import convert_packaged_model
+from grpo_fast.policy import source as policy_source
+from grpo_fast.policy.source import convert_packaged_model
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str, version: str = "1.2") -> None:
@@ -73,7 +73,7 @@ def test_a_conversion_is_kept_by_version_and_file_and_a_failed_one_leaves_nothin
         if len(converted) == 1:
             raise RuntimeError("killed")
 
-    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(policy_source, "_convert", convert)
     install(monkeypatch, tmp_path, "m/a.gguf", "m/b.gguf")
     with pytest.raises(RuntimeError, match="killed"):
         convert_packaged_model("package:models/a.gguf")
@@ -99,7 +99,7 @@ def test_an_unwritable_cache_and_a_missing_gguf_package_say_what_to_do(
 
     with pytest.raises(OSError, match="set GRPO_FAST_CACHE"):
         convert_packaged_model("package:models")
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
+    monkeypatch.setattr(policy_source, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install gguf"):
         convert_packaged_model("package:models")
 

@@ -162,7 +162,7 @@ def test_compiled_layers_are_compiled_once_for_batches_of_every_length(
     """With gradients and without, and more layers than that; weights move to other memory, as vLLM's sharing
     moves them. Generation compiles nothing."""
     graphs: list[Any] = []
-    monkeypatch.setattr("grpo_fast.policy.recompute.TILE_TOKENS", 20)
+    monkeypatch.setattr("grpo_fast.policy.layers.TILE_TOKENS", 20)
 
     def backend(graph: Any, inputs: Any, **_: Any) -> Any:
         graphs.append(graph)

