@@ -70,20 +70,21 @@ class PolicyOptimizer:
         self._masters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}  # float32, for the gradients of 16-bit parameters
         self._gathered: dict[str, Tensor] = {}  # those of them that hold a gradient
-        self._rounded: set[str] = set()  # whose masters have no memory between steps
+        self._rounds = config.stochastic_rounding  # then masters of 16 bits have no memory between steps
         self._noise = torch.Generator(self._device)
         for name, parameter in self._parameters.items():
-            self._masters[name] = master = _master(rows_of(parameter, world))
-            if parameter.itemsize < master.itemsize:
-                self._buffers[name] = buffer = torch.empty_like(
-                    local(parameter), dtype=master.dtype, requires_grad=False
-                )
-                parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
-                if config.stochastic_rounding:
-                    self._rounded.add(name)
-                    master.untyped_storage().resize_(0)
-                elif self._lives_on_host("master", master):
-                    to_host(master)
+            rows = rows_of(parameter, world)
+            if rows.itemsize >= 4:
+                self._masters[name] = rows
+                continue
+            self._masters[name] = master = rows.detach().float().requires_grad_()
+            buffer = torch.empty_like(local(parameter), dtype=torch.float32, requires_grad=False)
+            self._buffers[name] = buffer
+            parameter.register_post_accumulate_grad_hook(_absorb_into(self._gathered, name, buffer))
+            if self._rounds:
+                master.untyped_storage().resize_(0)
+            elif self._lives_on_host("master", master):
+                to_host(master)
         groups = [
             {"params": [m for m in self._masters.values() if (m.ndim >= 2) == decays], "decays": decays}
             for decays in (True, False)
@@ -155,7 +156,7 @@ class PolicyOptimizer:
             group["lr"] = self.learning_rate
         self.zero_grad()
         self.mid_step = True
-        if self._rounded:  # by the global generator, whose state is in checkpoints
+        if self._rounds and self._buffers:  # by the global generator, whose state is in checkpoints
             self._noise.manual_seed(int(torch.randint(2**62, ())))
         for names in self._visiting([*gradients]):
             for name in names:
@@ -218,26 +219,26 @@ class PolicyOptimizer:
 
     def _visiting(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
         """Names whose masters and moments are on the device: all that live there, then each of the others."""
-        away = {n: found for n in names if (found := self._state_on_host(n)) or n in self._rounded}
+        rounded = self._buffers if self._rounds else {}
+        away = {n: found for n in names if (found := self._movable(n, self._on_host)) or n in rounded}
         if stay := [name for name in names if name not in away]:
             yield stay
         visitors = [*away]
         for index in visits([*away.values()], self._device):
-            if (name := visitors[index]) in self._rounded:
+            if (name := visitors[index]) in rounded:
                 master = self._masters[name].detach()
                 master.untyped_storage().resize_(master.nbytes)
                 master.copy_(rows_of(self._parameters[name], self._world).detach())
             yield [name]
 
-    def _state_on_host(self, name: str) -> list[Tensor]:
-        return [tensor for state in self._on_host for tensor in self._worth_moving(name, state)]
-
-    def _worth_moving(self, name: str, state: State) -> list[Tensor]:
+    def _movable(self, name: str, states: Collection[State]) -> list[Tensor]:
+        """The tensors of these states that are worth moving to the host's memory and back."""
         if self._masters[name].nbytes < SMALLEST:
             return []
-        if state == "master":
-            return [master] if (master := self.masters().get(name)) is not None else []
-        return [tensor for tensor in self._moments_of(name).values() if tensor.ndim]  # without torch's step
+        tensors = [*self._moments_of(name).values()] if "optimizer" in states else []
+        if "master" in states and name in self._buffers and not self._rounds:
+            tensors.append(self._masters[name])
+        return [tensor for tensor in tensors if tensor.ndim]  # without torch's step
 
     def _moments_of(self, name: str) -> dict[str, Tensor]:
         """Adam's tensors; the tables that all 8-bit moments share are not the parameter's."""
@@ -256,7 +257,7 @@ class PolicyOptimizer:
             return
         self._on_host.add(state)
         for name in self._masters:
-            for tensor in self._worth_moving(name, state):
+            for tensor in self._movable(name, [state]):
                 to_host(tensor)
 
     def advance(self) -> None:
@@ -307,7 +308,7 @@ class PolicyOptimizer:
         tensors = {}
         for name, master in self._masters.items():
             moments = self._adam.values(master) if self._eight_bit else self._moments_of(name)
-            if name in self._rounded:
+            if self._rounds and name in self._buffers:
                 master = rows_of(self._parameters[name], self._world).to("cpu", torch.float32)
             state = {"master": master.detach()} | moments
             for kind, rows in state.items():
@@ -321,7 +322,7 @@ class PolicyOptimizer:
 
     def masters(self) -> dict[str, Tensor]:
         """The float32 masters of 16-bit parameters that outlive a step, live, by the parameter's name."""
-        return {name: self._masters[name] for name in self._buffers if name not in self._rounded}
+        return {} if self._rounds else {name: self._masters[name] for name in self._buffers}
 
     def gradient_buffers(self) -> dict[str, Tensor]:
         """What the masters' gradients are gathered in: worth nothing between steps."""
@@ -356,14 +357,15 @@ class PolicyOptimizer:
     @torch.no_grad()
     def _write_back(self, names: Iterable[str]) -> None:
         narrow = [name for name in names if name in self._buffers]
-        rounded = [self._masters[name] for name in narrow if name in self._rounded]
-        for master in rounded:
-            round_to_bfloat16(master, self._noise)
+        masters = [self._masters[name] for name in narrow]
+        if self._rounds:
+            for master in masters:
+                round_to_bfloat16(master, self._noise)
         if narrow:
-            rows = [rows_of(self._parameters[name], self._world) for name in narrow]
-            torch._foreach_copy_(rows, [self._masters[name] for name in narrow])
-        for master in rounded:
-            master.untyped_storage().resize_(0)
+            torch._foreach_copy_([rows_of(self._parameters[name], self._world) for name in narrow], masters)
+        if self._rounds:
+            for master in masters:
+                master.untyped_storage().resize_(0)
 
 
 def round_to_bfloat16(values: Tensor, noise: torch.Generator) -> None:
@@ -387,12 +389,6 @@ def require_same_shapes(what: str, saved: Mapping[str, Tensor], wanted: Mapping[
         )
 
 
-def _master(rows: Tensor) -> Tensor:
-    if rows.dtype in (torch.float32, torch.float64):
-        return rows
-    return rows.detach().to(torch.float32).requires_grad_()
-
-
 def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Callable[[Tensor], None]:
     """A hook that moves a finished gradient into its float32 buffer, which outlives the steps.
 
@@ -403,19 +399,16 @@ def _absorb_into(gathered: dict[str, Tensor], name: str, buffer: Tensor) -> Call
         if parameter.grad is None:
             return
         gradient, parameter.grad = local(parameter.grad), None
-        if name in gathered:
-            _add(gathered[name], gradient)
-        else:
+        if name not in gathered:
             gathered[name] = buffer.copy_(gradient)
+            return
+        total = gathered[name]
+        if total.is_cuda or total.ndim == 0:
+            total.add_(gradient)
+            return
+        # A CPU makes 16 bits float32 before it adds them: those of a large gradient in pieces.
+        pieces = max(1, -(-total.numel() // _PIECE))
+        for part, more in zip(total.tensor_split(pieces), gradient.tensor_split(pieces), strict=True):
+            part.add_(more)
 
     return absorb
-
-
-def _add(total: Tensor, gradient: Tensor) -> None:
-    """`total += gradient`, of 16 bits: a CPU makes it float32 first, so there it comes in pieces."""
-    if total.is_cuda or total.numel() <= _PIECE:
-        total.add_(gradient)
-        return
-    rows = max(1, _PIECE * len(total) // total.numel())
-    for part, more in zip(total.split(rows), gradient.split(rows), strict=True):
-        part.add_(more)
