@@ -50,13 +50,6 @@ class Piece(NamedTuple):
         """That a call of SDPA computes, seen or not."""
         return self.tokens * (self.prompt + self.tokens)
 
-    @property
-    def is_causal(self) -> bool:
-        return self.prompt == 0 and self.runs == 1
-
-    def with_next(self, other: Piece) -> Piece:
-        return Piece(self.tokens + other.tokens, self.prompt, self.runs + other.runs)
-
 
 @dataclass(frozen=True)
 class Sequences:
@@ -74,27 +67,30 @@ class PackedLayout:
 
     def __init__(self, batch: PackedBatch, attention: str) -> None:
         self.attention = attention
-        self._cu_seqlens = batch.cu_seqlens
-        self._position_ids = batch.position_ids
-        self._segment_ids = batch.segment_ids
+        self._batch = batch
         counts = batch.cu_seqlens.diff()
         documents = torch.arange(len(counts), device=counts.device)
         self._document_ids = documents.repeat_interleave(counts, output_size=len(batch.input_ids))
         self._masks: dict[int | None, list[Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
+    @property
+    def _tokens(self) -> Tensor:
+        return torch.arange(len(self._document_ids), device=self._document_ids.device)
+
     @cached_property
     def pieces(self) -> list[Piece]:
         """What attends in one go; FlexAttention, which needs none of it, does not wait for the device."""
-        steps = self._position_ids.diff(prepend=self._position_ids.new_tensor([-2]))
-        starts = (steps != 1).nonzero()[:, 0]
-        bounds, prompts = [*starts.tolist(), len(steps)], self._position_ids[starts].tolist()
+        positions = self._batch.position_ids
+        starts = (positions.diff(prepend=positions.new_tensor([-2])) != 1).nonzero()[:, 0]
+        bounds, prompts = [*starts.tolist(), len(positions)], positions[starts].tolist()
         pieces: list[Piece] = []
         for (start, end), prompt in zip(pairwise(bounds), prompts, strict=True):
             run = Piece(end - start, prompt)
             if prompt and self.attention == "sdpa":  # it goes on with the document before
-                both = pieces[-1].with_next(run)
-                if both.pairs <= pieces[-1].pairs + run.pairs + PAIRS_A_CALL:
+                last = pieces[-1]
+                both = Piece(last.tokens + run.tokens, last.prompt, last.runs + 1)
+                if both.pairs <= last.pairs + run.pairs + PAIRS_A_CALL:
                     run = both
                     pieces.pop()
             pieces.append(run)
@@ -113,34 +109,33 @@ class PackedLayout:
 
     @cached_property
     def sequences(self) -> Sequences:
-        tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
         counts = [piece.tokens for piece in self.pieces]
         keys = [piece.tokens + piece.prompt for piece in self.pieces]
 
         def bounds(lengths: list[int]) -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(tokens.device)
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self._document_ids.device)
 
-        index = torch.cat([*self.seen(tokens, 0)])
+        index = torch.cat([*self.seen(self._tokens, 0)])
         return Sequences(index, bounds(counts), bounds(keys), max(counts), max(keys))
 
     def visible(self, query: Tensor, key: Tensor, window: int | None) -> Tensor:
         """Whether the token at index `query` attends to the one at index `key`; the indices broadcast."""
-        seen = (key <= query) & (self._document_ids[query] == self._document_ids[key])
-        seen &= (self._segment_ids[key] == 0) | (self._segment_ids[query] == self._segment_ids[key])
+        documents, segments = self._document_ids, self._batch.segment_ids
+        seen = (key <= query) & (documents[query] == documents[key])
+        seen &= (segments[key] == 0) | (segments[query] == segments[key])
         if window is not None:
-            seen = seen & (self._position_ids[query] - self._position_ids[key] < window)
+            seen = seen & (self._batch.position_ids[query] - self._batch.position_ids[key] < window)
         return seen
 
     def masks(self, window: int | None) -> list[Tensor | None]:
         """For each piece a bool mask of its tokens × those it looks at; None where it is plainly causal."""
         if window not in self._masks:
-            index = torch.arange(len(self._document_ids), device=self._document_ids.device)
-            self._masks[window] = [
-                None
-                if piece.is_causal and (window is None or len(own) <= window)
-                else self.visible(own[:, None], seen, window)
-                for piece, own, seen in zip(self.pieces, self.own(index, 0), self.seen(index, 0), strict=True)
-            ]
+            tokens = self._tokens
+            self._masks[window] = masks = []
+            for piece, own, seen in zip(self.pieces, self.own(tokens, 0), self.seen(tokens, 0), strict=True):
+                alone = piece.prompt == 0 and piece.runs == 1
+                causal = alone and (window is None or len(own) <= window)
+                masks.append(None if causal else self.visible(own[:, None], seen, window))
         return self._masks[window]
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -166,16 +161,16 @@ class PackedLayout:
 
     def ranges(self, window: int | None) -> list[Range]:
         """What `visible` says: a token sees its own segment up to itself, and the prompt before that."""
-        tokens = torch.arange(len(self._document_ids), device=self._document_ids.device)
-        of_documents = self._cu_seqlens[:-1].long()
+        tokens, positions = self._tokens, self._batch.position_ids
+        of_documents = self._batch.cu_seqlens[:-1].long()
         document = of_documents[self._document_ids]
-        in_prompt = self._segment_ids == 0
+        in_prompt = self._batch.segment_ids == 0
         lengths = torch.zeros_like(of_documents).index_add_(0, self._document_ids, in_prompt.long())
         prompt = lengths[self._document_ids]
         # A completion's positions go on from its prompt's; a prompt has no prompt before it.
-        segment = torch.where(in_prompt, document, tokens - self._position_ids + prompt)
+        segment = torch.where(in_prompt, document, tokens - positions + prompt)
         prompt_end = torch.where(in_prompt, document, document + prompt)
-        first_of_prompt = _within(window, document, document + self._position_ids).minimum(prompt_end)
+        first_of_prompt = _within(window, document, document + positions).minimum(prompt_end)
         return [(_within(window, segment, tokens), tokens + 1), (first_of_prompt, prompt_end)]
 
 
@@ -349,14 +344,3 @@ def register() -> None:
     # FlexAttention is compiled by itself, whatever is compiled around it.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
-
-
-def forward_arguments(batch: PackedBatch, attention: str) -> dict[str, Any]:
-    """What a transformers backbone is called with besides tokens and positions.
-
-    A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
-    """
-    return {
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device),
-        "packed_layout": PackedLayout(batch, attention),
-    }

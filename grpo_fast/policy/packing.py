@@ -78,6 +78,13 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+OF_TARGETS = (
+    *("targets", "sequence_ids", "group_ids", "advantages"),
+    *("sampler_logprobs", "old_logprobs", "ref_logprobs", "held_back"),
+)
+"""The fields of a `PackedBatch` that the loss reads, of N each."""
+
+
 @dataclass(frozen=True)
 class TokenCosts:
     """Multiplications of a forward, or in proportion."""
@@ -165,21 +172,11 @@ def pack(samples: Sequence[Sample], *, max_tokens: int, device: torch.device | s
 
 def empty_batch(device: torch.device | str, *, sampler_logprobs: bool) -> PackedBatch:
     """A micro-batch of one input and no target: what a rank computes while another has more than it."""
-    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return PackedBatch(
-        input_ids=one,
-        position_ids=one,
-        segment_ids=one,
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        loss_index=none,
-        targets=none,
-        sequence_ids=none,
-        group_ids=none,
-        advantages=none.float(),
-        sampler_logprobs=none.float() if sampler_logprobs else None,
-        num_sequences=0,
-        sample_ids=none,
-    ).to(device)
+    sample = Sample((0,), (0,), 0.0, 0, sampler_logprobs=(0.0,) if sampler_logprobs else None)
+    (batch,) = pack([sample], max_tokens=1, device=device)
+    values = {name: getattr(batch, name) for name in (*OF_TARGETS, "loss_index", "sample_ids")}
+    none: dict[str, Any] = {name: value[:0] for name, value in values.items() if value is not None}
+    return replace(batch, num_sequences=0, **none)
 
 
 def _check(sample: Sample, index: int) -> None:

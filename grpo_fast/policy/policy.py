@@ -16,7 +16,7 @@ from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import HeadParameters
 from grpo_fast.policy.architecture import head_parameters
-from grpo_fast.policy.attention import forward_arguments
+from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
 from grpo_fast.policy.quantization import count_numbers, dequantized, is_quantized
@@ -140,11 +140,14 @@ class Policy:
     def hidden_states(self, batch: PackedBatch) -> Tensor:
         """(N, H) after the final norm, in the model's dtype: the rows that predict `batch.targets`."""
         backbone: Any = self.base_model.base_model
+        # A 4-D mask is handed on untouched, so a tiny one keeps transformers from building its own T × T.
+        untouched = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.input_ids.device)
         output = backbone(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            **forward_arguments(batch, self.attention),
+            attention_mask=untouched,
+            packed_layout=PackedLayout(batch, self.attention),
         )
         return output.last_hidden_state[0].index_select(0, batch.loss_index)
 

@@ -18,17 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy.packing import PackedBatch
+from grpo_fast.policy.layers import decoder_layers
+from grpo_fast.policy.packing import OF_TARGETS, PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-# Of a PackedBatch, what the loss reads of each token.
-OF_TOKENS = (
-    *("targets", "sequence_ids", "group_ids", "advantages"),
-    *("sampler_logprobs", "old_logprobs", "ref_logprobs", "held_back"),
-)
 
 
 class ShardedModel(nn.Module):
@@ -47,22 +43,20 @@ class ShardedModel(nn.Module):
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, world: World, *, gathers_head: bool) -> None:
         super().__init__()
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
         _require_shardable(model)
         self.model = model
         self.world = world
         self.gathers_head = gathers_head
         self.head: nn.Module = base.get_output_embeddings()
         embedding: Any = base.get_input_embeddings()
-        units = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not units:
+        layers = decoder_layers(base)
+        if not layers:
             raise ValueError(
                 f"distributed.mode = 'shard' finds no layers in {type(base).__name__} to gather one by one; "
                 "give replicate, or a model that transformers itself implements"
             )
         tables = [] if embedding.weight is self.head.weight else [embedding, self.head]
-        for unit in (*units, *tables, self):
+        for unit in (*layers, *tables, self):
             shared: Any = fully_shard(
                 unit, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
             )
@@ -90,14 +84,14 @@ class ShardedModel(nn.Module):
             hidden: (N, H), this rank's; a gradient of all hidden states comes back as that of these.
 
         Returns:
-            (M, H) hidden states in rank order; the batch with the fields `OF_TOKENS` of length M, its other
+            (M, H) hidden states in rank order; the batch with the fields `OF_TARGETS` of length M, its other
             tensors this rank's; which of the M are this rank's.
         """
         rank, ranks = self.world.rank, self.world.size
         sizes = torch.tensor([[len(hidden), batch.num_sequences]], device=hidden.device)
         counts, sequences = _below_each_other(sizes, [1] * ranks).T.tolist()
         first = sum(sequences[:rank])
-        fields = {n: value for n in OF_TOKENS if (value := getattr(batch, n)) is not None}
+        fields = {n: value for n in OF_TARGETS if (value := getattr(batch, n)) is not None}
         # float64 holds every id and every float32.
         columns = [(v + first if n == "sequence_ids" else v).double() for n, v in fields.items()]
         found = _below_each_other(torch.stack(columns, 1), counts).unbind(1)
