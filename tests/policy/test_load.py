@@ -1,29 +1,122 @@
+"""What a loaded policy is: its head, what of it trains, and which models, devices and data are refused."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy, Sample, load_policy, pack
+from grpo_fast.policy import Policy, Sample, load_policy, longest_sequence, pack
+from grpo_fast.policy.architecture import check_architecture, head_parameters, verify_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention, resolve_device
-from grpo_fast.policy.source import resolve_source
 
 Load = Callable[..., Policy]
+
+
+@pytest.mark.parametrize(
+    ("family", "logit_scale", "softcap"),
+    [("qwen2", 1.0, None), ("cohere", 0.25, None), ("granite", 1 / 3, None), ("gemma2", 1.0, 30.0)],
+)
+def test_the_heads_constants_are_read_and_give_the_models_logits(
+    load: Load, family: str, logit_scale: float, softcap: float | None
+) -> None:
+    model = load(family).model
+    ids, head = torch.arange(4, 14)[None], head_parameters(model)
+
+    with torch.no_grad():
+        actual = head.logits(model.base_model(ids).last_hidden_state[0])
+        torch.testing.assert_close(actual, model(ids).logits[0], rtol=1e-4, atol=1e-4)
+    assert (head.logit_scale, head.softcap) == (pytest.approx(logit_scale), softcap)
+
+
+def loses_the_layout(policy: Policy) -> None:
+    attention = policy.model.model.layers[0].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, packed_layout=None, **kwargs: forward(*args, **kwargs)
+
+
+def ignores_positions(policy: Policy) -> None:
+    rotary = policy.model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
+
+
+def scales_its_logits_otherwise(policy: Policy) -> None:
+    policy.model.config.model_type = "hyperclovax"
+
+
+@pytest.mark.parametrize(
+    ("family", "spoil"),
+    [("llama", loses_the_layout), ("llama", ignores_positions), ("granite", scales_its_logits_otherwise)],
+)
+def test_a_model_that_packing_does_not_understand_is_refused(
+    load: Load, family: str, spoil: Callable[[Policy], None]
+) -> None:
+    policy = load(family)
+    verify_policy(policy)
+    assert policy.model.training
+
+    spoil(policy)
+
+    with pytest.raises(ValueError, match=r"packed logits.*model\.attention"):
+        verify_policy(policy)
+
+
+@pytest.mark.parametrize(
+    ("families", "problem"),
+    [
+        (["qwen3_next", "llama4_text"], "cannot be packed"),  # layers that carry state across documents
+        (["bloom", "falcon", "mpt", "gptj"], "computes its attention by itself"),
+    ],
+)
+def test_layers_and_attentions_that_cannot_be_packed_are_refused(families: list[str], problem: str) -> None:
+    for family in families:
+        with pytest.raises(ValueError, match=f"'{family}' .*{problem}"):
+            check_architecture(AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"full_attention": {"rope_type": "linear", "factor": 3.0}}, 768),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 256),
+    ],
+    ids=str,
+)
+def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(
+    rope: dict[str, Any], positions: int, load: Load
+) -> None:
+    policy = load("llama")
+    policy.base_model.config.rope_parameters = rope or policy.base_model.config.rope_parameters
+
+    assert longest_sequence(policy, [[4, 5], [6] * 11], positions - 11) == positions
+    with pytest.raises(ValueError, match=rf"need {positions + 1} positions.* has {positions} .*rope_scaling"):
+        longest_sequence(policy, [[6] * 12, [4, 5]], positions - 11)
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_both_numbers(load: Load) -> None:
+    policy = load("llama")
+
+    assert longest_sequence(policy, [[60]]) == 1
+    with pytest.raises(ValueError, match=r"token 61 .*61 rows"):
+        longest_sequence(policy, [[3], [4, 61]])
 
 
 def test_all_linear_adapts_every_projection_but_the_head_and_only_its_dropout_is_on(load: Load) -> None:
     policy = load("qwen2", lora={"r": 2, "dropout": 0.25}, dtype="bfloat16")
 
-    trainable = policy.trainable()
+    adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in policy.trainable()}
 
-    assert {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trainable} == {
-        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-    }
+    assert adapted == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}
     dropouts = [module.p for module in policy.model.modules() if isinstance(module, torch.nn.Dropout)]
     assert set(dropouts) == {0.25}
@@ -63,37 +156,19 @@ def test_a_chat_template_comes_from_a_file_and_padding_is_the_end_token(load: Lo
         load("llama", chat_template=str(tmp_path / "none.jinja"))
 
 
-def test_a_path_that_holds_no_safetensors_model_is_named(
-    tmp_path: Path, folder_of: Callable[..., Path]
-) -> None:
-    config = folder_of("llama") / "config.json"
-    for path, problem in (
-        (tmp_path / "missing", "no such folder"),
-        (tmp_path, r"has no config\.json"),
-        (config, "is a file"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            resolve_source(str(path))
-    (tmp_path / "config.json").write_text(config.read_text())
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"model\.path.*pytorch_model\.bin"):
-        load_policy(ModelConfig(path=str(tmp_path)))
-    assert resolve_source("owner/name") == "owner/name"
-
-
-FLASH, FLEX = "flash_attention_2", "flex_attention"
+FLASH, FLEX, SDPA = "flash_attention_2", "flex_attention", "sdpa"
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "family", "capability", "chosen"),
     [
-        ("auto", "cpu", "bfloat16", "llama", (9, 0), "sdpa"),
+        ("auto", "cpu", "bfloat16", "llama", (9, 0), SDPA),
         ("auto", "cuda", "bfloat16", "llama", (8, 0), FLASH),
         ("auto", "cuda", "bfloat16", "llama", (7, 5), FLEX),
         ("auto", "cuda", "float32", "llama", (9, 0), FLEX),
         ("auto", "cuda", "bfloat16", "gemma2", (9, 0), FLEX),
         (FLASH, "cuda", "float16", "llama", (9, 0), FLASH),
-        ("sdpa", "cuda", "bfloat16", "llama", (9, 0), "sdpa"),
+        (SDPA, "cuda", "bfloat16", "llama", (9, 0), SDPA),
         (FLEX, "cuda", "bfloat16", "llama", (9, 0), FLEX),
         (FLASH, "cpu", "bfloat16", "llama", (9, 0), "not on cpu in bfloat16"),
         (FLASH, "cuda", "float32", "llama", (9, 0), "not on cuda in float32"),
@@ -103,39 +178,34 @@ FLASH, FLEX = "flash_attention_2", "flex_attention"
     ],
 )
 def test_attention_is_chosen_for_device_dtype_and_model_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    name: str,
-    device: str,
-    dtype: str,
-    family: str,
-    capability: tuple[int, int],
-    chosen: str,
+    monkeypatch: pytest.MonkeyPatch, name, device, dtype, family, capability, chosen
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    architecture = AutoConfig.for_model(family)
+    arguments = (name, torch.device(device), dtype, AutoConfig.for_model(family))
 
-    def resolved() -> str:
-        return resolve_attention(name, torch.device(device), dtype, architecture)
-
-    if chosen in (FLASH, FLEX, "sdpa"):
-        assert resolved() == chosen
+    if chosen in (FLASH, FLEX, SDPA):
+        assert resolve_attention(*arguments) == chosen
     else:
         with pytest.raises(ValueError, match=f"model.attention = '{name}'.*{chosen}; give auto"):
-            resolved()
+            resolve_attention(*arguments)
 
 
-def test_a_device_that_is_not_there_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_is_not_or_does_not_have_is_refused(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="finds no CUDA device"):
-        resolve_device("cuda:1")
-    with pytest.raises(ValueError, match="is not a device"):
-        resolve_device("gpu")
-    with pytest.raises(ValueError, match=r"model\.liger_kernels = true needs a CUDA device"):
-        load("llama", liger_kernels=True)
+    for name, problem in (("cuda:1", "finds no CUDA device"), ("gpu", "is not a device")):
+        with pytest.raises(ValueError, match=problem):
+            resolve_device(name)
+    for settings, problem in (
+        ({"liger_kernels": True}, r"model\.liger_kernels = true needs a CUDA device"),
+        ({"gradient_checkpointing": "offload"}, "'offload'.*model.device is cpu; set it to true"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            load("llama", **settings)
 
 
 def test_ranks_that_loaded_other_weights_are_refused(
