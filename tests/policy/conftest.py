@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from grpo_fast.policy import Policy, Sample, load_policy
+from grpo_fast.policy import PackedBatch, Policy, Sample, load_policy, pack
 from grpo_fast.policy.config import ModelConfig
 
 VOCABULARY = 61
@@ -111,3 +111,9 @@ def load(folder_of: Callable[..., Path]) -> Callable[..., Policy]:
 @pytest.fixture
 def samples(rng: torch.Generator) -> list[Sample]:
     return make_samples(rng)
+
+
+@pytest.fixture
+def batch(samples: list[Sample]) -> PackedBatch:
+    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
+    return batch

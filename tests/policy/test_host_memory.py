@@ -6,7 +6,6 @@ On a CPU device and host are the same kind of memory, but every tensor still cha
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -23,13 +22,10 @@ CPU = torch.device("cpu")
 
 def groups(rng: torch.Generator, device: torch.device = CPU) -> list[list[Tensor]]:
     """Of several sizes, dtypes and layouts, a parameter among them, on the host."""
-    found = [
-        [
-            nn.Parameter(torch.randn(64, 32, generator=rng).T.to(device)),
-            torch.randn(9, generator=rng).to(device),
-        ]
-        for _ in range(7)
-    ]
+    found: list[list[Tensor]] = []
+    for _ in range(7):
+        matrix, vector = torch.randn(64, 32, generator=rng), torch.randn(9, generator=rng)
+        found.append([nn.Parameter(matrix.T.to(device)), vector.to(device)])
     found[2].append(torch.randn(5, 3, generator=rng).bfloat16().to(device))
     for tensor in chain(*found):
         to_host(tensor)
@@ -42,8 +38,8 @@ def test_what_becomes_of_visitors_is_what_the_host_holds_and_three_groups_are_th
 ) -> None:
     device = torch.device(device)
     tensors = groups(rng, device)
-    expected = [[tensor.detach() * 2 + 1 for tensor in group] for group in tensors]
-    kinds = [[(t.stride(), t.dtype, t.is_pinned()) for t in group] for group in tensors]
+    expected = [tensor.detach() * 2 + 1 for tensor in chain(*tensors)]
+    kinds = [(t.stride(), t.dtype, t.is_pinned()) for t in chain(*tensors)]
     copies_on, there, most = host_memory.copies_on, weakref.WeakSet(), []
 
     def counted(*arguments: object) -> object:
@@ -59,40 +55,31 @@ def test_what_becomes_of_visitors_is_what_the_host_holds_and_three_groups_are_th
             assert tensor.device.type == device.type and tensor.data_ptr() not in hosts
             tensor.data.mul_(2).add_(1)
 
-    found = [[tensor.detach() for tensor in group] for group in tensors]
-    assert all(
-        torch.equal(a, b)
-        for mine, other in zip(found, expected, strict=True)
-        for a, b in zip(mine, other, strict=True)
-    )
-    assert kinds == [[(t.stride(), t.dtype, t.is_pinned()) for t in group] for group in tensors]
+    assert all(map(torch.equal, chain(*tensors), expected))
+    assert kinds == [(t.stride(), t.dtype, t.is_pinned()) for t in chain(*tensors)]
     assert [tensor.data_ptr() for tensor in tensors[0]] == hosts and max(most) <= 3 * 3
 
 
 def test_a_loop_far_ahead_of_the_device_waits_for_groups_to_leave(
     rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On streams that never finish by themselves: a fetch waits until the group three before it is gone."""
-    copies_on, gone, left, fetched = host_memory.copies_on, [], [], []
+    """With copies that never finish by themselves: a fetch waits until the group three before it is gone."""
+    gone, left, fetched = [], [], []
 
-    class Stream:
-        def record_event(self) -> SimpleNamespace:
-            left.append(len(left))
-            return SimpleNamespace(synchronize=partial(gone.append, left[-1]))
+    def copy(stream: object, targets: list[Tensor], sources: list[Tensor]) -> object:
+        left.append(len(left))
+        return SimpleNamespace(synchronize=partial(gone.append, left[-1]))
 
-        def synchronize(self) -> None: ...
-
-    def counted(device: torch.device, tensors: list[Tensor], stream: object) -> object:
+    def fetch(device: torch.device, tensors: list[Tensor], stream: object) -> object:
         fetched.append(len(fetched) - len(gone))
-        return copies_on(device, tensors, None)
+        return [tensor.detach().clone() for tensor in tensors], None
 
-    monkeypatch.setattr(host_memory, "side_stream", lambda _: Stream())
-    monkeypatch.setattr(host_memory, "beside", lambda _: nullcontext())
-    monkeypatch.setattr(host_memory, "copies_on", counted)
+    monkeypatch.setattr(host_memory, "side_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(host_memory, "copy_beside", copy)
+    monkeypatch.setattr(host_memory, "copies_on", fetch)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     tensors = groups(rng)
-    for _ in visits(tensors, CPU):
-        pass
+    assert [*visits(tensors, CPU)] == [*range(len(tensors))]
 
     assert len(left) == len(tensors) and gone == [*range(len(tensors) - 2)]
     assert max(fetched) == 2  # and the one that comes: three groups

@@ -36,12 +36,6 @@ from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_liger
 Load = Callable[..., Policy]
 
 
-@pytest.fixture
-def batch(samples: list[Sample]) -> PackedBatch:
-    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
-    return batch
-
-
 def weighted(hidden: Tensor) -> Tensor:
     """An objective: not the sum of squares, which the final norm has made constant."""
     weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype, device=hidden.device)

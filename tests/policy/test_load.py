@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy, Sample, load_policy, longest_sequence, pack
+from grpo_fast.policy import PackedBatch, Policy, load_policy, longest_sequence
 from grpo_fast.policy.architecture import check_architecture, head_parameters, verify_policy
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.load import resolve_attention, resolve_device
@@ -122,8 +122,7 @@ def test_all_linear_adapts_every_projection_but_the_head_and_only_its_dropout_is
     assert set(dropouts) == {0.25}
 
 
-def test_a_dropout_that_is_no_module_is_off(load: Load, samples: list[Sample]) -> None:
-    (batch,) = pack(samples, max_tokens=10_000, device="cpu")
+def test_a_dropout_that_is_no_module_is_off(load: Load, batch: PackedBatch) -> None:
     policy = load("opt")
     assert torch.equal(policy.hidden_states(batch), policy.hidden_states(batch))
 

@@ -19,16 +19,22 @@ def sizes(batches: list[PackedBatch]) -> list[int]:
     return [len(batch.input_ids) for batch in batches]
 
 
-def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
-    (batch,) = pack([sample(3, 2), sample(3, 3)], max_tokens=100, device="cpu")
+def packed(*samples: Sample, max_tokens: int = 10**6) -> dict[str, list]:
+    """The only batch's tensors as lists."""
+    (batch,) = pack(samples, max_tokens=max_tokens, device="cpu")
+    return {name: value.tolist() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
 
-    assert batch.input_ids.tolist() == [0, 1, 2, 10, 10, 11]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 3, 4]
-    assert batch.segment_ids.tolist() == [0, 0, 0, 1, 2, 2]
-    assert batch.cu_seqlens.tolist() == [0, 6]
-    assert batch.loss_index.tolist() == [2, 3, 2, 4, 5]
-    assert batch.targets.tolist() == [10, 11, 10, 11, 12]
-    assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
+
+def test_a_shared_prompt_is_laid_out_once_and_predicts_the_first_token_of_each_completion() -> None:
+    batch = packed(sample(3, 2), sample(3, 3))
+
+    assert batch["input_ids"] == [0, 1, 2, 10, 10, 11]
+    assert batch["position_ids"] == [0, 1, 2, 3, 3, 4]
+    assert batch["segment_ids"] == [0, 0, 0, 1, 2, 2]
+    assert batch["cu_seqlens"] == [0, 6]
+    assert batch["loss_index"] == [2, 3, 2, 4, 5]
+    assert batch["targets"] == [10, 11, 10, 11, 12]
+    assert batch["sequence_ids"] == [0, 0, 1, 1, 1]
 
 
 def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
@@ -39,40 +45,23 @@ def test_an_environments_tokens_are_inputs_and_never_targets() -> None:
         sampler_logprobs=(-1.0, 0.0, 0.0, -2.0, -3.0),
     )
 
-    (batch,) = pack([turns, sample(3, 2)], max_tokens=100, device="cpu")
+    batch = packed(turns, sample(3, 2))
 
-    assert batch.input_ids.tolist() == [0, 1, 2, 10, 11, 12, 13, 10]
-    assert batch.loss_index.tolist() == [2, 5, 6, 2, 7]
-    assert batch.targets.tolist() == [10, 13, 14, 10, 11]
-    assert batch.advantages.tolist() == [1, 2, 3, 1, 1]
-    assert batch.sampler_logprobs is not None
-    assert batch.sampler_logprobs.tolist() == [-1, -2, -3, 1, 1]
-    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 1]
+    assert batch["input_ids"] == [0, 1, 2, 10, 11, 12, 13, 10]
+    assert batch["loss_index"] == [2, 5, 6, 2, 7]
+    assert batch["targets"] == [10, 13, 14, 10, 11]
+    assert batch["advantages"] == [1, 2, 3, 1, 1]
+    assert batch["sampler_logprobs"] == [-1, -2, -3, 1, 1]
+    assert batch["sequence_ids"] == [0, 0, 0, 1, 1]
 
 
 def test_a_document_is_of_one_group_and_as_long_as_the_budget_lets_it() -> None:
-    def packed(*samples: Sample, max_tokens: int = 10**6) -> PackedBatch:
-        (batch,) = pack(samples, max_tokens=max_tokens, device="cpu")
-        return batch
-
     two_groups = packed(sample(3, 2, 0), sample(3, 3, 1))
-    assert two_groups.cu_seqlens.tolist() == [0, 4, 9]
-    assert two_groups.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
-    assert two_groups.group_ids.tolist() == [0, 0, 1, 1, 1]
+    assert two_groups["cu_seqlens"] == [0, 4, 9]
+    assert two_groups["position_ids"] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert two_groups["group_ids"] == [0, 0, 1, 1, 1]
     whole = packed(*[sample(10, 2000)] * 4, max_tokens=10 + 4 * 1999)
-    assert whole.cu_seqlens.tolist() == [0, 10 + 4 * 1999]
-
-
-@pytest.mark.parametrize("spare", [0, 1])
-def test_documents_that_fill_the_budget_leave_their_groups_rests_to_a_micro_batch_together(
-    spare: int,
-) -> None:
-    """Of five completions three fill the budget with their prompt; nobody's spare token is of use."""
-    groups = [sample(10, 21, group) for group in range(4) for _ in range(5)]
-
-    batches = pack(groups, max_tokens=10 + 3 * 20 + spare, device="cpu")
-
-    assert sizes(batches) == [70] * 4 + [50] * 4
+    assert whole["cu_seqlens"] == [0, 10 + 4 * 1999]
 
 
 @settings(deadline=None, max_examples=60)
@@ -86,19 +75,15 @@ def test_every_sample_is_packed_once_within_the_budget(
     lengths: list[tuple[int, int, int]], max_tokens: int
 ) -> None:
     samples = [
-        replace(
-            sample(prompt, completion, group),
-            advantage=float(number)
-            if number % 2
-            else tuple(number + token / 64 for token in range(completion)),
-        )
-        for number, (prompt, completion, group) in enumerate(lengths)
+        replace(sample(*own), advantage=tuple(number + token / 64 for token in range(own[1])))
+        for number, own in enumerate(lengths)
     ]
+    samples[0] = replace(samples[0], advantage=-1.0)
 
     batches = pack(samples, max_tokens=max_tokens, device="cpu")
 
-    packed = torch.cat([batch.advantages for batch in batches]).tolist()
-    assert sorted(packed) == sorted(value for sample in samples for value in sample.token_advantages)
+    found = torch.cat([batch.advantages for batch in batches]).tolist()
+    assert sorted(found) == sorted(value for sample in samples for value in sample.token_advantages)
     assert sum(batch.num_sequences for batch in batches) == len(samples)
     for batch in batches:
         assert len(batch.input_ids) <= max_tokens or len(batch.cu_seqlens) == 2
@@ -108,22 +93,27 @@ def test_every_sample_is_packed_once_within_the_budget(
     assert len(within) <= 1 or (len(within) - 1) * max_tokens < 2 * sum(within)
 
 
-@pytest.mark.parametrize("lengths", [[10] * 12, [10, 40, 20, 10, 20, 20]])
-def test_micro_batches_are_as_few_and_as_even_as_they_can_be(lengths: list[int]) -> None:
-    samples = [sample(length, 1, group) for group, length in enumerate(lengths)]
-
-    batches = pack(samples, max_tokens=50, device="cpu")
-
-    assert sizes(batches) == [sum(lengths) // len(batches)] * -(-sum(lengths) // 50)
+GROUPS_OF_FIVE = [(10, 21, group) for group in range(4) for _ in range(5)]
 
 
-def test_a_sequence_longer_than_the_budget_gets_the_first_micro_batch_to_itself() -> None:
-    samples = [sample(5, 2, 0), sample(40, 9, 1), sample(5, 2, 2)]
+@pytest.mark.parametrize(
+    ("samples", "budget", "expected"),
+    [
+        ([(10, 1, group) for group in range(12)], 50, [40] * 3),
+        ([(n, 1, group) for group, n in enumerate([10, 40, 20, 10, 20, 20])], 50, [40] * 3),
+        # Three of five completions fill the budget with their prompt; nobody's spare token is of use.
+        (GROUPS_OF_FIVE, 70, [70] * 4 + [50] * 4),
+        (GROUPS_OF_FIVE, 71, [70] * 4 + [50] * 4),
+        ([(5, 2, 0), (40, 9, 1), (5, 2, 2)], 16, [48, 12]),  # too long for it: first, and alone
+    ],
+)
+def test_micro_batches_are_as_few_and_as_even_as_they_can_be(
+    samples: list[tuple[int, int, int]], budget: int, expected: list[int]
+) -> None:
+    batches = pack([sample(*own) for own in samples], max_tokens=budget, device="cpu")
 
-    batches = pack(samples, max_tokens=16, device="cpu")
-
-    assert sizes(batches) == [48, 12]
-    assert batches[0].group_ids.unique().tolist() == [1]
+    assert sizes(batches) == expected
+    assert all(len(batch.cu_seqlens) == 2 for batch in batches if len(batch.input_ids) > budget)
 
 
 @pytest.mark.parametrize(
