@@ -21,7 +21,6 @@ from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.source import convert_packaged_model, resolve_source
 
 Tensors = dict[str, torch.Tensor]
-Spoil = Callable[[Path], None]
 UP, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
@@ -148,98 +147,87 @@ def test_a_path_that_holds_no_safetensors_model_is_named(
     assert resolve_source("owner/name") == "owner/name"
 
 
-def tensors(change: Callable[[Tensors], Tensors]) -> Spoil:
-    """Another set of tensors in the folder's only file of weights."""
-
-    def spoil(folder: Path) -> None:
-        changed = change(load_file(folder / "model.safetensors"))
-        whole = {name: tensor.clone() for name, tensor in changed.items()}
-        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return spoil
-
-
-def config(**changes: object) -> Spoil:
-    def spoil(folder: Path) -> None:
-        file = folder / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-    return spoil
-
-
-def text(name: str, content: str | None) -> Spoil:
-    """A file with other content; None: without it."""
-    return lambda folder: (folder / name).unlink() if content is None else (folder / name).write_text(content)
-
-
-def with_tensor(name: str, *shape: int) -> Spoil:
-    return tensors(lambda held: {**held, name: torch.ones(shape)})
-
-
-def with_value(name: str, value: float) -> Spoil:
-    return tensors(lambda held: {**held, name: held[name].index_fill(0, torch.tensor(5), value)})
-
-
-def renamed(change: Callable[[str], str]) -> Spoil:
-    return tensors(lambda held: {change(name): tensor for name, tensor in held.items()})
-
-
-def sharded(folder: Path) -> None:
-    """An index that names a file which is not there."""
-    names = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    files = {name: f"model-{1 + (name == UP)}.safetensors" for name in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-
-
-def truncated(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def fewer_rows(folder: Path) -> None:
-    config(vocab_size=60)(folder)
-    tensors(lambda held: {**held, EMBEDDING: held[EMBEDDING][:60]})(folder)
-
-
 @pytest.fixture
 def load_spoilt(folder_of: Callable[..., Path], tmp_path: Path) -> Callable[..., Policy]:
-    """Loads a copy of a saved Llama after something was done to its folder."""
+    """Loads a copy of a saved Llama with other configuration, tensors or files (None: gone)."""
 
-    def load(spoil: Spoil, **settings: Any) -> Policy:
+    def load(
+        config: dict[str, object] | None = None,
+        tensors: Callable[[Tensors], object] | None = None,
+        files: dict[str, str | None] | None = None,
+        **settings: Any,
+    ) -> Policy:
         folder = tmp_path / "model"
         shutil.copytree(folder_of("llama"), folder)
-        spoil(folder)
+        if config:
+            whole = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(whole | config))
+        if tensors:
+            held = load_file(folder / "model.safetensors")
+            tensors(held)
+            held = {name: tensor.clone() for name, tensor in held.items()}
+            save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+        for name, content in (files or {}).items():
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_text(content)
         return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", **settings))
 
     return load
 
 
+def renamed(held: Tensors, change: Callable[[str], str]) -> None:
+    for name in [*held]:
+        held[change(name)] = held.pop(name)
+
+
 CODE = {"AutoConfig": "a.B", "AutoModelForCausalLM": "c.D"}
-REFUSED = {
-    "a tensor missing": (tensors(lambda held: {k: t for k, t in held.items() if k != UP}), f"missing: {UP}"),
-    "an untied head missing": (config(tie_word_embeddings=False), r"missing: lm_head\.weight"),
-    "a layer too many": (config(num_hidden_layers=1), r"not the model's: model\.layers\.1\..* and 5 more"),
-    "a classifier": (with_tensor("score.weight", 2, 32), r"not the model's: score\.weight"),
-    "another width": (config(intermediate_size=64), r"of another shape.*\(48, 32\) for \(64, 32\)"),
+POINTER = "version https://git-lfs.github.com/spec/v1\n"
+INDEX = json.dumps({"metadata": {}, "weight_map": {UP: "model-2.safetensors"}})
+EMPTY = "\x02\0\0\0\0\0\0\0{}"  # a whole file of no tensors
+ELSEWHERE = {"model.safetensors": None, "model-1.safetensors": EMPTY, "model.safetensors.index.json": INDEX}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a tensor missing": ({"tensors": lambda held: held.pop(UP)}, f"missing: {UP}"),
+    "an untied head missing": ({"config": {"tie_word_embeddings": False}}, r"missing: lm_head\.weight"),
+    "a layer too many": (
+        {"config": {"num_hidden_layers": 1}},
+        r"not the model's: model\.layers\.1\..* and 5 more",
+    ),
+    "a classifier": (
+        {"tensors": lambda held: held.update({"score.weight": torch.ones(2, 32)})},
+        r"not the model's: score\.weight",
+    ),
+    "another width": ({"config": {"intermediate_size": 64}}, r"of another shape.*\(48, 32\) for \(64, 32\)"),
     "compiled": (
-        renamed(lambda name: f"_orig_mod.{name}"),
+        {"tensors": lambda held: renamed(held, lambda name: f"_orig_mod.{name}")},
         rf"missing: lm_head\.weight, {EMBEDDING}.*_orig_mod\.{EMBEDDING}",
     ),
-    "a NaN": (with_value(UP, float("nan")), f"{UP} holds NaN or infinity"),
-    "an infinity": (with_value(EMBEDDING, float("-inf")), "NaN or infinity"),
-    "cut short": (truncated, r"model\.safetensors is damaged.*download it again"),
-    "a pointer": (text("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "Git LFS"),
-    "a part missing": (sharded, r"model-2\.safetensors.*with all its files"),
-    "an adapter": (text("adapter_config.json", "{}"), r"adapter_config\.json.*merge_and_unload"),
-    "no tokenizer": (text("tokenizer.json", None), "no tokenizer .*tokenizer.json and tokenizer_config"),
-    "a broken tokenizer": (text("tokenizer.json", "{"), r"no tokenizer .*Expecting.*beside it"),
-    "no JSON": (text("config.json", "{"), r"no model .*config\.json"),
-    "an unknown architecture": (config(model_type="grok9"), "no model .*grok9"),
-    "code of its own": (config(model_type="mine", auto_map=CODE), r"model\.trust_remote_code = true"),
-    "an encoder-decoder": (text("config.json", '{"model_type": "t5"}'), "'t5' is not a decoder-only"),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), "quantised .gptq.*bfloat16"),
-    "words without rows": (fewer_rows, "tokenizer has 61 tokens.*60 rows"),
+    "a NaN": ({"tensors": lambda held: held[UP][5].fill_(torch.nan), "lora": {"r": 2}}, f"{UP} holds NaN"),
+    "an infinity": ({"tensors": lambda held: held[EMBEDDING][5].fill_(-torch.inf)}, "NaN or infinity"),
+    "damaged": ({"files": {"model.safetensors": "{}"}}, r"model\.safetensors is damaged.*download it again"),
+    "a pointer": ({"files": {"model.safetensors": POINTER}}, "Git LFS"),
+    "a part missing": ({"files": ELSEWHERE}, r"model-2\.safetensors.*with all its files"),
+    "an adapter": ({"files": {"adapter_config.json": "{}"}}, r"adapter_config\.json.*merge_and_unload"),
+    "no tokenizer": (
+        {"files": {"tokenizer.json": None}},
+        "no tokenizer .*tokenizer.json and tokenizer_config",
+    ),
+    "a broken tokenizer": ({"files": {"tokenizer.json": "{"}}, r"no tokenizer .*Expecting.*beside it"),
+    "no JSON": ({"files": {"config.json": "{"}}, r"no model .*config\.json"),
+    "an unknown architecture": ({"config": {"model_type": "grok9"}}, "no model .*grok9"),
+    "code of its own": (
+        {"config": {"model_type": "mine", "auto_map": CODE}},
+        "model.trust_remote_code = true",
+    ),
+    "an encoder-decoder": ({"files": {"config.json": '{"model_type": "t5"}'}}, "'t5' is not a decoder-only"),
+    "quantised": ({"config": {"quantization_config": {"quant_method": "gptq"}}}, "quantised .gptq.*bfloat16"),
+    "words without rows": (
+        {
+            "config": {"vocab_size": 60},
+            "tensors": lambda held: held.update({EMBEDDING: held[EMBEDDING][:60]}),
+        },
+        "tokenizer has 61 tokens.*60 rows",
+    ),
 }
 
 
@@ -247,27 +235,30 @@ REFUSED = {
 def test_a_model_that_is_not_whole_or_cannot_be_loaded_says_what_is_wrong_in_one_line(
     case: str, load_spoilt: Callable[..., Policy]
 ) -> None:
-    spoil, message = REFUSED[case]
+    spoilt, message = REFUSED[case]
 
     with pytest.raises(ValueError, match=message) as caught:
-        load_spoilt(spoil, lora={"r": 2} if case == "a NaN" else None)
+        load_spoilt(**spoilt)
 
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "change",
     [
-        tensors(lambda held: {**held, "lm_head.weight": held[EMBEDDING]}),
-        with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", 4),
-        renamed(lambda name: name.removeprefix("model.")),
+        lambda held: held.update({"lm_head.weight": held[EMBEDDING]}),
+        lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        lambda held: renamed(held, lambda name: name.removeprefix("model.")),
     ],
     ids=["a tied head repeated", "constants of old versions", "of the model without its head"],
 )
 def test_what_is_tied_or_constant_may_be_there_or_not(
-    spoil: Spoil, load_spoilt: Callable[..., Policy], folder_of: Callable[..., Path], capfd: Any
+    change: Callable[[Tensors], object],
+    load_spoilt: Callable[..., Policy],
+    folder_of: Callable[..., Path],
+    capfd: Any,
 ) -> None:
-    policy = load_spoilt(spoil)
+    policy = load_spoilt(tensors=change)
 
     expected = load_file(folder_of("llama") / "model.safetensors")
     torch.testing.assert_close(policy.base_weights(), expected, rtol=0, atol=0)
