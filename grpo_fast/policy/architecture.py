@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # others carry state across documents
 _OWN_TOKENIZER = "give the model its own tokenizer, or enlarge it by resize_token_embeddings and save it"
-# Lengths are (prompt, completions of its group): a shared prompt, a lone one, and a one-token completion.
-_PROBES = ((6, (4, 5)), (7, (3, 1)), (2, (6,)))
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
@@ -167,7 +165,7 @@ def verify_policy(policy: Policy) -> None:
     training = policy.model.training
     policy.model.eval()
     try:
-        samples = _samples(policy.base_model.config.get_text_config().vocab_size)
+        samples = _probes(policy.base_model.config.get_text_config().vocab_size)
         (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
         packed, alone = policy.run(
             lambda: (
@@ -190,16 +188,14 @@ def verify_policy(policy: Policy) -> None:
         )
 
 
-def _samples(vocab_size: int) -> list[Sample]:
+def _probes(vocab_size: int) -> list[Sample]:
+    """A shared prompt and a lone one; a completion of one token among them."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(length: int) -> tuple[int, ...]:
-        return tuple(torch.randint(vocab_size, (length,), generator=generator).tolist())
-
     samples = []
-    for group, (prompt_length, lengths) in enumerate(_PROBES):
-        prompt = draw(prompt_length)
-        samples += [Sample(prompt, draw(length), 0.0, group, (0.0,) * length) for length in lengths]
+    for group, (prompt, completions) in enumerate([(6, (4, 5)), (7, (3, 1)), (2, (6,))]):
+        tokens = torch.randint(vocab_size, (prompt + sum(completions),), generator=generator)
+        prompt_ids, *own = (tuple(part.tolist()) for part in tokens.split([prompt, *completions]))
+        samples += [Sample(prompt_ids, ids, 0.0, group) for ids in own]
     return samples
 
 

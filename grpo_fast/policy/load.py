@@ -49,7 +49,6 @@ def load_policy(
         ValueError: a wrong path, device or combination, or a model that cannot be packed.
         ImportError: an optional package is missing; the message names it.
     """
-    source = resolve_source(config.path)
     device = resolve_device(config.device) if world.size == 1 else world.device
     architecture = load_architecture(config)
     attention = resolve_attention(config.attention, device, config.dtype, architecture)
@@ -67,8 +66,18 @@ def load_policy(
             "distributed.mode = 'shard' cannot divide quantised weights; set it to replicate, where each "
             "rank has all of them"
         )
-    # On the CPU, from where each layer goes to its ranks by itself.
-    model = _load_model(source, config, torch.device("cpu") if shards else device, quantized=quantized)
+    home = torch.device("cpu") if shards else device  # from there each layer goes to its ranks by itself
+    register()
+    model: Any = load_whole(
+        config.path,
+        resolve_source(config.path),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=PACKED_ATTENTION,
+        use_safetensors=True,
+        **_origin(config),
+        **(loading_settings(config, home) if quantized else {}),
+    )
+    model = settle(model, getattr(torch, config.dtype)) if quantized else model.to(home)
     require_vocabulary(tokenizer, model, config.path)
     reference = None
     if needs_reference and config.lora is None:
@@ -159,22 +168,6 @@ def _origin(config: ModelConfig) -> dict[str, Any]:
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
 
 
-def _load_model(
-    source: str, config: ModelConfig, device: torch.device, *, quantized: bool
-) -> PreTrainedModel:
-    register()
-    model: Any = load_whole(
-        config.path,
-        source,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=PACKED_ATTENTION,
-        use_safetensors=True,
-        **_origin(config),
-        **(loading_settings(config, device) if quantized else {}),
-    )
-    return settle(model, getattr(torch, config.dtype)) if quantized else model.to(device)
-
-
 def load_architecture(config: ModelConfig) -> PreTrainedConfig:
     """transformers' configuration, of a model that can be trained.
 
@@ -249,9 +242,9 @@ def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ValueError(f"model.lora.target_modules = {config.target_modules!r}: {error}") from error
-    wrapped = isinstance(model.get_output_embeddings(), peft.tuners.lora.LoraLayer)
     tied = model.config.get_text_config().tie_word_embeddings
-    if wrapped or (tied and isinstance(model.get_input_embeddings(), peft.tuners.lora.LoraLayer)):
+    tables = [model.get_output_embeddings(), *([model.get_input_embeddings()] if tied else [])]
+    if any(isinstance(table, peft.tuners.lora.LoraLayer) for table in tables):
         raise ValueError(
             f"model.lora.target_modules = {config.target_modules!r} reaches the output head, whose weight "
             "the loss takes as it is; leave the head and an embedding tied to it out"

@@ -246,21 +246,15 @@ class Policy:
 
 
 def _merged(module: Any) -> Tensor:
-    """The weight of a layer that LoRA wraps, adapters added in float32."""
+    """The weight of a layer that LoRA wraps, adapters added in float32: peft rounds each to its own dtype."""
     weight = whole(dequantized(module))
     merged = weight.float()
     for adapter in module.active_adapters:
-        merged = merged + _delta(module, adapter)
+        embeds = adapter in module.lora_embedding_A
+        if embeds:
+            a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+        else:
+            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
+        merged = merged + (product.T if embeds or module.fan_in_fan_out else product)
     return merged.to(weight.dtype)
-
-
-def _delta(module: Any, adapter: str) -> Tensor:
-    """What an adapter adds to its weight, in float32: peft rounds it to the adapter's dtype."""
-    embeds = adapter in module.lora_embedding_A
-    a, b = (
-        (module.lora_embedding_A[adapter], module.lora_embedding_B[adapter])
-        if embeds
-        else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
-    )
-    product = whole(b).float() @ whole(a).float() * module.scaling[adapter]
-    return product.T if embeds or module.fan_in_fan_out else product

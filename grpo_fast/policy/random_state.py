@@ -14,11 +14,10 @@ from torch import Tensor
 def capture_rng() -> dict[str, Any]:
     """The global random states, as JSON."""
     version, internal, gauss = random.getstate()
-    numpy = np.random.get_state(legacy=False)
-    keys, position = numpy["state"]["key"], numpy["state"]["pos"]
+    _, keys, *rest = np.random.get_state()
     state = {
         "python": [version, list(internal), gauss],
-        "numpy": [keys.tolist(), position, numpy["has_gauss"], numpy["gauss"]],
+        "numpy": [keys.tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
