@@ -62,14 +62,9 @@ def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> 
 
 
 def tile_mlps(model: nn.Module) -> None:
-    """Compute MLPs over more tokens than a tile's in tiles, where they are token-wise."""
+    """Compute token-wise MLPs over more tokens than a tile's in tiles."""
     for mlp in token_wise_mlps(model):
         _replace_forward(mlp, _in_tiles)
-
-
-def token_wise_mlps(model: nn.Module) -> list[Any]:
-    """The layers' MLPs that compute each token by itself; experts sort the tokens of all."""
-    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp)]
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
@@ -81,6 +76,11 @@ def decoder_layers(model: nn.Module) -> list[Any]:
 def _mlps(model: nn.Module) -> list[Any]:
     layers = decoder_layers(model)
     return [child for layer in layers for name, child in layer.named_children() if name in _MLPS]
+
+
+def token_wise_mlps(model: nn.Module) -> list[Any]:
+    """The layers' MLPs that compute each token by itself; experts sort the tokens of all."""
+    return [mlp for mlp in _mlps(model) if _is_token_wise(mlp)]
 
 
 def _is_token_wise(mlp: Any) -> bool:
@@ -192,24 +192,26 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
 
 
 def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
-    """Patch or compile decoder layers as configured, for the device that they will be on; a copy of a
-    compiled model runs the layers of that."""
+    """Patch or compile decoder layers as configured, for the device that they will be on.
+
+    A copy of a compiled model runs the layers of the original: make copies first.
+    """
     liger = resolve_liger(config, device, model.config.model_type)
-    if liger:
-        # Layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace.
+    if liger:  # layer kernels only: the loss never forms logits, so Liger's losses have nothing to replace
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    wanted = config.compile
-    if wanted == "auto":  # not of experts, which nobody has compiled on a GPU yet
+    compiles = config.compile
+    if compiles == "auto":  # not experts, which nobody has compiled on a GPU yet
         experts = any("expert" in name for name, _ in model.named_parameters())
-        wanted = device.type == "cuda" and not liger and not experts
-    if wanted:
-        # Compiled by itself where it computes tiles, which end its layer's graph.
-        for mlp in token_wise_mlps(model) if config.recomputed else ():
+        compiles = device.type == "cuda" and not liger and not experts
+    if not compiles:
+        return
+    if config.recomputed:  # tiles end their layer's graph, so an MLP in tiles is compiled by itself
+        for mlp in token_wise_mlps(model):
             mlp.forward = _compiled(mlp.forward)
-        for layer in decoder_layers(model):
-            layer.forward = _when_packed(layer.forward)
+    for layer in decoder_layers(model):
+        layer.forward = _compiled_when_packed(layer.forward)
 
 
 def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +220,7 @@ def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(plain, dynamic=True, options={"emulate_precision_casts": True})
 
 
-def _when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_when_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A layer compiled for packed batches of any length; all layers of one kind share their graphs.
 
     Attention breaks the graph: it is fused by itself. With a cache of keys and values every length would be

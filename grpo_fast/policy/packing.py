@@ -108,23 +108,21 @@ def deal(samples: Sequence[Sample], ranks: int, costs: TokenCosts) -> list[list[
         return [[*range(len(samples))]]
     families = [*_families(samples).values()]
     own = [costs.more_inputs(len(s.prompt_ids), _inputs(s)) + costs.target * s.num_targets for s in samples]
-    found: list[tuple[float, list[list[int]]]] = []
+    least, best = math.inf, []
     pieces, most = 1, max(map(len, families))
     while True:
-        units = [
-            [members[i] for i in part]
-            for members in families
-            for part in karmarkar_karp([own[i] for i in members], min(pieces, len(members)))
-        ]
-        work = [
-            sum(own[i] for i in unit) + costs.more_inputs(0, len(samples[unit[0]].prompt_ids))
-            for unit in units
-        ]
+        units: list[list[int]] = []
+        for members in families:
+            parts = karmarkar_karp([own[i] for i in members], min(pieces, len(members)))
+            units += [[members[i] for i in part] for part in parts]
+        prompts = [costs.more_inputs(0, len(samples[unit[0]].prompt_ids)) for unit in units]
+        work = [sum(own[i] for i in unit) + prompt for unit, prompt in zip(units, prompts, strict=True)]
         sets = karmarkar_karp(work, ranks)
         loads = [sum(work[i] for i in part) for part in sets]
-        found.append((max(loads), [sorted(n for i in part for n in units[i]) for part in sets]))
+        if max(loads) < least:
+            least, best = max(loads), [sorted(n for i in part for n in units[i]) for part in sets]
         if max(loads) <= EVEN * sum(loads) / ranks or pieces >= most:
-            return min(found, key=lambda one: one[0])[1]
+            return best
         pieces *= 2
 
 

@@ -111,7 +111,7 @@ def is_quantized(weight: Tensor | None) -> bool:
 
 
 def dequantized(module: nn.Module) -> Tensor:
-    """A layer's weight, detached, without adapters: the numbers that a quantised layer computes with."""
+    """A layer's weight without adapters, detached: the numbers that a quantised layer computes with."""
     from peft.utils.integrations import dequantize_module_weight
 
     return dequantize_module_weight(getattr(module, "base_layer", module)).detach()
