@@ -93,9 +93,9 @@ class MicroBatchBudget:
             ) from error
         self.limit = max(largest // 2, longest)
         logger.warning(
-            "%s: this is done again, and the run goes on, with micro_batch_tokens = %d; the global batch "
-            "stays as it is",
-            problem,
+            "out of memory in a micro-batch of %d tokens: this is done again, and the run goes on, with "
+            "micro_batch_tokens = %d; the global batch stays as it is",
+            largest,
             self.limit,
         )
 

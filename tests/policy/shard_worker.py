@@ -1,4 +1,4 @@
-"""Sharded weights on two ranks against whole ones: `python shard_worker.py FOLDER SEED`."""
+"""Sharded weights of four models on two ranks against whole ones: `python shard_worker.py FOLDER SEED`."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
 def main(world: World, folder: str, seed: str) -> None:
     drawn = random.Random(seed)
     layers.TILE_TOKENS = drawn.randint(2, 9)
-    for family, settings in CASES:
+    for family, settings in [*drawn.sample(CASES[:-1], 3), CASES[-1]]:
         head = drawn.choice(["gathered", "sharded"])
         print(family, settings, head, flush=True)
         alone, sharded = (loaded(Path(folder, family), settings, ranks, head) for ranks in (ALONE, world))
@@ -139,6 +139,6 @@ def main(world: World, folder: str, seed: str) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(int(sys.argv[2]))
-    for name in {name for name, _ in CASES}:
+    for name in dict(CASES):
         save_model(Path(sys.argv[1], name), name)
     fork(main, 2, *sys.argv[1:])
