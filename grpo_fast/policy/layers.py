@@ -191,6 +191,13 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
     return True
 
 
+def resolve_compile(config: ModelConfig, device: torch.device, *, liger: bool, experts: bool) -> bool:
+    """Whether torch compiles the layers; experts by request alone: nobody has on a GPU yet."""
+    if config.compile == "auto":
+        return device.type == "cuda" and not liger and not experts
+    return config.compile
+
+
 def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.device) -> None:
     """Patch or compile decoder layers as configured, for the device that they will be on.
 
@@ -201,11 +208,8 @@ def fuse_layers(model: PreTrainedModel, config: ModelConfig, device: torch.devic
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    compiles = config.compile
-    if compiles == "auto":  # not experts, which nobody has compiled on a GPU yet
-        experts = any("expert" in name for name, _ in model.named_parameters())
-        compiles = device.type == "cuda" and not liger and not experts
-    if not compiles:
+    experts = any("expert" in name for name, _ in model.named_parameters())
+    if not resolve_compile(config, device, liger=liger, experts=experts):
         return
     if config.recomputed:  # tiles end their layer's graph, so an MLP in tiles is compiled by itself
         for mlp in token_wise_mlps(model):

@@ -14,7 +14,8 @@ from torch import Tensor
 def capture_rng() -> dict[str, Any]:
     """The global random states, as JSON."""
     version, internal, gauss = random.getstate()
-    _, keys, *rest = np.random.get_state()
+    numpy: Any = np.random.get_state()
+    _, keys, *rest = numpy
     state = {
         "python": [version, list(internal), gauss],
         "numpy": [keys.tolist(), *rest],

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_fast.policy import (
     PackedBatch,
@@ -31,7 +29,7 @@ from grpo_fast.policy import (
     pack,
 )
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
-from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_liger
+from grpo_fast.policy.layers import LIGER_TYPES, fuse_layers, resolve_compile, resolve_liger
 
 Load = Callable[..., Policy]
 
@@ -300,29 +298,21 @@ def test_liger_is_left_out_where_it_is_not_installed_or_named(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "part", "wanted", "compiled"),
+    ("wanted", "device", "liger", "experts", "compiled"),
     [
-        ("cuda", "olmo2", "mlp", "auto", True),
-        ("cuda", "qwen2", "mlp", "auto", False),  # Liger's
-        ("cuda", "olmo2", "experts", "auto", False),
-        ("cuda", "olmo2", "mlp", False, False),
-        ("cpu", "olmo2", "mlp", "auto", False),
-        ("cpu", "olmo2", "experts", True, True),
+        ("auto", "cuda", False, False, True),
+        ("auto", "cuda", True, False, False),
+        ("auto", "cuda", False, True, False),
+        ("auto", "cpu", False, False, False),
+        (False, "cuda", False, False, False),
+        (True, "cpu", False, True, True),
     ],
 )
-def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them(
-    device: str, kind: str, part: str, wanted: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
+def test_layers_are_compiled_on_a_gpu_where_liger_does_not_compute_them_or_where_asked_for(
+    wanted: Any, device: str, liger: bool, experts: bool, compiled: bool
 ) -> None:
-    pytest.importorskip("liger_kernel", reason="install liger-kernel")
-    monkeypatch.setattr("liger_kernel.transformers._apply_liger_kernel_to_instance", lambda **_: None)
-    model = torch.nn.Module()
-    model.config = SimpleNamespace(model_type=kind)
-    model.layer = GradientCheckpointingLayer()
-    model.layer.register_module(part, torch.nn.Linear(1, 1))
-
-    fuse_layers(model, ModelConfig(path="-", compile=wanted), torch.device(device))
-
-    assert ("forward" in vars(model.layer)) == compiled
+    config = ModelConfig(path="-", compile=wanted)
+    assert resolve_compile(config, torch.device(device), liger=liger, experts=experts) == compiled
 
 
 @torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
