@@ -131,11 +131,12 @@ class PackedLayout:
         """For each piece a bool mask of its tokens × those it looks at; None where it is plainly causal."""
         if window not in self._masks:
             tokens = self._tokens
-            self._masks[window] = masks = []
+            masks: list[Tensor | None] = []
             for piece, own, seen in zip(self.pieces, self.own(tokens, 0), self.seen(tokens, 0), strict=True):
                 alone = piece.prompt == 0 and piece.runs == 1
                 causal = alone and (window is None or len(own) <= window)
                 masks.append(None if causal else self.visible(own[:, None], seen, window))
+            self._masks[window] = masks
         return self._masks[window]
 
     def block_mask(self, window: int | None) -> BlockMask:
