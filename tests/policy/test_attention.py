@@ -148,12 +148,14 @@ def test_what_flash_attention_cannot_compute_is_known_from_the_configuration(
     assert found == obstacle if obstacle is None else obstacle in str(found)
 
 
-def test_a_high_softcap_and_no_scale_is_plain_attention(rng: torch.Generator) -> None:
-    for tokens in (5, 1):
-        query, key, value = (torch.randn(3, heads, tokens, 8, generator=rng) for heads in (4, 2, 2))
-        output, _ = packed_attention(torch.nn.Module(), query, key, value, None, softcap=1e3)
-        plain = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        torch.testing.assert_close(output, plain.transpose(1, 2), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("queries", [5, 1])
+def test_a_high_softcap_and_no_scale_is_plain_attention(rng: torch.Generator, queries: int) -> None:
+    """Also of one new token, which sees all that is cached."""
+    sizes = ((4, queries), (2, 5), (2, 5))
+    query, key, value = (torch.randn(3, heads, tokens, 8, generator=rng) for heads, tokens in sizes)
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, None, softcap=1e3)
+    plain = scaled_dot_product_attention(query, key, value, is_causal=queries > 1, enable_gqa=True)
+    torch.testing.assert_close(output, plain.transpose(1, 2), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", [None, "sdpa", "flex_attention"])
