@@ -16,7 +16,6 @@ from grpo_fast.experience import overlong_penalties
 from grpo_fast.methods import METHODS, account, departures
 from grpo_fast.objective import GRPOLossConfig
 from grpo_fast.objective.catalog import LOSS_TYPES
-from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.logs import Clock
 from grpo_fast.stages import resolve_stages
 
@@ -133,10 +132,6 @@ def test_a_surrogate_alone_says_when_advantages_are_not_its_papers():
         name in text for name in ("advantage.baseline", "advantage.scale_rewards", "loss.kl_in_reward")
     )
     assert "kl_in_reward" not in account(run_of(loss={"loss_type": "rloo"}))
-    own = {
-        key.removeprefix("advantage."): value for key, value in METHODS["rloo"].items() if "advantage" in key
-    }
-    assert not account(run_of(loss={"loss_type": "rloo"}, advantage=own))
     assert not account(run_of()) and not account(run_of(loss={"loss_type": "grpo"}))
     assert not account(run_of(loss={"loss_type": "rloo"}, advantage={"function": "mine:own"}))
     assert not account(run_of(loss={"loss_type": "mine:loss"}))
@@ -150,20 +145,6 @@ def test_a_print_marks_what_is_the_methods_and_what_is_not():
         "beta": f"rloo: {METHODS['rloo']['loss.beta']}",
     }
     assert "#" not in dump_config(run_of())
-
-
-def test_a_run_begins_with_its_method_and_the_stages_that_depart(make_trainer, toy):
-    stages = [
-        {"name": "a", "steps": 2},
-        {"name": "b", "steps": 2},
-        {"name": "c", "overrides": {"loss": {"beta": 0.0}}},
-    ]
-    config = TrainConfig(**toy | {"method": "rloo", "stages": stages})
-    (line,) = [
-        line for line in opening_lines(config, make_trainer(method="rloo")) if line.startswith("method")
-    ]
-    assert line.startswith("method  a: rloo sets ") and "; c: rloo sets" in line and "b:" not in line
-    assert line.count("no longer rloo: loss.beta=0.0") == 1
 
 
 # ---------------------------------------------------------------------- the length of completions

@@ -206,8 +206,7 @@ class GRPOLossConfig:
         0.0, "weight of the KL to the reference model; 0: no KL, and no reference model", ge=0
     )
     kl_estimator: KLEstimator | None = option(
-        None,
-        "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3",
+        None, "k1: log-ratio, k2: half its square, k3: unbiased and positive; null: the loss's, mostly k3"
     )
     kl_in_reward: bool = option(False, "the KL is taken from the reward instead of being a term of the loss")
     use_bias_correction_kl: bool = option(

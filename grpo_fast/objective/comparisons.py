@@ -134,6 +134,19 @@ class PreferenceLossConfig:
         """Whether the first loss compares log-probabilities per token."""
         return self.facts[0].averaged
 
+    def check_place(self, *, margins: object, weights: object) -> None:
+        """Raise ValueError for margins or weights that are given and that the losses have no place for."""
+        if margins and not any(facts.takes_margins for facts in self.facts):
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} compares no pair with its own partner and has no place for "
+                "margins; leave them out, or use weights"
+            )
+        if weights and self.couples:
+            raise ValueError(
+                f"loss_type = {self.loss_type!r} sorts the pairs, so that no term belongs to one of them: it "
+                "has no place for weights; leave them out"
+            )
+
     def _check_sum(self) -> None:
         types, weights = self.loss_types, self.loss_weights
         if not types or len(set(types)) < len(types):
@@ -191,8 +204,7 @@ class RankingLossConfig:
     __pydantic_config__: ClassVar[ConfigDict] = EXACT
 
     objective: RankingObjective = option(
-        "plackett_luce",
-        "of the whole order, of every two responses, or of ranks as advantages",
+        "plackett_luce", "of the whole order, of every two responses, or of ranks as advantages"
     )
     score: Literal["logratio", "logprob"] = option(
         "logratio", "log-probability against the reference model's, or without one"

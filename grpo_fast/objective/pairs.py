@@ -258,13 +258,4 @@ def _check(inputs: PreferenceInputs, config: PreferenceLossConfig) -> None:
         )
     if not config.paired and inputs.kl is None:
         raise ValueError("kl is None, but kto compares with it: give kto_reference_point of the step")
-    if inputs.margins is not None and not any(facts.takes_margins for facts in config.facts):
-        raise ValueError(
-            f"margins were given, but loss_type = {config.loss_type!r} compares no pair with its own "
-            "partner; leave them out, or use weights"
-        )
-    if inputs.weights is not None and config.couples:
-        raise ValueError(
-            f"weights were given, but loss_type = {config.loss_type!r} sorts the pairs, so that no term "
-            "belongs to one of them; leave them out"
-        )
+    config.check_place(margins=inputs.margins is not None, weights=inputs.weights is not None)

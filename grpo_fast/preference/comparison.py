@@ -28,6 +28,7 @@ class Comparison:
     group_type: str | None = None
     behaviour_logprobs: tuple[float | None, ...] = ()  # n, of the policy that wrote them, summed
     mismatched_ids: tuple[int, ...] | None = None  # a completion of another prompt, for KTO's reference point
+    ref_logprobs: tuple[float, ...] = ()  # of `sequences` under the reference model; empty: no loss reads it
 
     @property
     def sequences(self) -> tuple[tuple[int, ...], ...]:
@@ -67,18 +68,13 @@ def preference_totals(comparisons: Sequence[Comparison]) -> PreferenceTotals:
 
 
 def preference_inputs(
-    comparisons: Sequence[Comparison],
-    logprobs: Tensor,
-    reference: Tensor | None,
-    totals: PreferenceTotals,
-    kl: Tensor | None = None,
+    comparisons: Sequence[Comparison], logprobs: Tensor, totals: PreferenceTotals, kl: Tensor | None = None
 ) -> PreferenceInputs:
     """Pairs, or for KTO single completions.
 
     Args:
         comparisons: P of them.
         logprobs: (S,) of all their completions, in order.
-        reference: (S,) of the reference model.
         totals: of the whole step.
         kl: () KTO's reference point.
     """
@@ -89,6 +85,7 @@ def preference_inputs(
 
     chosen, rejected = split(logprobs)
     chosen_lengths, rejected_lengths = split(logprobs.new_tensor(_lengths(comparisons)))
+    reference = _reference(comparisons, logprobs)
     ref_chosen, ref_rejected = (None, None) if reference is None else split(reference)
     weights = logprobs.new_tensor([comparison.weight for comparison in comparisons])
     margins = logprobs.new_tensor([comparison.margin for comparison in comparisons])
@@ -106,10 +103,8 @@ def preference_inputs(
     )
 
 
-def ranked_inputs(
-    comparisons: Sequence[Comparison], logprobs: Tensor, reference: Tensor | None, total_groups: int
-) -> RankedInputs:
-    """Groups of any sizes; arguments as `preference_inputs` has them, `total_groups` of the whole step."""
+def ranked_inputs(comparisons: Sequence[Comparison], logprobs: Tensor, total_groups: int) -> RankedInputs:
+    """Groups of any sizes; arguments as of `preference_inputs`, `total_groups` of the whole step."""
     device = logprobs.device
     sizes = torch.tensor([len(comparison.completion_ids) for comparison in comparisons], device=device)
     padded = pad_sequence([torch.tensor(c.grades, dtype=torch.float64) for c in comparisons], True, math.nan)
@@ -126,7 +121,7 @@ def ranked_inputs(
         advantages=group_advantages(padded).advantages[given].to(logprobs),
         group_ids=torch.repeat_interleave(torch.arange(len(comparisons), device=device), sizes),
         num_groups=len(comparisons),
-        ref_logprobs=reference,
+        ref_logprobs=_reference(comparisons, logprobs),
         behaviour_logprobs=logprobs.new_tensor(behaviour),
         weights=logprobs.new_tensor([comparison.weight for comparison in comparisons]),
         total_groups=total_groups,
@@ -139,3 +134,10 @@ def _lengths(comparisons: Sequence[Comparison]) -> list[int]:
 
 def _desirable(comparisons: Sequence[Comparison]) -> list[bool]:
     return [grade > 0 for comparison in comparisons for grade in comparison.grades]
+
+
+def _reference(comparisons: Sequence[Comparison], like: Tensor) -> Tensor | None:
+    """(S,) of the completions under the reference model, where the loss has one."""
+    if not comparisons[0].ref_logprobs:
+        return None
+    return like.new_tensor([x for c in comparisons for x in c.ref_logprobs[: len(c.completion_ids)]])

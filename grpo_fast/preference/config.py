@@ -41,20 +41,14 @@ class BetaConfig(Section):
 class AnswersConfig(Section):
     """Completions made from the right answer and plausible wrong ones."""
 
-    template: str = Field("{answer}", description="str.format; makes a completion of an answer")
+    template: str = Field("{answer}", description="makes a completion of an answer")
     column: str = Field("answer", description="the column with the right answer, a whole number")
     wrong: PositiveInt = Field(1, description="plausible wrong answers for each prompt")
 
     @field_validator("template")
     @classmethod
     def _has_answer(cls, template: str) -> str:
-        try:
-            first, second = (template.format(answer=value) for value in (1, 2))
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-                f"{template!r} is malformed ({error!r}); write {{answer}} where the answer goes"
-            ) from None
-        if first == second:
+        if "{answer}" not in template:
             raise ValueError(f"{template!r} has no {{answer}}, so that right and wrong would read the same")
         return template
 

@@ -16,10 +16,9 @@ from grpo_fast.data.files import row_named
 from grpo_fast.data.render import Renderer
 from grpo_fast.data.types import Message, Prompt
 from grpo_fast.lookup import choices
-from grpo_fast.objective.comparisons import PreferenceLossConfig
 from grpo_fast.preference.comparison import Comparison
 from grpo_fast.preference.config import PreferenceConfig
-from grpo_fast.preference.rows import PairRow, RankedGroup, answer_group, read_row
+from grpo_fast.preference.rows import PairRow, RankedGroup, answers, read_row
 from grpo_fast.section import short
 
 if TYPE_CHECKING:
@@ -100,41 +99,22 @@ def load_comparisons(
     """
     complete = Completions(prompts.config, tokenizer, preference.max_completion_length, end_ids)
     labelled = not ranks and not preference.loss.paired and not held_out
+    read = _ranked if ranks else _labelled if labelled else _pair
     comparisons = {}
     for prompt in prompts:
         with row_named(prompts.config, prompt.index):
-            made = None
+            columns = dict(prompt.columns)
             if preference.answers is not None and not labelled:
-                made = answer_group(prompt, preference.answers, seed)
-            if ranks:
-                comparison = _ranked(prompt, complete, made)
-            else:
-                comparison = _labelled(prompt, complete) if labelled else _pair(prompt, complete, made)
-                if not held_out:
-                    _check_place(comparison, preference.loss)
+                columns["group"] = made = answers(prompt, preference.answers, seed)
+                columns |= {"chosen": made[0]["response"], "rejected": made[1]["response"]}
+            comparison = read(prompt, columns, complete)
+            if not ranks and not held_out:  # at the start rather than at the first step that meets such a row
+                preference.loss.check_place(margins=comparison.margin, weights=comparison.weight != 1)
         comparisons[prompt.index] = comparison
     return _mismatched(comparisons) if labelled else comparisons
 
 
-def _check_place(comparison: Comparison, loss: PreferenceLossConfig) -> None:
-    """At the start rather than at the first step that meets such a row."""
-    if comparison.margin and not any(facts.takes_margins for facts in loss.facts):
-        raise ValueError(
-            f"loss_type = {loss.loss_type!r} has no place for a margin (here {comparison.margin}); remove "
-            "the column, or use weights"
-        )
-    if comparison.weight != 1.0 and loss.couples:
-        raise ValueError(
-            f"loss_type = {loss.loss_type!r} sorts the pairs and has no place for a weight (here "
-            f"{comparison.weight}); remove the column"
-        )
-
-
-def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
-    columns = prompt.columns
-    if made is not None:
-        right, wrong, *_ = made.group
-        columns = {**columns, "chosen": right.response, "rejected": wrong.response}
+def _pair(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
     chosen, rejected = (complete(prompt, _column(columns, name), name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same; remove the row")
@@ -142,25 +122,25 @@ def _pair(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Co
     return Comparison(prompt, (chosen, rejected), (1.0, 0.0), row.margin, row.weight)
 
 
-def _labelled(prompt: Prompt, complete: Completions) -> Comparison:
-    completion = complete(prompt, _column(prompt.columns, "completion"), "completion")
-    label = _column(prompt.columns, "label")
+def _labelled(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
+    completion = complete(prompt, _column(columns, "completion"), "completion")
+    label = _column(columns, "label")
     if label not in (True, False):
         raise ValueError(f"label = {label!r} must be true (desirable) or false")
-    row = read_row(PairRow, prompt.columns)
+    row = read_row(PairRow, columns)
     return Comparison(prompt, (completion,), (float(label),), row.margin, row.weight)
 
 
-def _ranked(prompt: Prompt, complete: Completions, made: RankedGroup | None) -> Comparison:
-    group = made or read_row(RankedGroup, {**prompt.columns, "group": _column(prompt.columns, "group")})
-    texts = [item.response for item in group.group]
+def _ranked(prompt: Prompt, columns: Mapping[str, Any], complete: Completions) -> Comparison:
+    _column(columns, "group")
+    row = read_row(RankedGroup, columns)
     return Comparison(
         prompt,
-        tuple(complete(prompt, text, f"group[{i}].response") for i, text in enumerate(texts)),
-        grades=tuple(item.grade for item in group.group),
-        weight=group.weight,
-        group_type=group.group_type,
-        behaviour_logprobs=tuple(item.logprob for item in group.group),
+        tuple(complete(prompt, item.response, f"group[{i}].response") for i, item in enumerate(row.group)),
+        grades=tuple(item.grade for item in row.group),
+        weight=row.weight,
+        group_type=row.group_type,
+        behaviour_logprobs=tuple(item.logprob for item in row.group),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -14,31 +14,22 @@ from grpo_fast.run_record.summary import Interval, mean_interval
 def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float:
     """Kendall's τ-b (1945, Biometrika 33, p. 239): ties in either sequence leave its denominator.
 
-    NaN when one of them is all ties: there is no order to agree with.
+    Zero when one of them is all ties: it agrees with no order.
     """
     of_a, of_b = _orders(a), _orders(b)
     free = sum(map(abs, of_a)) * sum(map(abs, of_b))
-    return sum(x * y for x, y in zip(of_a, of_b, strict=True)) / math.sqrt(free) if free else math.nan
+    return sum(x * y for x, y in zip(of_a, of_b, strict=True)) / math.sqrt(free) if free else 0.0
 
 
 def pairwise_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Share of the pairs of different grade that the scores order the same way; equal scores count a half.
-
-    NaN when the grades are all ties.
-    """
+    """Share of the pairs of different grade that the scores order the same way; equal scores count a half."""
     pairs = zip(_orders(grades), _orders(scores), strict=True)
-    right = [0.5 + 0.5 * wanted * found for wanted, found in pairs if wanted]
-    return fmean(right) if right else math.nan
+    return fmean(0.5 + 0.5 * wanted * found for wanted, found in pairs if wanted)
 
 
 def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
-    """Whether the highest score has the highest grade; among equal highest scores, the share that has.
-
-    NaN when the grades are all ties.
-    """
+    """Whether the highest score has the highest grade; among equal highest scores, the share that has."""
     best, highest = max(grades), max(scores)
-    if best == min(grades):
-        return math.nan
     return fmean(grade == best for grade, score in zip(grades, scores, strict=True) if score == highest)
 
 
@@ -46,7 +37,7 @@ def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
 class GroupRanking:
     """One group: what its responses deserve, and what a policy gives them."""
 
-    grades: tuple[float, ...]  # higher is better
+    grades: tuple[float, ...]  # higher is better, and not all equal
     logprobs: tuple[float, ...]  # summed over the response
     lengths: tuple[int, ...]  # tokens
     group_type: str | None = None
@@ -54,25 +45,25 @@ class GroupRanking:
 
 @dataclass(frozen=True)
 class RankingEvaluation:
-    """Agreement of log-probabilities with the grades of G groups. Groups that are all ties don't count."""
+    """Agreement of log-probabilities with the grades of G groups."""
 
     groups: tuple[GroupRanking, ...]
     averaged: bool  # whether `score` compares log-probabilities per token
 
     @property
     def n(self) -> int:
-        """Groups that count."""
-        return len(self._measure(pairwise_accuracy))
+        """Groups."""
+        return len(self.groups)
 
     @property
     def score(self) -> float:
         """Pairwise accuracy, mean over groups."""
-        return fmean(self._measure(pairwise_accuracy))
+        return fmean(self._measure(pairwise_accuracy, self.averaged))
 
     @property
     def interval(self) -> Interval:
         """95 % confidence interval of `score`: groups are the independent units, not pairs."""
-        low, high = mean_interval(self._measure(pairwise_accuracy))
+        low, high = mean_interval(self._measure(pairwise_accuracy, self.averaged))
         return max(0.0, low), min(1.0, high)
 
     @property
@@ -83,31 +74,34 @@ class RankingEvaluation:
         type: 1 when the policy ranks all of them equally well.
         """
         found = {}
-        for kind, evaluation in (
-            ("sum", replace(self, averaged=False)),
-            ("mean", replace(self, averaged=True)),
-        ):
-            found[f"ranking/{kind}/pairwise_accuracy"] = evaluation.score
-            found[f"ranking/{kind}/top1_accuracy"] = fmean(evaluation._measure(top1_accuracy))
-            # A policy that gives all responses of a group one score agrees with no order.
-            taus = (0.0 if math.isnan(tau) else tau for tau in evaluation._measure(kendall_tau_b))
-            found[f"ranking/{kind}/kendall_tau"] = fmean(taus)
-        for kind in sorted({group.group_type for group in self.groups if group.group_type is not None}):
-            members = tuple(group for group in self.groups if group.group_type == kind)
-            if accuracies := replace(self, groups=members)._measure(pairwise_accuracy):
-                found[f"ranking/pairwise_accuracy/{kind}"] = fmean(accuracies)
-                found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(accuracies)
+        for kind, averaged in (("sum", False), ("mean", True)):
+            for name, measure in MEASURES.items():
+                found[f"ranking/{kind}/{name}"] = fmean(self._measure(measure, averaged))
+        accuracies: dict[str, list[float]] = {}
+        for group, accuracy in zip(self.groups, self._measure(pairwise_accuracy, self.averaged), strict=True):
+            if group.group_type is not None:
+                accuracies.setdefault(group.group_type, []).append(accuracy)
+        for kind, values in sorted(accuracies.items()):
+            found[f"ranking/pairwise_accuracy/{kind}"] = fmean(values)
+            found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(values)
         return found
 
-    def _measure(self, measure: Callable[[Sequence[float], Sequence[float]], float]) -> list[float]:
-        """Of the grades and the scores of each group that counts."""
+    def _measure(self, measure: Measure, averaged: bool) -> list[float]:
+        """Of the grades and the scores of each group."""
         values = []
         for group in self.groups:
-            if len(set(group.grades)) > 1:
-                lengths = group.lengths if self.averaged else (1,) * len(group.logprobs)
-                scores = [logprob / n for logprob, n in zip(group.logprobs, lengths, strict=True)]
-                values.append(measure(group.grades, scores))
+            lengths = group.lengths if averaged else (1,) * len(group.logprobs)
+            scores = [logprob / n for logprob, n in zip(group.logprobs, lengths, strict=True)]
+            values.append(measure(group.grades, scores))
         return values
+
+
+Measure = Callable[[Sequence[float], Sequence[float]], float]
+MEASURES: dict[str, Measure] = {
+    "pairwise_accuracy": pairwise_accuracy,
+    "top1_accuracy": top1_accuracy,
+    "kendall_tau": kendall_tau_b,
+}
 
 
 def _orders(values: Sequence[float]) -> list[int]:

@@ -112,8 +112,11 @@ def read_row(model: type[M], row: Mapping[str, Any]) -> M:
         raise ValueError(f"{named}{problem}") from None
 
 
-def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGroup:
+def answers(prompt: Prompt, config: AnswersConfig, seed: int) -> list[dict[str, Any]]:
     """The right answer and `config.wrong` plausible wrong ones, graded by nearness; one seed, one group.
+
+    Returns:
+        `response` and `score` of each, the right one first.
 
     Raises:
         ValueError: the row has no such column, or its value is no whole number.
@@ -130,12 +133,10 @@ def answer_group(prompt: Prompt, config: AnswersConfig, seed: int) -> RankedGrou
             "give pairs or groups in the data instead"
         ) from None
     wrong = plausible_errors(right, config.wrong, random.Random(f"{seed}/{prompt.index}/{right}"))
-    return RankedGroup(
-        group=[
-            RankedResponse(response=config.template.format(answer=value), score=-float(abs(value - right)))
-            for value in (right, *wrong)
-        ]
-    )
+    return [
+        {"response": config.template.replace("{answer}", str(value)), "score": -float(abs(value - right))}
+        for value in (right, *wrong)
+    ]
 
 
 def plausible_errors(right: int, n: int, rng: random.Random) -> list[int]:

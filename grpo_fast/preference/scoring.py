@@ -109,18 +109,16 @@ def score(comparisons: Sequence[Comparison], batches: ComparisonBatches) -> list
     return batches.fit(comparisons, of_parts)
 
 
-def reference_logprobs(
-    policy: Policy, comparisons: Mapping[int, Comparison], *, max_tokens: int, folder: Path | None = None
-) -> dict[int, Tensor]:
-    """For each comparison the log-probabilities of its `sequences` under the policy as it is before training.
+def with_reference(
+    comparisons: Mapping[int, Comparison], batches: ComparisonBatches, folder: Path | None = None
+) -> dict[int, Comparison]:
+    """The comparisons of each row with `ref_logprobs` of the policy as it is before training.
 
     Read from `folder` when a run with the same weights and the same tokens has been there, else computed
     and written.
 
     Args:
-        policy: untrained; new adapters change nothing yet.
-        comparisons: by row.
-        max_tokens: tokens of one forward.
+        batches: of an untrained policy; new adapters change nothing yet.
         folder: None: `reference` in the package's cache folder.
 
     Raises:
@@ -128,15 +126,16 @@ def reference_logprobs(
         OSError: the folder cannot be written.
     """
     folder = cache_folder() / "reference" if folder is None else folder
-    path = folder / f"{fingerprint(policy, comparisons)}.safetensors"
+    path = folder / f"{fingerprint(batches.policy, comparisons)}.safetensors"
     sizes = [len(comparison.sequences) for comparison in comparisons.values()]
     if path.exists():
         flat = _load(path, sum(sizes))
     else:
         everything = [replace(c, completion_ids=c.sequences) for c in comparisons.values()]
-        flat = torch.cat(score(everything, ComparisonBatches(policy, max_tokens)))
+        flat = torch.cat(score(everything, batches))
         _save(path, flat)
-    return dict(zip(comparisons, flat.split(sizes), strict=True))
+    found = zip(comparisons.items(), flat.split(sizes), strict=True)
+    return {index: replace(c, ref_logprobs=tuple(values.tolist())) for (index, c), values in found}
 
 
 def fingerprint(policy: Policy, comparisons: Mapping[int, Comparison]) -> str:

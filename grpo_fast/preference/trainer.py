@@ -24,12 +24,7 @@ from grpo_fast.objective.types import LossOutputs, present
 from grpo_fast.policy import Policy, PolicyOptimizer
 from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
-from grpo_fast.preference.comparison import (
-    Comparison,
-    preference_inputs,
-    preference_totals,
-    ranked_inputs,
-)
+from grpo_fast.preference.comparison import Comparison, preference_inputs, preference_totals, ranked_inputs
 from grpo_fast.preference.config import BetaConfig, PreferenceConfig
 from grpo_fast.preference.evaluation import GroupRanking, RankingEvaluation
 from grpo_fast.preference.scoring import ComparisonBatches, pack_comparisons, score, sequence_logprobs
@@ -50,8 +45,6 @@ class PreferenceTrainer:
         micro_batch_tokens: tokens of a micro-batch, while the memory holds them.
         prompts: draws what a step compares.
         comparisons: the completions of each prompt, by its row.
-        reference: log-probabilities of each comparison's `sequences`, by row; empty when the loss has no
-            reference.
         held_out: comparisons for evaluation, each with an order to agree with.
     """
 
@@ -66,7 +59,6 @@ class PreferenceTrainer:
         optimizer: PolicyOptimizer,
         prompts: PromptSampler,
         comparisons: Mapping[int, Comparison],
-        reference: Mapping[int, Tensor],
         held_out: Sequence[Comparison] = (),
     ) -> None:
         self.preference = preference
@@ -74,7 +66,6 @@ class PreferenceTrainer:
         self.optimizer = optimizer
         self.prompts = prompts
         self.comparisons = comparisons
-        self.reference = reference
         self.held_out = held_out
         self.batches = ComparisonBatches(policy, micro_batch_tokens)
         self.step = 0
@@ -106,10 +97,7 @@ class PreferenceTrainer:
             gradient = partial(self.gradient, comparisons, loss)
             shares, learns = self.batches.fit(comparisons, gradient)
             metrics = sum_metrics(shares)
-            metrics |= {
-                "learning_rate": self.optimizer.learning_rate,
-                "update/skipped": float(not learns),
-            }
+            metrics |= {"learning_rate": self.optimizer.learning_rate, "update/skipped": float(not learns)}
             if learns:
                 metrics["grad_norm"] = optimizer_step(self.optimizer)
         if not self.ranks:
@@ -121,25 +109,14 @@ class PreferenceTrainer:
         """The loss of a step, with its counts, its beta and, for KTO, its reference point."""
         if self.ranks:
             config, total = self.preference.ranking, len(comparisons)
-            return lambda some, logprobs: ranking_loss(
-                ranked_inputs(some, logprobs, self.known(some, logprobs), total), config
-            )
+            return lambda some, logprobs: ranking_loss(ranked_inputs(some, logprobs, total), config)
         loss, totals, kl = replace(self.preference.loss, beta=beta), preference_totals(comparisons), None
         if not loss.paired:
             pairs = [replace(c, completion_ids=(present(c.mismatched_ids),)) for c in comparisons]
             now = torch.cat(score(pairs, self.batches))
-            before = torch.stack([self.reference[c.prompt.index][-1] for c in comparisons])
+            before = now.new_tensor([c.ref_logprobs[-1] for c in comparisons])
             kl = kto_reference_point(now, before).to(self.policy.device)
-        return lambda some, logprobs: preference_loss(
-            preference_inputs(some, logprobs, self.known(some, logprobs), totals, kl), loss
-        )
-
-    def known(self, comparisons: Sequence[Comparison], like: Tensor) -> Tensor | None:
-        """(S,) log-probabilities of the reference, if there is one; device and dtype of `like`."""
-        if not self.reference:
-            return None
-        parts = [self.reference[c.prompt.index][: len(c.completion_ids)] for c in comparisons]
-        return torch.cat(parts).to(like)
+        return lambda some, logprobs: preference_loss(preference_inputs(some, logprobs, totals, kl), loss)
 
     def gradient(
         self, comparisons: Sequence[Comparison], loss: StepLoss, parts: Sequence[Sequence[int]]

@@ -26,7 +26,7 @@ from grpo_fast.policy import PolicyOptimizer, load_policy, load_tokenizer, longe
 from grpo_fast.policy.quantization import require_bitsandbytes
 from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
-from grpo_fast.preference.scoring import reference_logprobs
+from grpo_fast.preference.scoring import ComparisonBatches, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
@@ -166,12 +166,10 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
     comparisons = load(prompts)
     compared = (c.prompt.token_ids + ids for c in (*comparisons.values(), *held_out) for ids in c.sequences)
     longest_sequence(policy, compared)
-    reference = {}
     if (section.ranking if ranks else section.loss).needs_reference:
         folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
-        reference = reference_logprobs(
-            policy, comparisons, max_tokens=int(config.micro_batch_tokens), folder=folder
-        )
+        batches = ComparisonBatches(policy, int(config.micro_batch_tokens))
+        comparisons = with_reference(comparisons, batches, folder)
     return PreferenceTrainer(
         section,
         ranks=ranks,
@@ -181,7 +179,6 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
         optimizer=PolicyOptimizer(policy.trainable(), config.optimizer, total_steps=config.max_steps),
         prompts=PromptSampler(prompts, config.prompts_per_step, seed=config.seed),
         comparisons=comparisons,
-        reference=reference,
         held_out=held_out,
     )
 

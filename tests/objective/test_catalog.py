@@ -81,8 +81,7 @@ def test_a_contradiction_is_refused_by_name_with_a_remedy(values, field, remedy)
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"epsilon_lo": 0.2}, {"kl_estimator": "k4"}, {"sampler_correction": "tis"}, {"beta": "much"}],
+    "values", [{"epsilon_lo": 0.2}, {"kl_estimator": "k4"}, {"sampler_correction": "tis"}, {"beta": "much"}]
 )
 def test_pydantic_refuses_unknown_keys_and_words(values):
     with pytest.raises(ValidationError):

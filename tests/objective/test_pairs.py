@@ -239,8 +239,8 @@ def test_missing_and_misplaced_inputs_are_refused(make_pairs):
         ("sigmoid", replace(inputs, ref_chosen_logprobs=None), "ref_chosen_logprobs"),
         ("hinge", make_pairs(3, 4), "3 chosen and 4 rejected"),
         ("kto", inputs, "kl is None"),
-        ("aot", replace(inputs, margins=torch.ones(7)), "margins were given"),
-        ("aot", replace(inputs, weights=torch.ones(7)), "weights were given"),
+        ("aot", replace(inputs, margins=torch.ones(7)), "no place for margins"),
+        ("aot", replace(inputs, weights=torch.ones(7)), "no place for weights"),
     ):
         with pytest.raises(ValueError, match=named):
             preference_loss(wrong, PreferenceLossConfig(loss))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -38,17 +37,6 @@ def test_beta_follows_the_gap_of_the_step_before_within_its_bounds():
     for gap, bound in ((1e3, 0.2), (-1e3, 0.05)):
         beta.observe(gap)
         assert beta.value(4) == bound
-
-
-def test_the_state_survives_json():
-    config = {"gap_gain": 0.6, "min": 0.01, "max": 1.0, "schedule": "linear", "final": 0.3}
-    first, second = controller(**config), controller(**config)
-    for gap in (1.0, 3.0, -2.0):
-        first.observe(gap)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert first.value(3) == second.value(3)
-    first.observe(0.3), second.observe(0.3)
-    assert first.value(4) == second.value(4)
 
 
 @pytest.mark.parametrize(

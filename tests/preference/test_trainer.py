@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_fast.policy import load_policy
+from grpo_fast.policy.config import LoraConfig
+from grpo_fast.preference import scoring as module
+from grpo_fast.preference.scoring import ComparisonBatches, fingerprint, score, with_reference
 from grpo_fast.preference.trainer import PreferenceTrainer
 from grpo_fast.run import train
 from grpo_fast.run.build import build_preference_trainer
@@ -78,21 +82,6 @@ def test_training_lifts_the_held_out_score(algorithm, preference, metric, make_r
     assert (run_dir / "report.html").exists()
 
 
-def run_out_of_memory(
-    trainer: PreferenceTrainer, when: Callable[[int, int], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The policy's forward raises where `when(number of the forward, its tokens)`."""
-    forward, sizes = trainer.policy.hidden_states, []
-
-    def bounded(batch: Any) -> torch.Tensor:
-        sizes.append(batch.input_ids.numel())
-        if when(len(sizes), sizes[-1]):
-            raise torch.OutOfMemoryError(f"tried to allocate for {sizes[-1]} tokens")
-        return forward(batch)
-
-    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "preference", "micro_batch_tokens", "at"),
     [
@@ -106,7 +95,14 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
 ):
     config = make_run(algorithm, preference, micro_batch_tokens=micro_batch_tokens)
     trainer = build_preference_trainer(config)
-    run_out_of_memory(trainer, lambda number, _: number == at, monkeypatch)
+    forward, forwards = trainer.policy.hidden_states, count(1)
+
+    def bounded(batch: Any) -> torch.Tensor:
+        if next(forwards) == at:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return forward(batch)
+
+    monkeypatch.setattr(trainer.policy, "hidden_states", bounded)
     with caplog.at_level(logging.WARNING):
         found = trainer.train_step()
     budget = trainer.batches.limit
@@ -121,24 +117,6 @@ def test_a_step_after_out_of_memory_is_that_of_small_micro_batches_from_the_star
     resumed = build_preference_trainer(config)
     resumed.load_state_dict(trainer.state_dict())
     assert resumed.batches.limit == budget
-
-
-def test_where_one_prompts_completions_do_not_fit_the_error_names_what_helps(make_run, monkeypatch):
-    trainer = build_preference_trainer(make_run("dpo", {}))
-    run_out_of_memory(trainer, lambda *_: True, monkeypatch)
-    with pytest.raises(torch.OutOfMemoryError, match=r"one prompt.*gradient_checkpointing.*longest.*lora"):
-        trainer.train_step()
-    assert not trainer.optimizer.mid_step
-
-
-def test_held_out_completions_are_scored_in_what_fits(make_run, monkeypatch):
-    trainer = build_preference_trainer(make_run("rank", {}))
-    expected = trainer.evaluate()
-    run_out_of_memory(trainer, lambda _, tokens: tokens > 250, monkeypatch)
-    found = trainer.evaluate()
-    assert trainer.batches.limit < 1000  # of more
-    for one, other in zip(found.groups, expected.groups, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, rel=1e-4, abs=1e-4)
 
 
 def test_a_resumed_run_is_the_one_that_was_not_stopped(make_run, tmp_path):
@@ -171,3 +149,75 @@ def test_a_step_of_groups_that_are_all_ties_changes_nothing_and_held_out_ones_ar
     Path(config.evaluation.dataset.source).write_text(rows[0])
     with pytest.raises(ValueError, match="there is no order to agree with"):
         build_preference_trainer(config)
+
+
+# --------------------------------------------------------------------- log-probabilities of completions
+
+
+@pytest.fixture
+def config(make_run):
+    return make_run("dpo", {"loss": {"loss_type": "kto"}})
+
+
+@pytest.fixture
+def trainer(config):
+    return build_preference_trainer(config)
+
+
+def test_completions_are_scored_in_order_as_the_model_scores_each_alone(make_run):
+    trainer = build_preference_trainer(make_run("rank", {}))
+    comparisons = list(trainer.comparisons.values())[:8]
+    first = comparisons[0]
+    prompt, lengths = len(first.prompt.token_ids), sum(map(len, first.completion_ids))
+    assert first.num_tokens == prompt + lengths
+
+    scores = score(comparisons, ComparisonBatches(trainer.policy, 70))
+
+    for found, comparison in zip(scores, comparisons, strict=True):
+        prompt_ids = comparison.prompt.token_ids
+        for value, completion in zip(found, comparison.completion_ids, strict=True):
+            logits = trainer.policy.model(torch.tensor([prompt_ids + completion])).logits[0]
+            logprobs = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1]
+            alone = logprobs.gather(1, torch.tensor(completion)[:, None]).sum()
+            torch.testing.assert_close(value, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_the_second_run_reads_what_the_first_has_computed(trainer, tmp_path, monkeypatch):
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
+    monkeypatch.setattr(module, "score", lambda *_: pytest.fail("computed again"))
+
+    again = with_reference(trainer.comparisons, trainer.batches, tmp_path / "cache")
+
+    assert again == trainer.comparisons
+    for comparison in again.values():  # its own completion and the mismatched one
+        assert len(comparison.ref_logprobs) == len(comparison.sequences) == 2
+
+
+def test_the_reference_is_of_these_weights_and_tokens_and_not_of_new_adapters(config, trainer):
+    first = fingerprint(trainer.policy, trainer.comparisons)
+    adapted = load_policy(config.model.model_copy(update={"lora": LoraConfig(r=2)}))
+    assert fingerprint(adapted, trainer.comparisons) == first
+    fewer = dict(list(trainer.comparisons.items())[1:])
+    assert fingerprint(trainer.policy, fewer) != first
+    with torch.no_grad():
+        next(iter(trainer.policy.trainable().values())).view(-1)[0].add_(1e-3)
+    assert fingerprint(trainer.policy, trainer.comparisons) != first
+
+
+def test_no_reference_is_computed_for_a_loss_without_one(make_run, tmp_path):
+    trainer = build_preference_trainer(make_run("dpo", {"loss": {"loss_type": "simpo"}}))
+    assert not (tmp_path / "cache").exists()
+    assert all(comparison.ref_logprobs == () for comparison in trainer.comparisons.values())
+
+
+def test_a_damaged_file_and_a_folder_that_cannot_be_written_are_named(trainer, tmp_path):
+    (path,) = (tmp_path / "cache").iterdir()
+    fewer = dict(list(trainer.comparisons.items())[1:])
+    assert with_reference(fewer, trainer.batches, tmp_path / "other") == fewer
+    (of_fewer,) = (tmp_path / "other").iterdir()
+    for content in (b"", b"not safetensors at all", of_fewer.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=str(path)):
+            with_reference(trainer.comparisons, trainer.batches, tmp_path / "cache")
+    with pytest.raises(OSError, match=r"GRPO_FAST_CACHE"):
+        with_reference(trainer.comparisons, trainer.batches, path / "cache")
