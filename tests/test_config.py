@@ -141,30 +141,70 @@ def test_flat_names_known_from_trl_and_axolotl_find_their_place(write):
         assert {key: getattr(getattr(config, section), key) for key in values} == values
 
 
-@pytest.mark.parametrize(
-    ("override", "name"),
-    [
-        ("lr_scheduler_type=polynomial", "lr_scheduler_type"),
-        ("optim=sgd", "optim"),
-        ("push_to_hub=true", "push_to_hub"),
-        ("report_to=[mlflow]", "report_to"),
-        ("adapter=ia3", "adapter"),
-        ("save_steps=0.1", "save_steps"),  # a share of what?
-        ("reward_weights=[1]", "reward_weights"),
-        ("generation_kwargs={seed: 1}", "generation_kwargs"),
-        ("lr_scheduler_kwargs={min_lr: 1e-7}", "lr_scheduler_kwargs"),
-        ("shuffle_dataset=false", "shuffle_dataset"),
-        ("num_train_epochs=4", "num_train_epochs"),
-        ("optimizer.gradient_accumulation_steps=4", "optimizer.gradient_accumulation_steps"),
-        ("minibatches=40", "the configuration"),  # more than prompts_per_step
-        ("rewards.1.weight=2", "rewards.1.weight"),  # beyond the end of the list
-        ("model.lora.target_modules=3", "model.lora.target_modules"),  # one problem, of several types
-    ],
-)
-def test_a_value_without_an_equivalent_or_a_place_is_refused_by_name(write, override, name):
-    found = problems_of(write(MINIMAL), [override])
-    assert list(found) == [name]
-    assert len(found[name]) > 60  # it says what to do
+# Overrides, and what the one problem with each says.
+REFUSED = [
+    ("lr_scheduler_type=polynomial", "lr_scheduler_type"),
+    ("optim=sgd", "optim"),
+    ("push_to_hub=true", "push_to_hub"),
+    ("report_to=[mlflow]", "report_to"),
+    ("adapter=ia3", "adapter"),
+    ("save_steps=0.1", "save_steps"),
+    ("reward_weights=[1]", "reward_weights"),
+    ("generation_kwargs={seed: 1}", "generation_kwargs"),
+    ("lr_scheduler_kwargs={min_lr: 1e-7}", "lr_scheduler_kwargs"),
+    ("shuffle_dataset=false", "shuffle_dataset"),
+    ("num_train_epochs=4", "num_train_epochs"),
+    ("optimizer.gradient_accumulation_steps=4", "optimizer.gradient_accumulation_steps"),
+    ("minibatches=40", "the configuration"),
+    ("rewards.1.weight=2", "rewards.1.weight"),
+    ("model.lora.target_modules=3", "model.lora.target_modules"),
+    ("max_steps=true", "max_steps", "should be a number, not true or false"),
+    ("learning_rate='1e-5'", "optimizer.learning_rate", "should be a number, not text"),
+    ("logging.wandb=1", "logging.wandb", "should be true or false, not a number"),
+    ("dataset.chat='yes'", "dataset.chat", "should be"),
+    ("optimizer.betas=[0.9]", "optimizer.betas", "has no value number 2"),
+    ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "has 3 values, and takes 2"),
+    ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1", "less than 1"),
+    ("optimizer.max_grad_norm=.inf", "optimizer.max_grad_norm", "a finite number or null"),
+    ("dataset.options={deep: [{er: .nan}]}", "dataset.options.deep.0.er", "a finite number"),
+    ("rewards.0.options={deep: [1e400]}", "rewards.0.options.deep.0", "a finite number"),
+    ("loss.beta=.nan", "loss.beta", "a finite number"),
+    ("seed=4294967296", "seed", "less than or equal to 2147483647"),
+    ("dataset.examples=[[question]]", "dataset.examples.0", "has no value number 2"),
+    ("model.lora=true", "model.lora", "should hold keys"),
+    ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate"),
+    ("rollout.num_generation=4", "did you mean rollout.num_generations"),
+    ("num_generation=4", "did you mean num_generations"),
+    ("optimizer.num_generations=4", "did you mean rollout.num_generations"),
+    ("rewards.0.weigth=2", "did you mean rewards.0.weight"),
+    ("loss.beat=1", "did you mean loss.beta"),
+    ("model.lora={alhpa: 3}", "did you mean model.lora.alpha"),
+    ("roll_out={}", "did you mean rollout"),
+    ("evaluation.every=5", "without evaluation.dataset"),
+    ("dataset.split=test", "with dataset.source = 'rows.jsonl'"),
+    ("dataset.seed=3", "with dataset.source"),
+    ("dataset.overlong_prompts=error", "without dataset.max_prompt_length"),
+    ("evaluation={size: 5, dataset: {source: rows.jsonl}}", "without evaluation.every"),
+    ("model={path: 'package:llm', revision: main}", "no hub id"),
+    ("rollout={engine: transformers, vllm: {max_sequences: 4}}", "by rollout.engine = 'transformers'"),
+    ("rollout={engine: vllm, max_batch_tokens: 400}", "by rollout.engine = 'vllm'"),
+    ("advantage.max_draws=4", "without advantage.dynamic_sampling"),
+    ("advantage={function: 'a:b', baseline: leave_one_out}", "beside advantage.function"),
+    ("loss.kl_in_reward=true", "without loss.beta"),
+    ("loss.entropy_target=1", "without loss.use_adaptive_entropy"),
+    ("loss.max_completion_length=64", "by loss.loss_type = 'dapo'"),
+    ("optimizer.min_learning_rate_ratio=0.1", "by optimizer.schedule = 'constant'"),
+    ("logging.project=mine", "without logging.wandb"),
+    ("preference.loss.beta=0.3", "preference.loss = {'beta': 0.3}: is not read by algorithm = 'grpo'"),
+    ("stages=[{name: a, steps: 50, overrides: {advantage: {max_draws: 4}}}, {name: b}]", "dynamic_sampling"),
+]
+
+
+@pytest.mark.parametrize(("override", "parts"), [(override, parts) for override, *parts in REFUSED])
+def test_a_wrong_setting_is_refused_by_its_key_with_what_is_wrong(write, override, parts):
+    (problem,) = problems_of(write(MINIMAL), [override]).values()
+    assert all(part in problem for part in parts)
+    assert parts[1:] or len(problem) > 40  # it says what to do
 
 
 def test_weights_are_rounded_by_chance_to_bfloat16_alone(write):
@@ -218,31 +258,6 @@ def test_no_number_is_infinite_a_switch_or_a_text(tmp_path_factory, number, bad)
     ), found
 
 
-@pytest.mark.parametrize(
-    ("override", "name", "says"),
-    [
-        ("max_steps=true", "max_steps", "should be a number, not true or false"),
-        ("learning_rate='1e-5'", "optimizer.learning_rate", "should be a number, not text"),
-        ("logging.wandb=1", "logging.wandb", "should be true or false, not a number"),
-        ("dataset.chat='yes'", "dataset.chat", "should be"),
-        ("optimizer.betas=[0.9]", "optimizer.betas", "has no value number 2"),
-        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas", "has 3 values, and takes 2"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1", "less than 1"),
-        ("optimizer.max_grad_norm=.inf", "optimizer.max_grad_norm", "a finite number or null"),
-        ("dataset.options={deep: [{er: .nan}]}", "dataset.options.deep.0.er", "a finite number"),
-        ("rewards.0.options={deep: [1e400]}", "rewards.0.options.deep.0", "a finite number"),
-        ("loss.beta=.nan", "loss.beta", "a finite number"),
-        ("seed=4294967296", "seed", "less than or equal to 2147483647"),
-        ("dataset.examples=[[question]]", "dataset.examples.0", "has no value number 2"),
-        ("model.lora=true", "model.lora", "should hold keys"),
-    ],
-)
-def test_a_value_of_another_kind_or_number_is_named_with_what_is_wrong(write, override, name, says):
-    found = problems_of(write(MINIMAL), [override])
-    assert list(found) == [name]
-    assert says in found[name]
-
-
 def test_a_whole_number_may_be_written_as_a_float(write):
     assert load_config(write(MINIMAL), ["max_steps=1e3"]).max_steps == 1000
 
@@ -265,24 +280,6 @@ def test_a_name_and_its_place_with_different_values_contradict_each_other(write,
     found = problems_of(write(MINIMAL + text), overrides)
     assert list(found) == ["optimizer.learning_rate"]
     assert "1e-05" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("override", "suggestion"),
-    [
-        ("optimizer.learning_rat=1", "optimizer.learning_rate"),
-        ("rollout.num_generation=4", "rollout.num_generations"),
-        ("num_generation=4", "num_generations"),
-        ("optimizer.num_generations=4", "rollout.num_generations"),
-        ("rewards.0.weigth=2", "rewards.0.weight"),
-        ("loss.beat=1", "loss.beta"),
-        ("model.lora={alhpa: 3}", "model.lora.alpha"),
-        ("roll_out={}", "rollout"),
-    ],
-)
-def test_an_unknown_key_suggests_the_nearest_name(write, override, suggestion):
-    (message,) = problems_of(write(MINIMAL), [override]).values()
-    assert f"did you mean {suggestion}" in message
 
 
 def test_every_problem_is_listed_at_once_with_its_place_and_value(write):
@@ -330,33 +327,6 @@ def test_the_shipped_recipes_and_every_loss_survive_a_round_trip(write):
     for config in configs:
         path = write(dump_config(config))
         assert load_config(path) == load_config(path.parent) == config  # a run's directory stands for it
-
-
-UNREAD = {
-    "evaluation.every=5": "without evaluation.dataset",
-    "dataset.split=test": "with dataset.source = 'rows.jsonl'",
-    "dataset.seed=3": "with dataset.source",
-    "dataset.overlong_prompts=error": "without dataset.max_prompt_length",
-    "evaluation={size: 5, dataset: {source: rows.jsonl}}": "without evaluation.every",
-    "model={path: 'package:llm', revision: main}": "no hub id",
-    "rollout={engine: transformers, vllm: {max_sequences: 4}}": "by rollout.engine = 'transformers'",
-    "rollout={engine: vllm, max_batch_tokens: 400}": "by rollout.engine = 'vllm'",
-    "advantage.max_draws=4": "without advantage.dynamic_sampling",
-    "advantage={function: 'a:b', baseline: leave_one_out}": "beside advantage.function",
-    "loss.kl_in_reward=true": "without loss.beta",
-    "loss.entropy_target=1": "without loss.use_adaptive_entropy",
-    "loss.max_completion_length=64": "by loss.loss_type = 'dapo'",
-    "optimizer.min_learning_rate_ratio=0.1": "by optimizer.schedule = 'constant'",
-    "logging.project=mine": "without logging.wandb",
-    "preference.loss.beta=0.3": "preference.loss = {'beta': 0.3}: is not read by algorithm = 'grpo'",
-    "stages=[{name: a, steps: 50, overrides: {advantage: {max_draws: 4}}}, {name: b}]": "dynamic_sampling",
-}
-
-
-@pytest.mark.parametrize(("override", "why"), UNREAD.items())
-def test_what_is_set_and_not_read_is_refused_with_the_reason(write, override, why):
-    (problem,) = problems_of(write(MINIMAL), [override]).values()
-    assert "is not read " in problem and why in problem
 
 
 @pytest.mark.parametrize(
