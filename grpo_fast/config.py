@@ -184,23 +184,17 @@ class TrainConfig(Section):
 # Keys, when they are read, and when they are not.
 Condition = tuple[tuple[str, ...], Callable[[TrainConfig], object], str]
 _BY_ALGORITHM = "by algorithm = {0.algorithm!r}"
+_DATASETS = ("dataset", "evaluation.dataset")
 
 
-def _of_source(place: str) -> list[Condition]:
-    """What a section `dataset` reads, by its source."""
-    by_source = [
-        (
-            (f"{place}.{key}",),
-            lambda config, key=key: key not in at(config, place).idle_keys,
-            f"with {place}.source = {{0.{place}.source!r}}",
-        )
-        for key in ("name", "split", "seed", "options")
-    ]
+def _by_source(place: str, key: str) -> Condition:
+    why = f"with {place}.source = {{0.{place}.source!r}}"
+    return (f"{place}.{key}",), lambda config: key not in at(config, place).idle_keys, why
+
+
+def _with_limit(place: str) -> Condition:
     limit = f"{place}.max_prompt_length"
-    return [
-        *by_source,
-        ((f"{place}.overlong_prompts",), lambda config: at(config, limit), f"without {limit}"),
-    ]
+    return (f"{place}.overlong_prompts",), lambda config: at(config, limit), f"without {limit}"
 
 
 _READ: list[Condition] = [
@@ -217,8 +211,8 @@ _READ: list[Condition] = [
         lambda c: c.preference.beta.gap_gain,
         "without preference.beta.gap_gain",
     ),
-    *_of_source("dataset"),
-    *_of_source("evaluation.dataset"),
+    *(_by_source(place, key) for place in _DATASETS for key in ("name", "split", "seed", "options")),
+    *map(_with_limit, _DATASETS),
     (
         ("model.revision",),
         lambda c: not (c.model.path.startswith("package:") or Path(c.model.path).expanduser().is_dir()),
