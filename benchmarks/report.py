@@ -15,6 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, StrictUndefined
+
 from grpo_fast.run_record.report import packaged
 
 from .contest import BYTES, FLOPS
@@ -58,22 +60,15 @@ def main(options: argparse.Namespace) -> int:
     """
     if not options.html.resolve().parent.is_dir():
         raise ValueError(f"--html {options.html}: its folder does not exist")
-    page = render([(path, read(path)) for path in options.records])
-    options.html.write_text(page, encoding="utf-8")
-    print(f"written to {options.html}")
-    return 0
-
-
-def render(records: Sequence[tuple[Path, Record]]) -> str:
-    """The page."""
-    from jinja2 import Environment, StrictUndefined
-
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    sections = [_section(path, record) for path, record in records]
-    return template.render(sections=sections, style=packaged("report.css"), explanation=EXPLANATION)
+    sections = [_section(path, read(path)) for path in options.records]
+    page = template.render(sections=sections, style=packaged("report.css"), explanation=EXPLANATION)
+    options.html.write_text(page, encoding="utf-8")
+    print(f"written to {options.html}")
+    return 0
 
 
 def _section(path: Path, record: Record) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def train(
     """Train on what the rounded weights draw; how far they were from the policy, the mean over the steps."""
     found = dict.fromkeys(METRICS, 0.0)
 
-    def loss(samples: list[Sample], _: int) -> Tensor:
+    def loss(samples: list[Sample]) -> Tensor:
         (batch,) = pack(samples, max_tokens=1 << 20, device=policy.device)
         out = packed_loss(policy.head, policy.hidden_states(batch), batch, config)
         for name in METRICS:
