@@ -7,7 +7,6 @@ normal noise are told apart once in a hundred comparisons, however few their sam
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from .measure import OK, SKIPPED, Spread
 from .record import Measurement, read
 from .tables import label
 
-Pairs = Sequence[tuple[Measurement, Measurement]]
 SMALLEST = 0.03  # a relative change of time below this is noise however narrow the quartiles
 MEMORY_NOISE = {  # share and bytes
     "allocator": (0.05, 1 << 20),  # torch counts the same every time
@@ -48,11 +46,6 @@ def main(options: argparse.Namespace) -> int:
     pairs = pairs_of(before.cells, after.cells)
     for difference in environment_changes(before.environment, after.environment):
         print(difference)
-    slowdown = ceiling_slowdown(pairs)
-    if abs(slowdown - 1) > SMALLEST:
-        print(
-            f"the ceilings took {slowdown:.2f} times as long in the second run: the machine's speed changed"
-        )
     worse = 0
     for old, new in pairs:
         for is_worse, what in changes(old, new):
@@ -65,7 +58,9 @@ def main(options: argparse.Namespace) -> int:
     return 1 if worse else 0
 
 
-def pairs_of(before: Sequence[Measurement], after: Sequence[Measurement]) -> Pairs:
+def pairs_of(
+    before: Sequence[Measurement], after: Sequence[Measurement]
+) -> list[tuple[Measurement, Measurement]]:
     """Everything measured in both; what one run skipped, or had no time for, is not compared."""
     return [
         (old, new)
@@ -120,16 +115,6 @@ def environment_changes(before: dict[str, Any], after: dict[str, Any]) -> Iterat
         old, new = (found.get(name, "absent") for found in versions)
         if old != new:
             yield f"{name}: {old} → {new}"
-
-
-def ceiling_slowdown(pairs: Pairs) -> float:
-    """The median factor of what no implementation of ours has part in; 1 where it was not measured."""
-    factors = []
-    for old, new in pairs:
-        for name in old.ceilings.keys() & new.ceilings.keys():
-            ratio = new.ceilings[name] / old.ceilings[name]
-            factors.append(1 / ratio if name.endswith("per_second") else ratio)
-    return statistics.median(factors or [1.0])
 
 
 def noise(a: Spread, b: Spread) -> float:

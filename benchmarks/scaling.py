@@ -14,6 +14,12 @@ from functools import partial
 import numpy as np
 import torch
 
+from grpo_fast import linear_logprob
+from grpo_fast.head.operator import device_facts
+from grpo_fast.head.plan import Workload
+from grpo_fast.plan.head_bytes import head_bytes
+from grpo_fast.plan.measure import peak_bytes
+
 from .contest import Contest, Entrant, Prepared
 from .head import HeadContests
 from .measure import OK, synchronize
@@ -36,17 +42,15 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def check_memory_model(setting: Setting, device: torch.device, seed: int) -> Prepared:
-    """Bytes of forward and backward beyond the operands, their gradients included: predicted, and counted."""
-    predicted, counted = _predicted_bytes(setting, device), _counted_bytes(setting, device, seed)
-    metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)}
-    ratio = {"predicted_over_counted": predicted / counted} if counted else {}
-    return Prepared(None, metrics=lambda _: metrics | ratio)
-
-
-def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
-    """By the allocator, with the entropy as a metric, as a training step asks for it."""
-    from grpo_fast import linear_logprob
-    from grpo_fast.plan.measure import peak_bytes
+    """Bytes of forward and backward beyond the operands, their gradients included: predicted, and counted by
+    the allocator; with the entropy as a metric, as a training step asks for it."""
+    dtype = DTYPES[setting.dtype]
+    sizes = setting.tokens, setting.vocabulary, dtype
+    call = Workload(*sizes, extra_statistics=1, hidden_size=setting.hidden, trainable=setting.trainable)
+    parts = head_bytes(device_facts(device.type, device.index), call)
+    vectors = setting.tokens + setting.trainable * setting.vocabulary
+    gradients = vectors * setting.hidden * dtype.itemsize
+    predicted = parts.kept + max(parts.forward, parts.backward + gradients)
 
     problem = make_problem(setting, device, seed)
 
@@ -57,27 +61,10 @@ def _counted_bytes(setting: Setting, device: torch.device, seed: int) -> int:
     run()
     problem.clear()
     synchronize(device)
-    return peak_bytes(lambda: None, run, device)
-
-
-def _predicted_bytes(setting: Setting, device: torch.device) -> int:
-    from grpo_fast.head.operator import device_facts
-    from grpo_fast.head.plan import Workload
-    from grpo_fast.plan.head_bytes import head_bytes
-
-    dtype = DTYPES[setting.dtype]
-    call = Workload(
-        setting.tokens,
-        setting.vocabulary,
-        dtype,
-        extra_statistics=1,
-        hidden_size=setting.hidden,
-        trainable=setting.trainable,
-    )
-    parts = head_bytes(device_facts(device.type, device.index), call)
-    vectors = setting.tokens + setting.trainable * setting.vocabulary
-    gradients = vectors * setting.hidden * dtype.itemsize
-    return parts.kept + max(parts.forward, parts.backward + gradients)
+    counted = peak_bytes(lambda: None, run, device)
+    metrics = {"predicted_bytes": float(predicted), "counted_bytes": float(counted)}
+    ratio = {"predicted_over_counted": predicted / counted} if counted else {}
+    return Prepared(None, metrics=lambda _: metrics | ratio)
 
 
 def exponents(found: Sequence[Measurement]) -> list[Measurement]:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -94,11 +94,9 @@ def candidates(sizes: Sizes, architecture: int) -> Iterator[tuple[str, dict[str,
                 yield stage, change, tried
 
 
-@contextmanager
-def planned_with(sizes: Sizes) -> Iterator[None]:
+def planned_with(sizes: Sizes) -> AbstractContextManager[object]:
     """Every plan made inside takes these sizes."""
-    with mock.patch("grpo_fast.head.plan.sizes_for", lambda *_: sizes):
-        yield
+    return mock.patch("grpo_fast.head.plan.sizes_for", lambda *_: sizes)
 
 
 # Compilation ---------------------------------------------------------------------------------------------

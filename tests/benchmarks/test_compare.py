@@ -88,16 +88,11 @@ ABSENT = replace(BEFORE, status="skipped", time=None)
 THERE = {"benchmark_device": "there", "versions": {"torch": "2.14.0", "trl": "1.16.0"}}
 
 
-def with_ceiling(name: str, value: float) -> Record:
-    return Record("head", [replace(BEFORE, ceilings={name: value})], HERE)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "code", "printed"),
     [
         (record(BEFORE), record(BEFORE), 0, ["1 measurements in both; 0 regressions"]),
         (record(BEFORE), record(SLOW), 1, ["REGRESSION: ours: 10.000 → 20.000 ms, +100.0% (N 48, float32)"]),
-        (record(SLOW), record(BEFORE), 0, ["improvement: ours"]),
         (
             record(BEFORE, replace(ABSENT, implementation="TRL")),
             record(ABSENT, replace(SLOW, shape={"tokens": 96}), replace(SLOW, implementation="TRL")),
@@ -110,8 +105,6 @@ def with_ceiling(name: str, value: float) -> Record:
             0,
             ["different machines, here and there", "torch: 2.13.0 → 2.14.0", "trl: absent → 1.16.0"],
         ),
-        (with_ceiling("product_seconds", 1.0), with_ceiling("product_seconds", 1.5), 0, ["took 1.50 times"]),
-        (with_ceiling("bytes_per_second", 6), with_ceiling("bytes_per_second", 4), 0, ["took 1.50 times"]),
         (record(BEFORE), Record("step", [BEFORE], HERE), 2, ["of `head`", "of `step`"]),
         (record(BEFORE), [], 2, ["after.json is no benchmark record"]),
     ],
