@@ -5,7 +5,7 @@ are missing are left out. Tests are copied to a scratch folder, our functions ta
 (`benchmarks.peer_aliases`), and pytest runs in a process of its own. Without a GPU the copies compute on the
 CPU. Printed for each suite: passed, failed, deselected, skipped, and every failure's kind.
 
-This module is pytest's plugin in that process: it deselects by name, and records every result as it comes.
+This module is pytest's plugin in that process: it leaves tests out by name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import torch
 import yaml
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 Reasons = dict[str, str]  # by a pattern of a test's name
 UNKNOWN = "unexplained"
 OUTCOMES = ("passed", "failed", "deselected", "skipped")
-REPORT, DESELECT = "PEER_REPORT", "PEER_DESELECT"  # variables: a file of JSON lines, and {pattern: reason}
+REASONS, LEFT_OUT = "PEER_SUITES_LEFT_OUT", "left out: "  # a variable, JSON; how its reasons begin
 
 
 @dataclass(frozen=True)
@@ -90,32 +91,55 @@ def run_suite(name: str, source: Path, large: bool) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     left_out = suite.left_out | ({} if on_gpu else suite.left_out_on_cpu | ({} if large else suite.large))
     with tempfile.TemporaryDirectory() as folder:
-        scratch, report = Path(folder), Path(folder, "results.jsonl")
+        scratch, report = Path(folder), Path(folder, "results.xml")
         prepare(name, source, scratch)
         command = [sys.executable, "-m", "pytest", *suite.tests, "-p", "benchmarks.peer_suites", "-q"]
         command += ["-p", "no:cacheprovider", "--rootdir", folder, "-W", "ignore", "--tb=short"]
+        command += [f"--junitxml={report}"]
         environ = os.environ | {
             "PYTHONPATH": os.pathsep.join([*(str(scratch / path) for path in suite.import_path), str(ROOT)]),
-            REPORT: str(report),
-            DESELECT: json.dumps(left_out),
+            REASONS: json.dumps(left_out),
             "TORCHDYNAMO_DISABLE": "0" if on_gpu else "1",
         }
         done = subprocess.run(command, cwd=scratch, env=environ, capture_output=True, text=True)
-        tests = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    counts = Counter(test["outcome"] for test in tests)
+        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+        tests = [(f"{case.get('classname')}::{case.get('name')}", *_outcome(case)) for case in cases]
+    counts = Counter(outcome for _, outcome, _ in tests)
     return {
         "commit": _commit(source),
         **{outcome: counts[outcome] for outcome in OUTCOMES},
         "reasons": {
-            outcome: dict(Counter(test["message"] for test in tests if test["outcome"] == outcome))
+            outcome: dict(Counter(message for _, found, message in tests if found == outcome))
             for outcome in ("deselected", "skipped")
         },
-        "failures": [_failure(suite, **test) for test in tests if test["outcome"] == "failed"],
+        "failures": [_failure(suite, test, message) for test, found, message in tests if found == "failed"],
         **({} if tests else {"output": (done.stdout + done.stderr)[-3000:]}),
     }
 
 
-def _failure(suite: Suite, test: str, message: str, **_: Any) -> dict[str, str]:
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    """One of `OUTCOMES` of a test in pytest's report, and the reason or the error."""
+    for failure in (*case.iter("failure"), *case.iter("error")):
+        return "failed", (failure.text or "")[-2000:]
+    for skipped in case.iter("skipped"):
+        reason = skipped.get("message", "")
+        is_ours = reason.startswith(LEFT_OUT)
+        return ("deselected", reason.removeprefix(LEFT_OUT)) if is_ours else ("skipped", reason)
+    return "passed", ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the process that runs a suite: skips what is left out, with the reason."""
+    import pytest
+
+    reasons = json.loads(os.environ[REASONS])
+    for item in items:
+        why = next((why for pattern, why in reasons.items() if re.search(pattern, item.nodeid)), None)
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=LEFT_OUT + why))
+
+
+def _failure(suite: Suite, test: str, message: str) -> dict[str, str]:
     """With what is known of such failures."""
     text = f"{test}\n{message}"
     kind = next((kind for pattern, kind in suite.failures.items() if re.search(pattern, text)), UNKNOWN)
@@ -131,33 +155,6 @@ def _commit(source: Path) -> str | None:
         return None
     command = ["git", "-C", str(source), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reasons = json.loads(os.environ[DESELECT])
-    for item in list(items):
-        why = next((why for pattern, why in reasons.items() if re.search(pattern, item.nodeid)), None)
-        if why is not None:
-            items.remove(item)
-            _record(test=item.nodeid, outcome="deselected", message=why)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    if report.failed:
-        _record(test=report.nodeid, outcome="failed", message=report.longreprtext[-2000:])
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or not report.passed:
-        message = report.longreprtext[-2000:] if report.failed else ""
-        if report.skipped and isinstance(report.longrepr, tuple):
-            message = str(report.longrepr[-1])
-        _record(test=report.nodeid, outcome=report.outcome, message=message)
-
-
-def _record(**values: Any) -> None:
-    with open(os.environ[REPORT], "a", encoding="utf-8") as file:
-        file.write(json.dumps(values) + "\n")
 
 
 def main(given: Sequence[str] | None = None) -> int:
