@@ -24,7 +24,7 @@ from grpo_fast.data.dataset import prompts_of
 from grpo_fast.environments import load_toolsets, make_rollout
 from grpo_fast.environments.template import TurnTemplate
 from grpo_fast.lookup import given
-from grpo_fast.rollout import Completion, Requests, Sampling
+from grpo_fast.rollout import Completion, Requests, Rollout, Sampling
 from grpo_fast.rollout.config import RolloutConfig
 from tests.environments.conftest import END, ScriptedEngine
 
@@ -89,21 +89,26 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def rollout_of(tokenizer, rows=({"prompt": "Who?"},), **settings: Any) -> tuple[Rollout, list[Prompt]]:
+    config = RolloutConfig(**settings)
+    toolsets = load_toolsets(config)
+    assert toolsets is not None
+    prompts = prompts_of(rows, DatasetConfig(source="rows"), tokenizer, toolsets.schemas)
+    return make_rollout(config, toolsets, tokenizer, [END]), list(prompts)
+
+
 def play(
     tokenizer, turns: Sequence[str], *, rows=({"prompt": "Who?"},), n=1, sampling=SAMPLING, **settings: Any
 ) -> tuple[list[list[Completion]], ScriptedEngine, list[Prompt]]:
     """Every completion says these turns, one after another; the last again and again."""
-    config = RolloutConfig(**settings)
-    toolsets = load_toolsets(config)
-    assert toolsets is not None
-    prompts = list(prompts_of(rows, DatasetConfig(source="rows"), tokenizer, toolsets.schemas))
+    rollout, prompts = rollout_of(tokenizer, rows, **settings)
 
     def say(context: Sequence[int]) -> list[int]:
         said = str(tokenizer.decode(list(context))).count("<|im_start|>assistant\n") - 1
         return [*tokenizer(turns[min(said, len(turns) - 1)], add_special_tokens=False)["input_ids"], END]
 
     engine = ScriptedEngine(say)
-    return make_rollout(config, toolsets, tokenizer, [END])(engine, prompts, n, sampling), engine, prompts
+    return rollout(engine, prompts, n, sampling), engine, prompts
 
 
 def paths(**objects: Any) -> Any:
@@ -305,15 +310,11 @@ def test_an_error_of_the_engine_ends_every_completion(tokenizer) -> None:
     def fail(context: Sequence[int]) -> list[int]:
         raise FloatingPointError("diverged")
 
-    config = RolloutConfig(tools=["m:look_up"])
     with paths(look_up=look_up):
-        toolsets = load_toolsets(config)
-    assert toolsets is not None
-    prompts = prompts_of([{"prompt": "?"}], DatasetConfig(source="rows"), tokenizer, toolsets.schemas)
-    rollout = make_rollout(config, toolsets, tokenizer, [END])
+        rollout, prompts = rollout_of(tokenizer, tools=["m:look_up"])
     with pytest.raises(FloatingPointError, match="diverged"):
-        rollout(ScriptedEngine(fail), list(prompts), 2, SAMPLING)
-    ((one,),) = rollout(ScriptedEngine(lambda _: [5, END]), list(prompts), 1, SAMPLING)
+        rollout(ScriptedEngine(fail), prompts, 2, SAMPLING)
+    ((one,),) = rollout(ScriptedEngine(lambda _: [5, END]), prompts, 1, SAMPLING)
     assert one.token_ids == (5, END)
 
 
@@ -338,16 +339,9 @@ def test_no_token_of_the_model_is_ever_made_anew(tokenizer, seed: int) -> None:
         asked = call("noise", key=str(said)) if source.random() < 0.95 else ""
         return [*drawn, *tokenizer(asked, add_special_tokens=False)["input_ids"], END]
 
-    config = RolloutConfig(tools=["m:noise"], max_turns=50)
+    rows = [{"prompt": str(i)} for i in range(4)]
     with paths(noise=noise):
-        toolsets = load_toolsets(config)
-    assert toolsets is not None
-    prompts = list(
-        prompts_of(
-            [{"prompt": str(i)} for i in range(4)], DatasetConfig(source="rows"), tokenizer, toolsets.schemas
-        )
-    )
-    rollout = make_rollout(config, toolsets, tokenizer, [END])
+        rollout, prompts = rollout_of(tokenizer, rows, tools=["m:noise"], max_turns=50)
     while said < TURNS:
         engine = ScriptedEngine(say)
         sampling = Sampling(max_completion_length=10**6, seed=source.getrandbits(30))
@@ -410,11 +404,9 @@ def test_the_templates_of_the_field_go_on_as_they_write_the_whole(tokenizer, fam
     other.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
     other.add_special_tokens({"additional_special_tokens": ["<|eot_id|>", "<|start_header_id|>"]})
     ends = [END, other.convert_tokens_to_ids("<|eot_id|>")]
-    config = RolloutConfig(tools=["m:look_up"])
     with paths(look_up=look_up):
-        toolsets = load_toolsets(config)
-    assert toolsets is not None
-    template = TurnTemplate(other, ends, toolsets.by_name[None].schemas)
+        toolsets = load_toolsets(RolloutConfig(tools=["m:look_up"]))
+    template = TurnTemplate(other, ends, toolsets.by_name[None].schemas)  # type: ignore[union-attr]
     asked = {"type": "function", "function": {"name": "look_up", "arguments": {"key": "k", "times": 2}}}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [asked]}]
     answer = {"role": "tool", "name": "look_up", "content": "result"}
@@ -429,10 +421,9 @@ def test_the_templates_of_the_field_go_on_as_they_write_the_whole(tokenizer, fam
 
 
 def test_a_rank_without_prompts_serves_with_the_others(tokenizer) -> None:
-    config = RolloutConfig(tools=["m:look_up"])
     with paths(look_up=look_up):
-        toolsets = load_toolsets(config)
+        rollout, _ = rollout_of(tokenizer, tools=["m:look_up"])
     served: list[Requests] = []
     engine = SimpleNamespace(serve=lambda requests: served.append(requests) or requests.take("all"))
-    assert make_rollout(config, toolsets, tokenizer, [END])(engine, [], 2, SAMPLING) == []
+    assert rollout(engine, [], 2, SAMPLING) == []
     assert len(served) == 1
