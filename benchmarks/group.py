@@ -65,7 +65,7 @@ def preload(implementations: Sequence[str]) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 
-def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> dict[str, Any]:
+def run_probe(probe: Probe) -> dict[str, Any]:
     """Two updates in a child: beyond the budget it is out of memory.
 
     Returns:
@@ -74,14 +74,14 @@ def run_probe(probe: Probe, seconds: float = _TRY_SECONDS) -> dict[str, Any]:
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
         try:
-            return child.submit(_try, probe, seconds).result()
+            return child.submit(_try, probe).result()
         except BrokenProcessPool:  # most likely for its memory
             return {"status": measure.OOM, "reason": "the system ended the process"}
 
 
-def _try(probe: Probe, seconds: float) -> dict[str, Any]:
+def _try(probe: Probe) -> dict[str, Any]:
     try:
-        with measure.at_most(seconds):
+        with measure.at_most(_TRY_SECONDS):
             return _update_twice(probe)
     except Exception as error:
         return dict(zip(("status", "reason"), measure.failure_of(error), strict=True))

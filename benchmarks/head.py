@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.text import Text
 
 from .accuracy import Oracle, consult
 from .contest import FLOPS, Contest, Entrant, Prepared
@@ -27,7 +25,6 @@ from .machine import multiplication
 from .measure import TooSlow, Unsupported, failure_of
 from .peers import Peer, all_peers, choose
 from .problem import FORWARD, LOSSES, MODES, PRODUCT, Outcome, Problem, Run, Setting
-from .record import Measurement
 from .rows import KINDS, Source, describe, load_real_rows, make_problems
 from .session import add_common_arguments, add_sizes, check_common, run_session
 
@@ -202,17 +199,12 @@ def main(options: argparse.Namespace) -> int:
         real_shape=None if real is None else tuple(real.weight.shape),
     )
     peers = [peer for peer in choose(all_peers(), options.impl) if peer.name not in options.without]
-    contests = HeadContests(peers, device, options.seed)
-    return run_session(
-        options,
-        [contests.contest(setting, sources.get(setting.rows)) for setting in settings],
-        close=_print_goals if device.type == "cuda" else lambda *_: None,
-        notes=list(dict.fromkeys(describe(setting, sources.get(setting.rows)) for setting in settings)),
-    )
-
-
-def _print_goals(screen: Console, cells: Sequence[Measurement]) -> None:
-    screen.print("Goals of the design (N = 16,384, a model's rows or made to match its live tiles):")
-    for verdict in verdicts(cells):
-        style = "green" if verdict.met else "dim" if verdict.found is None else "red"
-        screen.print(Text(f"  {verdict}", style=style))
+    heads = HeadContests(peers, device, options.seed)
+    contests = [heads.contest(setting, sources.get(setting.rows)) for setting in settings]
+    notes = list(dict.fromkeys(describe(setting, sources.get(setting.rows)) for setting in settings))
+    code = run_session(options, contests, notes=notes)
+    if device.type == "cuda":
+        print("Goals of the design (N = 16,384, a model's rows or made to match its live tiles):")
+        for verdict in verdicts([found for contest in contests for found in contest.results()]):
+            print(f"  {verdict}")
+    return code

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from .contest import ROUNDS, Contest
 from .machine import environment, gpu_state
@@ -83,7 +82,6 @@ def run_session(
     contests: Sequence[Contest],
     *,
     conclude: Callable[[list[Measurement]], list[Measurement]] = lambda _: [],
-    close: Callable[[Console, list[Measurement]], None] = lambda *_: None,
     notes: Sequence[str] = (),
 ) -> int:
     """Measures until the contests or the time are spent; the exit code.
@@ -92,7 +90,6 @@ def run_session(
 
     Args:
         conclude: what follows from all measurements together, appended to them at the end.
-        close: prints what else there is to say at the end.
         notes: what the shapes do not say, for the screen and the record.
     """
     deadline, device = time.monotonic() + 60 * options.minutes, torch.device(options.device)
@@ -134,7 +131,6 @@ def run_session(
         why = record.stopped or "the time budget is spent"
         first = label(waiting[0].shape)
         screen.print(f"{why}: {len(waiting)} shapes not measured, the first: {first}", markup=False)
-    close(screen, record.cells)
     if options.json is not None:
         screen.print(f"written to {options.json}", markup=False)
     return {None: DONE, INTERRUPTION: INTERRUPTED}.get(record.stopped, FAILED)

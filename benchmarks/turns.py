@@ -104,10 +104,8 @@ def contest(shape: dict[str, Any], model: ModelConfig, seed: int) -> Contest:
         policy.tokenizer = models.make_tokenizer(models.vocabulary_of(model.path))
         policy.tokenizer.chat_template = "{{ messages }}"
         cache = VLLMConfig(kv_cache_gib=2.0 if model.device == "cpu" else None)
-        config, longest = (
-            RolloutConfig(engine=shape["engine"], vllm=cache),
-            size + sampling.max_completion_length,
-        )
+        config = RolloutConfig(engine=shape["engine"], vllm=cache)
+        longest = size + sampling.max_completion_length
         engine = closing.enter_context(make_engine(config, policy, max_length=longest))
         cached = count_cached(engine._vllm, size) if shape["engine"] == "vllm" else []
         held.update(engine=engine, policy=policy, cached=cached)

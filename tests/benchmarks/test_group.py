@@ -80,17 +80,15 @@ def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Pa
     assert predicted.metrics["largest_group"] > 5
 
 
-def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_or_the_time_is_its_outcome():
+def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_is_its_outcome():
     preload(["ours"])
     probe = replace(PROBE, size=2)
 
     fits = run_probe(probe)
-    too_slow = run_probe(probe, seconds=0.01)
 
     assert fits["status"] == OK and fits["time"].median > 0
     assert 1 << 20 < fits["memory"].driver < 1 << 29
     assert run_probe(replace(probe, budget=1 << 20))["status"] == OOM
-    assert too_slow == {"status": SKIPPED, "reason": f"{NO_TIME}: took more than 0 s"}
     broken = run_probe(replace(probe, model=TOY.model_copy(update={"path": "no such"})))
     assert broken["status"] == FAILED and "no such" in broken["reason"]
 

@@ -176,36 +176,30 @@ def test_what_cannot_be_used_is_named(arguments, named, capsys):
 # The order of the settings, and the goals
 
 
-def axes(kind: str, *rows: str) -> dict[str, tuple]:
+def settings(kind: str, *rows: str, **options: bool) -> list[Setting]:
     tokens, hidden, vocabulary = (sizes[kind == "cpu"] for sizes in head.SIZES.values())
     sizes = {"tokens": tokens, "hidden": hidden, "vocabulary": vocabulary}
-    return {
-        "rows": rows,
-        "mode": MODES,
-        "trainable": (True, False),
-        **sizes,
-        "loss": LOSSES,
-        "dtype": ("bfloat16",),
-    }
+    axes = {"rows": rows, "mode": MODES, "trainable": (True, False), **sizes}
+    return settings_of(axes | {"loss": LOSSES, "dtype": ("bfloat16",)}, **options)
 
 
 def test_a_gpu_measures_the_goals_of_the_design_first():
-    settings = settings_of(axes("cuda", "histogram", "peaked", "flat"))
+    found = settings("cuda", "histogram", "peaked", "flat")
 
-    goals = [is_goal(vars(setting)) for setting in settings]
+    goals = [is_goal(vars(setting)) for setting in found]
     assert sum(goals) == 3 + 1 + 3  # trainable, frozen at H = 2048, forward
     assert all(goals[:7])
-    assert settings[0] == GOAL
-    assert len(settings) == len(set(settings)) == 3 * 3 * (64 + 3)  # sizes, and the other losses at the first
+    assert found[0] == GOAL
+    assert len(found) == len(set(found)) == 3 * 3 * (64 + 3)  # sizes, and the other losses at the first
 
 
 def test_the_losses_after_the_first_are_measured_at_the_first_sizes_unless_asked_for():
-    found = settings_of(axes("cpu", "peaked"))
-    all_sizes = settings_of(axes("cpu", "peaked"), losses_at_all_sizes=True)
+    found = settings("cpu", "peaked")
+    everywhere = settings("cpu", "peaked", losses_at_all_sizes=True)
 
     sizes = {loss: {s.vocabulary for s in found if s.loss == loss} for loss in LOSSES}
     assert sizes == {loss: {4096, 8000} if loss == LOGPROB else {4096} for loss in LOSSES}
-    assert {(s.loss, s.vocabulary) for s in all_sizes} == set(product(LOSSES, (4096, 8000)))
+    assert {(s.loss, s.vocabulary) for s in everywhere} == set(product(LOSSES, (4096, 8000)))
     assert {s.trainable for s in found if s.mode == "forward"} == {True}
 
 
