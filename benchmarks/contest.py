@@ -111,7 +111,7 @@ class Contest:
         release: lets go of what was shared.
         wall: the repetitions work in other streams or processes.
         memory: whether to run each entrant once more for its peak memory.
-        hurry: whether who takes too long for its first calls is left out.
+        hurry: whether an entrant that takes too long for its first calls is left out.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Contest:
     def measure(self, deadline: float, rounds: int = ROUNDS) -> None:
         """Each entrant once to warm up and once for its memory, then all in turn for time.
 
-        Past the deadline, whoever has entered still gets the fewest samples that a median needs.
+        Past the deadline, an entrant that was warmed up still gets `FEWEST` samples.
 
         Args:
             deadline: on the monotonic clock.
@@ -190,7 +190,7 @@ class Contest:
         return samples
 
     def _guard(self, action: Callable[[], object], *concerned: Entrant) -> bool:
-        """Whether it went well. What goes wrong becomes the entrants' failure; their memory is given back.
+        """Whether the action succeeded. An error becomes the entrants' failure; their memory is given back.
 
         Raises:
             DeviceLost: the device takes no more work, as after an illegal memory access.

@@ -37,7 +37,7 @@ _SIDE = {"cuda": 8192, "cpu": 1024}  # of a square product large enough for the 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Everything needed to judge or repeat a run; measures the copy bandwidth, a fraction of a second."""
-    found = provenance() | {"command": _command(sys.argv)}
+    found = provenance() | {"command": _command(sys.orig_argv[1:])}
     installed = {package.metadata["Name"]: package.version for package in metadata.distributions()}
     found["versions"] |= {name: installed[name] for name in PEER_PACKAGES if name in installed}
     found["cuda"] = torch.version.cuda
@@ -60,15 +60,10 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
     return dict(zip(_GPU_STATE, values, strict=True)) if len(values) == len(_GPU_STATE) else None
 
 
-def _command(arguments: Sequence[str]) -> list[str]:
+def _command(words: Sequence[str]) -> list[str]:
     """As one would type it: no path of this machine, and not where the results went."""
-    program, *options = arguments
-    kept = [word for before, word in pairwise(["", *options]) if "--json" not in (before, word)]
-    path = Path(program)
-    if path.parent != Path(__file__).parent:
-        return [path.name, *kept]
-    module = "benchmarks" if path.stem == "__main__" else f"benchmarks.{path.stem}"
-    return ["python", "-m", module, *kept]
+    kept = [word for before, word in pairwise(["", *words]) if "--json" not in (before, word)]
+    return ["python", *kept] if kept[0].startswith("-") else [Path(kept[0]).name, *kept[1:]]
 
 
 def _git() -> dict[str, Any] | None:

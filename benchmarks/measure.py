@@ -217,7 +217,7 @@ def resident_bytes(*, peak: bool = False) -> int:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """What nobody holds any more; raises RuntimeError where the device takes no more work."""
+    """Frees unreachable objects and cached blocks; RuntimeError where the device takes no more work."""
     gc.collect()
     synchronize(device)
     if device.type == "cuda":

@@ -50,7 +50,9 @@ def add_models(parser: argparse.ArgumentParser, cuda: list[str], cpu: list[str],
     """Options for the architectures: those of a GPU, and those of a CPU with so many layers."""
     models, layers = ByDevice(cuda, cpu), ByDevice(None, cpu_layers)
     parser.add_argument("--model", nargs="+", choices=ARCHITECTURES, default=models, help="(%(default)s)")
-    parser.add_argument("--layers", type=positive, default=layers, help="of each, at most (%(default)s)")
+    parser.add_argument(
+        "--layers", type=positive, default=layers, help=f"of each, at most (all; on a CPU {cpu_layers})"
+    )
 
 
 def chosen_models(options: argparse.Namespace) -> list[dict[str, Any]]:
