@@ -112,14 +112,10 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     ids = (prompt.token_ids for prompt in prompts)
     datasets = [config.evaluation.dataset, *(part.dataset.config for part in parts)]
     completion = max(c.rollout.max_completion_length for c in (config, *(stage.config for stage in stages)))
+    longest = longest_sequence(policy, chain(ids, library_prompts(datasets)), completion)
     with ExitStack() as unless_built:
         engine = unless_built.enter_context(
-            make_engine(
-                config.rollout,
-                policy,
-                max_length=longest_sequence(policy, chain(ids, library_prompts(datasets)), completion),
-                world=world,
-            )
+            make_engine(config.rollout, policy, max_length=longest, world=world)
         )
         engine.sleep()  # its memory is that of masters, gradients and a resumed state until the first rollout
         optimizer = PolicyOptimizer(
@@ -213,11 +209,10 @@ def build_stage(
     def same(*keys: str) -> bool:
         return before is not None and all(at(config, key) == at(before.stage.config, key) for key in keys)
 
-    toolsets = (
-        before.toolsets
-        if before and same("dataset", *TOOLS)
-        else load_toolsets(config.rollout, config.dataset)
-    )
+    if before and same("dataset", *TOOLS):
+        toolsets = before.toolsets
+    else:
+        toolsets = load_toolsets(config.rollout, config.dataset)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:

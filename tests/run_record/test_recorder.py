@@ -100,16 +100,6 @@ def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_
     assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
 
 
-def test_out_of_memory_in_an_update_costs_no_step(toy, tmp_path: Path, monkeypatch):
-    config = in_process(toy, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        break_at_step(patch, FORWARD, 3, torch.OutOfMemoryError("no memory"))
-        train(config, display=False)
-    timings = (tmp_path / "run" / "timings.jsonl").read_text().splitlines()
-    budgets = [json.loads(line)["memory/micro_batch_tokens"] for line in timings]
-    assert budgets[:3] == [64] * 3 and budgets[3] == budgets[4] < 64
-
-
 def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: Path, monkeypatch, capsys):
     stages = [{"name": "one", "steps": 3}, {"name": "two", "fresh_optimizer": True}]
     config = in_process(toy, tmp_path / "run", stages=stages)
