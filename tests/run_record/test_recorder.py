@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from grpo_fast.run_record.checkpoint import (
     CheckpointSaveError,
     CheckpointStore,
 )
+from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.trainer import Trainer
-from grpo_fast.update import PolicyUpdate
 
 SAMPLED = {"tensorboard": False, "samples_every": 1}
 
@@ -46,25 +46,40 @@ def exact_files(run_dir: Path) -> dict[str, bytes]:
 
 
 FORWARD = "grpo_fast.policy.policy.Policy.hidden_states"
+SYNC = "grpo_fast.rollout.transformers.TransformersEngine.sync"
+STEP = "grpo_fast.policy.optimizer.PolicyOptimizer.step"
+MOMENTS = "grpo_fast.policy.optimizer.PolicyOptimizer._make_moments"
+BACKWARD = "grpo_fast.update.PolicyUpdate.backward"
+SAMPLES = "grpo_fast.run_record.logs.RunLogs.samples"
+NAN = Diverged("the gradient norm is nan")
 
 
-def break_at_step(monkeypatch: pytest.MonkeyPatch, target: str, step: int, error: BaseException) -> None:
-    """The first call of `target` once `step` steps are done raises."""
-    original, train_step, steps = pkgutil.resolve_name(target), Trainer.train_step, []
+@pytest.fixture
+def fail(capsys):
+    def fail(config: TrainConfig, target: str, error: BaseException, *, step: int = 3, call: int = 1) -> str:
+        """What a run prints and raises whose `call`th call of `target` after a step fails."""
+        original, train_step, calls, steps = pkgutil.resolve_name(target), Trainer.train_step, [], []
 
-    def counted(self: Trainer) -> Any:
-        result = train_step(self)
-        steps.append(self.step)
-        return result
+        def counted(self: Trainer) -> Any:
+            result = train_step(self)
+            steps.append(self.step)
+            return result
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        if len(steps) == step:
-            steps.append(-1)
-            raise error
-        return original(*args, **kwargs)
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            calls.extend([1] if len(steps) == step else [])
+            if len(calls) == call:
+                calls.append(1)
+                raise error
+            return original(*args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "train_step", counted)
-    monkeypatch.setattr(target, broken)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(BaseException) as raised:
+            patch.setattr(Trainer, "train_step", counted)
+            patch.setattr(target, broken)
+            train(config)
+        assert raised.type is (Diverged if isinstance(error, FloatingPointError) else type(error))
+        return f"{' '.join(capsys.readouterr().out.split())} {raised.value}"
+
+    return fail
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +90,13 @@ def whole_run(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [
-        (FORWARD, KeyboardInterrupt()),
-        ("grpo_fast.rollout.transformers.TransformersEngine.sync", ValueError("bug")),
-    ],
-)
+@pytest.mark.parametrize(("target", "error"), [(FORWARD, KeyboardInterrupt()), (SYNC, ValueError("bug"))])
 def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_if_nothing_had_been(
-    toy, contents, tmp_path: Path, whole_run: Path, monkeypatch, capsys, target: str, error: BaseException
+    toy, contents, tmp_path: Path, whole_run: Path, fail, target: str, error: BaseException
 ):
     config = in_process(toy, tmp_path / "failed")
-    with monkeypatch.context() as patch:
-        break_at_step(patch, target, 3, error)
-        with pytest.raises(type(error)):
-            train(config)
-    shown = capsys.readouterr().out
-    assert f"{type(error).__name__}: step 3 is safe; continue with --resume" in shown
+    said = fail(config, target, error)
+    assert f"{type(error).__name__}: step 3 is safe; continue with --resume" in said
     assert newest(config).step == 3
 
     train(config, resume="latest", display=False)
@@ -100,79 +105,45 @@ def test_a_run_that_fails_before_an_update_saves_the_step_before_and_resumes_as_
     assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
 
 
-def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: Path, monkeypatch, capsys):
+def test_a_first_update_that_does_not_fit_keeps_the_step_before(toy, tmp_path: Path, fail):
     stages = [{"name": "one", "steps": 3}, {"name": "two", "fresh_optimizer": True}]
-    config = in_process(toy, tmp_path / "run", stages=stages)
-    train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}), display=False)
-    make_moments, steps = PolicyOptimizer._make_moments, []
-
-    def full(self: PolicyOptimizer, names: Any) -> None:
-        steps.append(1)
-        if len(steps) == 4:  # the moments are made anew
-            raise torch.OutOfMemoryError("no room")
-        make_moments(self, names)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PolicyOptimizer, "_make_moments", full)
-        with pytest.raises(torch.OutOfMemoryError, match=r"model\.lora"):
-            train(config)
-    assert "step 3 is safe; continue with --resume" in " ".join(capsys.readouterr().out.split())
+    config, whole = (in_process(toy, tmp_path / name, stages=stages) for name in ("run", "whole"))
+    said = fail(config, MOMENTS, torch.OutOfMemoryError("no room"))  # the moments are made anew
+    assert "step 3 is safe; continue with --resume" in said and "model.lora" in said
 
     train(config, resume="latest", display=False)
+    train(whole, display=False)
     assert exact_files(tmp_path / "run") == exact_files(tmp_path / "whole")
 
 
-def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Path, monkeypatch):
+def test_a_failure_while_a_step_is_written_down_keeps_the_step(toy, tmp_path: Path, fail):
     config = in_process(toy, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        break_at_step(patch, "grpo_fast.run_record.logs.RunLogs.samples", 3, ValueError("bug"))
-        with pytest.raises(ValueError, match="bug"):
-            train(config, display=False)
+    fail(config, SAMPLES, ValueError("bug"))
     assert newest(config).step == 3
     train(config, resume="latest", display=False)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [*range(6)]
 
 
 def test_amid_several_updates_nothing_is_saved_and_the_message_names_the_last_checkpoint(
-    toy, tmp_path: Path, monkeypatch, capsys
+    toy, tmp_path: Path, fail
 ):
     config = in_process(toy, tmp_path / "run", num_iterations=2, checkpoint={"every": 2})
-    backward, calls = PolicyUpdate.backward, []
-
-    def broken(self: PolicyUpdate, *args: Any) -> Any:
-        calls.append(True)
-        if len(calls) == 8:  # the second update of the fourth step
-            raise KeyboardInterrupt
-        return backward(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PolicyUpdate, "backward", broken)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "amid the update of step 4" in shown and "the last is of step 2" in shown
+    said = fail(config, BACKWARD, KeyboardInterrupt(), call=2)
+    assert "amid the update of step 4" in said and "the last is of step 2" in said
     assert newest(config).step == 2
     train(config, resume="latest", display=False)
-
-
-STEP = "grpo_fast.policy.optimizer.PolicyOptimizer.step"
-NAN = Diverged("the gradient norm is nan")
 
 
 @pytest.mark.parametrize(
     ("target", "error"), [(STEP, NAN), (FORWARD, FloatingPointError("the logits hold NaN"))]
 )
 def test_a_run_that_diverges_keeps_and_names_the_newest_checkpoint_before(
-    toy, tmp_path: Path, monkeypatch, target: str, error: FloatingPointError
+    toy, tmp_path: Path, fail, target: str, error: FloatingPointError
 ):
     run_dir = tmp_path / "run"
-    config = in_process(toy, run_dir, checkpoint={"every": 1, "keep": 2})
-    said = rf"after step 3: {error}; .*--resume {run_dir}\S*step-00000002, .*learning_rate \(0\.003 now"
-    break_at_step(monkeypatch, target, 3, error)
-    with pytest.raises(Diverged, match=said):
-        train(config, display=False)
-
+    said = fail(in_process(toy, run_dir, checkpoint={"every": 1, "keep": 2}), target, error)
+    named = rf"after step 3: {error}; .*--resume {run_dir}\S*step-00000002, .*learning_rate \(0\.003 now"
+    assert re.search(named, said)
     kept = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert kept == ["step-00000002", "step-00000003"]
 
@@ -197,22 +168,19 @@ def test_weights_that_a_step_has_made_infinite_are_found_by_the_save_or_by_the_n
         train(config, display=False)
 
 
-def test_a_model_whose_first_gradient_is_not_finite_is_to_blame_itself(toy, tmp_path: Path, monkeypatch):
-    break_at_step(monkeypatch, STEP, 0, NAN)
-    with pytest.raises(Diverged, match=r"after step 0: the gradient norm is nan; .*model\.dtype = float32"):
-        train(in_process(toy, tmp_path / "run"), display=False)
+def test_a_model_whose_first_gradient_is_not_finite_is_to_blame_itself(toy, tmp_path: Path, fail):
+    said = fail(in_process(toy, tmp_path / "run"), STEP, NAN, step=0)
+    assert re.search(r"after step 0: the gradient norm is nan; .*model\.dtype = float32", said)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_run_that_diverges_without_a_checkpoint_leaves_finite_weights_to_export_and_not_to_resume(
-    toy, tmp_path: Path, monkeypatch
+    toy, tmp_path: Path, fail
 ):
     config = in_process(toy, tmp_path / "run")
     weights = tmp_path / "run" / "checkpoints" / "step-00000003.weights"
-    with monkeypatch.context() as patch:
-        break_at_step(patch, STEP, 3, NAN)
-        with pytest.raises(Diverged, match=f"no checkpoint from before.*`grpo-fast export {weights} OUT`"):
-            train(config, display=False)
+    said = fail(config, STEP, NAN)
+    assert "no checkpoint from before" in said and f"`grpo-fast export {weights} OUT`" in said
 
     export_run(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").exists()
