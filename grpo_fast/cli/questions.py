@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import ConfigError, Problem, check_filled_in, load_config
+from grpo_fast.config_io import ConfigError, Problem, check_filled_in, config_path, load_config
 from grpo_fast.data.types import spoken
 from grpo_fast.rollout import Engine, Sampling, make_engine, require_engine, sampling_of
+from grpo_fast.run_record.files import CONFIG_FILE
 from grpo_fast.run_record.summary import score_text
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Parts:
     config: TrainConfig
     rewards: RewardSet
     policy: Policy
-    step: int | None  # of the run that the policy's weights are of; None: of none
+    step: int | None  # of the weights, where they are a run's
     questions: PromptDataset
     rollout: Rollout
 
@@ -112,15 +113,19 @@ class Parts:
         """The weights are those of the run or checkpoint `source`, if it is one."""
         from grpo_fast.data import load_held_out, load_prompts
         from grpo_fast.environments import load_toolsets, make_rollout
+        from grpo_fast.policy import load_policy
         from grpo_fast.rewards import load_rewards
-        from grpo_fast.run.export import load_policy_of
+        from grpo_fast.run.export import locate, trained_policy
 
         require_engine(config.rollout)
         dataset = config.evaluation.dataset if held_out else None
         toolsets = load_toolsets(config.rollout, dataset or config.dataset)
         rewards = load_rewards(config.rewards, toolsets.classes if toolsets else ())
         rewards.position(config.evaluation.reward)  # refused before any work where there is no such reward
-        policy, step = load_policy_of(source, config)
+        if Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
+            policy, step = trained_policy(config, *locate(Path(source)))
+        else:
+            policy, step = load_policy(config.model), None
         schemas = toolsets.schemas if toolsets else None
         load = load_prompts if dataset is None else load_held_out
         questions = load(dataset or config.dataset, policy.tokenizer, schemas)

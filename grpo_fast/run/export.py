@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from grpo_fast.config import TrainConfig
-from grpo_fast.config_io import config_path, load_config
+from grpo_fast.config_io import load_config
 from grpo_fast.policy import Policy, load_policy
 from grpo_fast.policy.optimizer import MASTER, require_same_shapes
 from grpo_fast.run_record.checkpoint import CheckpointStore
@@ -37,14 +37,6 @@ def export_run(source: str | Path, out: str | Path) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return out
-
-
-def load_policy_of(source: str | Path, config: TrainConfig) -> tuple[Policy, int | None]:
-    """The policy of a configuration, and the step that its weights are of where `source` is a run's directory
-    (its newest) or a checkpoint's."""
-    if Path(source).is_dir() and config_path(source).name == CONFIG_FILE:
-        return trained_policy(config, *locate(Path(source)))
-    return load_policy(config.model), None
 
 
 def locate(source: Path) -> tuple[Path, Path | None]:
