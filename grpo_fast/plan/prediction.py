@@ -103,23 +103,16 @@ class Prediction:
     @cached_property
     def exchange(self) -> dict[Phase, float]:
         """Seconds of a step between ranks, estimated."""
-        of = self.predictor.run, self.predictor.shape, self.predictor.timed_on
-        return {"update": update_exchange(*of, self.micro_batch), "rollout": sync_seconds(*of)}
+        predictor = self.predictor
+        return {"update": update_exchange(predictor, self.micro_batch), "rollout": sync_seconds(predictor)}
 
     @cached_property
     def seconds(self) -> dict[Phase, float]:
         """Of a step, those between ranks among them, estimated."""
         predictor, sizes = self.predictor, self.sizes
-        run, shape, device = predictor.run, predictor.shape, predictor.timed_on
-        # An engine's own copy of the weights is in full precision.
-        copied = predictor.engine == "vllm" and not predictor.shares_weights
-        engine_shape = replace(shape, quantized=0) if copied else shape
         work = whole_step(sizes, self.micro_batch.count * sizes.minibatches)
-        rows = predictor.rows_in_flight(sizes)
-        update = update_seconds(run, shape, device, work)
-        update += transfer_seconds(run, shape, device, predictor.offloaded)
-        rollout = rollout_seconds(engine_shape, device, sizes, predictor.engine, rows)
-        rollout += SLEEP_SECONDS * predictor.sleeps
+        update = update_seconds(predictor, work) + transfer_seconds(predictor)
+        rollout = rollout_seconds(predictor, sizes) + SLEEP_SECONDS * predictor.sleeps
         return {"update": update + self.exchange["update"], "rollout": rollout + self.exchange["rollout"]}
 
     @property
@@ -197,6 +190,9 @@ class Predictor:
         merged = adapted and not self.keeps_adapters
         separate = merged or self.sharded or "experts" in self.shape.parameters
         self.shares_weights = wanted and not separate and vllm.tensor_parallel_size == 1
+        # vLLM's own copy of the weights is in full precision.
+        copied = self.engine == "vllm" and not self.shares_weights
+        self.engine_shape = replace(self.shape, quantized=0) if copied else self.shape
         # Its weights or, with adapters that it keeps beside them, what it never gets again.
         self.sends_weights = not self.shares_weights and not self.keeps_adapters
         # What of the trainer can be offloaded, the cheapest first.

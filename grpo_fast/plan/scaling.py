@@ -122,17 +122,16 @@ def step_seconds(choice: Prediction, lengths: Lengths) -> dict[str, float]:
     """Of a step with completions of these lengths: rollout and update are the ranks' means, and `waiting` is
     what the slowest takes more; communication is of GPUs, the exchange of groups of their hosts."""
     predictor, tokens = choice.predictor, sum(map(sum, lengths))
-    run, shape, device = predictor.run, predictor.shape, predictor.timed_on
+    run, device = predictor.run, predictor.device
     rollouts = [decoded(choice, World(rank, device.ranks).share(lengths)) for rank in range(device.ranks)]
     works = [dealt(choice, lengths[part :: run.minibatches]) for part in range(run.minibatches)]
-    updates = [[update_seconds(run, shape, device, work) for work in each] for each in works]
+    updates = [[update_seconds(predictor, work) for work in each] for each in works]
     count = fmean(each[0].count for each in works)
     batch = Work(0, 0, targets=int(tokens / (device.ranks * run.minibatches * count)), count=count)
-    copies = transfer_seconds(run, shape, device, predictor.offloaded)
     return {
         "rollout": fmean(rollouts),
-        "update": sum(map(fmean, updates)) + copies,
-        "communication": update_exchange(run, shape, device, batch) + sync_seconds(run, shape, device),
+        "update": sum(map(fmean, updates)) + transfer_seconds(predictor),
+        "communication": update_exchange(predictor, batch) + sync_seconds(predictor),
         "exchange": EXCHANGED_SECONDS * tokens * (device.ranks > 1),
         "waiting": sum(max(phase) - fmean(phase) for phase in (rollouts, *updates)),
     }
@@ -140,12 +139,11 @@ def step_seconds(choice: Prediction, lengths: Lengths) -> dict[str, float]:
 
 def decoded(choice: Prediction, lengths: Lengths) -> float:
     """Seconds in which a rank's engine answers its prompts; what is in flight falls as completions end."""
-    predictor, sizes = choice.predictor, choice.sizes
-    shape, device, prompt = predictor.shape, predictor.timed_on, sizes.prompt_length
+    predictor, sizes, prompt = choice.predictor, choice.sizes, choice.sizes.prompt_length
     waiting = [length for row in reversed(lengths) for length in reversed(row)]
     ends: list[tuple[int, int]] = []  # (the token at which it ends, its length) of each in flight
     most, now, held = predictor.rows_in_flight(sizes), 0, 0
-    seconds = prefill_seconds(shape, device, replace(sizes, prompts=len(lengths)))
+    seconds = prefill_seconds(predictor, replace(sizes, prompts=len(lengths)))
     while waiting or ends:
         while waiting and len(ends) < most:
             length = waiting.pop()
@@ -153,7 +151,7 @@ def decoded(choice: Prediction, lengths: Lengths) -> float:
             held += prompt
         tokens, rows = ends[0][0] - now, len(ends)
         seen = (held + rows * tokens // 2) // rows
-        seconds += tokens * token_seconds(shape, device, predictor.engine, seen, rows)
+        seconds += tokens * token_seconds(predictor, seen, rows)
         now, held = now + tokens, held + rows * tokens
         while ends and ends[0][0] == now:
             held -= prompt + heapq.heappop(ends)[1]

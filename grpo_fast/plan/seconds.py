@@ -6,15 +6,16 @@ is hidden behind other work.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from typing import TYPE_CHECKING
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.plan.devices import DeviceBudget
 from grpo_fast.plan.model_shape import ModelShape
 from grpo_fast.plan.sizes import StepSizes, Work
-from grpo_fast.rollout.config import Part
+
+if TYPE_CHECKING:
+    from grpo_fast.plan.prediction import Predictor
 
 # What is reached of the published rates of arithmetic, of the memory while decoding, and of links. Assumed.
 REACHED_FLOPS, REACHED_BANDWIDTH, REACHED_LINK = 0.4, 0.6, 0.8
@@ -31,8 +32,9 @@ HOST_SECONDS = {"vllm": 2e-3, "transformers": 7e-4}
 """The least that a decoded token takes: vLLM's scheduler and graph; the launches of one layer."""
 
 
-def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: Work) -> float:
+def update_seconds(of: Predictor, work: Work) -> float:
     """Of all epochs and minibatches of a step, whose documents are `work` in `work.count` micro-batches."""
+    run, shape, device = of.run, of.shape, of.timed_on
     layers = _layer_flops(shape, work.inputs, work.pairs)
     head = 2 * shape.vocabulary * shape.hidden * work.targets  # of one of its products
     recomputed = {True: layers, "offload": layers, "mlp": 2 * shape.active_mlp * work.inputs}
@@ -50,53 +52,51 @@ def update_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget, wo
     return computing + moved / (REACHED_BANDWIDTH * device.bandwidth)
 
 
-def transfer_seconds(
-    run: TrainConfig, shape: ModelShape, device: DeviceBudget, offloaded: Collection[Part]
-) -> float:
+def transfer_seconds(of: Predictor) -> float:
     """Of a step's copies: state to each optimiser step, the reference once; both directions overlap."""
+    run, shape, offloaded = of.run, of.shape, of.offloaded
     moments = shape.moments(run.optimizer.kind) * ("optimizer" in offloaded)
     masters = 4 * shape.narrow * ("master" in offloaded)
     steps = run.num_iterations * run.minibatches
-    copied = steps * (moments + masters) / device.ranks + shape.bytes * ("reference" in offloaded)
-    return copied / _host_link(device)
+    copied = steps * (moments + masters) / of.device.ranks + shape.bytes * ("reference" in offloaded)
+    return copied / _host_link(of.timed_on)
 
 
-def rollout_seconds(
-    shape: ModelShape, device: DeviceBudget, sizes: StepSizes, engine: str, in_flight: int
-) -> float:
+def rollout_seconds(of: Predictor, sizes: StepSizes) -> float:
     """Prompts through the model once, then a token of each completion in flight at a time.
 
     It takes as long as reading weights, keys and values, these half-way, or as its products.
     """
-    length = sizes.completion_length
-    token = partial(token_seconds, shape, device, engine, sizes.prompt_length + length // 2)
-    waves, rest = divmod(sizes.completions, in_flight)
-    seconds = length * (waves * token(in_flight) + (token(rest) if rest else 0))
-    return prefill_seconds(shape, device, sizes) + seconds
+    length, in_flight = sizes.completion_length, of.rows_in_flight(sizes)
+    seen, (waves, rest) = sizes.prompt_length + length // 2, divmod(sizes.completions, in_flight)
+    token = waves * token_seconds(of, seen, in_flight) + (token_seconds(of, seen, rest) if rest else 0)
+    return prefill_seconds(of, sizes) + length * token
 
 
-def prefill_seconds(shape: ModelShape, device: DeviceBudget, sizes: StepSizes) -> float:
+def prefill_seconds(of: Predictor, sizes: StepSizes) -> float:
     """Of the prompts' way through the model."""
     tokens, prompt = sizes.prompts * sizes.prompt_length, sizes.prompt_length
-    return _layer_flops(shape, tokens, tokens * prompt // 2) / (REACHED_FLOPS * device.flops)
+    return _layer_flops(of.shape, tokens, tokens * prompt // 2) / (REACHED_FLOPS * of.timed_on.flops)
 
 
-def token_seconds(shape: ModelShape, device: DeviceBudget, engine: str, seen: int, rows: int) -> float:
+def token_seconds(of: Predictor, seen: int, rows: int) -> float:
     """Of the next token of so many completions in flight, each of which sees `seen` tokens."""
+    shape, device = of.engine_shape, of.timed_on
     weights = shape.active + shape.vocabulary * shape.hidden
     in_4_bits = 0.5 if rows <= FUSED_4_BITS else 0.5 + 2 * shape.itemsize  # else they are made anew, and read
     read = shape.itemsize * (weights - shape.quantized) + in_4_bits * shape.quantized
     read += rows * shape.kv_bytes(seen)
     computing = 2 * rows * weights / (REACHED_FLOPS * device.flops)
-    host = HOST_SECONDS[engine] * (1 if engine == "vllm" else len(shape.layers))
+    host = HOST_SECONDS[of.engine] * (1 if of.engine == "vllm" else len(shape.layers))
     return max(read / (REACHED_BANDWIDTH * device.bandwidth), computing, host)
 
 
-def update_exchange(run: TrainConfig, shape: ModelShape, device: DeviceBudget, work: Work) -> float:
+def update_exchange(of: Predictor, work: Work) -> float:
     """Between ranks, of all epochs and minibatches of a step, each of `work.count` micro-batches.
 
     Gradients travel as float32, weights and hidden states as they are.
     """
+    run, shape, device = of.run, of.shape, of.timed_on
     trained, steps = shape.narrow + shape.wide, run.num_iterations * run.minibatches
     if run.distributed.mode != "shard":
         weights = shape.itemsize * shape.narrow + 4 * shape.wide
@@ -117,10 +117,9 @@ def update_exchange(run: TrainConfig, shape: ModelShape, device: DeviceBudget, w
     return _collective_seconds(device, batches * size, batches * calls)
 
 
-def sync_seconds(run: TrainConfig, shape: ModelShape, device: DeviceBudget) -> float:
+def sync_seconds(of: Predictor) -> float:
     """Of the weights' way to the engines of mode shard, tensor by tensor."""
-    sharded = run.distributed.mode == "shard"
-    return _collective_seconds(device, sharded * shape.bytes, sharded * shape.tensors)
+    return _collective_seconds(of.timed_on, of.sharded * of.shape.bytes, of.sharded * of.shape.tensors)
 
 
 def _collective_seconds(device: DeviceBudget, size: float, calls: float) -> float:

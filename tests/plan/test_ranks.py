@@ -13,7 +13,7 @@ from grpo_fast.distributed.world import World
 from grpo_fast.plan import auto
 from grpo_fast.plan.auto import resolve_auto
 from grpo_fast.plan.devices import DeviceBudget, device_budget
-from grpo_fast.plan.prediction import PHASES
+from grpo_fast.plan.prediction import PHASES, Predictor
 from grpo_fast.plan.scaling import drawn_lengths, scaling, step_seconds
 from grpo_fast.plan.search import Search, divisions, plan
 from grpo_fast.plan.seconds import update_exchange
@@ -94,12 +94,11 @@ def test_one_rank_is_planned_as_ever(traces: Traces) -> None:
 
 
 def test_what_ranks_exchange_takes_what_arithmetic_by_hand_says(traces: Traces) -> None:
-    config = run(minibatches=2, old_logprobs="sampler")
-    shape = traces.shape(config.model)
-    work = Work(0, 0, targets=100, count=3)
+    shape = traces.shape(run().model)
 
     def seconds(mode: str, head: str, device: DeviceBudget) -> float:
-        return update_exchange(run(mode, head, minibatches=2, old_logprobs="sampler"), shape, device, work)
+        config = run(mode, head, minibatches=2, old_logprobs="sampler")
+        return update_exchange(Predictor(config, traces, device), Work(0, 0, targets=100, count=3))
 
     numbers, table, hops = shape.bytes // 2, 1000 * 128, 5e-6
     rate = 0.8 * 450e9

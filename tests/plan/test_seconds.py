@@ -19,11 +19,10 @@ STEP = StepSizes(
 def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predictor: Any) -> None:
     traces = Traces(model_config("Llama-3.1-8B"))
     planned = predictor(traces, device_budget("H100"), dtype="bfloat16")
-    shape, device = planned.shape, planned.device
-    work = whole_step(STEP)
+    shape = planned.shape
 
-    update = update_seconds(planned.run, shape, device, work)
-    rollout = rollout_seconds(shape, device, STEP, "vllm", 128)
+    update = update_seconds(planned, whole_step(STEP))
+    rollout = rollout_seconds(planned, STEP)
 
     # 32 layers of 2·4096² + 2·4096·1024 + 3·4096·14336 weights; the head's are 128256·4096, 0.525e9.
     assert shape.active == pytest.approx(6.98e9, rel=1e-3)
@@ -38,7 +37,7 @@ def test_a_step_of_llama_8b_on_an_h100_takes_what_arithmetic_by_hand_says(predic
     # 128 · 768 · 131,072 = 12.9e9 of keys and values, at 60 % of 3350e9: 13.9 ms.
     assert rollout == pytest.approx(0.292 + 512 * 27.9e9 / (0.6 * 3350e9), rel=1e-3)
     # A wave of 100 and one of the 28 left read the weights twice.
-    waves = rollout_seconds(shape, device, STEP, "vllm", 100)
+    waves = rollout_seconds(planned, replace(STEP, most_in_flight=100))
     assert waves == pytest.approx(0.292 + 512 * (27.9e9 + 15.0e9) / (0.6 * 3350e9), rel=1e-3)
 
 
@@ -47,7 +46,7 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
 
     def seconds(sections: dict[str, Any] | None = None, **keys: Any) -> float:
         made = predictor(traces, device_budget("H100"), sections, dtype="bfloat16", **keys)
-        return update_seconds(made.run, made.shape, made.device, whole_step(STEP))
+        return update_seconds(made, whole_step(STEP))
 
     mlps = seconds(gradient_checkpointing="mlp")
     assert seconds(gradient_checkpointing=True) > mlps > seconds() > seconds(train_lm_head=False)
@@ -61,12 +60,15 @@ def test_what_is_trained_and_asked_for_makes_a_step_longer(config: Any, predicto
 def test_a_base_in_4_bits_is_read_as_it_is_for_few_rows_and_made_anew_for_many(
     config: Any, predictor: Any
 ) -> None:
-    small, gpu = predictor(Traces(config()), dtype="bfloat16").shape, device_budget("H100")
+    gpu = device_budget("H100")
+    planned = predictor(Traces(config()), gpu, dtype="bfloat16", attention="sdpa")
+    small = planned.shape
     plain = replace(small, active=10**10, layers=())
     quantised = replace(plain, quantized=8 * 10**9)
 
     def moved(shape: Any, rows: int) -> float:
-        return token_seconds(shape, gpu, "vllm", 1, rows) * 0.6 * gpu.bandwidth
+        planned.engine_shape = shape
+        return token_seconds(planned, 1, rows) * 0.6 * gpu.bandwidth
 
     head = 2 * small.vocabulary * small.hidden
     assert moved(plain, 8) == pytest.approx(2e10 + head)
@@ -80,7 +82,7 @@ def test_inputs_of_layers_leave_and_come_back_beside_the_computing(config: Any, 
     def seconds(flops: float, recomputed: Any) -> float:
         gpu = replace(device_budget("H100"), flops=flops)
         made = predictor(traces, gpu, dtype="bfloat16", gradient_checkpointing=recomputed)
-        return update_seconds(made.run, made.shape, gpu, replace(whole_step(STEP), count=0))
+        return update_seconds(made, replace(whole_step(STEP), count=0))
 
     assert seconds(1e12, "offload") == seconds(1e12, True)
     inputs = 16 * (512 + 8 * 511)
@@ -116,7 +118,7 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
         return predictor(traces, h100, sections, dtype="bfloat16", **keys)
 
     def update(found: Any, work: MicroBatch = many) -> float:
-        return update_seconds(found.run, found.shape, h100, work)
+        return update_seconds(found, work)
 
     plain, mlps, layers = (made(gradient_checkpointing=how) for how in (False, "mlp", True))
     rate = 0.4 * 989e12
@@ -130,10 +132,10 @@ def test_what_is_recomputed_launched_and_moved_takes_what_arithmetic_by_hand_say
 
     trained, weights = plain.shape.narrow, plain.shape.bytes
     steps = {"num_iterations": 2, "minibatches": 3, "prompts_per_step": 3}
-    assert transfer_seconds(plain.run, plain.shape, h100, ["gradients"]) == 0
-    assert transfer_seconds(plain.run, plain.shape, h100, ["optimizer"]) == 8 * trained / 50e9
-    several = made(steps).run
-    both = transfer_seconds(several, plain.shape, device_budget("L4"), ["optimizer", "master", "reference"])
+    assert transfer_seconds(made({"memory": {"offload": ["gradients"]}})) == 0
+    assert transfer_seconds(made({"memory": {"offload": ["optimizer"]}})) == 8 * trained / 50e9
+    sections = steps | {"memory": {"offload": ["optimizer", "master", "reference"]}, "loss": {"beta": 0.1}}
+    both = transfer_seconds(predictor(traces, device_budget("L4"), sections, dtype="bfloat16"))
     assert both == pytest.approx((6 * 12 * trained + weights) / 25e9)
 
 
