@@ -14,51 +14,52 @@ from benchmarks.peer_suites import SUITES, prepare
 
 TEST = """
 import pytest
-from trl.kernels import ChunkedLogProbFunction
-from .testing_utils import require_torch_accelerator
+from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
 
-@require_torch_accelerator
-class TestChunkedLogProbFunction:
-    def test_forward(self):
-        assert False, "counts chunks"
+def test_triton_grpo():
+    assert False, "Liger's own kernel"
 
-    def test_name(self):
-        assert ChunkedLogProbFunction.__name__ == "FusedHead"
+def test_name():
+    assert LigerFusedLinearGRPOLoss.__module__.startswith("grpo_fast")
 
-    def test_backward_bfloat16(self):
-        assert 0.5 < 0.1
+@pytest.mark.parametrize("case", ["luspo-dtype0-4096"])
+def test_correctness(case):
+    assert 0.5 < 0.1
 
-    def test_other(self):
-        raise ValueError("seven")
+def test_other():
+    raise ValueError("seven")
 
-    @pytest.mark.skip(reason="why")
-    def test_skipped(self):
-        pass
+@pytest.mark.skip(reason="why")
+def test_skipped():
+    pass
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="pip install --no-deps trl")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="fewer tests are left out where there is a GPU")
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="pip install liger-kernel")
 def test_a_suite_runs_on_our_functions_and_every_failure_has_a_kind(tmp_path, capsys):
     record = tmp_path / "record.json"
-    source = tmp_path / "trl"
-    (source / "tests").mkdir(parents=True)
-    (source / "tests" / "test_kernels.py").write_text(TEST)
+    source = tmp_path / "liger"
+    for number, file in enumerate(SUITES["liger"].tests):
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).write_text("" if number else TEST)
     (source / "COMMIT").write_text("c0ffee\n")
 
-    arguments = ["--source", str(tmp_path), "--suite", "trl", "verl", "--json", str(record)]
+    arguments = ["--source", str(tmp_path), "--suite", "liger", "verl", "--json", str(record)]
     assert peer_suites.main(arguments) == 1  # one failure is unexplained
 
-    printed, found = capsys.readouterr().out, json.loads(record.read_text())["suites"]["trl"]
-    assert "trl: 1 passed, 2 failed, 1 deselected, 1 skipped" in printed
+    printed, found = capsys.readouterr().out, json.loads(record.read_text())["suites"]["liger"]
+    assert "liger: 1 passed, 2 failed, 1 deselected, 1 skipped" in printed
     assert "verl: no folder" in printed
     assert found["commit"] == "c0ffee"
-    assert [found[key] for key in ("passed", "failed", "deselected", "skipped")] == [1, 2, 1, 1]
-    assert found["reasons"]["deselected"] == {"patches torch.mm and counts TRL's own chunks": 1}
+    assert found["reasons"]["deselected"] == {"Liger's own Triton kernel on a GPU": 1}
     assert found["reasons"]["skipped"] == {"why": 1}
     kinds = {failure["test"].rpartition("::")[2]: failure["kind"] for failure in found["failures"]}
-    assert kinds["test_backward_bfloat16"] == next(iter(SUITES["trl"].failures.values()))
-    assert kinds["test_other"] == peer_suites.UNKNOWN
+    assert kinds == {
+        "test_correctness[luspo-dtype0-4096]": next(iter(SUITES["liger"].failures.values())),
+        "test_other": peer_suites.UNKNOWN,
+    }
     assert "ValueError: seven" in printed
 
 
