@@ -210,9 +210,14 @@ def build_stage(
         return before is not None and all(at(config, key) == at(before.stage.config, key) for key in keys)
 
     if before and same("dataset", *TOOLS):
-        toolsets = before.toolsets
+        toolsets, dataset = before.toolsets, before.dataset
     else:
         toolsets = load_toolsets(config.rollout, config.dataset)
+        dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
+        if held_out is not None:
+            plays = toolsets is not None and bool(toolsets.classes)
+            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
+            dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:
@@ -222,14 +227,6 @@ def build_stage(
         weights = before.adaptive_weights
     elif config.adaptive_weights is not None:
         weights = AdaptiveWeights(config.adaptive_weights, rewards.names, rewards.weights)
-    if before and same("dataset", *TOOLS):
-        dataset = before.dataset
-    else:
-        dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
-        if held_out is not None:
-            plays = toolsets is not None and bool(toolsets.classes)
-            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
-            dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
     # Pass rates are of the rewards that they were measured by.
     measured_by = () if config.curriculum is None else ("rewards",)
     if before and same("dataset", "groups", "curriculum", "prompts_per_step", *measured_by, *TOOLS):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,18 +55,6 @@ class Algorithm(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """A run between two steps: what its checkpoint holds besides the weights and the optimizer's tensors.
-
-    The coming step moves prompts and random states on long before it changes a weight. Until it does, this
-    and the tensors are a checkpoint of the step before.
-    """
-
-    step: int
-    state: str  # JSON
-
-
 class Recorder:
     """Logs, checkpoints, alerts and the display of a run; a context that the steps run in.
 
@@ -106,7 +93,7 @@ class Recorder:
         self.display = Display(config.max_steps, console=console, **options)
         self.say = self.display.message
         self.saved = checkpoint.step if checkpoint else None  # the step of the newest checkpoint
-        self.boundary = self.capture()
+        self.capture()
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(self.display)
@@ -141,7 +128,7 @@ class Recorder:
             self.watch(evaluated)
             if evaluated:
                 self.callbacks.tell("on_evaluate", 0, evaluated)
-        self.boundary = self.capture()
+        self.capture()
 
     def record(self, result: StepResult) -> None:
         """Write and show a finished step, score the held-out questions and save where that is due."""
@@ -164,7 +151,7 @@ class Recorder:
         self.callbacks.tell("on_step_end", step, {**metrics, **timings})
         if evaluated:
             self.callbacks.tell("on_evaluate", step, evaluated)
-        self.boundary = self.capture()
+        self.capture()
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
 
@@ -201,8 +188,8 @@ class Recorder:
         try:
             if trainer.policy.device.type == "cuda":
                 torch.cuda.synchronize(trainer.policy.device)
-            if self.boundary.step != trainer.step:  # the step was finished, writing it down was not
-                self.boundary = self.capture()
+            if self.captured != trainer.step:  # the step was finished, writing it down was not
+                self.capture()
             if trainer.step not in (0, self.saved):
                 self.say(f"{problem}: saving step {trainer.step}; interrupt to leave without")
                 self.save(must=True, tell=False)
@@ -247,8 +234,12 @@ class Recorder:
         self.display.evaluation(step, evaluation.score, evaluation.interval, n)
         return {"eval/score": evaluation.score} | {f"eval/{k}": v for k, v in evaluation.metrics.items()}
 
-    def capture(self) -> Boundary:
-        """The run between two steps, but for its tensors."""
+    def capture(self) -> None:
+        """Keep what a checkpoint holds besides the weights and the optimizer's tensors, between two steps.
+
+        The coming step moves prompts and random states on long before it changes a weight. Until it does,
+        this and the tensors are a checkpoint of the step before.
+        """
         state = {
             "optimizer": self.trainer.optimizer.state(),
             "trainer": self.trainer.state_dict(),
@@ -257,7 +248,7 @@ class Recorder:
             "rng": capture_rng(),
             "offsets": self.logs.offsets(),
         }
-        return Boundary(self.trainer.step, json.dumps(state))
+        self.captured, self.state = self.trainer.step, json.dumps(state)  # whose parts change
 
     def save(self, *, must: bool = False, tell: bool = True) -> None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
@@ -269,9 +260,9 @@ class Recorder:
         Raises:
             CheckpointSaveError: of the last one, for which its weights alone are saved if there is room.
         """
-        step, tensors = self.boundary.step, self.trainer.optimizer.state_tensors()
+        step, tensors = self.captured, self.trainer.optimizer.state_tensors()
         try:
-            path = self.store.save(step, tensors, json.loads(self.boundary.state))
+            path = self.store.save(step, tensors, json.loads(self.state))
         except CheckpointSaveError as error:
             if must:
                 weights = self.store.save_weights(step, self.trainer.policy.saved_weights())
