@@ -248,7 +248,7 @@ class Recorder:
             "rng": capture_rng(),
             "offsets": self.logs.offsets(),
         }
-        self.captured, self.state = self.trainer.step, json.dumps(state)  # whose parts change
+        self.captured, self.state = self.trainer.step, json.dumps(state)  # a copy of what changes
 
     def save(self, *, must: bool = False, tell: bool = True) -> None:
         """Write a checkpoint; a failed one loses nothing, so unless it is the last the run goes on.
