@@ -193,11 +193,9 @@ class TransformersEngine:
         yield chunk
 
     def _draw_all(self, rows: list[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
-        """Draw a completion for each row, however many there are.
+        """Draw a completion for each row, by `sampling` but for its length and seed.
 
-        Args:
-            sampling: of all rows, but for lengths and seeds.
-            report: called with the tokens of completions that still go on.
+        `report` is called with the tokens of completions that still go on.
         """
         if not rows:
             return

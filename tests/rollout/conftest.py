@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def family_model(seed: int) -> Callable[[str], PreTrainedModel]:
 
 
 @pytest.fixture
-def model(family_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    return family_model("llama")
+def model(seed: int) -> PreTrainedModel:
+    return MAKERS["llama"]().eval()
 
 
 @pytest.fixture(scope="session")
@@ -127,30 +128,22 @@ def on_vllms_cpu() -> Iterator[None]:
 
     if not current_platform.is_cpu():
         pytest.skip(f"vLLM is built for {current_platform.device_type}, not for the CPU")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda generation=2: 0)
+    with patch.object(gc, "collect", lambda generation=2: 0):
         yield
     gc.collect()
     gc.freeze()
 
 
-@contextmanager
-def _plain_layouts() -> Iterator[None]:
-    from vllm import _custom_ops
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
-        yield
-
-
 @pytest.fixture(scope="module")
 def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
     """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
-    return _plain_layouts
+    from vllm import _custom_ops
+
+    return lambda: patch.object(_custom_ops, "_supports_onednn", False)
 
 
 @pytest.fixture(scope="module")
-def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
+def running_vllm(plain_layouts: Callable) -> Callable[..., AbstractContextManager]:
     """`with running_vllm(folder, dtype=…, plain=…) as (engine, policy)`: `plain` as under `plain_layouts`."""
 
     @contextmanager
@@ -163,7 +156,7 @@ def running_vllm(on_vllms_cpu: None) -> Callable[..., AbstractContextManager]:
         model = ModelConfig(path=str(folder), dtype=dtype, device="cpu", **own)
         policy, config = load_policy(model), VLLMConfig(kv_cache_gib=0.05, **settings)
         with (
-            _plain_layouts() if plain else nullcontext(),
+            plain_layouts() if plain else nullcontext(),
             VLLMEngine(policy, config, max_length=256) as engine,
         ):
             yield engine, policy

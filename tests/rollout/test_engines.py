@@ -381,11 +381,11 @@ def test_a_request_without_room_fails_alone_and_an_error_of_a_client_ends_the_ro
     with pytest.raises(ValueError, match="no tokens"):
         bad.result()
 
-    failing = Requests(clients=1)
-    failing.fail(LookupError("the environment is gone"))
+    failing = Requests(clients=1, on_progress=lambda tokens: failing.fail(LookupError("is gone")))
+    failing.ask((3, 4), SAMPLING)
     with pytest.raises(LookupError, match="is gone"):
         engine.serve(failing)
-    assert len(engine.generate([(3, 4)], 1, SAMPLING)) == 1  # nothing stayed behind
+    assert is_idle(engine)
 
 
 def test_requests_are_drawn_by_their_seeds_and_without_one_each_token_apart(engine) -> None:

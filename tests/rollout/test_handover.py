@@ -27,13 +27,7 @@ from grpo_fast.trainer import Trainer
 
 
 class StrictEngine:
-    """A real engine behind the protocol's rules: it drops its weights in `sleep`, and raises on any misuse.
-
-    Attributes:
-        failing: a phase that raises once, and its error.
-        room: whether there is memory to wake in.
-        kv_cache: what it takes while awake.
-    """
+    """A real engine behind the protocol's rules: it drops its weights in `sleep` and raises on misuse."""
 
     name = "strict"
 
@@ -41,8 +35,8 @@ class StrictEngine:
         self.engine, self.policy = engine, policy
         engine.wake()
         self.calls: list[str] = []
-        self.failing: tuple[str, BaseException] | None = None
-        self.room: Callable[[], bool] = lambda: True
+        self.failing: tuple[str, BaseException] | None = None  # a phase that raises once
+        self.room: Callable[[], bool] = lambda: True  # to wake in
         self.asleep = False
         self.weights: dict[str, torch.Tensor] = {}
         self.bytes = kv_cache

@@ -40,23 +40,6 @@ def test_a_ctrl_c_while_all_wait_for_a_slow_tool_ends_the_rollout_and_leaves_nob
         between.ask((3, 4), SAMPLING)
 
 
-def test_an_error_of_a_client_ends_what_others_wait_for_at_the_next_token(engine):
-    reports: list[int] = []
-
-    def fail(tokens: int) -> None:
-        reports.append(tokens)
-        between.fail(LookupError("the environment is gone"))
-
-    between = Requests(clients=1, on_progress=fail)
-    waiting = between.ask((3, 4), SAMPLING)
-    with pytest.raises(LookupError, match="is gone"):
-        engine.serve(between)
-
-    assert reports == [1]
-    with pytest.raises(RuntimeError, match="the rollout is over"):
-        waiting.result(0)
-
-
 def test_what_a_client_gave_up_is_not_drawn_and_a_late_answer_to_a_closed_rollout_goes_nowhere():
     between = Requests(clients=2)
     given_up, wanted = between.ask((3,), SAMPLING), between.ask((4,), SAMPLING)

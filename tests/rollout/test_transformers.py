@@ -145,9 +145,12 @@ def test_a_token_budget_splits_the_work_and_neither_it_nor_company_changes_what_
     assert token_ids(alone) == token_ids(engine_for(model).generate(prompts, 1, GREEDY))
 
 
-def test_a_budget_below_one_completion_and_missing_end_tokens_are_refused(model, engine_for):
-    with pytest.raises(ValueError, match=r"max_batch_tokens = 14.*at least 15"):
-        engine_for(model, max_batch_tokens=14).generate([(3,), (3, 4, 5)], 1, SAMPLING)
+def test_a_budget_below_one_completion_and_missing_end_tokens_are_refused(model, tokenizer, engine_for):
+    parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
+    with make_engine(RolloutConfig(max_batch_tokens=14), SimpleNamespace(**parts, sharded=False)) as engine:
+        assert (engine.model, engine.eos_ids) == (model, (1, 2))
+        with pytest.raises(ValueError, match=r"max_batch_tokens = 14.*at least 15"):
+            engine.generate([(3,), (3, 4, 5)], 1, SAMPLING)
     with pytest.raises(ValueError, match="eos_ids"):
         engine_for(model, eos_ids=())
 
@@ -196,15 +199,6 @@ def test_lora_adapters_take_part_at_once(model, seed, engine_for, largest_differ
     groups = engine_for(adapted).generate(prompts, 2, SAMPLING)
 
     assert largest_difference(as_policy(adapted.eval()), prompts, groups) < 1e-4
-
-
-def test_make_engine_takes_the_policys_model_and_end_tokens(model, tokenizer):
-    parts = {"model": model, "tokenizer": tokenizer, "eos_token_ids": (1, 2), "device": model.device}
-    policy = SimpleNamespace(**parts, sharded=False)
-
-    with make_engine(RolloutConfig(max_batch_tokens=99), policy) as engine:
-        assert (engine.name, engine.model, engine.eos_ids) == ("transformers", model, (1, 2))
-        assert engine.max_batch_tokens == 99
 
 
 @pytest.mark.gpu

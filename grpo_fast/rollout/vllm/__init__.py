@@ -29,11 +29,7 @@ def version_problem(version: str | None, oldest: tuple[int, int] = OLDEST) -> st
 
 
 def require_vllm() -> None:
-    """
-    Raises:
-        ImportError: vLLM is missing or of an unknown version.
-        ValueError: the environment wants vLLM's engine in a process of its own.
-    """
+    """Raises ImportError where vLLM is missing or unknown, ValueError where it has a process of its own."""
     if problem := version_problem(installed_version()):
         raise ImportError(f"rollout.engine = 'vllm': {problem}; or set rollout.engine to transformers")
     if os.environ.get(IN_PROCESS, "0") != "0":

@@ -40,13 +40,9 @@ def agree(first: Tensor, second: Tensor, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def require_agreement(policy: Policy, tokens: Sequence[int], logprobs: Tensor) -> float:
-    """Mean nats between vLLM's log-probabilities of a text and the policy's.
+    """Mean nats between vLLM's `logprobs` (T - 1,) of T tokens but the first and the policy's.
 
-    Args:
-        logprobs: (T - 1,) vLLM's of the T `tokens`, of every one but the first.
-
-    Raises:
-        ValueError: vLLM computes something else than the policy.
+    Raises ValueError where vLLM computes something else than the policy.
     """
     ids = torch.tensor([list(tokens)], device=policy.device)
     with evaluation_mode(policy.model):
@@ -74,11 +70,7 @@ def require_same_tokenizer(ours: Any, theirs: Any) -> None:
 
 
 def unregistered_tensors(model: nn.Module, *, without: Collection[int] = ()) -> list[Tensor]:
-    """Tensors kept as plain attributes of modules and of vLLM's objects in them, each memory once.
-
-    Args:
-        without: storages to leave out.
-    """
+    """Tensors, each memory once, that modules or their objects keep unregistered, `without` some storages."""
     found: dict[int, Tensor] = {}
     known = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}.union(without)
     seen: set[int] = set()

@@ -81,7 +81,7 @@ class VLLMEngine:
         try:
             self._cycle = SleepCycle(self._vllm, 0)
             model = self._worker.get_model()
-            self._sync = WeightSync(self._vllm, model, policy, placements, adapters=choices.adapters)
+            self._sync = WeightSync(self._vllm, model, policy, placements, choices.adapters)
             del placements  # of a weight that vLLM repacked they would keep the memory
             shared, reason = self._sync.way in ("shared", "adapter"), self._sync.reason
             if config.share_weights is True and not shared:
@@ -189,11 +189,7 @@ class VLLMEngine:
             self._run(arrivals)
 
     def _weights_changed(self) -> bool:
-        """Since they were taken over.
-
-        Raises:
-            RuntimeError: the engine is closed or sleeps.
-        """
+        """Since they were taken over. Raises RuntimeError where the engine is closed or sleeps."""
         self._require_open()
         self._cycle.require_awake()
         return fingerprint(self._policy) != self._synced
@@ -215,12 +211,7 @@ class VLLMEngine:
         self._cycle.sleep()
 
     def sync(self, policy: Policy) -> None:
-        """As the protocol says.
-
-        Raises:
-            FloatingPointError: the weights hold NaN or infinity.
-            RuntimeError: no memory for the weights, or cached keys and values that cannot be dropped.
-        """
+        """As the protocol says; RuntimeError also for cached keys and values that cannot be dropped."""
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
@@ -305,11 +296,9 @@ class VLLMEngine:
             yield from (cache if isinstance(cache, (list, tuple)) else (cache,))
 
     def _run(self, arrivals: Arrivals) -> None:
-        """Draw what arrives. However that ends, nothing stays behind in vLLM.
+        """Draw what `arrivals`, called before each step with whether nothing is in flight, gives until None.
 
-        Args:
-            arrivals: the requests that have come; called before every step, with whether nothing is in
-                flight. None ends the run.
+        However that ends, nothing stays behind in vLLM.
         """
         vllm, adapter = self._vllm, self._sync.adapter
         devices = [self._policy.device] if self._policy.device.type == "cuda" else []
@@ -337,12 +326,8 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
             max_tokens=sampling.max_completion_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             stop_token_ids=list(self._policy.eos_token_ids),

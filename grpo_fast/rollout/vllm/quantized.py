@@ -86,10 +86,7 @@ def _keep(layer: Any, _: Tensor, weight: Any, part: Any = None) -> None:
 
 
 def _require_whole(layer: Any) -> None:
-    """
-    Raises:
-        ValueError: what was loaded are not rows of the layer's weight.
-    """
+    """Raises ValueError where what was loaded are not rows of the layer's weight."""
     shapes = [tuple((part.quant_state or part).shape) for part in layer.parts]
     rows = sum(shape[0] for shape in shapes)
     if rows != layer.output_size or any(shape[1:] != (layer.input_size,) for shape in shapes):

@@ -13,9 +13,10 @@ out of the pool as they load, never enter it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -132,8 +133,7 @@ def require_empty_pool() -> None:
         )
 
 
-@contextmanager
-def weights_outside_the_pool() -> Iterator[None]:
+def weights_outside_the_pool() -> AbstractContextManager[Any]:
     """vLLM's next model lies in torch's own memory, which no sleep touches; its KV cache lies in the pool."""
     from vllm.v1.worker import gpu_worker
 
@@ -143,8 +143,4 @@ def weights_outside_the_pool() -> Iterator[None]:
     def outside(worker: Any, tag: str) -> AbstractContextManager[Any]:
         return nullcontext() if tag == "weights" else pool(worker, tag)
 
-    worker_class._maybe_get_memory_pool_context = outside
-    try:
-        yield
-    finally:
-        worker_class._maybe_get_memory_pool_context = pool
+    return patch.object(worker_class, "_maybe_get_memory_pool_context", outside)

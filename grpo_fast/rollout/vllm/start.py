@@ -15,10 +15,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -74,10 +75,7 @@ class Choices:
 
 
 def choose(policy: Policy, config: VLLMConfig) -> Choices:
-    """
-    Raises:
-        ValueError: a setting that this device or policy cannot have.
-    """
+    """Raises ValueError for a setting that this device or policy cannot have."""
     on_gpu = policy.device.type == "cuda"
     adapters = config.lora_sync == "adapter" or (policy.quantized and config.lora_sync == "auto")
     if config.lora_sync != "auto" and not policy.has_adapters:
@@ -181,12 +179,9 @@ def start(
 
 
 def require_device(device: torch.device, platform: str, world: World = ALONE) -> None:
-    """vLLM must work where the policy lies: it takes the first visible GPU, or the CPU it was built for.
+    """Raises ValueError where vLLM, on the first visible GPU or a CPU, would not be where the policy is.
 
     Of several ranks each takes the GPU of its LOCAL_RANK, as its policy does.
-
-    Raises:
-        ValueError: it works elsewhere.
     """
     if device.type != platform:
         built_for = platform or "a GPU, and finds none"
@@ -216,8 +211,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """What `LLM` is called with, besides model and sleep.
 
-    Raises:
-        ValueError: LoRA of a rank that vLLM does not take, or a float32 head for a vLLM without one.
+    Raises ValueError for LoRA of a rank that vLLM does not take, or a float32 head that its version lacks.
     """
     on_cpu = policy.device.type == "cpu"
     arguments: dict[str, Any] = {
@@ -311,11 +305,7 @@ def _loading_by(load: Callable[[nn.Module], None]) -> Iterator[None]:
 
 @contextmanager
 def starting(world: World = ALONE) -> Iterator[None]:
-    """Around the import of vLLM and the making of its engine, of which a process holds one.
-
-    Raises:
-        RuntimeError: an engine is running.
-    """
+    """Around the import of vLLM and the making of its engine; RuntimeError where one runs in this process."""
     if _running:
         raise RuntimeError(
             "a vLLM engine is running in this process, and its memory pool allows one; close it first (use "
@@ -328,12 +318,12 @@ def starting(world: World = ALONE) -> Iterator[None]:
     if settings := next((environment[name] for name in ALLOCATOR if name in environment), None):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings  # where vLLM looks for expandable segments
     rng = capture_rng()
-    set_num_threads, precision = torch.set_num_threads, torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     _running.append(object())
     # vLLM gives its loggers the level only after a first import that logs already.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(torch, "set_num_threads", torch.set_num_threads):
             for category in (DeprecationWarning, FutureWarning):  # vLLM's, of torch: not for us to heed
                 warnings.simplefilter("ignore", category)
             yield
@@ -347,7 +337,6 @@ def starting(world: World = ALONE) -> Iterator[None]:
         stopped()
         raise
     finally:
-        torch.set_num_threads = set_num_threads
         torch.set_float32_matmul_precision(precision)
         restore_rng(rng)
         # What vLLM set for itself it may read again; LD_PRELOAD and the like would reach child processes.
@@ -359,8 +348,7 @@ def starting(world: World = ALONE) -> Iterator[None]:
             torch._C._accelerator_setAllocatorSettings(settings)
 
 
-@contextmanager
-def keeping_ranks(world: World) -> Iterator[None]:
+def keeping_ranks(world: World) -> AbstractContextManager[Any]:
     """Around vLLM's end, which would take torch.distributed down where the ranks go on."""
     destroy = torch.distributed.destroy_process_group
 
@@ -368,11 +356,7 @@ def keeping_ranks(world: World) -> Iterator[None]:
         if group is not None or world.size == 1:
             destroy(group)
 
-    torch.distributed.destroy_process_group = destroy_own
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy
+    return patch.object(torch.distributed, "destroy_process_group", destroy_own)
 
 
 def stopped() -> None:

@@ -94,9 +94,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @torch.inference_mode(False)  # a view made in an engine's inference mode could never be trained
 @torch.no_grad()
-def share(
-    model: nn.Module, weights: Mapping[str, Tensor], placements: Sequence[Placement]
-) -> list[Placement]:
+def share(model: nn.Module, weights: Mapping[str, Tensor], placements: list[Placement]) -> list[Placement]:
     """Make engine and trainer use the same memory, where a whole weight is a contiguous part of a tensor.
 
     A tensor of one weight becomes the trainer's. A tensor of several, or with padding, moves to new memory,
@@ -107,7 +105,7 @@ def share(
         weights: the trainer's, live, by the checkpoint's names.
 
     Returns:
-        The placements with their targets where they are now; `aliases` tells which are shared.
+        The placements with their targets where they are now.
     """
     owners: dict[int, list[nn.Parameter]] = defaultdict(list)
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -182,9 +180,7 @@ class WeightSync:
     """The policy's weights into vLLM, again and again; LoRA merged in float32, or as an adapter.
 
     Args:
-        engine: vLLM's.
-        model: the model inside it.
-        placements: where its loader put the weights, after sharing.
+        placements: where the loader of vLLM's `model` put the weights, after sharing.
         adapters: whether LoRA goes there as an adapter.
 
     Attributes:
@@ -193,13 +189,7 @@ class WeightSync:
     """
 
     def __init__(
-        self,
-        engine: LLMEngine,
-        model: nn.Module,
-        policy: Policy,
-        placements: Iterable[Placement],
-        *,
-        adapters: bool = False,
+        self, engine: LLMEngine, model: nn.Module, policy: Policy, placements: list[Placement], adapters: bool
     ) -> None:
         self.adapter: LoRARequest | None = None
         self._engine = engine

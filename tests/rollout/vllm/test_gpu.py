@@ -46,7 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, str, int]] = {
 @pytest.mark.timeout(600)  # compiling for the graphs included
 @pytest.mark.parametrize("name", CASES)
 def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, saved_model):
-    pytest.importorskip("vllm")
     in_a_process_of_its_own(name, str(saved_model()))
 
 
@@ -54,7 +53,6 @@ def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, 
 def test_a_run_starts_and_resumes_where_engine_and_optimiser_do_not_fit_beside_each_other(
     toy: dict[str, Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("vllm")
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     config = AutoConfig.from_pretrained(toy["model"]["path"], **shape)  # 0.5 billion parameters
@@ -69,9 +67,9 @@ def test_a_run_starts_and_resumes_where_engine_and_optimiser_do_not_fit_beside_e
 
 
 def in_a_process_of_its_own(*arguments: str) -> None:
+    pytest.importorskip("vllm")
     command = [sys.executable, __file__, *arguments]
     case = subprocess.run(command, capture_output=True, text=True, timeout=540)
-
     assert case.returncode == 0, case.stdout + case.stderr
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from grpo_fast.config_io import load_config
-from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.rollout import Sampling, make_engine, require_engine, vllm
+from grpo_fast.distributed.world import World
+from grpo_fast.rollout import make_engine, require_engine, vllm
 from grpo_fast.rollout.config import RolloutConfig, VLLMConfig
 from grpo_fast.rollout.vllm import IN_PROCESS, require_vllm, start, version_problem
-from grpo_fast.rollout.vllm.engine import VLLMEngine
-from grpo_fast.rollout.vllm.sleep import GIB, SleepCycle
+from grpo_fast.rollout.vllm.sleep import GIB
 from grpo_fast.rollout.vllm.start import (
     cached_model_folder,
     choose,
@@ -51,19 +50,18 @@ def installed(monkeypatch):
     return installed
 
 
-@pytest.mark.parametrize("version", [None, "0.23.9", "0.34.0", "1.0.0", "dev"])
-def test_a_missing_or_unknown_vllm_is_refused_by_name_and_passed_over_by_auto(version, model, installed):
+@pytest.mark.parametrize("version", [None, "0.23.9", "0.34.0", "dev"])
+def test_a_missing_or_unknown_vllm_is_refused_and_passed_over_by_auto_as_any_is_on_a_cpu(
+    version, model, installed
+):
     assert not any(map(version_problem, ("0.24.0", "0.26.1.post1", "0.32.0+cpu", "0.33.0rc1")))
+    installed("0.32.0")
+    assert make_engine(RolloutConfig(), policy("cpu", model=model)).name == "transformers"
     installed(version)
     with pytest.raises(ImportError, match=rf"{version or 'not installed'}.*pip install.*rollout\.engine"):
         require_vllm()
     with pytest.warns(UserWarning, match="transformers") if version else nullcontext():
         assert make_engine(RolloutConfig(), policy("cuda", model=model)).name == "transformers"
-
-
-def test_auto_stays_with_transformers_on_a_cpu(model, installed):
-    installed("0.32.0")
-    assert make_engine(RolloutConfig(), policy("cpu", model=model)).name == "transformers"
 
 
 def test_what_would_fail_later_is_refused_before_a_policy_is_loaded(monkeypatch, installed):
@@ -103,20 +101,6 @@ def test_what_vllm_was_told_by_the_environment_is_left_to_it_and_its_own_setting
     assert inside["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ.pop("VLLM_OWN") == "y"
     assert {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} == before
-
-
-def test_a_vllm_that_fails_as_it_stops_fails_no_run(caplog):
-    engine, core = VLLMEngine.__new__(VLLMEngine), SimpleNamespace(shutdown=lambda: 1 / 0)
-    engine._policy, engine._cycle = policy("cpu"), SleepCycle(SimpleNamespace(), 0)
-    engine._world = ALONE
-    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
-
-    engine.close()
-    engine.close()
-
-    assert "division by zero" in caplog.text
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.generate([(3,)], 1, Sampling(max_completion_length=1))
 
 
 def test_a_model_of_the_same_content_is_compiled_under_the_same_name(monkeypatch, tmp_path: Path):
