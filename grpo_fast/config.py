@@ -184,6 +184,7 @@ class TrainConfig(Section):
 # Keys, when they are read, and when they are not.
 Condition = tuple[tuple[str, ...], Callable[[TrainConfig], object], str]
 _BY_ALGORITHM = "by algorithm = {0.algorithm!r}"
+_BY_STRATEGY = "by groups.strategy = {0.groups.strategy!r}"
 _DATASETS = ("dataset", "evaluation.dataset")
 
 
@@ -211,6 +212,14 @@ _READ: list[Condition] = [
         lambda c: c.preference.beta.gap_gain,
         "without preference.beta.gap_gain",
     ),
+    (
+        ("groups.similarity_threshold", "groups.embedding"),
+        lambda c: c.groups.strategy in ("similarity", "combined"),
+        _BY_STRATEGY,
+    ),
+    (("groups.prefix_turns",), lambda c: c.groups.strategy in ("prefix", "combined"), _BY_STRATEGY),
+    (("groups.criteria",), lambda c: c.groups.strategy == "combined", _BY_STRATEGY),
+    (("groups.min_group_size", "groups.max_group_size"), lambda c: c.groups.shares_baselines, _BY_STRATEGY),
     *(_by_source(place, key) for place in _DATASETS for key in ("name", "split", "seed", "options")),
     *map(_with_limit, _DATASETS),
     (

@@ -19,16 +19,7 @@ class CriterionConfig(Section):
     weight: Positive = Field(1.0, description="of its distance among all criteria")
 
 
-# The fields of GroupConfig that each strategy reads; a function of one's own is read as "".
-_SIZES = {"min_group_size", "max_group_size"}
-_NEAREST = {"similarity_threshold", "embedding", *_SIZES}
-GROUP_STRATEGIES: dict[str, set[str]] = {
-    "prompt": set(),
-    "similarity": _NEAREST,
-    "prefix": {"prefix_turns", *_SIZES},
-    "combined": {"criteria", "prefix_turns", *_NEAREST},
-    "": _SIZES,
-}
+STRATEGIES = ("prompt", "similarity", "prefix", "combined")
 
 
 class GroupConfig(Section):
@@ -57,20 +48,11 @@ class GroupConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> GroupConfig:
-        own = ":" in self.strategy
-        if not own and self.strategy not in GROUP_STRATEGIES:
-            known = ", ".join(name for name in GROUP_STRATEGIES if name)
+        if ":" not in self.strategy and self.strategy not in STRATEGIES:
             raise ValueError(
-                f"groups.strategy = {self.strategy!r} is unknown; choose one of {known}, or give your own "
-                "function as 'module:function'"
+                f"groups.strategy = {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}, or "
+                "give your own function as 'module:function'"
             )
-        read = GROUP_STRATEGIES["" if own else self.strategy]
-        for name, field in type(self).model_fields.items():
-            if name != "strategy" and name not in read and getattr(self, name) != field.default:
-                raise ValueError(
-                    f"groups.{name} = {getattr(self, name)!r} is not read by strategy = {self.strategy!r}; "
-                    "leave it out, or choose another strategy"
-                )
         if self.min_group_size > self.max_group_size:
             raise ValueError(
                 f"groups.min_group_size = {self.min_group_size} exceeds max_group_size = "

@@ -19,7 +19,6 @@ from grpo_fast.groups.curriculum import DifficultySampler
 from grpo_fast.groups.formation import Groups, form_groups
 
 WIDTH = 100  # characters of a described prompt
-COMPARED = 1000  # prompts in the mean similarity of any two
 
 
 def make_sampler(
@@ -143,18 +142,11 @@ def describe_groups(
     shared = 100 * (1 - sizes[1] / len(dataset))
     lines.append(f"{len(sampler.groups)} groups; {shared:.1f} % of the prompts share one with others")
     lines += [f"  {count} of size {size}" for size, count in sorted(sizes.items())]
-    spreads = [spread for group in sampler.groups if (spread := sampler.spread(group)) is not None]
-    if spreads:
-        # Of prompts spread evenly over the dataset: all pairs would be too many.
-        overall = sampler.spread(range(0, len(dataset), -(-len(dataset) // COMPARED))) or 0.0
-        lines.append(f"mean similarity within groups {1 - fmean(spreads):.2f}")
-        lines.append(f"mean similarity of any two prompts {1 - overall:.2f}")
     # A batch that ends within a group parts it: the first epoch shows how often.
     steps = [sampler.metrics(sampler.next()) for _ in range(len(dataset) // prompts_per_step)]
-    sharing = 100 * fmean(metrics["groups/sharing"] for metrics in steps)
-    size = fmean(metrics["groups/prompts_per_baseline"] for metrics in steps)
-    shares = f"in steps of {prompts_per_step} prompts {sharing:.1f} % share a baseline"
-    lines.append(f"{shares}, {size:.2f} prompts on average")
+    lines.append(f"in steps of {prompts_per_step} prompts, on average")
+    for name in {name: None for metrics in steps for name in metrics}:
+        lines.append(f"  {name} {fmean(metrics[name] for metrics in steps if name in metrics):.2f}")
     largest = sorted(sampler.groups, key=len, reverse=True)
     for group in (group for group in largest[:examples] if len(group) > 1):
         spread = sampler.spread(group)

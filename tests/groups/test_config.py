@@ -17,9 +17,6 @@ SIMILAR, COMBINED = {"strategy": "similarity"}, {"strategy": "combined"}
     ("section", "settings", "named"),
     [
         (GroupConfig, {"strategy": "cluster"}, "prompt, similarity, prefix, combined"),
-        (GroupConfig, {"similarity_threshold": 0.9}, "similarity_threshold"),
-        (GroupConfig, {"strategy": "prefix", "embedding": "a:b"}, "embedding"),
-        (GroupConfig, {"strategy": "a:b", "prefix_turns": 2}, "prefix_turns"),
         (GroupConfig, COMBINED, "criteria"),
         (GroupConfig, SIMILAR | {"min_group_size": 5}, "max_group_size = 4"),
         (GroupConfig, SIMILAR | {"similarity_threshold": 1.5}, "similarity_threshold"),
@@ -42,6 +39,21 @@ def test_a_contradiction_is_refused_and_names_the_key(section, settings, named):
         section(**settings)
 
 
-def test_a_curriculum_and_shared_baselines_are_refused_together():
-    with pytest.raises(ConfigError, match="curriculum"):
-        load_config(None, [*MINIMAL, "curriculum={}", "groups.strategy=similarity"])
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["curriculum={}", "groups.strategy=similarity"], "curriculum"),
+        (["groups.similarity_threshold=0.9"], "similarity_threshold = 0.9: is not read by .* = 'prompt'"),
+        (
+            ["groups.strategy=prefix", "groups.embedding=a:b"],
+            "embedding = 'a:b': is not read",
+        ),
+        (["groups.strategy=a:b", "groups.prefix_turns=2"], "prefix_turns = 2: is not read by .* = 'a:b'"),
+        (["groups.max_group_size=9"], "max_group_size = 9: is not read"),
+    ],
+)
+def test_keys_that_another_strategy_reads_and_a_curriculum_beside_shared_baselines_are_refused(
+    overrides, named
+):
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, [*MINIMAL, *overrides])

@@ -267,12 +267,11 @@ def test_describe_shows_sizes_likeness_and_examples(described):
     out = described(groups=groups)
     assert "12 prompts" in out and "strategy similarity" in out
     assert "3 groups; 100.0 % of the prompts" in out and "3 of size 4" in out
-    assert "in steps of 4 prompts 100.0 % share a baseline, 4.00 prompts on average" in out
-    likeness = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("mean similarity")]
-    assert 0 < likeness[1] < likeness[0] < 1  # of any two prompts, and within groups
+    assert "in steps of 4 prompts" in out and "groups/sharing 1.00" in out
+    assert "groups/prompts_per_baseline 4.00" in out and "groups/embedding_spread 0." in out
     assert out.count("group of 4 prompts, 24 completions, mean similarity") == 1 and out.count("\n  | ") == 4
     out = described("prompts_per_step=12", groups=groups | {"max_group_size": 3})
-    assert "6 groups; 75.0 % of the prompts" in out and "12 prompts 75.0 % share a baseline, 2.00" in out
+    assert "6 groups; 75.0 % of the prompts" in out and "groups/sharing 0.75" in out
 
 
 def test_describe_tells_of_nothing_shared_of_a_strategy_that_does_not_fit_and_of_each_stage(described):
