@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.head import linear_logprob
-from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.policy import Policy, Sample, pack
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import balance
 from grpo_fast.policy.source import cache_folder
@@ -65,8 +65,15 @@ class ComparisonBatches(MicroBatchBudget):
         return self.until_it_fits(cut, work)
 
 
-def pack_comparisons(comparisons: Sequence[Comparison], policy: Policy) -> PackedBatch:
-    """One batch; its sequences are the completions in the order given."""
+def sequence_logprobs(
+    policy: Policy, comparisons: Sequence[Comparison], weight_grad: Tensor | None = None
+) -> Tensor:
+    """(S,) float32: log-probability of each completion, summed over its tokens, in one forward.
+
+    Args:
+        comparisons: with S completions, in this order.
+        weight_grad: as in `packed_loss`.
+    """
     samples = [
         Sample(comparison.prompt.token_ids, completion, 0.0, group_id, (0.0,) * len(completion))
         for group_id, comparison in enumerate(comparisons)
@@ -74,15 +81,6 @@ def pack_comparisons(comparisons: Sequence[Comparison], policy: Policy) -> Packe
     ]
     everything = sum(comparison.num_tokens for comparison in comparisons)
     (batch,) = pack(samples, max_tokens=everything, device=policy.device)
-    return batch
-
-
-def sequence_logprobs(policy: Policy, batch: PackedBatch, weight_grad: Tensor | None = None) -> Tensor:
-    """(S,) float32: log-probability of each sequence, summed over its completion.
-
-    Args:
-        weight_grad: as in `packed_loss`.
-    """
     head = policy.head
     tokens = linear_logprob(
         policy.hidden_states(batch),
@@ -102,7 +100,7 @@ def score(comparisons: Sequence[Comparison], batches: ComparisonBatches) -> list
         scores: dict[int, Tensor] = {}
         for part in parts:
             members = [comparisons[i] for i in part]
-            found = sequence_logprobs(batches.policy, pack_comparisons(members, batches.policy)).cpu()
+            found = sequence_logprobs(batches.policy, members).cpu()
             scores |= zip(part, found.split([len(m.completion_ids) for m in members]), strict=True)
         return [scores[i] for i in range(len(comparisons))]
 

@@ -27,7 +27,7 @@ from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.preference.comparison import Comparison, preference_inputs, preference_totals, ranked_inputs
 from grpo_fast.preference.config import BetaConfig, PreferenceConfig
 from grpo_fast.preference.evaluation import GroupRanking, RankingEvaluation
-from grpo_fast.preference.scoring import ComparisonBatches, pack_comparisons, score, sequence_logprobs
+from grpo_fast.preference.scoring import ComparisonBatches, score, sequence_logprobs
 from grpo_fast.run_record.logs import Clock, StepResult
 
 StepLoss = Callable[[Sequence[Comparison], Tensor], LossOutputs]
@@ -159,7 +159,7 @@ class PreferenceTrainer:
         """(S,) log-probability of every completion, with gradient where that is enabled."""
         weight = self.policy.head.weight
         weight_grad = self.optimizer.gradient_of(weight) if torch.is_grad_enabled() else None
-        return sequence_logprobs(self.policy, pack_comparisons(comparisons, self.policy), weight_grad)
+        return sequence_logprobs(self.policy, comparisons, weight_grad)
 
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""

@@ -33,31 +33,25 @@ class PaddedBatch:
         self,
         rows: list[int] | None = None,
         totals: StepTotals | None = None,
-        *,
-        on_policy: bool = False,
-        with_sampler: bool = True,
-        with_ref: bool = True,
-        dtype: torch.dtype = torch.float64,
         held_back: Tensor | None = None,
     ) -> LossInputs:
         """The packed batch of the given completions, in the given order; `held_back` is (B, T)."""
         rows = list(range(len(self.lengths))) if rows is None else rows
 
         def pack(values: Tensor) -> Tensor:
-            packed = torch.cat([values[row, : self.lengths[row]] for row in rows])
-            return packed if packed.dtype == torch.bool else packed.to(dtype)
+            return torch.cat([values[row, : self.lengths[row]] for row in rows])
 
         lengths = torch.tensor([self.lengths[row] for row in rows])
         sequence_ids = torch.arange(len(rows)).repeat_interleave(lengths)
         return LossInputs(
             logprobs=pack(self.logprobs),
-            advantages=self.advantages[torch.tensor(rows)][sequence_ids].to(dtype),
+            advantages=self.advantages[torch.tensor(rows)][sequence_ids],
             sequence_ids=sequence_ids,
             loss_mask=pack(self.mask),
             num_sequences=len(rows),
-            old_logprobs=None if on_policy else pack(self.old),
-            ref_logprobs=pack(self.ref) if with_ref else None,
-            sampler_logprobs=pack(self.sampler) if with_sampler else None,
+            old_logprobs=pack(self.old),
+            ref_logprobs=pack(self.ref),
+            sampler_logprobs=pack(self.sampler),
             entropy=pack(self.entropy),
             group_ids=torch.tensor(rows)[sequence_ids] // self.group_size,
             totals=totals,

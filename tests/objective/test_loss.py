@@ -105,7 +105,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
     batch = make_batch()
     config = GRPOLossConfig(loss_type, aggregation=aggregation, max_completion_length=12)
 
-    outputs = policy_loss(batch.inputs(on_policy=True, with_ref=False), config)
+    outputs = policy_loss(replace(batch.inputs(), old_logprobs=None, ref_logprobs=None), config)
 
     gradient = torch.autograd.grad(outputs.loss, batch.logprobs)[0]
     assert outputs.metrics["policy/ratio_max"] == outputs.metrics["policy/ratio_min"] == 1.0
@@ -181,7 +181,8 @@ def test_policy_weights_multiply_the_policy_term_of_each_token(make_batch):
     ],
 )
 def test_an_input_that_the_config_needs_and_is_missing_is_named(changes, missing, make_batch):
-    inputs = replace(make_batch().inputs(with_sampler=False, with_ref=False), entropy=None)
+    without = dict.fromkeys(("sampler_logprobs", "ref_logprobs", "entropy"))
+    inputs = replace(make_batch().inputs(), **without)
 
     with pytest.raises(ValueError, match=missing):
         policy_loss(inputs, GRPOLossConfig(**changes))
