@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_fast.groups.config import Baseline, Scale
+
 # Rewards are float32 sums of a few terms: a spread below this is rounding, not a difference.
 FLAT_SPREAD = 1e-6
-
-Scale = Literal["group", "batch", "whiten", "none"]
-Baseline = Literal["mean", "leave_one_out"]
 
 
 @dataclass(frozen=True)

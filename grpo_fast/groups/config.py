@@ -19,6 +19,8 @@ class CriterionConfig(Section):
     weight: Positive = Field(1.0, description="of its distance among all criteria")
 
 
+Scale = Literal["group", "batch", "whiten", "none"]
+Baseline = Literal["mean", "leave_one_out"]
 STRATEGIES = ("prompt", "similarity", "prefix", "combined")
 
 
@@ -126,12 +128,12 @@ class AdaptiveWeightsConfig(Section):
 class AdvantageConfig(Section):
     """How the rewards of a group become advantages, and which completions train."""
 
-    scale_rewards: Literal["group", "batch", "whiten", "none"] = Field(
+    scale_rewards: Scale = Field(
         "group",
         description="whose standard deviation of rewards divides advantages; whiten: minus their mean over "
         "the batch's tokens, divided by their deviation there (REINFORCE++-baseline)",
     )
-    baseline: Literal["mean", "leave_one_out"] = Field(
+    baseline: Baseline = Field(
         "mean", description="what is taken from a reward: the group's mean, or the mean of the others (RLOO)"
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(

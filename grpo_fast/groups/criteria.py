@@ -105,8 +105,8 @@ def tfidf(token_lists: Sequence[Sequence[int]]) -> Tensor:
 def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_turns: int) -> Tensor:
     """What a criterion knows of each prompt, as `_distances` takes it."""
     source = f"groups.criteria.by = {by!r}"
-    if by == "embedding":
-        return _embed(prompts, config.embedding, example_turns)
+    if by == "embedding" and config.embedding == "tfidf":
+        return tfidf([prompt.token_ids for prompt in prompts])
     if by == "length":
         return _over_range([len(prompt.token_ids) for prompt in prompts], source)
     if by == "prefix":
@@ -119,24 +119,19 @@ def _values(prompts: Sequence[Prompt], by: str, config: GroupConfig, example_tur
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column):
             return _over_range(column, source)
         return label_ids(None if value is None else repr(value) for value in column)
-    if ":" not in by:
+    if by == "embedding":
+        source = f"groups.embedding = {config.embedding!r}"
+        texts = [own_text(prompt, example_turns) for prompt in prompts]
+        found = load_callable(config.embedding, "groups.embedding")(texts)
+    elif ":" in by:
+        found = load_callable(by, "groups.criteria.by")(prompts)
+    else:
         raise ValueError(
             f"{source} is unknown; choose embedding, prefix, length or column:NAME, or give your own "
             "function as 'module:function'"
         )
-    values = _tensor(load_callable(by, "groups.criteria.by")(prompts), len(prompts), source)
+    values = _tensor(found, len(prompts), source)
     return normalize(values) if values.ndim == 2 else _over_range(values.tolist(), source)
-
-
-def _embed(prompts: Sequence[Prompt], embedding: str, example_turns: int) -> Tensor:
-    source = f"groups.embedding = {embedding!r}"
-    if embedding == "tfidf":
-        return tfidf([prompt.token_ids for prompt in prompts])
-    texts = [own_text(prompt, example_turns) for prompt in prompts]
-    values = _tensor(load_callable(embedding, "groups.embedding")(texts), len(prompts), source)
-    if values.ndim != 2:
-        raise ValueError(f"{source} gave one number a text; return one vector a text")
-    return normalize(values)
 
 
 def _over_range(values: Sequence[float], source: str) -> Tensor:

@@ -134,7 +134,6 @@ def test_no_key_equals_nothing_not_even_another_one():
         ("by", "", "[1.0]", r"shape \(1,\) for 3 prompts"),
         ("by", "", "'text'", "no array of numbers"),
         ("by", "", "[float('nan')] * 3", "not finite"),
-        ("embedding", "", "[1.0, 2.0, 3.0]", "one vector a text"),
         ("embedding", "bert", "", r"groups\.embedding = 'bert'"),
     ],
 )
