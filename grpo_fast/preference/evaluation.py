@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
+from grpo_fast.preference.comparison import Comparison
 from grpo_fast.run_record.summary import Interval, mean_interval
 
 
@@ -34,26 +35,17 @@ def top1_accuracy(grades: Sequence[float], scores: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class GroupRanking:
-    """One group: what its responses deserve, and what a policy gives them."""
-
-    grades: tuple[float, ...]  # higher is better, and not all equal
-    logprobs: tuple[float, ...]  # summed over the response
-    lengths: tuple[int, ...]  # tokens
-    group_type: str | None = None
-
-
-@dataclass(frozen=True)
 class RankingEvaluation:
-    """Agreement of log-probabilities with the grades of G groups."""
+    """Agreement of log-probabilities with the grades of G comparisons, in none of which all grades tie."""
 
-    groups: tuple[GroupRanking, ...]
+    comparisons: tuple[Comparison, ...]
+    logprobs: tuple[tuple[float, ...], ...]  # of each comparison's completions, summed over their tokens
     averaged: bool  # whether `score` compares log-probabilities per token
 
     @property
     def n(self) -> int:
-        """Groups."""
-        return len(self.groups)
+        """Comparisons."""
+        return len(self.comparisons)
 
     @property
     def score(self) -> float:
@@ -78,21 +70,22 @@ class RankingEvaluation:
             for name, measure in MEASURES.items():
                 found[f"ranking/{kind}/{name}"] = fmean(self._measure(measure, averaged))
         accuracies: dict[str, list[float]] = {}
-        for group, accuracy in zip(self.groups, self._measure(pairwise_accuracy, self.averaged), strict=True):
-            if group.group_type is not None:
-                accuracies.setdefault(group.group_type, []).append(accuracy)
+        measured = self._measure(pairwise_accuracy, self.averaged)
+        for comparison, accuracy in zip(self.comparisons, measured, strict=True):
+            if comparison.group_type is not None:
+                accuracies.setdefault(comparison.group_type, []).append(accuracy)
         for kind, values in sorted(accuracies.items()):
             found[f"ranking/pairwise_accuracy/{kind}"] = fmean(values)
             found[f"ranking/consistency/{kind}"] = 1.0 - pstdev(values)
         return found
 
     def _measure(self, measure: Measure, averaged: bool) -> list[float]:
-        """Of the grades and the scores of each group."""
+        """Of the grades and the scores of each comparison."""
         values = []
-        for group in self.groups:
-            lengths = group.lengths if averaged else (1,) * len(group.logprobs)
-            scores = [logprob / n for logprob, n in zip(group.logprobs, lengths, strict=True)]
-            values.append(measure(group.grades, scores))
+        for comparison, scores in zip(self.comparisons, self.logprobs, strict=True):
+            if averaged:
+                scores = tuple(logprob / n for logprob, n in zip(scores, comparison.lengths, strict=True))
+            values.append(measure(comparison.grades, scores))
         return values
 
 

@@ -26,7 +26,7 @@ from grpo_fast.policy.host_memory import bytes_in_use
 from grpo_fast.policy.out_of_memory import optimizer_step
 from grpo_fast.preference.comparison import Comparison, preference_inputs, preference_totals, ranked_inputs
 from grpo_fast.preference.config import BetaConfig, PreferenceConfig
-from grpo_fast.preference.evaluation import GroupRanking, RankingEvaluation
+from grpo_fast.preference.evaluation import RankingEvaluation
 from grpo_fast.preference.scoring import ComparisonBatches, score, sequence_logprobs
 from grpo_fast.run_record.logs import Clock, StepResult
 
@@ -164,13 +164,9 @@ class PreferenceTrainer:
     def evaluate(self, size: int | None = None) -> RankingEvaluation:
         """How log-probabilities order the held-out completions, or those of the first `size` prompts."""
         chosen = self.held_out[:size]
-        scores = score(chosen, self.batches)
+        logprobs = tuple(tuple(found.tolist()) for found in score(chosen, self.batches))
         config = self.preference.ranking if self.ranks else self.preference.loss
-        groups = (
-            GroupRanking(c.grades, tuple(s.tolist()), c.lengths, c.group_type)
-            for c, s in zip(chosen, scores, strict=True)
-        )
-        return RankingEvaluation(tuple(groups), config.averaged)
+        return RankingEvaluation(tuple(chosen), logprobs, config.averaged)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; what a resumed run needs besides the optimizer's tensors."""

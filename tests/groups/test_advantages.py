@@ -81,12 +81,6 @@ def test_a_group_of_equal_rewards_or_of_one_or_none_is_flat_and_has_no_advantage
     assert not result.advantages[:3].any() and result.advantages[3].any()
 
 
-def test_the_batchs_deviation_needs_two_rewards():
-    two = group_advantages(torch.tensor([[0.0, 1.0]]), scale_rewards="batch", eps=EPS).advantages
-    torch.testing.assert_close(two, torch.tensor([[-0.5, 0.5]]) / (0.5**0.5 + EPS))
-    assert not group_advantages(torch.tensor([[1.0, NAN]]), scale_rewards="batch").advantages.any()
-
-
 def test_normalise_then_sum_is_gdpo_written_by_hand(randn):
     table = torch.stack([randn(4, 5) * 100, randn(4, 5) + 3, randn(4, 5)], dim=-1)
     table[2, 1, 2] = NAN
