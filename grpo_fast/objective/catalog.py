@@ -277,22 +277,18 @@ class GRPOLossConfig:
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """The level of the importance ratio in force."""
         return self.importance_sampling_level or self.facts.choosable_levels[0]
 
     @property
     def aggregation_kind(self) -> Aggregation:
-        """The aggregation in force."""
         return self.aggregation or self.facts.aggregation
 
     @property
     def kl_kind(self) -> KLEstimator:
-        """The KL estimator in force."""
         return self.kl_estimator or self.facts.kl_estimator
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probabilities must be computed."""
         return self.beta > 0
 
     @property

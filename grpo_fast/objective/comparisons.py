@@ -116,7 +116,6 @@ class PreferenceLossConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probabilities must be computed."""
         return any(facts.needs_reference for facts in self.facts)
 
     @property
@@ -230,7 +229,6 @@ class RankingLossConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probabilities must be computed."""
         if self.objective == "advantage":
             return True
         return self.score == "logratio" and self.objective != "advantage_likelihood"

@@ -44,7 +44,6 @@ class RankingEvaluation:
 
     @property
     def n(self) -> int:
-        """Comparisons."""
         return len(self.comparisons)
 
     @property

@@ -73,7 +73,6 @@ class PreferenceTrainer:
         self.beta = BetaController(present(preference.loss.beta), preference.beta, total_steps=total_steps)
 
     def train_step(self) -> StepResult:
-        """One optimiser step."""
         clock = Clock()
         with clock("step"):
             comparisons = [self.comparisons[prompt.index] for prompt in self.prompts.next()]
