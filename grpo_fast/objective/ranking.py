@@ -96,18 +96,15 @@ def _tier_losses(log_strength: Tensor, member_of: Tensor, num_tiers: int) -> Ten
     return -(integrand + log_time - log_time.exp()).logsumexp(dim=1) - math.log(step)
 
 
-def pairwise_logistic(scores: Tensor, grades: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:
-    """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
-    better, worse = _ordered_pairs(grades, group_ids)
-    return _group_mean(-logsigmoid(scores[better] - scores[worse]), group_ids[better], num_groups)
-
-
 def _listwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
     return plackett_luce(_scores(inputs, config), inputs.grades, inputs.group_ids, inputs.num_groups)
 
 
 def _pairwise(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
-    return pairwise_logistic(_scores(inputs, config), inputs.grades, inputs.group_ids, inputs.num_groups)
+    """(G,): mean over pairs of different grade of −log σ(better − worse) (RankNet, Burges et al. 2005)."""
+    scores, ids = _scores(inputs, config), inputs.group_ids
+    better, worse = _ordered_pairs(inputs.grades, ids)
+    return _group_mean(-logsigmoid(scores[better] - scores[worse]), ids[better], inputs.num_groups)
 
 
 def _advantage(inputs: RankedInputs, config: RankingLossConfig) -> Tensor:
