@@ -34,7 +34,7 @@ from grpo_fast.stages import PART
 
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
-FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names that serve here as well
+FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names of other tools that load_config understands
 Pairs = list[tuple[str, Any]]
 
 
@@ -81,7 +81,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         source, pairs = "settings", list(overrides.items())
     else:
         source, pairs = "overrides", _parse_overrides(overrides)
-    # What a name means beside others, as a share of max_steps, depends on what is in force in the end.
+    # A value relative to another key (a share of max_steps) is relative to that key's final value.
     siblings = {**dict(file), **dict(pairs)}
     below = _apply(file, {}, siblings, problems)
     method = dict(pairs).get("method", below.get("method"))
@@ -261,7 +261,7 @@ def _apply(pairs: Pairs, tree: Any, siblings: Mapping[str, Any], problems: list[
 
     A key belongs where it says, or where the table of foreign names puts it.
     """
-    written: dict[str, tuple[str, Any]] = {}  # the leaf's place -> who wrote it in this layer, and what
+    written: dict[str, tuple[str, Any]] = {}  # leaf -> the name that set it in this layer, and its value
     for name, value in pairs:
         if not is_key(name) and name not in FOREIGN:
             problems.append(unknown_key(name, value))
@@ -298,7 +298,7 @@ def _without_idle(tree: Any, before: Any) -> Any:
     try:
         parts = [TrainConfig.model_validate(layer, context=PART) for layer in (before, tree)]
         idle_before, idle = map(unread, parts)
-    except ValueError:  # which is told of the whole
+    except ValueError:  # reported when the whole is validated
         return tree
     for name in idle.keys() - idle_before.keys():
         if at(parts[0], name) == at(parts[1], name):
@@ -393,7 +393,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # what is merged in may be overridden
+            if key_node.tag == "tag:yaml.org,2002:merge":  # merged keys may be overridden
                 continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:

@@ -42,7 +42,7 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
 
 
 def load_object(path: str, key: str) -> Any:
-    """What lies at `package.module:name` or `path/to/file.py:name`, or was given under this name.
+    """The object at `package.module:name` or `path/to/file.py:name`, or was given under this name.
 
     Args:
         key: the configuration's, for the error.

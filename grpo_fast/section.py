@@ -1,4 +1,4 @@
-"""What every part of the configuration is made of, and the rule that every value of it keeps.
+"""The base class of every section of the configuration, and the rule for its values.
 
 A number is a number, a text a text and a switch a switch: none is turned into another. Every number is
 finite, wherever it stands; what has no limit is null.
@@ -50,7 +50,7 @@ class Section(BaseModel):
 
 
 def _changes(written: Any, made: Any, place: tuple[str | int, ...] = ()) -> Iterator[InitErrorDetails]:
-    """What is not what was written, or infinite or NaN in a free-form mapping; sections see to their own."""
+    """Values that validation converted, and numbers of free-form mappings that are not finite."""
     if isinstance(made, BaseModel) or isinstance(written, BaseModel):
         return
     if isinstance(written, Mapping):

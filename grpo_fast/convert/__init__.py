@@ -19,7 +19,7 @@ READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nem
 
 FLAT = "TRL, Axolotl"
 TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", nemo_rl.RULES), ("verl", verl.RULES))
-# Between them these values make every rule that is a function say where it puts one.
+# With one of these values or another, every rule that is a function gives its places.
 _PROBES: tuple[Any, ...] = (1, 0.5, True, "wandb", "owner/name", ["a"])
 
 

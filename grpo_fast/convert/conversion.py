@@ -1,4 +1,4 @@
-"""What a conversion gives: our configuration, and for each foreign key what became of it."""
+"""The result of a conversion: our configuration, and the outcome of each foreign key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SAMPLING = frozenset({"rewards", "rollout", "advantage", "loss", "num_iterations
 _LOSS_SPECIFIC = frozenset().union(*(facts.fields for facts in CATALOG.values()))
 
 Outcome = Literal["taken", "renamed", "written for a default", "not applicable", "needs a decision"]
-LEFT: tuple[Outcome, ...] = ("not applicable", "needs a decision")  # what asks for a person stands last
+LEFT: tuple[Outcome, ...] = (
+    "not applicable",
+    "needs a decision",
+)  # without a place here; decisions are listed last
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Row:
     key: str  # dotted, as in the source
     value: Any
     outcome: Outcome
-    places: tuple[str, ...] = ()  # ours that it set
+    places: tuple[str, ...] = ()  # our keys that it set
     reason: str = ""
 
     def __str__(self) -> str:
@@ -44,7 +47,7 @@ class Conversion:
     source: str  # "Axolotl", "TRL" or "NeMo-RL"
     places: Mapping[str, Any]  # dotted name -> value
     rows: tuple[Row, ...]
-    fill_in: tuple[str, ...]  # places that the source says nothing of, for a person to set
+    fill_in: tuple[str, ...]  # our keys that the source does not set, for a person to set
 
     def heading(self) -> str:
         """Comment lines for the top of the YAML file."""
@@ -100,14 +103,14 @@ class Entry:
     key: str  # dotted, as in the source
     value: Any
     rule: Rule | None  # None for a key that the converter does not know
-    note: str = ""  # how the value is put in our terms
-    missing: bool = False  # the value is what the source means by a missing key
+    note: str = ""  # how the value was translated
+    missing: bool = False  # the value is the source's default of a missing key
 
 
 def default_entries(
     source: str, defaults: Mapping[str, Any], given: Mapping[str, Any], rules: Mapping[str, Rule]
 ) -> list[Entry]:
-    """What the source means by the keys that are not there."""
+    """The source's defaults of keys that are not there, where ours differ."""
     missing = [key for key in defaults if given.get(key) is None]
     return [Entry(key, defaults[key], rules[key], f"{source}'s default", missing=True) for key in missing]
 
@@ -124,7 +127,7 @@ def convert_entries(
     places: Places = {"algorithm": "dpo"} if preference else {}
     set_by = dict.fromkeys(places, "the kind of file")
     rows: list[Row] = []
-    # The loss first: which of its terms are read depends on it.
+    # The loss first: it decides which of its constants are read.
     for entry in sorted(entries, key=lambda entry: "loss_type" not in entry.key):
         beside = {**siblings, entry.key: entry.value} if entry.missing else siblings
         try:

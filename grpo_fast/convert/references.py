@@ -57,7 +57,7 @@ def _resolved(name: str, value: Any, leaves: Mapping[str, Any], waiting: frozens
 
 
 def _look_up(name: str, reference: str, leaves: Mapping[str, Any], waiting: frozenset[str]) -> Any:
-    """What a reference in the value of `name` stands for; `...`: nothing that is known."""
+    """The value of a reference in the value of `name`; `...` where it is not known."""
     function, colon, arguments = reference.partition(":")
     if colon:
         try:

@@ -18,7 +18,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0)  # values that ask for n
 
 
 class NotApplicable(ValueError):
-    """A key that has no part in what is learned here: nothing is to be decided in its place."""
+    """The key does not change what is learned: nothing has to be decided."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Absent:
     """A foreign key without a place here, and what to do instead."""
 
     reason: str
-    harmless: Sequence[Any] = ()  # values that ask for what is so anyway
-    decide: bool = False  # what it asks for changes what is learned: a person decides
+    harmless: Sequence[Any] = ()  # values that ask for what holds here anyway
+    decide: bool = False  # the key changes what is learned, so a person has to decide
 
 
 # A function gets the value and the keys beside it. It gives no place when the value asks for what is so

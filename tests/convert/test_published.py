@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -67,45 +68,6 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
     assert asked.keys() == {"num_train_epochs", "warmup_ratio", "save_strategy", "benchmarks"}
     assert "max_steps" in asked["num_train_epochs"] and "optimizer.warmup_steps" in asked["warmup_ratio"]
     assert "open_r1 must be installed" in found.listing()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{max_steps: 500, warmup_ratio: 0.03, save_steps: 0.05}", {"optimizer.warmup_steps": 15}),
-        ("{max_steps: 500, save_steps: 0.05}", {"checkpoint.every": 25}),
-        ("{max_steps: 33, warmup_ratio: 0.1}", {"optimizer.warmup_steps": 4}),  # rounded up, as HF does
-        ("{max_steps: 5, num_train_epochs: 3}", {"max_steps": 5}),
-        ("{vllm_gpu_memory_utilization: 0.3}", {"rollout.vllm.gpu_memory_utilization": 0.3}),
-        (
-            "{scale_rewards: batch, multi_objective_aggregation: normalize_then_sum}",
-            {"advantage.multi_objective_aggregation": "normalize_then_sum"},
-        ),
-        ("{loss_type: cispo, epsilon_high: 5.0}", {"loss.epsilon_high": 5.0}),  # absolute there too
-        (
-            "{optim: paged_adamw_8bit, load_in_4bit: true, use_peft: true}",
-            {"optimizer.kind": "adamw_8bit", "model.quantization": "nf4", "model.lora": {}},
-        ),
-        (
-            "{activation_offloading: true, gradient_checkpointing: true}",
-            {"model.gradient_checkpointing": "offload"},
-        ),
-        ("{loss_type: luspo, importance_sampling_level: sequence}", {"loss.epsilon_low": 0.2}),
-        (
-            "{tools: [my.tools.search,'tools.py:add'], max_tool_calling_iterations: 3}",
-            # Three rounds of calls are four messages of the model.
-            {"rollout.tools": ["my.tools:search", "tools.py:add"], "rollout.max_turns": 4},
-        ),
-        (
-            "{environment_factory: {maze: games.Maze}, max_tool_calling_iterations: null}",
-            {"rollout.environment": {"maze": "games:Maze"}, "rollout.max_turns": ...},
-        ),
-    ],
-)
-def test_a_trl_value_is_ours_and_nothing_is_left_to_decide(text, expected, tmp_path):
-    found = run(tmp_path, f"num_generations: 8\n{text[1:-1].replace(', ', chr(10))}")
-    assert {place: found.places.get(place, ...) for place in expected} == expected
-    assert not decisions(found)
 
 
 @pytest.mark.parametrize(
@@ -234,29 +196,6 @@ def test_an_axolotl_run_finds_its_places_and_asks_for_its_transform(tmp_path):
     assert "share the GPU" in found.listing()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("rl: gdpo", {"advantage.multi_objective_aggregation": "normalize_then_sum"}),
-        (
-            "adapter: qlora\nload_in_4bit: true\noptimizer: adamw_bnb_8bit\ngradient_checkpointing: unsloth",
-            {"model.lora": {}, "model.quantization": "nf4", "optimizer.kind": "adamw_8bit"}
-            | {"model.gradient_checkpointing": "offload"},
-        ),
-        ("test_datasets: [{path: t, split: test}]", {"evaluation.dataset.split": "test"}),
-        ("datasets: [{path: a}, {path: b}]", {"dataset.source": "a"}),
-        ("trl: {top_k: -1, max_grad_norm: 0}", {"rollout.top_k": 0, "optimizer.max_grad_norm": None}),
-        ("lora_r: 4", {"model.lora.r": ...}),  # without an adapter
-        ("wandb_project: p", {"logging.wandb": True}),
-        ("wandb_project: p\nuse_wandb: false", {"logging.wandb": False}),
-        ("wandb_project: p\nwandb_mode: disabled", {"logging.wandb": False}),
-    ],
-)
-def test_axolotls_own_terms_find_their_places(text, expected, tmp_path):
-    found = run(tmp_path, f"base_model: m\n{text}")
-    assert {place: found.places.get(place, ...) for place in expected} == expected
-
-
 # ------------------------------------------------------------------------------------------------- NeMo-RL
 
 NEMO_RUN = """
@@ -302,25 +241,6 @@ def test_a_nemo_rl_run_on_megatron_takes_megatrons_settings_and_not_the_inherite
         "policy.megatron_cfg.scheduler.lr_warmup_iters",
         "data.default.prompt_file",
     } == decisions(found).keys()
-
-
-@pytest.mark.parametrize(
-    ("extra", "key"),
-    [
-        ("loss_fn: {use_cispo: true, ratio_clip_min: 0.2}", "loss_fn.ratio_clip_min"),
-        ("data: {default: {env_name: code}}", "data.default.env_name"),
-        ("data: {train: {dataset_name: squad}}", "data.train.dataset_name"),
-        ("data: {train: [{dataset_name: gsm8k}, {dataset_name: DeepScaler}]}", "data.train"),
-        ("env: {math: {math_verify_impl: dapo_math_verify}}", "env.math.math_verify_impl"),
-        ("grpo: {max_rollout_turns: 50}", "grpo.max_rollout_turns"),
-        ("grpo: {reward_shaping: {enabled: true, overlong_buffer_length: 8}}", "grpo.reward_shaping.enabled"),
-        ("data: {shuffle: false}", "data.shuffle"),
-        ("data: {train: {split: '${some.where}'}}", "data.train.split"),
-    ],
-)
-def test_what_nemo_rl_would_do_otherwise_asks_for_a_decision(extra, key, tmp_path):
-    found = run(tmp_path, f"policy: {{model_name: a/b}}\n{extra}\n")
-    assert decisions(found).keys() == {key}
 
 
 # ---------------------------------------------------------------------------------- verl, and commands at all
@@ -395,11 +315,65 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
 
 ACTOR = "actor_rollout_ref.actor"
 AGENT, TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+# Keys of a small run of each, and the places that they set, or the key that asks for a decision.
+VALUES: dict[str, list[tuple[str, dict[str, Any] | str]]] = {
+    "trl": [
+        ("{max_steps: 500, warmup_ratio: 0.03, save_steps: 0.05}", {"optimizer.warmup_steps": 15}),
+        ("{max_steps: 500, save_steps: 0.05}", {"checkpoint.every": 25}),
+        ("{max_steps: 33, warmup_ratio: 0.1}", {"optimizer.warmup_steps": 4}),
+        ("{max_steps: 5, num_train_epochs: 3}", {"max_steps": 5}),
+        ("{vllm_gpu_memory_utilization: 0.3}", {"rollout.vllm.gpu_memory_utilization": 0.3}),
+        (
+            "{scale_rewards: batch, multi_objective_aggregation: normalize_then_sum}",
+            {"advantage.multi_objective_aggregation": "normalize_then_sum"},
+        ),
+        ("{loss_type: cispo, epsilon_high: 5.0}", {"loss.epsilon_high": 5.0}),
+        (
+            "{optim: paged_adamw_8bit, load_in_4bit: true, use_peft: true}",
+            {"optimizer.kind": "adamw_8bit", "model.quantization": "nf4", "model.lora": {}},
+        ),
+        (
+            "{activation_offloading: true, gradient_checkpointing: true}",
+            {"model.gradient_checkpointing": "offload"},
+        ),
+        ("{loss_type: luspo, importance_sampling_level: sequence}", {"loss.epsilon_low": 0.2}),
+        (
+            "{tools: [my.tools.search,'tools.py:add'], max_tool_calling_iterations: 3}",
+            # Three rounds of calls are four messages of the model.
+            {"rollout.tools": ["my.tools:search", "tools.py:add"], "rollout.max_turns": 4},
+        ),
+        (
+            "{environment_factory: {maze: games.Maze}, max_tool_calling_iterations: null}",
+            {"rollout.environment": {"maze": "games:Maze"}, "rollout.max_turns": ...},
+        ),
+    ],
+    "axolotl": [
+        ("rl: gdpo", {"advantage.multi_objective_aggregation": "normalize_then_sum"}),
+        (
+            "adapter: qlora\nload_in_4bit: true\noptimizer: adamw_bnb_8bit\ngradient_checkpointing: unsloth",
+            {"model.lora": {}, "model.quantization": "nf4", "optimizer.kind": "adamw_8bit"}
+            | {"model.gradient_checkpointing": "offload"},
+        ),
+        ("test_datasets: [{path: t, split: test}]", {"evaluation.dataset.split": "test"}),
+        ("datasets: [{path: a}, {path: b}]", {"dataset.source": "a"}),
+        ("trl: {top_k: -1, max_grad_norm: 0}", {"rollout.top_k": 0, "optimizer.max_grad_norm": None}),
+        ("lora_r: 4", {"model.lora.r": ...}),
+        ("wandb_project: p", {"logging.wandb": True}),
+        ("wandb_project: p\nuse_wandb: false", {"logging.wandb": False}),
+        ("wandb_project: p\nwandb_mode: disabled", {"logging.wandb": False}),
+    ],
+    "nemo_rl": [
+        ("loss_fn: {use_cispo: true, ratio_clip_min: 0.2}", "loss_fn.ratio_clip_min"),
+        ("data: {default: {env_name: code}}", "data.default.env_name"),
+        ("data: {train: {dataset_name: squad}}", "data.train.dataset_name"),
+        ("data: {train: [{dataset_name: gsm8k}, {dataset_name: DeepScaler}]}", "data.train"),
+        ("env: {math: {math_verify_impl: dapo_math_verify}}", "env.math.math_verify_impl"),
+        ("grpo: {max_rollout_turns: 50}", "grpo.max_rollout_turns"),
+        ("grpo: {reward_shaping: {enabled: true, overlong_buffer_length: 8}}", "grpo.reward_shaping.enabled"),
+        ("data: {shuffle: false}", "data.shuffle"),
+        ("data: {train: {split: '${some.where}'}}", "data.train.split"),
+    ],
+    "verl": [
         (f"{ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=10", {"loss.epsilon_high": 1.2}),
         (f"{ACTOR}.clip_ratio_low=0.1 {ACTOR}.clip_ratio_high=0.28", {"loss.epsilon_high": 0.28}),
         (f"{ACTOR}.clip_ratio=0.1 {ACTOR}.clip_ratio_low=null", {"loss.epsilon_low": 0.1}),
@@ -427,27 +401,9 @@ AGENT, TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.mul
         ("actor_rollout_ref.model.lora_rank=8", {"model.lora.r": 8, "model.lora.alpha": 16}),
         ("trainer.test_freq=-1", {"evaluation.every": 0}),
         ("actor_rollout_ref.rollout.top_k=-1", {"rollout.top_k": 0}),
-    ],
-)
-def test_verls_terms_find_their_places(overrides, expected, tmp_path):
-    usual = {
-        "algorithm.adv_estimator": "grpo",
-        "actor_rollout_ref.rollout.n": 4,
-        "data.train_batch_size": 256,
-    }
-    usual["trainer.total_training_steps"] = 9
-    given = " ".join(f"{key}={value}" for key, value in usual.items() if key not in overrides)
-    found = run(tmp_path, f"python -m verl.trainer.main_ppo {given} {overrides}", "run.sh")
-    assert {place: found.places.get(place, ...) for place in expected} == expected
-    assert not decisions(found)
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
         ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
-        (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio"),  # verl reads the other two
-        (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low"),  # the floor of its default
+        (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio"),
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low"),
         (f"{ACTOR}.loss_agg_mode=token-sum", f"{ACTOR}.loss_agg_mode"),
         (f"{ACTOR}.ppo_mini_batch_size=7", f"{ACTOR}.ppo_mini_batch_size"),
         ("data.train_files=[a.parquet,b.parquet]", "data.train_files"),
@@ -461,12 +417,32 @@ def test_verls_terms_find_their_places(overrides, expected, tmp_path):
         ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n"),
         ("made.up=3", "made.up"),
     ],
+}
+
+
+def small_run(source: str, text: str) -> tuple[str, str]:
+    """A small run of the source with these keys, and a name for its file."""
+    if source == "verl":
+        usual = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
+        usual |= {"data.train_batch_size": 256, "trainer.total_training_steps": 9}
+        given = " ".join(f"{key}={value}" for key, value in usual.items() if key not in text)
+        return f"python -m verl.trainer.main_ppo {given} {text}", "run.sh"
+    usual = {"trl": "num_generations: 8", "axolotl": "base_model: m", "nemo_rl": "policy: {model_name: a/b}"}
+    if text.startswith("{"):
+        text = text[1:-1].replace(", ", "\n")
+    return f"{usual[source]}\n{text}", "run.yaml"
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "expected"), [(source, *row) for source, rows in VALUES.items() for row in rows]
 )
-def test_what_verl_would_do_otherwise_asks_for_a_decision(override, key, tmp_path):
-    usual = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 data.train_batch_size=256"
-    usual = " ".join(word for word in usual.split() if word.partition("=")[0] != key)
-    found = run(tmp_path, f"{usual} trainer.total_training_steps=9 {override}", "run.txt")
-    assert decisions(found).keys() - {f"{ACTOR}.policy_loss.loss_mode"} <= {key} and decisions(found)
+def test_a_value_is_put_in_our_terms_or_asks_for_a_decision(source, text, expected, tmp_path):
+    found = run(tmp_path, *small_run(source, text))
+    if isinstance(expected, str):
+        assert decisions(found).keys() - {f"{ACTOR}.policy_loss.loss_mode"} == {expected}
+    else:
+        assert {place: found.places.get(place, ...) for place in expected} == expected
+        assert source == "axolotl" or not decisions(found)
 
 
 def test_verls_turns_are_ours_once_tools_are_named(tmp_path):

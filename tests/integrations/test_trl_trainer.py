@@ -135,7 +135,8 @@ def test_loss_metrics_and_gradients_of_a_batch_are_trls(options, model_folder, t
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "ratio"), [*((name, "token") for name in LOSS_TYPES), ("dapo", None), ("luspo", "sequence")]
+    ("loss_type", "ratio"),
+    [*((name, "token") for name in LOSS_TYPES), ("vespo", None), ("luspo", "sequence")],
 )
 def test_tools_empty_completions_and_a_samplers_ratio_enter_as_in_trl(
     loss_type, ratio, model_folder, tmp_path, batch, monkeypatch, rng

@@ -20,7 +20,7 @@ _settings = dataclass(eq=False, repr=False)  # of the classes below: Liger's, in
 
 
 class _PreferenceLoss(nn.Module):
-    """What all share."""
+    """Scores of sequences, and the loss of chosen and rejected ones."""
 
     loss_type: str  # one of `PREFERENCE_LOSSES`
     ignore_index: int

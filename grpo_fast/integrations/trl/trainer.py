@@ -139,10 +139,8 @@ class FastGRPOTrainer(GRPOTrainer):
             scale = step_scale(self.loss_type, inputs, self.accelerator.num_processes, accumulated, generated)
             self._loss_at_head = LossAtHead(inputs, self._loss_config, scale)
             # Tokens of tools are not scored: zero, which must meet zero in the metrics.
-            live, names = (
-                live_tokens(inputs) != 0,
-                inputs.keys() & {"old_per_token_logps", "ref_per_token_logps"},
-            )
+            live = live_tokens(inputs) != 0
+            names = inputs.keys() & {"old_per_token_logps", "ref_per_token_logps"}
             given = inputs | {name: torch.where(live, inputs[name], 0) for name in names}
         try:
             # It also makes the model's inputs and records metrics, which stay TRL's.
