@@ -27,7 +27,7 @@ def test_the_workspace_is_what_the_profiler_sees(
     compare(Device("cpu"), call, adds, rng)
 
 
-@pytest.mark.parametrize(("trained", "adds"), WAYS, ids=["trained", "added to", "frozen"])
+@pytest.mark.parametrize(("trained", "adds"), WAYS[1:], ids=["added to", "frozen"])
 def test_so_it_is_for_exact_gradients_of_the_kernels(
     trained: bool, adds: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,12 +73,6 @@ def compare(device: Device, call: Workload, adds: bool, rng: torch.Generator) ->
 
 
 ON_HOPPER = Workload(4096, 151936, torch.bfloat16, extra_statistics=1, hidden_size=2048)
-
-
-def test_nothing_of_the_kernels_is_as_wide_as_the_vocabulary() -> None:
-    found = head_bytes(HOPPER, replace(ON_HOPPER, rows=16384, trainable=False))
-
-    assert max(found.forward, found.backward, found.kept) < 2 * 16384 * ON_HOPPER.vocabulary / 4
 
 
 def test_a_flat_batch_is_planned_for_but_not_for_a_gradient_of_the_entropy() -> None:
