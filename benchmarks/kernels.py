@@ -1,6 +1,7 @@
-"""`python -m benchmarks kernels`: each kernel of ours alone, against what a GPU can do at best.
+"""`python -m benchmarks kernels`: each kernel of ours alone, against what the device can do at best.
 
-A kernel is called with what the head itself gave it in one forward and backward. The ceilings are measured
+A kernel is called with what the head itself gave it in one forward and backward; on a CPU the parts of the
+torch path stand in for the kernels. The ceilings are measured
 among them: the product X Wᵀ by the vendor's library on operands of the same shape, and a copy. `of ceiling`
 is the roofline: the time that the kernel's arithmetic and its least traffic (each operand read once, each
 result written once) need at those rates, as a part of the time it took.
@@ -22,6 +23,7 @@ import torch
 from grpo_fast.kernels import TILE, cuda
 from torch import Tensor
 
+from grpo_fast.head import reference
 from grpo_fast.head.operator import device_facts
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import HeadPlan, Workload, plan_head
@@ -42,12 +44,12 @@ from .measure import Unsupported
 from .peers import choose_names
 from .problem import FORWARD_BACKWARD, Problem, Setting
 from .rows import make_problems
-from .session import add_common_arguments, add_sizes, check_common, run_session
+from .session import ByDevice, add_common_arguments, add_sizes, check_common, run_session
 
 SIZES = {
-    "tokens": ([16_384], [], "tokens N"),
-    "hidden": ([2048, 4096], [], "hidden sizes H"),
-    "vocab": ([151_936], [], "vocabularies V"),
+    "tokens": ([16_384], [256], "tokens N"),
+    "hidden": ([2048, 4096], [256], "hidden sizes H"),
+    "vocab": ([151_936], [8192], "vocabularies V"),
 }
 _OF_HEAD = ("gather_rows", "tile_statistics", "row_results", "select_live", "dense_backward")
 _SPARSE = ("list_pairs", "pair_gradients", "weight_gradient", "keep_entries", "hidden_gradient")
@@ -121,7 +123,20 @@ class Head:
         """The logit gradient, and from it those of these names."""
         call = self.calls["dense_backward"]
         problem, gradient, _ = call.args
-        call.func(problem, gradient, Wanted("hidden" in names, "weight" in names, False), **call.keywords)
+        call.func(problem, gradient, _wanted(*names), **call.keywords)
+
+    def torch_forward(self, *, jacobian: bool = False) -> RowStatistics:
+        return reference.forward(self.problem, Request(jacobian=jacobian), self.plan.chunks)[0]
+
+    def torch_backward(self, *names: str) -> None:
+        """Of the statistics of one forward."""
+        certificate = Certificate.pending(self.problem.hidden.device)
+        given = self.problem, self.torch_statistics, self.gradients, _wanted(*names), certificate
+        reference.backward(*given, self.plan.chunks)
+
+    @cached_property
+    def torch_statistics(self) -> RowStatistics:
+        return self.torch_forward()
 
     @cached_property
     def pairs(self) -> int:
@@ -132,6 +147,10 @@ class Head:
     def entries(self) -> int:
         """Of dX's sparse product."""
         return int(self.calls["hidden_gradient"].args[-1].sum())
+
+
+def _wanted(*names: str) -> Wanted:
+    return Wanted("hidden" in names, "weight" in names, False)
 
 
 Run, Work = Callable[[Head], object], Callable[[Head], dict[str, float]]
@@ -165,13 +184,13 @@ def _entry_work(head: Head) -> dict[str, float]:
     return {FLOPS: 4.0 * head.entries * head.depth, BYTES: read + 2 * hidden.nbytes}
 
 
-def _dense(*names: str) -> tuple[Run, Work]:
+def _gradients(run: Callable[..., object], *names: str) -> tuple[Run, Work]:
     """A product for the logits, one more for each gradient."""
 
     def work(head: Head) -> dict[str, float]:
         return _product_work(head, 1 + len(names), sum(getattr(head.problem, name).nbytes for name in names))
 
-    return lambda head: head.dense(*names), work
+    return lambda head: run(head, *names), work
 
 
 def _kernel(name: str, work: Work) -> tuple[Run, Work]:
@@ -179,7 +198,7 @@ def _kernel(name: str, work: Work) -> tuple[Run, Work]:
 
 
 SPARSE = "dX, sparse"
-CASES: dict[str, tuple[Run, Work]] = {
+ON_CUDA: dict[str, tuple[Run, Work]] = {
     "rows gathered": _kernel("gather_rows", lambda head: {BYTES: 3 * head.problem.hidden.nbytes}),
     "forward": _kernel("tile_statistics", _forward_work),
     "finalise": _kernel("row_results", _statistics_work),
@@ -190,9 +209,19 @@ CASES: dict[str, tuple[Run, Work]] = {
     "pair gradient and entries": (Head.pairs_and_entries, _pair_work),
     "dW, sparse": _kernel("weight_gradient", _pair_work),
     SPARSE: _kernel("hidden_gradient", _entry_work),
-    "logit gradient, dense": _dense(),
-    "dX, dense": _dense("hidden"),
-    "dX and dW, dense": _dense("hidden", "weight"),
+    "logit gradient, dense": _gradients(Head.dense),
+    "dX, dense": _gradients(Head.dense, "hidden"),
+    "dX and dW, dense": _gradients(Head.dense, "hidden", "weight"),
+}
+ON_CPU: dict[str, tuple[Run, Work]] = {
+    "forward, torch": (Head.torch_forward, _product_work),
+    "forward with dlogp/dX, torch": (
+        partial(Head.torch_forward, jacobian=True),
+        partial(_product_work, products=2),
+    ),
+    "dX, torch": _gradients(Head.torch_backward, "hidden"),
+    "dW, torch": _gradients(Head.torch_backward, "weight"),
+    "dX and dW, torch": _gradients(Head.torch_backward, "hidden", "weight"),
 }
 
 
@@ -202,7 +231,7 @@ def entrants_of(names: Sequence[str], make: Callable[[], Sequence[Problem]]) -> 
 
     @torch.no_grad()
     def prepare(name: str) -> Prepared:
-        run, work = CASES[name]
+        run, work = (ON_CUDA | ON_CPU)[name]
         if not heads:
             heads.extend(map(Head, make()))
         for head in heads:  # so that nothing that it rests on is made while timed
@@ -221,20 +250,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=4)
     add_sizes(parser, SIZES, nargs="+")
     kinds = ("peaked", "flat", "histogram")
-    parser.add_argument("--rows", choices=kinds, default="histogram", help="(histogram)")
+    rows = ByDevice("histogram", "peaked")
+    parser.add_argument("--rows", choices=kinds, default=rows, help="(%(default)s)")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="live tiles of a model's rows, JSON")
 
 
 def main(options: argparse.Namespace) -> int:
     device = check_common(options)
-    if device.type != "cuda":
-        raise ValueError("the kernels need a CUDA device, and torch sees none")
     histogram = given_histogram(options.histogram, device)
     if options.rows == "histogram" and histogram is None:
         raise ValueError(
             "--rows histogram needs --histogram FILE, of `python -m benchmarks rows`, or --rows peaked"
         )
-    names = choose_names(list(CASES), options.impl)
+    names = choose_names(list(ON_CUDA if device.type == "cuda" else ON_CPU), options.impl)
     contests = []
     for v, h, n in itertools.product(options.vocab, options.hidden, options.tokens):
         setting = Setting(options.rows, n, h, v, FORWARD_BACKWARD, True, options.dtype)

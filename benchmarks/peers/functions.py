@@ -47,12 +47,19 @@ def trl() -> Function:
     return lambda hidden, weight, targets: apply(hidden, weight, None, targets, *options)[0]
 
 
-def cut_cross_entropy(reduction: str, *, exact: bool = False) -> Function:
-    """Apple's: its gradients filtered, which is the default, or exact."""
-    from cut_cross_entropy import linear_cross_entropy
+def cut_cross_entropy(reduction: str, *, preset: str) -> Function:
+    """Apple's: its gradients filtered, exact, or summed à la Kahan.
 
-    options = {"filter_eps": None} if exact else {}
-    return partial(linear_cross_entropy, reduction=reduction, **options)
+    The presets came after 25.1.1, the newest release of the package index. That one is exact without its
+    filter, and has no compensated sums.
+    """
+    from cut_cross_entropy import LinearCrossEntropyImpl, linear_cross_entropy
+
+    if preset.upper() in LinearCrossEntropyImpl.__members__:
+        return partial(linear_cross_entropy, impl=preset, reduction=reduction)
+    if preset == "cce_exact":
+        return partial(linear_cross_entropy, filter_eps=None, reduction=reduction)
+    raise Unsupported(f"this cut-cross-entropy has no preset {preset}: install it from its repository")
 
 
 def unsloth(problem: Problem) -> Run:
@@ -138,8 +145,10 @@ PEERS = (
     Peer("torch full logits", full_logits),
     Peer("torch.compile", partial(full_logits, compiled=True)),
     of_logprobs("TRL fused head", trl),
-    of_cross_entropy("Cut Cross Entropy (filtered)", cut_cross_entropy, cuda=True),
-    of_cross_entropy("Cut Cross Entropy (exact)", partial(cut_cross_entropy, exact=True), cuda=True),
+    *(
+        of_cross_entropy(f"Cut Cross Entropy ({name})", partial(cut_cross_entropy, preset=preset), cuda=True)
+        for name, preset in (("filtered", "cce"), ("exact", "cce_exact"), ("Kahan", "cce_kahan_full_c"))
+    ),
     Peer("Unsloth fused log-probabilities", unsloth),
     of_logprobs("verl Triton", verl, cuda=True),
     of_cross_entropy("torch linear_cross_entropy", torch_linear_cross_entropy),

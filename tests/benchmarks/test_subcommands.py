@@ -24,6 +24,17 @@ def by_name(record: Record) -> dict[str, Measurement]:
     return {found.implementation: found for found in record.cells}
 
 
+def test_kernels_are_measured_against_a_product_and_a_copy(tmp_path):
+    record = run(tmp_path, "kernels", "--tokens", "32", "--hidden", "16", "--vocab", "300")
+
+    assert record.kind == "kernels"
+    assert {found.status for found in record.cells} == {OK}
+    both = by_name(record)["dX and dW, torch"]
+    assert set(both.ceilings) == {"flops_per_second", "bytes_per_second"}
+    assert both.metrics["share_of_ceiling"] > 0
+    assert both.shape == {"tokens": 32, "hidden": 16, "vocabulary": 300, "rows": "peaked", "dtype": "float32"}
+
+
 def test_an_update_is_the_same_for_all_implementations(tmp_path):
     pytest.importorskip("trl")
     record = run(
@@ -82,7 +93,7 @@ def test_whole_steps_of_both_trainers_have_phases(tmp_path):
     [
         (["train", "--group", "1"], "--group must be at least 2"),
         (["group", "--memory", "-1"], "--memory must be above 0 GiB"),
-        (["kernels"], "the kernels need a CUDA device"),
+        (["kernels", "--rows", "histogram"], "--rows histogram needs --histogram FILE"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
