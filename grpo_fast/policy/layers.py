@@ -176,10 +176,8 @@ def resolve_liger(config: ModelConfig, device: torch.device, model_type: str) ->
         ImportError: they are asked for and liger-kernel is not installed.
     """
     on_gpu, installed = device.type == "cuda", find_spec("liger_kernel") is not None
-    if config.liger_kernels == "auto":
-        return on_gpu and installed and model_type in LIGER_TYPES
-    if not config.liger_kernels:
-        return False
+    if config.liger_kernels is not True:
+        return config.liger_kernels == "auto" and on_gpu and installed and model_type in LIGER_TYPES
     if not on_gpu:
         raise ValueError(f"model.liger_kernels = true needs a CUDA device, not {device.type}; give auto")
     if not installed:

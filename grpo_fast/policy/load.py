@@ -193,12 +193,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    source, template = resolve_source(config.path), None
-    if config.chat_template is not None and "{%" in config.chat_template:
-        template = config.chat_template
-    elif config.chat_template is not None:
+    source, template = resolve_source(config.path), config.chat_template
+    if template is not None and "{%" not in template:
         try:
-            template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+            template = Path(template).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             problem = f"model.chat_template = {config.chat_template!r} cannot be read: {error.strerror}"
             raise ValueError(problem) from error

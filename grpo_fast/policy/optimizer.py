@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -23,9 +22,8 @@ _PIECE = 1 << 20  # numbers of a gradient that a CPU converts at one time
 
 
 class PolicyOptimizer:
-    """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits.
-
-    With stochastic rounding a master is there only while its parameter is stepped.
+    """Steps the trainable parameters; owns a float32 master of each that is kept in 16 bits, with stochastic
+    rounding only while its parameter is stepped.
 
     The gradient of a 16-bit parameter moves into its master's float32 buffer as soon as a backward has
     finished it, so that adding up over micro-batches rounds no more than one of them does. Weight decay
@@ -188,8 +186,8 @@ class PolicyOptimizer:
 
     def _exchange_rows(self, names: Iterable[str]) -> None:
         """Every rank gets the rows that the others have updated."""
-        if whole := self._whole():
-            all_gather([whole[name] for name in names if name in whole], self._world)
+        whole = self._whole()
+        all_gather([whole[name] for name in names if name in whole], self._world)
 
     def _whole(self) -> dict[str, Tensor]:
         """The parameters, live, of which several ranks update rows and each has all."""
@@ -204,7 +202,7 @@ class PolicyOptimizer:
             master = self._masters[name]
             if self._adam.state.get(master):
                 continue
-            zeros = partial(self._zeros, on_host=self._lives_on_host("optimizer", master))
+            zeros = self._zeros_on_host if self._lives_on_host("optimizer", master) else self._zeros
             if self._eight_bit:
                 made[master] = self._adam.new_state(master, zeros)
             else:
@@ -212,10 +210,11 @@ class PolicyOptimizer:
                 made[master] = {"step": step, "exp_avg": zeros(master), "exp_avg_sq": zeros(master)}
         self._adam.state.update(made)
 
-    def _zeros(self, like: Tensor, *, on_host: bool) -> Tensor:
-        if on_host:
-            return host_like(like, pinned=self._device.type == "cuda").zero_()
+    def _zeros(self, like: Tensor) -> Tensor:
         return torch.zeros_like(like, device=self._device, requires_grad=False)
+
+    def _zeros_on_host(self, like: Tensor) -> Tensor:
+        return host_like(like, pinned=self._device.type == "cuda").zero_()
 
     def _visiting(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
         """Names whose masters and moments are on the device: all that live there, then each of the others."""
