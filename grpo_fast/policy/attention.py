@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """That a call of SDPA computes, seen or not."""
+        """Pairs of a query and a key that a call of SDPA computes, masked or not."""
         return self.tokens * (self.prompt + self.tokens)
 
 
@@ -63,7 +63,7 @@ class Sequences:
 
 
 class PackedLayout:
-    """Who sees whom in one packed batch. Masks are made once for each window width, not each layer."""
+    """Which tokens of a packed batch attend to which. Masks are made once for each window, not each layer."""
 
     def __init__(self, batch: PackedBatch, attention: str) -> None:
         self.attention = attention
@@ -80,7 +80,7 @@ class PackedLayout:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """What attends in one go; FlexAttention, which needs none of it, does not wait for the device."""
+        """The runs of tokens of one call each; FlexAttention needs none of it, nor a wait for the device."""
         positions = self._batch.position_ids
         starts = (positions.diff(prepend=positions.new_tensor([-2])) != 1).nonzero()[:, 0]
         bounds, prompts = [*starts.tolist(), len(positions)], positions[starts].tolist()
@@ -200,7 +200,7 @@ def visible_pairs(ranges: Sequence[Range]) -> Tensor:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and their indices, those first."""
+    """For each block of queries the number of chosen blocks of keys, and all indices, chosen ones first."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

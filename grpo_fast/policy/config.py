@@ -80,7 +80,7 @@ class ModelConfig(Section):
 
     @property
     def recomputed(self) -> Literal[True, "mlp", "offload"] | None:
-        """What the backward computes anew; an `auto` that nothing has resolved is nothing."""
+        """What the backward recomputes; None also of an `auto` that nothing has resolved."""
         how = self.gradient_checkpointing
         return None if how is False or how == "auto" else how
 

@@ -140,7 +140,7 @@ class LayerInputs:
 
 
 class _LayerInput:
-    """One layer's, on the host, and on the device while it leaves or comes."""
+    """One layer's input: on the host, and on the device too while it is copied."""
 
     def __init__(
         self, home: Tensor, stream: torch.cuda.Stream | None, before: Callable[[], _LayerInput | None]
@@ -158,7 +158,7 @@ class _LayerInput:
             self._moved = copy_beside(self._stream, _blocks(self._home), self._hosts)
 
     def leave(self) -> None:
-        """Its memory is free for what the device is told from now on, which waits for the copy."""
+        """Free its device memory for work queued from now on, which waits for the copy."""
         if self._home is not None:
             wait(self._moved, self._home.device)
             self._home = None
@@ -185,7 +185,7 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Of the GPU, by whomever: what sleeps does not count. On a CPU, of the process at its highest."""
+    """Bytes of the GPU in use by all processes; on a CPU, the peak resident memory of this one."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

@@ -100,7 +100,7 @@ def load_policy(
 
 
 def _checksum(model: nn.Module) -> int:
-    """Of all bits of the weights, the same on any device."""
+    """A sum over all bits of the weights, the same on any device."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     weights = (parameter.detach() for parameter in model.parameters())
     return sum(int(weight.view(kinds[weight.itemsize]).sum(dtype=torch.int64)) for weight in weights)

@@ -167,7 +167,7 @@ class PolicyOptimizer:
         return grad_norm
 
     def _summed_gradients(self) -> dict[str, Tensor]:
-        """Of this rank's rows, summed over the ranks, by name: of what a backward of any rank has reached."""
+        """Gradients of this rank's rows, summed over the ranks: of what a backward of any has reached."""
         found = {
             name: local(gradient)
             for name, parameter in self._parameters.items()

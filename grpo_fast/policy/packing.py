@@ -94,7 +94,7 @@ class TokenCosts:
     pair: float  # of two tokens that see each other
 
     def more_inputs(self, before: int, inputs: int) -> float:
-        """Of `inputs` tokens, each of which sees those before it."""
+        """The cost of `inputs` tokens after `before` others; each attends to all before it."""
         return inputs * (self.input + self.pair * (before + (inputs + 1) / 2))
 
 

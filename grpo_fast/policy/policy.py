@@ -107,7 +107,7 @@ class Policy:
 
     @property
     def token_costs(self) -> TokenCosts:
-        """Multiplications of a forward, by what it is asked for."""
+        """Multiplications of a forward: of an input token, of a target, of a pair of tokens."""
         config, table = self.base_model.config.get_text_config(), self.head_weight.numel()
         tables = table if config.tie_word_embeddings else 2 * table
         layers = sum(map(count_numbers, self.base_model.parameters())) - tables
@@ -194,7 +194,7 @@ class Policy:
     def base_weights(self) -> dict[str, Tensor]:
         """The weights under their checkpoint's names, live, without adapters; a tied head is not repeated."""
         weights: dict[str, Tensor] = {}
-        # Of those each once, and without what a quantised layer saves beside its weight.
+        # Each once, and without the tables that a quantised layer saves beside its weight.
         unseen = {id(t) for t in (*self.base_model.parameters(), *self.base_model.buffers())}
         for name, tensor in self.base_model.state_dict(keep_vars=True).items():
             if ".lora_" not in name and id(tensor) in unseen:
@@ -225,7 +225,7 @@ class Policy:
         return trained.union(self._adapted_weights())
 
     def _adapted_weights(self) -> dict[str, Any]:
-        """By the weight's name, the layers that LoRA wraps."""
+        """The layers that LoRA wraps, by their weights' names."""
         if not self.has_adapters:
             return {}
         from peft.tuners.lora import LoraLayer

@@ -83,7 +83,7 @@ def loading_settings(model: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """All computes in `dtype`, whichever it was saved with, and quantised layers keep one layout."""
+    """Let every layer compute in `dtype`, whatever it was saved with; quantised weights keep one layout."""
     if model.dtype != dtype:  # transformers 5.23 leaves what is not quantised as it was saved
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -118,6 +118,6 @@ def dequantized(module: nn.Module) -> Tensor:
 
 
 def count_numbers(weight: Tensor) -> int:
-    """Of a weight in 4 bits, two of which are a byte, as of any other."""
+    """How many numbers a weight has, also one in 4 bits, which stores two in a byte."""
     state = getattr(weight, "quant_state", None)
     return weight.numel() if state is None else state.shape.numel()
