@@ -219,14 +219,9 @@ def balance(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     rest = sorted(
         (i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: (-lengths[i], i)
     )
-    bins: list[list[int]] = []
-    if rest:
-        fewest = math.ceil(sum(lengths[i] for i in rest) / max_tokens)
-        bins = next(
-            found
-            for count in itertools.count(fewest)
-            if (found := _longest_first(lengths, rest, count, max_tokens)) is not None
-        )
+    fewest = math.ceil(sum(lengths[i] for i in rest) / max_tokens)
+    found = (_longest_first(lengths, rest, count, max_tokens) for count in itertools.count(fewest))
+    bins = next(bins for bins in found if bins is not None)
     everything = [[i] for i in oversize] + [sorted(members) for members in bins]
     return sorted(everything, key=lambda members: (-sum(lengths[i] for i in members), members[0]))
 
