@@ -203,6 +203,8 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     plan.add_argument("--gpus", type=at_least(1), nargs="+", default=[1], metavar="N", help=gpus)
     node = "that NVLink or PCIe joins, the others are reached at 400 Gb/s each (8)"
     plan.add_argument("--gpus-per-node", type=at_least(1), default=8, metavar="N", help=node)
+    calibrate = "first measure a micro-batch of a few layers on this device"
+    plan.add_argument("--calibrate", action="store_true", help=calibrate)
     plan.add_argument("--prompt-length", type=at_least(1), metavar="P", help="tokens of the longest prompt")
     table = "which model fits which GPU: the largest group and context of full training, LoRA and QLoRA"
     plan.add_argument("--table", nargs="*", metavar="MODEL", help=table)

@@ -79,19 +79,23 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = plan_config(args, overrides)
     from rich.console import Console
 
-    from grpo_fast.plan import device_budget, longest_prompt, traces_of
+    from grpo_fast.plan import calibrated, device_budget, longest_prompt, step_sizes, traces_of
     from grpo_fast.plan import plan as make_plan
     from grpo_fast.plan.report import record, render
     from grpo_fast.plan.scaling import render_scaling, scaling
 
+    if args.calibrate and args.gpu is not None:
+        raise ConfigError("plan", [Problem("--calibrate", "measures the device at hand; leave --gpu out")])
     device = device_budget(args.gpu)
-    devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
     traces = traces_of(config.model.path, config.model.revision)
     prompt_length = args.prompt_length or config.dataset.max_prompt_length
     if prompt_length is None:
         if args.config is None:
             raise ConfigError("plan", [Problem("--prompt-length", "is required, or CONFIG with its data")])
         prompt_length = longest_prompt(config.dataset, config.model, config.rollout)
+    if args.calibrate:
+        device = calibrated(config, traces, device, step_sizes(config, prompt_length=prompt_length))
+    devices = [replace(device, ranks=ranks, node=args.gpus_per_node) for ranks in sorted(args.gpus)]
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
     if len(devices) > 1:
         steps = scaling(config, traces, devices, prompt_length=prompt_length)
@@ -110,8 +114,8 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def plan_table(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """`grpo-fast plan --table`"""
-    if args.model or args.gpus != [1]:
-        raise ConfigError("plan", [Problem("--table", "goes without --model and --gpus")])
+    if args.model or args.calibrate or args.gpus != [1]:
+        raise ConfigError("plan", [Problem("--table", "goes without --model, --gpus and --calibrate")])
     from rich.console import Console
 
     from grpo_fast.plan import step_sizes

@@ -45,6 +45,8 @@ class DeviceBudget:
     host: int = sys.maxsize  # bytes that may be offloaded by all ranks of its node
     ranks: int = 1  # with a device like this each
     node: int = 8  # of them at most, that `link` joins
+    context: int = CUDA_CONTEXT  # bytes of a GPU's process beside torch's allocator
+    transient: float = 1.0  # factor of the predicted bytes of a micro-batch: see `calibrated`
 
     @property
     def host_share(self) -> int:

@@ -4,22 +4,87 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from grpo_fast.plan.model_shape import random_model
+from grpo_fast.config import TrainConfig
+from grpo_fast.plan.devices import DeviceBudget
+from grpo_fast.plan.model_shape import random_model, with_layers
+from grpo_fast.plan.prediction import Predictor, transient_bytes
 from grpo_fast.plan.sizes import StepSizes
-from grpo_fast.plan.trace import textless_policy
-from grpo_fast.policy import PackedBatch, Policy, Sample, pack
+from grpo_fast.plan.trace import Traces, textless_policy
+from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.attention import PACKED_ATTENTION, register
 from grpo_fast.policy.config import ModelConfig
+from grpo_fast.update import packed_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
+CALIBRATED_LAYERS = 4  # of the model: its layers repeat
+CALIBRATED_TOKENS = 4096
 _START = "grpo_fast: watched from here"
+
+
+def calibrated(run: TrainConfig, traces: Traces, device: DeviceBudget, sizes: StepSizes) -> DeviceBudget:
+    """This machine's device with what an update of a few of the model's layers on it corrects.
+
+    Weights and optimizer are known exactly; the correction is of the bytes of a micro-batch and, on a GPU, of
+    those that the process takes beside torch's allocator.
+
+    Args:
+        sizes: completions are shortened to a micro-batch of 4,096 tokens, one group of two.
+
+    Raises:
+        torch.OutOfMemoryError: not even this fits.
+    """
+    layers = min(CALIBRATED_LAYERS, traces.config.get_text_config().num_hidden_layers)
+    small = Predictor(run, Traces(with_layers(traces.config, layers)), device)
+    length = min(sizes.sequence_length, CALIBRATED_TOKENS // 2)
+    prompt = max(1, length * sizes.prompt_length // sizes.sequence_length)
+    probe = StepSizes(1, 2, prompt, max(1, length - prompt), micro_batch_tokens=CALIBRATED_TOKENS)
+    predicted = small.predict(probe)
+    transient = transient_bytes(predicted.parts["update"])
+    resident = predicted.allocated("update") - transient
+    context = device.context
+    if small.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        context = total - free - torch.cuda.memory_reserved()
+    measured = measured_update(small, probe) - resident
+    return replace(device, transient=device.transient * measured / transient, context=context)
+
+
+def measured_update(predictor: Predictor, sizes: StepSizes) -> int:
+    """Bytes that torch's allocator held at the highest of two updates with every completion at its longest.
+
+    Adam's moments are there in the second. The twin of `predictor.predict(sizes).allocated("update")`.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit.
+    """
+    run, device = predictor.run, torch.device(predictor.device.kind)
+
+    def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
+        config, attention, offload = predictor.traces.config, predictor.attention, run.memory.offload
+        policy = random_policy(config, run.model, attention=attention, device=device)
+        optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
+        return policy, optimizer, random_batches(policy, sizes)
+
+    def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
+        policy, optimizer, batches = made
+        for _ in range(2):
+            for batch in batches:
+                head, hidden = policy.head, policy.hidden_states(batch)
+                into = optimizer.gradient_of(head.weight)
+                packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
+            optimizer.step()
+
+    return peak_bytes(prepare, updates, device)
 
 
 def peak_bytes(prepare: Callable[[], T], work: Callable[[T], object], device: torch.device) -> int:

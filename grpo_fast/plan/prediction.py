@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.shards import BUCKET
 from grpo_fast.head.plan import Workload
-from grpo_fast.plan.devices import CUDA_CONTEXT, GIB, DeviceBudget, device_budget
+from grpo_fast.plan.devices import GIB, DeviceBudget, device_budget
 from grpo_fast.plan.head_bytes import head_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS
 from grpo_fast.plan.seconds import (
@@ -367,7 +367,7 @@ class Predictor:
             "head": with_head[peak] - plain[peak],
             "masks": with_masks[peak] - plain[peak],
         }
-        return {part: int(size) for part, size in found.items()}
+        return {part: int(size * self.device.transient) for part, size in found.items()}
 
     def _vllm(self, sizes: StepSizes) -> dict[str, int]:
         """Bytes of vLLM awake, with as many completions in flight as it may have."""
@@ -439,7 +439,11 @@ class Predictor:
         """A phase's parts with what lies outside torch's allocator; parts of no bytes are left out."""
         if self.on_gpu:
             workspace = CUBLAS_WORKSPACE.get(self.device.capability[0], SMALL_CUBLAS_WORKSPACE)
-            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": CUDA_CONTEXT}
-        transient = sum(parts.get(part, 0) for part in _TRANSIENT)
-        parts = parts | {"fragmentation": int(FRAGMENTATION * transient)}
+            parts = parts | {"cuBLAS workspace": workspace, "CUDA context": self.device.context}
+        parts = parts | {"fragmentation": int(FRAGMENTATION * transient_bytes(parts))}
         return {part: size for part, size in parts.items() if size}
+
+
+def transient_bytes(parts: Mapping[str, int]) -> int:
+    """Of a phase's allocated bytes, those that are freed again within it."""
+    return sum(parts.get(part, 0) for part in _TRANSIENT)

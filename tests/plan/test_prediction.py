@@ -10,17 +10,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from grpo_fast.plan.devices import device_budget
-from grpo_fast.plan.measure import peak_bytes, random_batches, random_policy
+from grpo_fast.plan.measure import calibrated, measured_update, peak_bytes
 from grpo_fast.plan.model_shape import BLOCK_TOKENS, model_config, with_layers
 from grpo_fast.plan.prediction import Prediction, Predictor
 from grpo_fast.plan.sizes import StepSizes
 from grpo_fast.plan.stand_ins import UNITS
 from grpo_fast.plan.trace import Timeline, Traces
-from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer
 from grpo_fast.policy.config import LoraConfig
 from grpo_fast.rollout.decoder import ExpandedDecoder, SharedPrefixDecoder
 from grpo_fast.rollout.handover import MARGIN
-from grpo_fast.update import packed_loss
 
 UPDATE = StepSizes(prompts=3, generations=4, prompt_length=40, completion_length=32, micro_batch_tokens=10**6)
 ROLLOUT = replace(UPDATE, prompt_length=18)
@@ -40,25 +38,7 @@ IN_8_BITS, ROUNDED = {"kind": "adamw_8bit"}, {"stochastic_rounding": True}
 
 
 def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
-    """Prediction and allocator, in the second of two updates with every completion at its longest."""
-    predicted, run, device = predictor.predict(sizes), predictor.run, torch.device(predictor.device.kind)
-
-    def prepare() -> tuple[Policy, PolicyOptimizer, list[PackedBatch]]:
-        config, attention, offload = predictor.traces.config, predictor.attention, run.memory.offload
-        policy = random_policy(config, run.model, attention=attention, device=device)
-        optimizer = PolicyOptimizer(policy.trainable(), run.optimizer, total_steps=2, on_host=offload)
-        return policy, optimizer, random_batches(policy, sizes)
-
-    def updates(made: tuple[Policy, PolicyOptimizer, list[PackedBatch]]) -> None:
-        policy, optimizer, batches = made
-        for _ in range(2):
-            for batch in batches:
-                head, hidden = policy.head, policy.hidden_states(batch)
-                into = optimizer.gradient_of(head.weight)
-                packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
-            optimizer.step()
-
-    measured = peak_bytes(prepare, updates, device)
+    predicted, measured = predictor.predict(sizes), measured_update(predictor, sizes)
 
     on_host = 0 if predictor.on_gpu else predicted.host  # which is the same memory
     assert predicted.allocated("update") + on_host == pytest.approx(measured, rel=tolerance)
@@ -138,6 +118,18 @@ def test_an_update_on_the_gpu_takes_what_was_predicted(
     settings = {"dtype": "bfloat16", "attention": "flex_attention"} | way
 
     compare(predictor(model_config("Qwen2.5-0.5B"), device_budget(), sections, **settings), sizes, 0.05)
+
+
+def test_a_calibration_finds_a_prediction_that_holds_and_corrects_one_that_does_not(
+    config: Any, predictor: Any
+) -> None:
+    planned = predictor(config("gemma3_text", num_hidden_layers=6, layer_types=None))
+    given = planned.run, planned.traces
+    found = calibrated(*given, planned.device, UPDATE).transient
+    doubled = calibrated(*given, replace(planned.device, transient=2.0), UPDATE).transient
+
+    assert found == pytest.approx(1, abs=0.05)
+    assert doubled == pytest.approx(found, abs=0.05)
 
 
 def test_fewer_layers_keep_their_kinds(config: Any) -> None:
