@@ -16,6 +16,7 @@ import torch
 from host_stubs import importable
 from torch import Tensor
 
+from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective.catalog import CATALOG
 
 if find_spec("verl") is None:
@@ -115,13 +116,18 @@ def test_a_model_under_verls_forward_returns_our_numbers(verl, rng, small_model,
     torch.testing.assert_close(found.entropy.reshape(2, 6), entropy, rtol=1e-4, atol=1e-5)
 
 
+def covariance(**changes: float) -> dict[str, SimpleNamespace]:
+    """verl's `policy_loss` section with its defaults."""
+    values = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
+    values |= {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
+    return {"policy_loss": SimpleNamespace(**values | changes)}
+
+
 def actor(**changes: Any) -> SimpleNamespace:
     """The fields of verl's `ActorConfig` that a policy loss reads, with verl's defaults."""
-    covariance = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}
-    covariance |= {"kl_cov_ratio": 2e-4, "ppo_kl_coef": 0.1}
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     values |= {"tau_pos": 1.0, "tau_neg": 1.05, "loss_scale_factor": None, "global_batch_info": {}}
-    result = SimpleNamespace(**values | {"policy_loss": SimpleNamespace(**covariance)} | changes)
+    result = SimpleNamespace(**values | covariance() | changes)
     result.get = lambda name, default=None: getattr(result, name, default)
     return result
 
@@ -132,36 +138,75 @@ def arguments(padded: SimpleNamespace) -> dict[str, Tensor]:
     return {**named, "advantages": advantages, "response_mask": mask}
 
 
-HOST_LOSSES = {
-    "dapo": ("vanilla", "seq-mean-token-sum"),
-    "grpo": ("vanilla", "token-mean"),
-    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
-    "sapo": ("sapo", "seq-mean-token-mean"),
-}
+SEQUENCES = "seq-mean-token-mean"
 STEP = {"dp_size": 2, "batch_num_tokens": 57, "global_batch_size": 8}
+HOST_LOSSES: dict[str, tuple[str, str, dict[str, Any]]] = {  # verl's loss, its average, constants
+    "dapo": ("vanilla", "seq-mean-token-sum", {}),
+    "grpo": ("vanilla", "token-mean", {}),
+    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm", {}),
+    "sapo": ("sapo", SEQUENCES, {}),
+    "gspo": ("gspo", SEQUENCES, {"clip_ratio_low": 0.1}),
+    "gspo_token": ("gspo", SEQUENCES, {"clip_ratio_low": 0.1}),
+    "gpg": ("gpg", "token-mean", {}),
+    # Its mean over completions counts empty ones, as only a step's counts tell ours.
+    "gmpo": ("geo_mean", SEQUENCES, {"clip_ratio_low": 0.4, "global_batch_info": STEP}),
+    # verl bounds the ratio to 1 ± ε; the paper lets the lower bound go and so do we, hence ε_low = 1.
+    "cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0}),
+    "dppo_tv": ("dppo_tv", "token-mean", {"clip_ratio_low": 0.01, "clip_ratio_c": 20.0}),
+    "dppo_kl": ("dppo_kl", "token-mean", {"clip_ratio_low": 0.01, "clip_ratio_c": 20.0}),
+    "clip_cov": ("clip_cov", "token-mean", covariance(clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=2.0)),
+    "kl_cov": ("kl_cov", "token-mean", covariance(kl_cov_ratio=0.2, ppo_kl_coef=0.7)),
+}
 
 
 @pytest.mark.parametrize("info", [{}, STEP], ids=["own counts", "two ranks"])
 @pytest.mark.parametrize("name", HOST_LOSSES)
 def test_a_policy_loss_is_verls_own(verl, rng, padded, monkeypatch, name, info):
-    (host, aggregation), batch = HOST_LOSSES[name], arguments(padded)
-    config = actor(global_batch_info=info)
+    host, aggregation, constants = HOST_LOSSES[name]
+    config = actor(**{"global_batch_info": info, **constants})
+    padded.old, padded.new = padded.old - 2.5, (padded.new.detach() - 2.5).requires_grad_()  # below zero
+    batch = arguments(padded)
     monkeypatch.setattr(verl.algos, "ActorConfig", SimpleNamespace)  # whose __init__ wants the whole of verl
-    weights = torch.rand(4, 9, generator=rng, dtype=torch.float64)
+    plain = host in ("vanilla", "sapo")  # the others take weights of sequences, or measure something else
+    weights = torch.rand(4, 9, generator=rng, dtype=torch.float64) if plain else None
 
     results = []
     for mode in (host, f"grpo_fast_{name}"):
+        torch.manual_seed(0)  # clip_cov draws
         loss, metrics = verl.algos.get_policy_loss_fn(mode)(
             **batch, loss_agg_mode=aggregation, config=config, rollout_is_weights=weights
         )
         results.append((loss, torch.autograd.grad(loss, batch["log_prob"])[0], metrics))
 
     (loss, gradient, metrics), (our_loss, our_gradient, our_metrics) = results
-    torch.testing.assert_close(our_loss, loss)
-    torch.testing.assert_close(our_gradient, gradient)
-    for metric in ("actor/ppo_kl", "actor/pg_clipfrac") if host == "vanilla" else ("actor/ppo_kl",):
+    # verl adds 1e-8 to some denominators.
+    torch.testing.assert_close(our_loss, loss, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(our_gradient, gradient, rtol=1e-6, atol=1e-8)
+    for metric in ["actor/ppo_kl"] * plain + ["actor/pg_clipfrac"] * (host == "vanilla"):
         assert our_metrics[metric] == pytest.approx(metrics[metric], abs=1e-6)
     assert all(isinstance(value, float) for value in our_metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "theirs", "ours"),
+    [
+        ("grpo", {"epsilon": 1e-4}, {}),
+        ("grpo", {"norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
+        ("rloo", {}, {"scale_rewards": "none", "baseline": "leave_one_out"}),
+        ("reinforce_plus_plus_baseline", {}, {"scale_rewards": "whiten"}),
+    ],
+)
+def test_advantages_are_verls(estimator, theirs, ours, verl, rng):
+    rewards = torch.randn(4, 3, generator=rng, dtype=torch.float64)
+    lengths = torch.randint(1, 13, (4, 3), generator=rng)
+    mask = (torch.arange(12) < lengths.view(-1, 1)).double()
+    last = torch.nn.functional.one_hot(lengths.view(-1) - 1, 12) * rewards.view(-1, 1)
+
+    function = getattr(verl.algos, f"compute_{estimator}_outcome_advantage")
+    expected, _ = function(last, mask, torch.arange(4).repeat_interleave(3).tolist(), **theirs)
+
+    found = group_advantages(rewards, lengths=lengths, **ours).advantages
+    torch.testing.assert_close(found.view(-1, 1) * mask, expected)
 
 
 def test_every_loss_of_the_catalogue_is_registered_and_differentiable(verl, padded):

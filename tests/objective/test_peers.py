@@ -1,23 +1,20 @@
-"""Our policy losses against TRL 1.16 and verl 0.9 themselves, called on the same random batch.
+"""Our policy losses against TRL 1.16 itself, called on the same random batch.
 
-`tests/integrations/test_liger.py` compares them with Liger's. Where a peer and the paper
+`tests/integrations` compares them with Liger's and verl's. Where a peer and the paper
 differ we follow the paper, and the test says so.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_fast.groups.advantages import group_advantages
 from grpo_fast.objective import GRPOLossConfig, policy_loss
 
 TRL = "pip install --no-deps trl==1.16.0"
@@ -43,9 +40,6 @@ def trl_config(loss_type: str, **changes: Any) -> GRPOLossConfig:
 
 def our_loss(batch: Any, config: GRPOLossConfig) -> torch.Tensor:
     return policy_loss(batch.inputs(), config).loss
-
-
-# --------------------------------------------------------------------------------------------------- TRL
 
 
 @pytest.fixture
@@ -147,127 +141,3 @@ def test_rloo_is_trls_rloo_trainer(make_batch, assert_same, trl_step):
     theirs, _ = trl_step(trl.RLOOTrainer, batch, {"old_logps": (batch.old * batch.mask).sum(1)}, **constants)
 
     assert_same(batch, our_loss(batch, config), theirs)
-
-
-# -------------------------------------------------------------------------------------------------- verl
-
-
-class ActorConfig(SimpleNamespace):
-    """The attributes that verl's policy losses read."""
-
-    def get(self, name: str, default: Any) -> Any:
-        return getattr(self, name, default)
-
-
-@pytest.fixture(scope="module")
-def verl() -> Iterator[types.ModuleType]:
-    """verl's `core_algos`, with the packages around it (ray, hydra, tensordict) left out."""
-    found = importlib.util.find_spec("verl")
-    if found is None:
-        pytest.skip("pip install --no-deps verl==0.9.1")
-    root = found.submodule_search_locations[0]
-
-    def module(name: str, path: str | None = None, **contents: Any) -> None:
-        stub = types.ModuleType(name)
-        stub.__dict__.update(contents)
-        stub.__spec__ = importlib.util.spec_from_loader(name, None)
-        if path is not None:
-            stub.__path__ = [path]
-        patch.setitem(sys.modules, name, stub)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
-            patch.delitem(sys.modules, name)
-        module("verl", root)
-        module("verl.utils", f"{root}/utils", as_torch_index=None, group_mean_std=None)
-        module("verl.trainer", f"{root}/trainer")
-        module("verl.trainer.ppo", f"{root}/trainer/ppo")
-        module("verl.trainer.config", AlgoConfig=type("AlgoConfig", (), {}))
-        module("verl.workers")
-        module("verl.workers.config", ActorConfig=ActorConfig)
-        for name, contents in (("omegaconf", {"DictConfig": dict}), ("tensordict", {"TensorDict": dict})):
-            if importlib.util.find_spec(name) is None:
-                module(name, **contents)
-        yield importlib.import_module("verl.trainer.ppo.core_algos")
-        for name in [name for name in sys.modules if name.startswith("verl")]:
-            del sys.modules[name]
-
-
-SEQUENCES = "seq-mean-token-mean"
-RANGE = {"epsilon_low": 0.1, "epsilon_high": 0.3}
-CLIP_COV, KL_COV = {"clip_cov_ratio": 0.2}, {"kl_cov_ratio": 0.2}
-SCALED = {"clip_ratio_c": 9.0, "global_batch_info": {"loss_scale_factor": MAX_LENGTH}}
-VERL_CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
-    # our loss: our constants; verl's loss, aggregation and constants
-    "grpo": ({"delta": 3.0}, "vanilla", SEQUENCES, {"clip_ratio_c": 3.0}),
-    "dapo": ({"delta": 3.0}, "vanilla", "token-mean", {"clip_ratio_c": 3.0}),
-    "dr_grpo": ({"delta": 9.0}, "vanilla", "seq-mean-token-sum-norm", SCALED),
-    "gspo": (RANGE, "gspo", SEQUENCES, {}),
-    "gspo_token": (RANGE, "gspo", SEQUENCES, {}),
-    "sapo": ({"sapo_temperature_neg": 1.5}, "sapo", SEQUENCES, {"tau_pos": 1.0, "tau_neg": 1.5}),
-    "gpg": ({}, "gpg", "token-mean", {}),
-    "gmpo": ({"epsilon_low": 0.4}, "geo_mean", "", {}),
-    # verl bounds the ratio to 1 ± ε; the paper lets the lower bound go and so do we, hence ε_low = 1.
-    "cispo": ({"epsilon_high": 5.0}, "cispo", "token-mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
-    "dppo_tv": ({}, "dppo_tv", "token-mean", {"clip_ratio_c": 20.0}),
-    "dppo_kl": ({}, "dppo_kl", "token-mean", {"clip_ratio_c": 20.0}),
-    "clip_cov": (
-        CLIP_COV | {"clip_cov_low": 0.05, "clip_cov_high": 2.0},
-        "clip_cov",
-        "token-mean",
-        {"policy_loss": SimpleNamespace(**CLIP_COV, clip_cov_lb=0.05, clip_cov_ub=2.0)},
-    ),
-    "kl_cov": (
-        KL_COV | {"kl_cov_coef": 0.7},
-        "kl_cov",
-        "token-mean",
-        {"policy_loss": SimpleNamespace(**KL_COV, ppo_kl_coef=0.7)},
-    ),
-}
-
-
-def verl_loss(
-    verl: types.ModuleType, batch: Any, config: GRPOLossConfig, name: str, aggregation: str, **constants: Any
-) -> torch.Tensor:
-    low, high = config.epsilon_low, config.epsilon_high
-    actor = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high, "global_batch_info": {}}
-    advantages, mask = batch.advantages[:, None].expand_as(batch.mask), batch.mask.double()
-    function, settings = verl.get_policy_loss_fn(name), ActorConfig(**actor | constants)
-    return function(batch.old, batch.logprobs, advantages, mask, aggregation, settings)[0]
-
-
-@pytest.mark.parametrize("loss_type", list(VERL_CASES))
-def test_loss_and_gradient_are_verls(loss_type, make_batch, assert_same, verl):
-    constants, name, aggregation, theirs_constants = VERL_CASES[loss_type]
-    # GSPO's value differs from verl's beyond its cap of e^10 on the ratio; elsewhere the whole range is used.
-    batch = make_batch()
-    config = GRPOLossConfig(loss_type, max_completion_length=MAX_LENGTH, **constants)
-
-    torch.manual_seed(0)  # clip_cov draws
-    theirs = verl_loss(verl, batch, config, name, aggregation, **theirs_constants)
-    torch.manual_seed(0)
-
-    # verl adds 1e-8 to its denominators.
-    assert_same(batch, our_loss(batch, config), theirs, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "theirs", "ours"),
-    [
-        ("grpo", {"epsilon": 1e-4}, {}),
-        ("grpo", {"norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
-        ("rloo", {}, {"scale_rewards": "none", "baseline": "leave_one_out"}),
-        ("reinforce_plus_plus_baseline", {}, {"scale_rewards": "whiten"}),
-    ],
-)
-def test_advantages_are_verls(estimator, theirs, ours, verl, rng):
-    rewards = torch.randn(4, 3, generator=rng, dtype=torch.float64)
-    lengths = torch.randint(1, MAX_LENGTH + 1, (4, 3), generator=rng)
-    mask = (torch.arange(MAX_LENGTH) < lengths.view(-1, 1)).double()
-    last = torch.nn.functional.one_hot(lengths.view(-1) - 1, MAX_LENGTH) * rewards.view(-1, 1)
-
-    function = getattr(verl, f"compute_{estimator}_outcome_advantage")
-    expected, _ = function(last, mask, torch.arange(4).repeat_interleave(3).tolist(), **theirs)
-
-    found = group_advantages(rewards, lengths=lengths, **ours).advantages
-    torch.testing.assert_close(found.view(-1, 1) * mask, expected)
