@@ -124,24 +124,6 @@ def assert_same() -> Callable[..., None]:
     return same
 
 
-class Accelerator:
-    """What TRL's losses ask of accelerate: one process."""
-
-    device = torch.device("cpu")
-    num_processes = 1
-    sync_gradients = True
-
-    def gather(self, values: Tensor, *_: Any, **__: Any) -> Tensor:
-        return values
-
-    gather_for_metrics = reduce = pad_across_processes = gather
-
-
-@pytest.fixture
-def accelerator() -> Accelerator:
-    return Accelerator()
-
-
 @pytest.fixture
 def make_pairs(rng: torch.Generator) -> Callable[..., PreferenceInputs]:
     """Pairs (seven) of completions of 1 to 40 tokens, about a nat a token, log-ratios of a few nats."""

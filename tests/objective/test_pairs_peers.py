@@ -1,7 +1,7 @@
 """Our losses of pairs against TRL 1.16 itself, called on the same random pairs.
 
-`tests/integrations/test_liger.py` compares them with Liger's. Where a peer and the paper
-differ we follow the paper, and the test says so.
+`tests/integrations` compares them with Liger's, and policy losses with TRL's, Liger's and verl's. Where a
+peer and the paper differ we follow the paper, and the test says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,24 @@ from grpo_fast.objective.pairs import PreferenceInputs, PreferenceLossConfig, pr
 
 TRL = "pip install --no-deps trl==1.16.0"
 Loss = PreferenceLossConfig
+
+
+class Accelerator:
+    """What TRL's losses ask of accelerate: one process."""
+
+    device = torch.device("cpu")
+    num_processes = 1
+    sync_gradients = True
+
+    def gather(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return values
+
+    gather_for_metrics = reduce = pad_across_processes = gather
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator()
 
 
 def summed(inputs: PreferenceInputs) -> tuple[torch.Tensor, torch.Tensor]:
