@@ -36,11 +36,11 @@ class LossFacts:
     aggregation: Aggregation
     surrogate: str  # its name in `surrogates.SURROGATES`
     epsilon: tuple[float | None, float | None] | None = None  # (low, high) by default; None: no clipping
-    fields: tuple[str, ...] = ()  # configuration fields that this loss alone, or few, read
+    fields: tuple[str, ...] = ()  # of the configuration, that not every loss reads
     choosable_levels: tuple[RatioLevel, ...] = ("token",)  # of the importance ratio; the first by default
     kl_estimator: KLEstimator = "k3"
     forbids_kl: str = ""  # why a KL term is refused
-    holds_back: bool = False  # some of the step's tokens, by their covariance
+    holds_back: bool = False  # tokens of the step whose covariance is high, see `surrogates.held_back`
     advantages: str = "reward minus the group's mean, divided by the group's standard deviation"
 
 

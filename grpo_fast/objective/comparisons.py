@@ -21,7 +21,7 @@ class PreferenceFacts:
     """One row of the catalogue."""
 
     paper: str
-    fields: frozenset[str] = frozenset()  # configuration fields that this loss alone, or few, read
+    fields: frozenset[str] = frozenset()  # of the configuration, that not every loss reads
     beta: float | None = 0.1  # the usual value; None: the loss has no beta
     needs_reference: bool = True
     averaged: bool = False  # log-probabilities per token instead of per sequence

@@ -40,7 +40,7 @@ class Surrogate:
     loss: Tensor  # (N,) differentiable
     ratio: Tensor  # (N,) detached
     clipped: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,) bool
-    uses_sampler_weight: bool = False  # it is already inside `loss`
+    uses_sampler_weight: bool = False  # `loss` already contains the sampler weight
 
 
 def log_importance(tokens: PolicyTokens, level: RatioLevel) -> Tensor:

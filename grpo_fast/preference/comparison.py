@@ -47,7 +47,7 @@ class Comparison:
 
 
 def with_order(comparisons: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Those that say which completion is better: a group that is all ties agrees with every order.
+    """The comparisons that have an order: a group whose grades all tie agrees with every order.
 
     Raises:
         ValueError: none is left.
