@@ -74,7 +74,7 @@ def train(
 
     def loss(samples: list[Sample]) -> Tensor:
         (batch,) = pack(samples, max_tokens=1 << 20, device=policy.device)
-        out = packed_loss(policy.head, policy.hidden_states(batch), batch, config)
+        out = packed_loss(policy, batch, config)
         for name in METRICS:
             found[name] += out.metrics[f"sampling/{name}"].item() / steps
         return out.loss

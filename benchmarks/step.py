@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_fast.head import HeadParameters
+from grpo_fast.head import HeadParameters, linear_grpo_loss
 from grpo_fast.objective import LossInputs, StepTotals, policy_loss
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
-from grpo_fast.update import packed_loss
 
 from . import models
 from .contest import FLOPS, TOKENS, Contest, Entrant, Prepared
@@ -125,8 +124,20 @@ def _packed(name: str, update: Update) -> Prepared:
         with watch.phase(HEAD):
             if name == FULL:
                 return full_logits_loss(policy.head, hidden, batch, update.totals)
-            into = update.optimizer.gradient_of(policy.head.weight)
-            return packed_loss(policy.head, hidden, batch, LOSS, totals=update.totals, weight_grad=into).loss
+            head = policy.head
+            return linear_grpo_loss(
+                hidden,
+                head.weight.detach(),
+                batch.targets,
+                batch.advantages,
+                sequence_ids=batch.sequence_ids,
+                num_sequences=batch.num_sequences,
+                totals=update.totals,
+                config=LOSS,
+                entropy=True,
+                weight_grad=update.optimizer.gradient_of(head.weight),
+                **head.options,
+            ).loss
 
     return update.prepared(policy.base_model.config._attn_implementation, batches, loss_of)
 

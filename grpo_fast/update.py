@@ -13,11 +13,12 @@ from torch import Tensor
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.distributed.world import ALONE, World
-from grpo_fast.head import GRPOLossOutput, HeadOutput, HeadParameters, linear_grpo_loss, linear_logprob
+from grpo_fast.head import GRPOLossOutput, HeadOutput, linear_grpo_loss, linear_logprob
 from grpo_fast.objective import GRPOLossConfig, StepTotals
 from grpo_fast.objective.metrics import sum_metrics
 from grpo_fast.objective.surrogates import held_back
 from grpo_fast.objective.terms import EntropyController, entropy_threshold, kl_estimate
+from grpo_fast.objective.types import present
 from grpo_fast.policy import PackedBatch, Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.out_of_memory import MicroBatchBudget, optimizer_step
 from grpo_fast.policy.packing import deal, empty_batch
@@ -120,8 +121,8 @@ class PolicyUpdate:
         minibatches = self.split(samples, totals)
         with clock("logprobs"):
             for i, minibatch in enumerate(minibatches):
-                fixed = partial(self.fit, minibatch, self.with_fixed_logprobs, i > 0)
-                minibatches[i] = self.world.agreed("the log-probabilities", fixed)
+                with self.world.agreed("the log-probabilities"):
+                    minibatches[i] = self.fit(minibatch, self.with_fixed_logprobs, i > 0)
         steps = []
         with clock("update"):
             for _ in range(self.config.num_iterations):
@@ -129,8 +130,10 @@ class PolicyUpdate:
                     config = self.loss_config()
                     if self.world.size > 1:
                         minibatch = self.with_choices(minibatch, config)
-                    gradient = partial(self.fit, minibatch, self.backward, config)
-                    minibatches[i], shares = self.world.agreed("the gradient", gradient)
+                    with self.world.agreed("the gradient"):
+                        for attempt, fitted in self.budget.attempts(partial(self.fitted, minibatch)):
+                            with attempt:
+                                minibatches[i], shares = self.backward(fitted, config)
                     steps.append(self.step(shares, config))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
@@ -163,9 +166,10 @@ class PolicyUpdate:
 
     def fit(self, minibatch: Minibatch, work: Callable[..., Result], *arguments: Any) -> Result:
         """`work` of the minibatch, again and again in smaller micro-batches until the memory holds it."""
-        return self.budget.until_it_fits(
-            partial(self.fitted, minibatch), lambda fitted: work(fitted, *arguments)
-        )
+        for attempt, fitted in self.budget.attempts(partial(self.fitted, minibatch)):
+            with attempt:
+                result = work(fitted, *arguments)
+        return result
 
     def fitted(self, minibatch: Minibatch) -> tuple[Minibatch, int, int]:
         """In micro-batches of today's budget; tokens of the largest of them, and of the longest sequence."""
@@ -224,30 +228,23 @@ class PolicyUpdate:
         shares, logprobs = [], []
         for batch in chosen.batches:
             batch = replace(batch, sampler_logprobs=None) if hides_sampler else batch
-            out, own = self.policy.run(partial(self._loss, batch, config, chosen.totals))
+            loss = partial(
+                packed_loss,
+                self.policy,
+                batch,
+                config,
+                totals=chosen.totals,
+                temperature=self.config.rollout.temperature,
+                optimizer=self.optimizer,
+            )
+            out = self.policy.run(loss)
             out.loss.backward()
-            if self.world.leads or own == slice(None):  # a sharded head gives every rank those of all
+            if self.world.leads or not self.policy.shares_head:  # else all have the same
                 shares.append(out.metrics | {"loss": out.loss.detach()})
-            logprobs.append(None if out.logprobs is None else out.logprobs[own])
+            logprobs.append(out.logprobs)
         if minibatch.batches[0].old_logprobs is None:
             minibatch = minibatch.with_values("old_logprobs", logprobs)
         return minibatch, shares
-
-    def _loss(
-        self, batch: PackedBatch, config: GRPOLossConfig, totals: StepTotals
-    ) -> tuple[GRPOLossOutput, slice]:
-        """Of a micro-batch, and which of the log-probabilities are its own."""
-        hidden, batch, own = self.policy.at_head(batch)
-        out = packed_loss(
-            self.policy.head,
-            hidden,
-            batch,
-            config,
-            totals=totals,
-            temperature=self.config.rollout.temperature,
-            weight_grad=self.optimizer.gradient_of(self.policy.head_weight),
-        )
-        return out, own
 
     def step(self, shares: Sequence[Mapping[str, Tensor]], config: GRPOLossConfig) -> dict[str, float]:
         """The optimiser's step with the gradient at hand; its metrics from the micro-batches' shares."""
@@ -363,24 +360,24 @@ class PolicyUpdate:
 
 
 def packed_loss(
-    head: HeadParameters,
-    hidden: Tensor,
+    policy: Policy,
     batch: PackedBatch,
     config: GRPOLossConfig | None = None,
     *,
     totals: StepTotals | None = None,
     temperature: float = 1.0,
-    weight_grad: Tensor | None = None,
+    optimizer: PolicyOptimizer | None = None,
 ) -> GRPOLossOutput:
-    """`linear_grpo_loss` of a micro-batch, entropy among its metrics.
+    """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
 
     Args:
-        hidden: (N, H), the states that predict `batch.targets`.
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.
-        weight_grad: (V, H), `PolicyOptimizer.gradient_of` the head, to which the backward adds; none: the
-            parameter's own.
+        optimizer: to whose gradient of the head the backward adds; none: to the parameter's own.
     """
-    return linear_grpo_loss(
+    hidden, batch, own = policy.at_head(batch)
+    head = policy.head
+    weight_grad = None if optimizer is None else optimizer.gradient_of(policy.head_weight)
+    out = linear_grpo_loss(
         hidden,
         # Detached: a hook on it is the optimizer's own, which is not needed here.
         head.weight if weight_grad is None else head.weight.detach(),
@@ -400,3 +397,4 @@ def packed_loss(
         weight_grad=weight_grad,
         **head.options,
     )
+    return replace(out, logprobs=present(out.logprobs)[own])

@@ -403,10 +403,10 @@ def test_only_the_optimiser_step_that_failed_is_repeated(make_trainer, monkeypat
     step = trainer.optimizer.step
     monkeypatch.setattr(trainer.optimizer, "step", lambda: steps.append(True) or step())
 
-    def late(head: Any, hidden: Any, batch: Any, *args: Any, **options: Any) -> Any:
+    def late(policy: Any, batch: Any, *args: Any, **options: Any) -> Any:
         if len(steps) == 3 and len(batch.sample_ids) == 12:  # the whole minibatch, two groups of six
             raise torch.OutOfMemoryError("later than the first")
-        return loss(head, hidden, batch, *args, **options)
+        return loss(policy, batch, *args, **options)
 
     before = weights(trainer)
     with monkeypatch.context() as patch:
@@ -509,8 +509,7 @@ def test_the_whole_models_gradient_is_that_of_autograd(seed: int, tied: bool, dt
         """What the optimiser would step by."""
         optimizer.zero_grad()
         for batch in batches:
-            into = optimizer.gradient_of(head.weight) if in_place else None
-            packed_loss(head, policy.hidden_states(batch), batch, weight_grad=into).loss.backward()
+            packed_loss(policy, batch, optimizer=optimizer if in_place else None).loss.backward()
         return {name: optimizer.gradient_of(p).clone() for name, p in policy.trainable().items()}
 
     batches = random_batches(policy, WORK)

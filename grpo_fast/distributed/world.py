@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,39 +92,45 @@ class World:
             RankError: another rank's work raised, or another rank is at another place.
             Exception: as this rank's own work.
         """
+        with self.agreed(place) as results:
+            results.append(work())
+        return results
+
+    @contextmanager
+    def agreed(self, place: str) -> Iterator[list[Any]]:
+        """A block of work that has succeeded on all ranks when it is left; raises as `together`.
+
+        What this rank puts into the list is there afterwards of every rank, in rank order.
+        """
+        results: list[Any] = []
         if self.size == 1:
-            return [work()]
+            yield results
+            return
         watch = self.watch
         assert watch is not None, "ranks that exchange anything have `joined`"
         place = self._during(place)
-        result, error, told = None, None, None
-        found: list[tuple[str, str | None, T]] = [None] * self.size  # type: ignore[list-item]
+        error, told = None, None
+        found: list[Any] = [None] * self.size
         with watch.at(place):
             try:
                 with watch.work():
-                    result = work()
+                    yield results
             except BaseException as raised:
                 error = watch.explained(raised)
                 if watch.lost or watch.own.apart or error is watch.agreed:
                     raise
-                told = watch.fail(error)
-            dist.all_gather_object(found, (place, told, result), group=self.objects)
+                results, told = [], watch.fail(error)
+            dist.all_gather_object(found, (place, told, results), group=self.objects)
             watch.finished()
         problems = [problem for _, problem, _ in found if problem is not None]
         away = [f"rank {rank} is at {there}" for rank, (there, _, _) in enumerate(found) if there != place]
         if problems or away:
             watch.agreed = error or RankError(problems[0] if problems else f"{away[0]}, not at {place}")
             raise watch.agreed
-        return [value for _, _, value in found]
+        results[:] = [value for _, _, values in found for value in values]
 
     def _during(self, place: str) -> str:
         return f"{place} of step {self.step}" if self.step else place
-
-    def agreed(self, place: str, work: Callable[[], T]) -> T:
-        """What `work` returns on this rank, once it has succeeded on all."""
-        results: list[T] = []
-        self.together(place, lambda: results.append(work()))
-        return results[0]
 
     def from_lead(self, place: str, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, which alone runs it."""

@@ -79,9 +79,7 @@ def measured_update(predictor: Predictor, sizes: StepSizes) -> int:
         policy, optimizer, batches = made
         for _ in range(2):
             for batch in batches:
-                head, hidden = policy.head, policy.hidden_states(batch)
-                into = optimizer.gradient_of(head.weight)
-                packed_loss(head, hidden, batch, weight_grad=into).loss.backward()
+                packed_loss(policy, batch, optimizer=optimizer).loss.backward()
             optimizer.step()
 
     return peak_bytes(prepare, updates, device)

@@ -94,7 +94,8 @@ def load_policy(
             "give a folder that all see, or a model.revision"
         )
     if shards:
-        world.agreed("the weights", partial(policy.shard, world, head=distributed.head))
+        with world.agreed("the weights"):
+            policy.shard(world, head=distributed.head)
     verify_policy(policy)
     return policy
 

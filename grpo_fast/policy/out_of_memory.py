@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,6 @@ from grpo_fast.policy.random_state import capture_rng, restore_rng
 
 logger = logging.getLogger(__name__)
 Parts = TypeVar("Parts")
-Result = TypeVar("Result")
 
 # What the libraries below torch say instead of raising torch.OutOfMemoryError.
 MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -47,35 +47,49 @@ class MicroBatchBudget:
         """Tokens of a micro-batch now."""
         return configured if self.limit is None else min(configured, self.limit)
 
-    def until_it_fits(
-        self, cut: Callable[[], tuple[Parts, int, int]], work: Callable[[Parts], Result]
-    ) -> Result:
-        """What `work` returns, tried with a smaller budget after each failure for want of memory.
+    def attempts(
+        self, cut: Callable[[], tuple[Parts, int, int]]
+    ) -> Iterator[tuple[AbstractContextManager[None], Parts]]:
+        """One attempt, and after each that the memory did not hold another with a smaller budget.
 
-        Every attempt starts from the same random state; whatever else a failed one has changed, `work` must
+            for attempt, parts in budget.attempts(cut):
+                with attempt:
+                    ...  # the work with these micro-batches
+
+        Every attempt starts from the same random state; whatever else a failed one has changed, the work must
         set back first.
 
         Args:
             cut: gives the micro-batches of today's budget, the tokens of the largest of them, and those of
                 the largest unit.
-            work: is called with these micro-batches.
 
         Raises:
-            torch.OutOfMemoryError: not even one unit fits, or the work must not be repeated.
+            torch.OutOfMemoryError: not even one unit fits, or the work must not be repeated. Raised out of
+                the `with` block.
         """
         random_state = capture_rng()
-        while True:
-            parts, largest, longest = cut()
+        again = True
+
+        @contextmanager
+        def attempt(largest: int, longest: int) -> Iterator[None]:
+            nonlocal again
             try:
-                return work(parts)
+                yield
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 self._shrink(largest, longest, error)
-            gc.collect()  # the error is gone, and with its traceback the activations of the attempt
-            if torch.cuda.is_available() and torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # to the driver: the engine takes its memory from there
-            restore_rng(random_state)
+                again = True
+
+        while again:
+            again = False
+            parts, *sizes = cut()
+            yield attempt(*sizes), parts
+            if again:
+                gc.collect()  # the error is gone, and with its traceback the activations of the attempt
+                if torch.cuda.is_available() and torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # to the driver: the engine takes its memory from there
+                restore_rng(random_state)
 
     def _shrink(self, largest: int, longest: int, error: RuntimeError) -> None:
         problem = f"out of memory in a micro-batch of {largest} tokens"

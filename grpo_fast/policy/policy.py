@@ -76,6 +76,11 @@ class Policy:
         """Whether each rank has its rows of every weight only, so that a forward is one of all ranks."""
         return self._shards is not None
 
+    @property
+    def shares_head(self) -> bool:
+        """Whether each rank computes its rows of the vocabulary for the tokens of all ranks."""
+        return self._shards is not None and self._shards.shares_head
+
     def run(self, work: Callable[[], T], *, whole_head: bool = False) -> T:
         """What `work` returns. All that reads weights is called in here: `hidden_states`, `head`, the model.
 
@@ -157,7 +162,7 @@ class Policy:
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
         """
         hidden = self.hidden_states(batch)
-        if self._shards is None or self.head.process_group is None:
+        if self._shards is None or not self.shares_head:
             return hidden, batch, slice(None)
         return self._shards.tokens_of_all(hidden, batch)
 

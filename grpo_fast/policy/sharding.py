@@ -46,7 +46,6 @@ class ShardedModel(nn.Module):
         _require_shardable(model)
         self.model = model
         self.world = world
-        self.gathers_head = gathers_head
         self.head: nn.Module = base.get_output_embeddings()
         embedding: Any = base.get_input_embeddings()
         layers = decoder_layers(base)
@@ -55,7 +54,9 @@ class ShardedModel(nn.Module):
                 f"distributed.mode = 'shard' finds no layers in {type(base).__name__} to gather one by one; "
                 "give replicate, or a model that transformers itself implements"
             )
-        tables = [] if embedding.weight is self.head.weight else [embedding, self.head]
+        tied = embedding.weight is self.head.weight
+        self.shares_head = not (tied or gathers_head)
+        tables = [] if tied else [embedding, self.head]
         for unit in (*layers, *tables, self):
             shared: Any = fully_shard(
                 unit, mesh=world.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -64,7 +65,7 @@ class ShardedModel(nn.Module):
             shared.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
 
     def forward(self, work: Callable[[], T], whole_head: bool) -> T:
-        if isinstance(self.head, FSDPModule) and (whole_head or self.gathers_head):
+        if isinstance(self.head, FSDPModule) and (whole_head or not self.shares_head):
             self.head.unshard()
         return work()
 

@@ -10,10 +10,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from grpo_fast.policy.out_of_memory import MicroBatchBudget
 from grpo_fast.policy.packing import balance
 from grpo_fast.policy.source import cache_folder
 from grpo_fast.preference.comparison import Comparison
-
-T = TypeVar("T")
 
 # Of the model's configuration; the dtype is the weights'.
 _UNRELATED = ("_name_or_path", "transformers_version", "dtype")
@@ -50,19 +48,17 @@ class ComparisonBatches(MicroBatchBudget):
         """Tokens of a micro-batch now."""
         return self.tokens(self.configured)
 
-    def fit(self, comparisons: Sequence[Comparison], work: Callable[[list[list[int]]], T]) -> T:
-        """What `work` makes of the indices of each micro-batch's comparisons; see `until_it_fits`.
-
-        Raises:
-            torch.OutOfMemoryError: not even the longest comparison alone fits.
-        """
+    def attempts_at(
+        self, comparisons: Sequence[Comparison]
+    ) -> Iterator[tuple[AbstractContextManager[None], list[list[int]]]]:
+        """`attempts` with the indices of each micro-batch's comparisons."""
         sizes = [c.num_tokens for c in comparisons]
 
         def cut() -> tuple[list[list[int]], int, int]:
             parts = balance(sizes, self.max_tokens)
             return parts, max(sum(sizes[i] for i in part) for part in parts), max(sizes)
 
-        return self.until_it_fits(cut, work)
+        return self.attempts(cut)
 
 
 def sequence_logprobs(
@@ -72,7 +68,7 @@ def sequence_logprobs(
 
     Args:
         comparisons: with S completions, in this order.
-        weight_grad: as in `packed_loss`.
+        weight_grad: as of `linear_logprob`.
     """
     samples = [
         Sample(comparison.prompt.token_ids, completion, 0.0, group_id, (0.0,) * len(completion))
@@ -95,16 +91,14 @@ def sequence_logprobs(
 @torch.no_grad()
 def score(comparisons: Sequence[Comparison], batches: ComparisonBatches) -> list[Tensor]:
     """For each comparison the log-probabilities (n,) of its completions: float32, on the CPU, no gradient."""
-
-    def of_parts(parts: list[list[int]]) -> list[Tensor]:
-        scores: dict[int, Tensor] = {}
-        for part in parts:
-            members = [comparisons[i] for i in part]
-            found = sequence_logprobs(batches.policy, members).cpu()
-            scores |= zip(part, found.split([len(m.completion_ids) for m in members]), strict=True)
-        return [scores[i] for i in range(len(comparisons))]
-
-    return batches.fit(comparisons, of_parts)
+    scores: dict[int, Tensor] = {}
+    for attempt, parts in batches.attempts_at(comparisons):
+        with attempt:
+            for part in parts:
+                members = [comparisons[i] for i in part]
+                found = sequence_logprobs(batches.policy, members).cpu()
+                scores |= zip(part, found.split([len(m.completion_ids) for m in members]), strict=True)
+    return [scores[i] for i in range(len(comparisons))]
 
 
 def with_reference(

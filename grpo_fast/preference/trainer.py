@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,8 +92,9 @@ class PreferenceTrainer:
         with clock("logprobs"):
             loss = self.step_loss(comparisons, beta)
         with clock("update"):
-            gradient = partial(self.gradient, comparisons, loss)
-            shares, learns = self.batches.fit(comparisons, gradient)
+            for attempt, parts in self.batches.attempts_at(comparisons):
+                with attempt:
+                    shares, learns = self.gradient(comparisons, loss, parts)
             metrics = sum_metrics(shares)
             metrics |= {"learning_rate": self.optimizer.learning_rate, "update/skipped": float(not learns)}
             if learns:

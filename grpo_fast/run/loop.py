@@ -108,10 +108,12 @@ def train(
             config, display = config.model_copy(update=quiet), False
             if checkpoint is not None:
                 checkpoint = replace(checkpoint, state={**checkpoint.state, "offsets": {}, "callbacks": {}})
-        callbacks = world.agreed("the callbacks", partial(build_callbacks, config))
+        with world.agreed("the callbacks"):
+            callbacks = build_callbacks(config)
         require_mirrors(config.logging)
         world.from_lead("the call's objects", partial(keep, files, run_dir))
-        trainer = world.agreed("the model and the data", partial(build_trainer, config, world))
+        with world.agreed("the model and the data"):
+            trainer = build_trainer(config, world)
         # A checkpoint has of each weight two moments and itself or its master, in 32 bits at least.
         size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
         saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
@@ -119,10 +121,8 @@ def train(
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
-            trainer.optimizer.load_state_tensors(
-                checkpoint.tensors,
-                lambda into: world.agreed("the checkpoint", partial(checkpoint.load, into)),
-            )
+            with world.agreed("the checkpoint"):
+                trainer.optimizer.load_state_tensors(checkpoint.tensors, checkpoint.load)
             trainer.optimizer.load_state(checkpoint.state["optimizer"])
             trainer.load_state_dict(checkpoint.state["trainer"])
             restore_rng(checkpoint.state["rng"])
@@ -142,7 +142,8 @@ def train(
             if trainer.step == config.max_steps:
                 changes += ["all steps are done, raise max_steps to go on"]
             recorder.say("; ".join([f"resumed after step {trainer.step} from {origin}", *changes]))
-        world.agreed("the beginning", recorder.begin)
+        with world.agreed("the beginning"):
+            recorder.begin()
         stopped_by = None
         while trainer.step < config.max_steps:
             world.step = trainer.step + 1
@@ -150,9 +151,12 @@ def train(
             stopped_by = next((first for received, _ in heard for first in received), None)
             if stopped_by or any(asked for _, asked in heard):
                 break
-            result = world.agreed("the step", trainer.train_step)
-            world.agreed("the record", partial(recorder.record, result))
-        world.agreed("the report", partial(recorder.finish, stopped_by))
+            with world.agreed("the step"):
+                result = trainer.train_step()
+            with world.agreed("the record"):
+                recorder.record(result)
+        with world.agreed("the report"):
+            recorder.finish(stopped_by)
     return Ended(run_dir, stopped_by)
 
 

@@ -86,7 +86,7 @@ CASES = {
     "failed_and_stays": (ENDS + RAISED.format("the update") + "; continue", [1, None]),
     "failed_outside": ("^RankError: " + RAISED.format("the end") + "$", [1, 1]),
     "hanging": (
-        r"^RankError: rank 0 \(.* 1 s at the rewards of step 3\) was left waiting by rank 1 \(.*, 1 s at the "
+        r"^RankError: rank 0 \(.* \d s at the rewards of step 3\) was left waiting by rank 1 \(.*, \d s at the "
         "rewards of step 3\\): .*Timed out waiting 1000ms.*; continue",
         [1, 1],
     ),

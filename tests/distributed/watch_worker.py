@@ -90,15 +90,12 @@ agreed_by_three = failed_while_others_work
 
 
 def failed_in_an_exchange_within(world: World) -> None:
-    def work() -> None:
-        refuse(world)
-        world.together("the micro-batches", bool)
-
-    failed = world.together
     try:
-        world.agreed("the gradient", work)
+        with world.agreed("the gradient"):
+            refuse(world)
+            world.together("the micro-batches", bool)
     except (ValueError, RankError):
-        assert failed("the checkpoint", lambda: world.rank) == [0, 1]
+        assert world.together("the checkpoint", lambda: world.rank) == [0, 1]
         raise
 
 

@@ -91,11 +91,8 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
     own = [batches[2], empty_batch("cpu", sampler_logprobs=True)] if world.rank else batches[:2]
 
     def loss_of(policy: Policy, optimizer: PolicyOptimizer, batch: PackedBatch) -> torch.Tensor:
-        hidden, batch, mine = policy.at_head(batch)
-        gradient = optimizer.gradient_of(policy.head_weight)
-        config = GRPOLossConfig("gspo")
-        out = packed_loss(policy.head, hidden, batch, config, totals=totals, weight_grad=gradient)
-        logprobs.append(out.logprobs[mine])
+        out = packed_loss(policy, batch, GRPOLossConfig("gspo"), totals=totals, optimizer=optimizer)
+        logprobs.append(out.logprobs)
         return out.loss
 
     found = []

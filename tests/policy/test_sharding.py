@@ -43,8 +43,7 @@ def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy])
 def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:
     budget = MicroBatchBudget(unit="a sample", remedy="-", repeats=False)
 
-    def work(parts: list[int]) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     with pytest.raises(torch.OutOfMemoryError, match=r"96 tokens.*lower micro_batch_tokens.*CUDA out of mem"):
-        budget.until_it_fits(lambda: ([1], 96, 7), work)
+        for attempt, _ in budget.attempts(lambda: ([1], 96, 7)):
+            with attempt:
+                raise torch.OutOfMemoryError("CUDA out of memory")
