@@ -176,7 +176,7 @@ if __name__ == "__main__":
     for case, processes in ranks.items():
         for process in processes[: 1 if case in ("frozen", "failed_and_stays") else None]:
             process.join()
+        codes[case] = [process.exitcode for process in processes]
         for process in processes:  # one that stays
             process.kill()
-        codes[case] = [process.exitcode for process in processes]
     print(json.dumps(codes))
