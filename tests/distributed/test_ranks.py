@@ -86,8 +86,8 @@ CASES = {
     "failed_and_stays": (ENDS + RAISED.format("the update") + "; continue", [1, None]),
     "failed_outside": ("^RankError: " + RAISED.format("the end") + "$", [1, 1]),
     "hanging": (
-        r"^RankError: rank 0 \(.* \d s at the rewards of step 3\) was left waiting by rank 1 \(.*, \d s at the "
-        "rewards of step 3\\): .*Timed out waiting 1000ms.*; continue",
+        r"^RankError: rank 0 \(.* \d s at the rewards of step 3\) was left waiting by rank 1 \(.*, \d s at "
+        "the rewards of step 3\\): .*Timed out waiting 1000ms.*; continue",
         [1, 1],
     ),
     "elsewhere": ("^RankError: rank 1 is at the rollout of step 3, not at the update of step 3$", [1, 1]),
