@@ -12,6 +12,7 @@ GPU's takes the other number. The session-wide fixture below corrects Triton's i
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -117,7 +118,35 @@ def arithmetic_of_a_gpu_in_the_interpreter() -> Iterator[None]:
         patch.setattr(builder, "create_maxnumf", lambda self, *pair: self.binary_op(*pair, np.fmax))
         patch.setattr(builder, "create_minnumf", lambda self, *pair: self.binary_op(*pair, np.fmin))
         patch.setattr(builder, "create_splat", _splat)
+        _patch_the_language_once_a_launch(interpreter, patch)
         yield
+
+
+def _patch_the_language_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Triton does so at every call of a device function, which takes half of a kernel's time."""
+    import triton.language as tl
+
+    launch, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[frozenset[str]] = set()
+
+    @functools.cache
+    def modules(function: Any) -> frozenset[str]:
+        return frozenset(
+            value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core
+        )
+
+    def launched(self: Any, *arguments: Any, **options: Any) -> None:
+        patched.clear()
+        launch(self, *arguments, **options)
+
+    def patched_once(function: Any) -> Any:
+        if modules(function) in patched:
+            return None
+        patched.add(modules(function))
+        return patch_language(function)
+
+    patch.setattr(interpreter.GridExecutor, "__call__", launched)
+    patch.setattr(interpreter, "_patch_lang", patched_once)
 
 
 def _splat(builder: Any, kind: Any, scalar: Any) -> Any:
