@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATHS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
-NEEDS = ("(needs a GPU)", "(needs the hub", "(takes a minute")
+NEEDS = ("(needs a GPU)", "(needs the hub", "(takes ")
 TRL = {"num_generations": 4, "learning_rate": 1e-6, "max_steps": 10, "reward_funcs": ["rewards.near_w7"]}
 
 

@@ -120,7 +120,7 @@ def check_step(alone: Policy, sharded: Policy, world: World, seed: int, toleranc
 def main(world: World, folder: str, seed: str) -> None:
     drawn = random.Random(seed)
     layers.TILE_TOKENS = drawn.randint(2, 9)
-    for family, settings in [*drawn.sample(CASES[:-1], 3), CASES[-1]]:
+    for family, settings in [*drawn.sample(CASES[:-1], 2), CASES[-1]]:
         head = drawn.choice(["gathered", "sharded"])
         print(family, settings, head, flush=True)
         alone, sharded = (loaded(Path(folder, family), settings, ranks, head) for ranks in (ALONE, world))
