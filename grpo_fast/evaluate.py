@@ -161,17 +161,13 @@ def evaluate(
         )
     deciding = rewards.position(config.reward)
     name = rewards.names[deciding]
-
-    def answer() -> tuple[list[list[Completion]], list[list[float]]]:
+    with world.agreed("the evaluation") as parts:
         own = world.share(questions)
         completions = rollout(engine, own, n, sampling, observer=observer)
-        if not own:
-            return [], []
-        table = rewards.score_completions(own, completions).table
-        kept = [[completion.without_environment() for completion in group] for group in completions]
-        return kept, table[:, deciding].view(-1, n).tolist()
-
-    parts = world.together("the evaluation", answer)
+        if own:
+            table = rewards.score_completions(own, completions).table
+            kept = [[completion.without_environment() for completion in group] for group in completions]
+            parts.append((kept, table[:, deciding].view(-1, n).tolist()))
     completions = [group for found, _ in parts for group in found]
     scores = [row for _, found in parts for row in found]
     if all(map(isnan, chain.from_iterable(scores))):

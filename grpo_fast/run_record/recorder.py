@@ -103,13 +103,10 @@ class Recorder:
         with self._stack:
             if error is None:
                 return
-
-            def kind_of_error() -> tuple[bool, ...]:
-                kinds = (isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError))
-                return *kinds, self.trainer.optimizer.mid_step
-
+            kinds = [isinstance(error, one) for one in (FloatingPointError, Diverged, CheckpointError)]
             try:
-                found = self.world.together("the error", kind_of_error)
+                with self.world.agreed("the error") as found:
+                    found.append((*kinds, self.trainer.optimizer.mid_step))
             except RankError as lost:
                 self.say(f"{type(error).__name__}, and step {self.trainer.step} cannot be saved: {lost}")
                 return

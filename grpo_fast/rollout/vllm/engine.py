@@ -124,15 +124,12 @@ class VLLMEngine:
         Raises:
             RankError: what another rank asks for cannot be.
         """
-
-        def own() -> tuple[bool, Prompts, int, Sampling]:
+        with self._world.agreed("a rollout's prompts") as asked:
             changed = self._weights_changed()
             check_prompts(prompts, n)
             for index, prompt in enumerate(prompts):
                 self._require_servable(f"prompts[{index}]", prompt, sampling)
-            return changed, prompts, n, replace(sampling, seed=_seed_of(sampling))
-
-        asked = self._world.together("a rollout's prompts", own)
+            asked.append((changed, prompts, n, replace(sampling, seed=_seed_of(sampling))))
         if any(changed for changed, *_ in asked):
             self.sync(self._policy)
         collector = Collector(len(prompts), n, observer)
@@ -215,16 +212,13 @@ class VLLMEngine:
         if policy is not self._policy:
             raise ValueError("sync() got another policy than the one this engine was made with")
         vllm, on_gpu = self._vllm, policy.device.type == "cuda"
-
-        def ready() -> None:
+        with self._world.agreed("vLLM's new weights"):
             # From NaN vLLM draws token 0, and does not tell.
             if name := first_not_finite({n: local(p) for n, p in policy.trainable().items()}):
                 raise FloatingPointError(f"the weights {name} hold NaN or infinity: training has diverged")
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
             self._cycle.wake_weights()
-
-        self._world.together("vLLM's new weights", ready)
         self._sync(everything=self._cycle.weights_dropped)
         if on_gpu:
             torch.cuda.synchronize(policy.device)
@@ -235,7 +229,8 @@ class VLLMEngine:
 
     def wake(self) -> None:
         self._require_open()
-        self._world.together("vLLM's waking", self._cycle.wake)
+        with self._world.agreed("vLLM's waking"):
+            self._cycle.wake()
 
     def freed(self) -> int:
         self._require_open()
