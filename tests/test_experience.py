@@ -155,12 +155,14 @@ def test_metrics_are_of_the_groups_and_tell_how_length_and_reward_go_together(sc
 
 def test_what_an_environment_wrote_is_no_token_of_the_model_and_the_environment_is_not_kept(scored, table):
     told = ({"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant"})
-    episode = Episode("longer?", (1, 2, 3), (True, False, True), told, object(), 3, 1, 2.0)
+    episode = Episode("longer?", (1, 2, 3), (True, False, True), told, object(), 3, 1, 2)
     prompts = [Prompt(0, "?", (1, 2), {})]
     played = Completion((5, 6, 7), (-1.0, 0.0, -1.0), "", False, episode)
     single = replace(
         played,
-        episode=replace(episode, sampled=(True,) * 3, messages=told[:1], tool_calls=0, tool_failures=0),
+        episode=replace(
+            episode, sampled=(True,) * 3, messages=told[:1], tool_calls=0, tool_failures=0, tools_given_up=0
+        ),
     )
     rewards = RewardSet([Reward("one", lambda environments: [float(e is not None) for e in environments])])
 
@@ -170,6 +172,7 @@ def test_what_an_environment_wrote_is_no_token_of_the_model_and_the_environment_
 
     assert metrics["reward/mean"] == 1.0 and all(c.episode.environment is None for c in groups[0].completions)
     assert (metrics["turns/mean"], metrics["tools/calls"], metrics["tools/failures"]) == (1.5, 1.5, 1 / 3)
+    assert metrics["tools/given_up"] == 2 / 3
     assert (metrics["completion/length_mean"], totals.num_tokens) == (2.5, 5)
     assert [(s.prompt_ids, s.sampled) for s in samples] == [
         ((1, 2, 3), (True, False, True)),

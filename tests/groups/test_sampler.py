@@ -272,6 +272,7 @@ def test_describe_shows_sizes_likeness_and_examples(described):
     assert out.count("group of 4 prompts, 24 completions, mean similarity") == 1 and out.count("\n  | ") == 4
     out = described("prompts_per_step=12", groups=groups | {"max_group_size": 3})
     assert "6 groups; 75.0 % of the prompts" in out and "groups/sharing 0.75" in out
+    assert "\ngroup of 3 prompts, 18 completions" in out  # the largest come first
 
 
 def test_describe_tells_of_nothing_shared_of_a_strategy_that_does_not_fit_and_of_each_stage(described):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +198,26 @@ def test_loss_and_gradient_are_the_papers(loss_type, empty, make_batch, assert_s
     if "cov" in loss_type:
         held = torch.cat([t.held for _, t in completions]).double().mean()
         torch.testing.assert_close(found.metrics["clip_ratio/covariance_mean"], held)
+
+
+@pytest.mark.parametrize("loss_type", ["vespo", "dapo"])
+def test_the_samplers_ratio_enters_the_weight_of_vespos_sequence_and_multiplies_other_losses(
+    loss_type, make_batch, assert_same
+):
+    batch, config = make_batch(), config_for(loss_type)
+    config = replace(config, sampler_correction="token_truncate", sampler_clip_max=1.1)
+    weights = (batch.old - batch.sampler).exp().clamp(max=1.1)
+    old = batch.old - weights.log() if loss_type == "vespo" else batch.old
+    rows = zip(batch.advantages.tolist(), batch.logprobs, old, batch.mask, strict=True)
+    expected = terms(
+        [(a, SimpleNamespace(new=new[mask], old=old[mask])) for a, new, old, mask in rows], config
+    )
+    if loss_type != "vespo":
+        expected = [
+            row * weight[mask] for row, weight, mask in zip(expected, weights, batch.mask, strict=True)
+        ]
+
+    assert_same(batch, policy_loss(batch.inputs(), config).loss, over_tokens(expected))
 
 
 def test_vespo_bounds_each_tokens_log_ratio_by_20_before_it_adds_them_up():
