@@ -93,6 +93,12 @@ ACCEPTED: list[tuple[str, list[str], Places]] = [
             ("warmup_ratio: 0.9", ["max_steps=6"]),  # a step at the full rate is left
         )
     ),
+    (MINIMAL + "max_steps: 10", ["save_steps=1"], {"checkpoint.every": 1}),  # not a share
+    (
+        MINIMAL,
+        ["vllm_importance_sampling_correction=false", "vllm_importance_sampling_mode=token_mask"],
+        {"loss.sampler_correction": "none"},
+    ),
     (MINIMAL + "adapter: lora\nlora_r: 4", [], {"model.lora.r": 4}),
     (MINIMAL, ["push_to_hub=true", "hub_model_id=ada/m"], {"hub.push": "ada/m", "hub.private": True}),
     (MINIMAL, ["push_to_hub=false", "hub_model_id=ada/m", "hub_private_repo=false"], {"hub": None}),

@@ -164,7 +164,7 @@ class EpisodeRollout(CoroutineRollout):
         toolset = self._toolsets.of(prompt.columns)
         template = self._templates[None if None in self._templates else prompt.columns[ENVIRONMENT_COLUMN]]
         environment, turns, play = await self._begin(prompt, toolset, sampling.max_completion_length)
-        tools, truncated = toolset.calls(environment), False
+        tools = toolset.calls(environment)
         while True:
             seed = None if sampling.seed is None else request_seed(sampling.seed, play.turns)
             ask = replace(sampling, max_completion_length=play.left, seed=seed)
