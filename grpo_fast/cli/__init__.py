@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.metadata
 import io
+import logging
 import os
 import re
 import sys
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
     args, overrides = parse(tokens)
+    # On a CPU it asks for a package of kernels that nothing here calls.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding has not is printed as an escape
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
