@@ -16,6 +16,7 @@ import functools
 import gc
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +34,30 @@ from hypothesis import HealthCheck, settings
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+gc.disable()  # until all tests are collected: a second for each million of objects that stay
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 searched_modules = 0
 
 # A test says nothing of how fast the machine is, or of what else runs on it.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What interpreters and small models take long for, is tested over several runs."""
+    dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # all workers draw the same
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if INTERPRETED and item.get_closest_marker("drawn"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for family in cases.values():
+        (count,) = family[0].get_closest_marker("drawn").args
+        left.update(dice.sample(family, max(0, len(family) - count)))
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -160,6 +160,7 @@ def test_a_soft_punishment_falls_over_the_last_share_of_the_limit(make_trainer):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.drawn(12)
 def test_every_method_trains(name, make_trainer, seed):
     trainer = make_trainer(method=name, seed=seed, minibatches=2, rollout={"num_generations": 2})
     before = {name: p.detach().clone() for name, p in trainer.policy.trainable().items()}

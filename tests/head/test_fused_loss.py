@@ -117,6 +117,7 @@ CASES: list[tuple[str, dict, dict]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "changes"), CASES, ids=str)
+@pytest.mark.drawn(24)
 def test_every_loss_and_option_is_the_objectives(batch, name, options, changes):
     assert_same(replace(batch, **changes), config_of(name, **options))
 

@@ -75,6 +75,7 @@ def test_float64_has_float64_gradients(make_call, make_upstream, oracle):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1.0), (torch.bfloat16, 0.0)])
+@pytest.mark.drawn(4)
 def test_half_precision_gradients_err_no_more_than_rounded_logit_gradients_do(
     on_path, make_call, make_upstream, oracle, dtype, tolerance
 ):
@@ -89,6 +90,7 @@ def test_half_precision_gradients_err_no_more_than_rounded_logit_gradients_do(
 
 
 @pytest.mark.parametrize(("tolerance", "transformed"), [(1.0, True), (0.0, False)])
+@pytest.mark.drawn(4)
 def test_a_frozen_side_costs_the_other_nothing(
     on_path, make_call, make_upstream, oracle, tolerance, transformed
 ):
@@ -193,6 +195,7 @@ def test_two_runs_are_bit_equal(hopper, make_call):
         (torch.bfloat16, {"recompute": False}),
     ],
 )
+@pytest.mark.drawn(5)
 def test_the_weights_gradient_is_added_where_the_caller_says(on_path, make_call, oracle, rng, kind, options):
     call = on_path(make_call((12,), 200))
     (expected,) = torch.autograd.grad(call.outputs(**options)["logprob"].sum(), call.weight)
@@ -286,6 +289,7 @@ def crowded(hopper, make_call, sparse_sizes):
     ],
     ids=["all fits", "room is made", "too many"],
 )
+@pytest.mark.drawn(2)
 def test_rows_that_are_live_everywhere_are_exact_only_where_there_are_too_many_pairs(
     crowded, oracle, monkeypatch, limits, times, dense
 ):

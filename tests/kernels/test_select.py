@@ -72,6 +72,7 @@ def working_rows(head) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("shape", "tolerance"), [("peaked", 1.0), ("mixed", 0.1), ("mixed", 50.0), ("flat", 1.0), ("target", 1e6)]
 )
+@pytest.mark.drawn(3)
 def test_what_pairs_leave_out_is_exact_the_least_of_the_row_and_within_the_tolerance(
     make_head, shape, tolerance
 ):

@@ -72,6 +72,7 @@ def straightforward(head) -> dict[str, float]:
         (300, 48, True, torch.bfloat16),
     ],
 )
+@pytest.mark.drawn(3)
 def test_tolerance_zero_is_the_dense_gradient_added_to_existing_ones_at_every_edge(
     make_head, rng, vocabulary, depth, transformed, dtype
 ):
@@ -124,6 +125,7 @@ def test_the_certificate_bounds_the_error_of_every_row(make_head, shape, toleran
         *((torch.float16, 2.0**-20, 0.0), (torch.float16, 2.0**-20, 1.0)),
     ],
 )
+@pytest.mark.drawn(2)
 def test_half_precision_errs_no_more_than_dense_in_that_dtype_plus_the_tolerance(
     make_head, dtype, magnitude, tolerance
 ):

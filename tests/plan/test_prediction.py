@@ -65,6 +65,7 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "bfloat16", {}, ROUNDED | IN_8_BITS, UPDATE, 0.03),
     ],
 )
+@pytest.mark.drawn(8)
 def test_an_update_takes_what_was_predicted(
     family: str,
     dtype: str,

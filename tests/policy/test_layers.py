@@ -83,6 +83,7 @@ def in_tiles(plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         ("qwen3_moe", True, {}, 2),
     ],
 )
+@pytest.mark.drawn(4)
 def test_recomputed_mlps_have_the_same_gradients_and_run_once_more_in_tiles(
     load: Load, batch: PackedBatch, seed: int, family: str, how: Any, settings: Any, passes: int, monkeypatch
 ) -> None:
@@ -235,6 +236,7 @@ def outcome(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", sorted(LIGER_TYPES))
+@pytest.mark.drawn(5)
 def test_liger_computes_a_layer_as_transformers_does(
     kind: str, liger_interpreted: None, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def drawn_and_ranked(policy, prompt, completion, temperature) -> tuple[torch.Ten
     [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}],
     ids=str,
 )
+@pytest.mark.drawn(6)
 def test_logprobs_are_the_policys_in_the_distribution_that_is_drawn_from(engine, policy, prompts, options):
     temperature = options.get("temperature", 1.0)
     groups = engine.generate(prompts, 3, replace(SAMPLING, **options))

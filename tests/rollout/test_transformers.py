@@ -47,6 +47,7 @@ def as_policy(model) -> SimpleNamespace:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
+@pytest.mark.drawn(5)
 def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_generate(
     family, system, seed, engine_for, family_model, largest_difference
 ):

@@ -240,6 +240,7 @@ def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_r
 
 
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.drawn(3)
 def test_after_every_sync_it_computes_what_the_policy_computes(
     name, saved_model, running_vllm, rng, shake, largest_difference, caplog
 ):
