@@ -125,16 +125,15 @@ class PolicyUpdate:
                     minibatches[i] = self.fit(minibatch, self.with_fixed_logprobs, i > 0)
         steps = []
         with clock("update"):
-            for _ in range(self.config.num_iterations):
-                for i, minibatch in enumerate(minibatches):
-                    config = self.loss_config()
-                    if self.world.size > 1:
-                        minibatch = self.with_choices(minibatch, config)
-                    with self.world.agreed("the gradient"):
-                        for attempt, fitted in self.budget.attempts(partial(self.fitted, minibatch)):
-                            with attempt:
-                                minibatches[i], shares = self.backward(fitted, config)
-                    steps.append(self.step(shares, config))
+            for i in [*range(len(minibatches))] * self.config.num_iterations:
+                minibatch, config = minibatches[i], self.loss_config()
+                if self.world.size > 1:
+                    minibatch = self.with_choices(minibatch, config)
+                with self.world.agreed("the gradient"):
+                    for attempt, fitted in self.budget.attempts(partial(self.fitted, minibatch)):
+                        with attempt:
+                            minibatches[i], shares = self.backward(fitted, config)
+                steps.append(self.step(shares, config))
         return {name: fmean(step[name] for step in steps) for name in steps[0]} | {"update/skipped": 0.0}
 
     def split(self, samples: Sequence[Sample], totals: StepTotals) -> list[Minibatch]:
@@ -369,6 +368,8 @@ def packed_loss(
     optimizer: PolicyOptimizer | None = None,
 ) -> GRPOLossOutput:
     """`linear_grpo_loss` of a micro-batch, entropy among its metrics; called within `Policy.run`.
+
+    Of a head that the ranks share, all but `logprobs`, (N,) of this batch, is of the tokens of all ranks.
 
     Args:
         totals: what the losses of a step's micro-batches are divided by; none: the batch's own counts.

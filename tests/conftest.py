@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, settings
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-gc.disable()  # until all tests are collected: a second for each million of objects that stay
+gc.disable()  # until all tests are collected: what they import stays
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 searched_modules = 0
 
@@ -44,7 +44,7 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What interpreters and small models take long for, is tested over several runs."""
+    """Of the cases of a test marked `drawn(n)` each run has n: several runs have all."""
     dice = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))  # all workers draw the same
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -57,6 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish() -> None:
     gc.enable()
 
 

@@ -329,7 +329,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(
-        self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], None]
+        self, saved: Mapping[str, Tensor], read: Callable[[Mapping[str, Tensor]], object]
     ) -> None:
         """Take over what `state_tensors` gave, and set the model's trainable weights from the masters.
 

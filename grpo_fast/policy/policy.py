@@ -162,7 +162,7 @@ class Policy:
         Of a sharded head: those of all ranks, see `ShardedModel.tokens_of_all`.
         """
         hidden = self.hidden_states(batch)
-        if self._shards is None or not self.shares_head:
+        if self._shards is None or not self._shards.shares_head:
             return hidden, batch, slice(None)
         return self._shards.tokens_of_all(hidden, batch)
 

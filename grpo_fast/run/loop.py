@@ -121,8 +121,10 @@ def train(
         if isinstance(trainer, Trainer):
             stack.enter_context(trainer.engine)
         if checkpoint is not None:
-            with world.agreed("the checkpoint"):
-                trainer.optimizer.load_state_tensors(checkpoint.tensors, checkpoint.load)
+            trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
+                checkpoint.tensors,
+                lambda into: world.together("the checkpoint", partial(checkpoint.load, into)),
+            )
             trainer.optimizer.load_state(checkpoint.state["optimizer"])
             trainer.load_state_dict(checkpoint.state["trainer"])
             restore_rng(checkpoint.state["rng"])

@@ -51,6 +51,7 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("qwen2", "bfloat16", OFFLOADED, {}, UPDATE, 0.03),
         ("qwen2", "float32", FROZEN_HEAD, {}, UPDATE, 0.03),
         ("qwen2", "bfloat16", MLPS | LORA, {}, UPDATE, 0.03),
+        ("qwen2", "bfloat16", QLORA, {}, UPDATE, 0.03),
         ("qwen2", "bfloat16", QLORA | MLPS, {}, UPDATE, 0.03),
         ("qwen2", "bfloat16", QLORA, {}, FEW, 0.05),
         ("gemma3_text", "bfloat16", {}, {}, UPDATE, 0.05),
@@ -59,9 +60,11 @@ def compare(predictor: Predictor, sizes: StepSizes, tolerance: float) -> None:
         ("gemma2", "float32", {}, {}, SCORES, 0.08),  # which a CPU keeps
         ("llama", "float32", {}, {}, SEVERAL, 0.03),
         ("llama", "bfloat16", MLPS, {}, LONG, 0.04),  # in tiles
+        ("llama", "float32", CHECKPOINTED, {}, LONG, 0.04),
         ("llama", "bfloat16", QLORA | OFFLOADED, {}, LONG, 0.04),
         ("qwen2", "bfloat16", {}, IN_8_BITS, UPDATE, 0.03),  # which a CPU steps as float32, one by one
         ("qwen2", "float32", {}, IN_8_BITS, FEW, 0.03),
+        ("qwen2", "bfloat16", {}, ROUNDED, FEW, 0.03),
         ("qwen2", "bfloat16", {}, ROUNDED | IN_8_BITS, UPDATE, 0.03),
     ],
 )
