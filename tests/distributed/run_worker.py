@@ -17,16 +17,19 @@ import torch.multiprocessing as multiprocessing
 from fork import be_rank, free_port
 
 from grpo_fast.config import TrainConfig
+from grpo_fast.policy import PolicyOptimizer
 from grpo_fast.rollout import transformers
 from grpo_fast.rollout.transformers import TransformersEngine
 from grpo_fast.run import train
 from grpo_fast.run_record.callbacks import Callback
+from grpo_fast.run_record.checkpoint import Checkpoint, DamagedCheckpoint
 
 ERRORS = {  # of rank 1's third rollout
     "reward": ValueError("no such answer"),
     "diverged": FloatingPointError("the logits hold NaN"),
     "callback": None,
     "apart": None,
+    "unread": None,
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "diverged": {"checkpoint": {"every": 1, "keep": 3}},
@@ -52,9 +55,17 @@ class FailingEngine(TransformersEngine):
         return super().generate(*given, **options)
 
 
+def unreadable(*_: Any) -> None:
+    raise DamagedCheckpoint("unreadable")
+
+
+def exchanged(*_: Any) -> None:
+    raise AssertionError("in a collective, beside a rank that has read nothing")
+
+
 def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
     toy = json.loads((folder / "toy.json").read_text())
-    run_dir = folder / (f"apart on {rank}" if case == "apart" else case)
+    run_dir = folder / {"apart": f"apart on {rank}", "unread": "reward"}.get(case, case)
     toy |= {"max_steps": 4, "output_dir": str(run_dir), "evaluation": {}}
     return TrainConfig(**toy | CHANGES.get(case, {}))
 
@@ -64,8 +75,13 @@ def run(rank: int, ports: list[int], folder: Path) -> None:
     for port, (case, error) in zip(ports[:-1], ERRORS.items(), strict=True):
         be_rank(rank, 2, port)
         FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None
-        with pytest.raises(Exception) as raised:
-            train(config_of(folder, case, rank), display=False)
+        with pytest.raises(Exception) as raised, pytest.MonkeyPatch.context() as patch:
+            if case == "unread":
+                patch.setattr(PolicyOptimizer, "_exchange_rows", exchanged)
+                if rank == 1:
+                    patch.setattr(Checkpoint, "load", unreadable)
+            resume = "latest" if case == "unread" else None
+            train(config_of(folder, case, rank), resume=resume, display=False)
         (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
     be_rank(rank, 2, ports[-1])
     playing = json.loads((folder / "playing.json").read_text())

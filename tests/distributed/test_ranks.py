@@ -38,6 +38,7 @@ SAID = {  # by rank 0, by rank 1
     "reward": (FAILED.format(1, "rollout of step 3", "ValueError: no such"), "^ValueError: no such answer$"),
     "diverged": (DIVERGED, DIVERGED),
     "apart": (r"^CheckpointError: output_dir = .*/apart on \d' is not the same folder",) * 2,
+    "unread": (FAILED.format(1, "checkpoint", "DamagedCheckpoint: unr"), "^DamagedCheckpoint: unreadable$"),
     "callback": ("^CallbackError: .*'mine'", FAILED.format(0, "record of step 2", "CallbackError: .*'mine'")),
 }
 
