@@ -40,7 +40,8 @@ class Prepared:
     found: dict[str, Any] = field(default_factory=dict)  # fields of its `Measurement` that are known already
     reset: Callable[[], object] = lambda: None  # after each repetition, untimed
     close: Callable[[], object] = lambda: None
-    times_itself: bool = False  # `run` does several repetitions and returns their samples
+    times_itself: bool = False
+    """`run` does several repetitions, warmed up, returns their samples, and puts memory into `found`."""
 
 
 @dataclass
@@ -177,8 +178,10 @@ class Contest:
             prepared = one.prepared = one.prepare()
             if prepared.run is None:
                 return
-            self._once(prepared)
-            if self._memory and not one.ceiling:
+            first = self._once(prepared)
+            if prepared.times_itself:
+                one.samples.extend(first)
+            elif self._memory and not one.ceiling:
                 one.found["memory"] = measure.memory_of(lambda: self._once(prepared), self._device)
 
     def _once(self, prepared: Prepared) -> list[Sample]:

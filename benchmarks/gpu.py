@@ -90,6 +90,17 @@ PARTS = (
             f"compute-sanitizer --tool {tool} --error-exitcode 9 "
             f"{_PYTEST} {_BOTH} {_SMALL} --maxfail=3 {_CHECKED}", "pytest compute-sanitizer")
       for tool in ("memcheck", "racecheck", "initcheck")),
+    _part("plan", 2, "the plan's bytes against the allocator's, and memory away from the GPU",
+          f"{_PYTEST} -m gpu tests/plan tests/policy tests/rollout --ignore=tests/rollout/vllm", "pytest"),
+    _part("engine", 7, "vLLM beside the trainer: every way of the weights, every sleep, 200 cycles",
+          f"{_PYTEST} -m gpu tests/rollout/vllm", "pytest vllm"),
+    _part("train", 5, "whole steps beside TRL's, both with vLLM, 4 x 16 completions",
+          "bench train --repeats 1", "vllm datasets"),
+    _part("train-64", 6, "the same, 4 x 64 completions",
+          "bench train --group 64 --steps 2 --repeats 1", "vllm datasets"),
+    _part("group", 6, "the largest group in one micro-batch, ours and TRL's",
+          "bench group --model Qwen2.5-1.5B --prompt 512 --completion 2048 --impl ours TRL",
+          "transformers datasets"),
     _part("step", 5, "one update of a real architecture", "bench step", "transformers"),
     _part("rollout", 5, "an engine's cycle: generate, sleep, sync, wake", "bench rollout", "vllm"),
     _part("tune", 7, "every kernel's sizes",

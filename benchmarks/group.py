@@ -6,20 +6,16 @@ doubles until memory runs out, then the interval is halved. Beside what was foun
 planner predicts.
 
 On a CPU `--memory` sets by how much a process may grow, whatever libraries allocate for themselves included;
-the prediction does not count that. On CUDA the allocator itself refuses. A server process imports the
-libraries once and forks for each try, so that a try starts at once; what they take does not count.
+the prediction does not count that. On CUDA the allocator itself refuses. On a CPU a server process imports
+the libraries once and forks for each try, so that a try starts at once; what they take does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +39,6 @@ SIZES = {
 }
 _CPU_GIB = 0.75
 _TRY_SECONDS = 300.0
-_LIBRARIES = ("torch", "transformers", "grpo_fast.policy", f"{__package__}.step")
 
 
 @dataclass(frozen=True)
@@ -59,53 +54,35 @@ class Probe:
     size: int = 0
 
 
-def preload(implementations: Sequence[str]) -> None:
-    """What the server imports before the first try; a library that is missing is passed over."""
-    libraries = [*_LIBRARIES, *["trl.trainer.grpo_trainer"] * (step.TRL in implementations)]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
-
-
 def run_probe(probe: Probe) -> dict[str, Any]:
-    """Two updates in a child: beyond the budget it is out of memory.
+    """Two updates in a process of their own: beyond the budget it is out of memory.
 
     Returns:
         Fields of a measurement. Bytes are of model, optimizer and update together; the time is the second's,
         since the first compiles.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as child:
-        try:
-            return child.submit(_try, probe).result()
-        except BrokenProcessPool:  # most likely for its memory
-            return {"status": measure.OOM, "reason": "the system ended the process"}
-
-
-def _try(probe: Probe) -> dict[str, Any]:
     try:
-        with measure.at_most(_TRY_SECONDS):
-            return _update_twice(probe)
-    except Exception as error:
-        return dict(zip(("status", "reason"), measure.failure_of(error), strict=True))
+        (seconds, allocated), driver = measure.in_a_process(torch.device(probe.model.device), _try, probe)
+    except measure.Failure as failure:
+        return dict(zip(("status", "reason"), measure.failure_of(failure), strict=True))
+    memory = measure.Memory(allocated, driver)
+    status = measure.OK if memory.best <= probe.budget else measure.OOM
+    return {"status": status, "seconds": [seconds], "time": measure.summarise([seconds]), "memory": memory}
 
 
-def _update_twice(probe: Probe) -> dict[str, Any]:
+def _try(probe: Probe) -> tuple[float, int | None]:
+    """Seconds of the second update, and the most bytes that torch had handed out, where it counts them."""
     device = torch.device(probe.model.device)
-    held = measure.resident_bytes()
     _bound(probe.budget, device)
     lengths = [(probe.prompt, probe.completion)] * probe.size
     update = step.Update(probe.model, probe.layers, lengths, probe.size, sum(map(sum, lengths)))
-    prepared = step.entrant(probe.implementation, update).prepare()
     watch = measure.Stopwatch(device)
-    for _ in range(2):
-        seconds, _ = watch.time(lambda: prepared.run(watch))
-    prepared.close()
-    if device.type == "cuda":
-        memory = measure.Memory(
-            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        )
-    else:
-        memory = measure.Memory(None, max(0, measure.resident_bytes(peak=True) - held))
-    status = measure.OK if memory.best <= probe.budget else measure.OOM
-    return {"status": status, "seconds": [seconds], "time": measure.summarise([seconds]), "memory": memory}
+    with measure.at_most(_TRY_SECONDS):
+        prepared = step.entrant(probe.implementation, update).prepare()
+        for _ in range(2):
+            seconds, _ = watch.time(lambda: prepared.run(watch))
+        prepared.close()
+    return seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def _bound(budget: int, device: torch.device) -> None:
@@ -155,12 +132,13 @@ def predicted(probe: Probe) -> Prepared:
     return Prepared(None, metrics=lambda _: {"largest_group": float(group)})
 
 
-def search(probe: Probe, largest: int, deadline: float) -> Prepared:
+def search(probe: Probe, largest: int, deadline: float, share: float = 1.0) -> Prepared:
     """The largest group that fits: doubled from one until memory runs out, then halfway to what did not fit.
 
     Args:
-        deadline: on the monotonic clock; no try begins after it.
+        deadline: on the monotonic clock; no try begins after `share` of the time that is left until then.
     """
+    deadline = time.monotonic() + share * (deadline - time.monotonic())
     fits, fails = 1, None
     best: dict[str, Any] = {"status": measure.SKIPPED, "reason": measure.NO_TIME}
     while time.monotonic() < deadline:
@@ -203,14 +181,17 @@ def main(options: argparse.Namespace) -> int:
         raise ValueError(f"--memory must be above 0 GiB, got {options.memory}")
     tokens = sizes_of(options, SIZES)
     largest = tokens.pop("largest")
-    preload(names)
+    measure.preload(step.__name__, *["trl.trainer.grpo_trainer"] * (step.TRL in names))
     contests = []
     for model in chosen_models(options):
         section = model_section(model["model"], options)
         of = partial(
             Probe, model=section, layers=model["layers"], **tokens, budget=int(options.memory * 2**30)
         )
-        entrants = [Entrant(name, partial(search, of(name), largest, deadline)) for name in names]
+        entrants = [
+            Entrant(name, partial(search, of(name), largest, deadline, 1 / (len(names) - before)))
+            for before, name in enumerate(names)
+        ]
         if step.OURS in names:
             entrants.append(Entrant(PREDICTED, partial(predicted, of(step.OURS))))
         shape = {**model, **tokens, "memory_gib": options.memory, "dtype": options.dtype}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from grpo_fast.policy.out_of_memory import is_out_of_memory
 OK, SKIPPED, OOM, FAILED = "ok", "skipped", "oom", "failed"
 NOT_INSTALLED, NO_TIME = "not installed", "no time left"
 _RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes the present size
+_LOOK_EVERY, _TO_END = 0.02, 10.0  # seconds
+T = TypeVar("T")
 
 
 class Unsupported(Exception):
@@ -29,6 +33,10 @@ class Unsupported(Exception):
 
 class TooSlow(Exception):
     """Raised by `at_most` inside what took too long."""
+
+
+class Failure(Exception):
+    """Raised by `in_a_process`: status and reason of what ended the call there."""
 
 
 class DeviceLost(RuntimeError):
@@ -41,6 +49,8 @@ class DeviceLost(RuntimeError):
 
 def failure_of(error: Exception) -> tuple[str, str]:
     """Status (SKIPPED, OOM or FAILED) and a reason that fits in a table."""
+    if isinstance(error, Failure):
+        return error.args
     if isinstance(error, ImportError):
         return SKIPPED, f"{NOT_INSTALLED}: {error}"
     if isinstance(error, Unsupported | TooSlow):
@@ -187,6 +197,52 @@ def memory_of(call: Callable[[], object], device: torch.device) -> Memory:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held
     return Memory(peak, max(0, free - torch.cuda.mem_get_info(device)[0]))
+
+
+def preload(*libraries: str) -> None:
+    """What processes of their own on a CPU find imported; what is missing is passed over."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers", *libraries])
+
+
+def in_a_process(device: torch.device, call: Callable[..., T], *arguments: Any) -> tuple[T, int]:
+    """What a call returns in a process of its own, and how many bytes more than before are in use meanwhile.
+
+    The bytes are of the whole GPU, read many times a second, the process' own context included; on a CPU, of
+    the process at its largest. Where libraries keep it from ending when it has answered, it is killed.
+
+    Raises:
+        Failure: the call failed, or the system ended the process, most likely for its memory.
+    """
+    on_gpu = device.type == "cuda"
+    # A fork starts at once, and cannot use a GPU that an import of its parent's has looked for.
+    context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    before = lowest = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
+    process = context.Process(target=_answer, args=(sender, call, arguments))
+    process.start()
+    sender.close()
+    try:
+        while not receiver.poll(_LOOK_EVERY):
+            lowest = min(lowest, torch.cuda.mem_get_info(device)[0]) if on_gpu else 0
+        failure, result, grown = receiver.recv()
+        process.join(_TO_END)
+    except EOFError:
+        raise Failure(OOM, "the system ended the process") from None
+    finally:
+        process.kill()
+        process.join()
+    if failure is not None:
+        raise Failure(*failure)
+    return result, before - lowest if on_gpu else grown
+
+
+def _answer(sender: Connection, call: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    failure, result, held = None, None, resident_bytes()
+    try:
+        result = call(*arguments)
+    except Exception as error:
+        failure = failure_of(error)
+    sender.send((failure, result, max(0, resident_bytes(peak=True) - held)))
 
 
 def _peak_growth(call: Callable[[], object]) -> int | None:

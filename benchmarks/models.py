@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,12 +110,35 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     )
 
 
+def make_letters(vocabulary: int) -> PreTrainedTokenizerFast:
+    """One letter a token, a to z; what else a model may draw reads w26, w27, …
+
+    Unlike words, letters are also what the class makes of the file that transformers takes for Qwen2 in place
+    of the class that was saved.
+    """
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*ascii_lowercase, *(f"w{i}" for i in range(26, vocabulary - 2)), "<pad>", "<eos>"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
+
+
 def save_model(
-    folder: Path, name: str = "words", layers: int | None = None, dtype: str = "float32", seed: int = 0
+    folder: Path,
+    name: str = "words",
+    layers: int | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    tokenizer: Callable[[int], PreTrainedTokenizerFast] = make_tokenizer,
+    device: str = "cpu",
 ) -> None:
-    """Random weights and their tokenizer, as `from_pretrained` takes them."""
-    policy = make_policy(ModelConfig(path=name, dtype=dtype, device="cpu"), layers, seed)
-    policy.tokenizer = make_tokenizer(vocabulary_of(name))
+    """Random weights, drawn on a device, and their tokenizer, as `from_pretrained` takes them."""
+    policy = make_policy(ModelConfig(path=name, dtype=dtype, device=device), layers, seed)
+    policy.tokenizer = tokenizer(vocabulary_of(name))
     policy.save_pretrained(folder)
 
 

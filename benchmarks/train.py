@@ -1,39 +1,42 @@
 """`python -m benchmarks train`: whole training steps, phase by phase, of our trainer and of TRL's.
 
 Both start from the same random weights and prompts and train on what they sample, with the same engine. They
-take turns, a few steps at a time; the first step of each turn warms up and does not count. Learning is not
-compared here: the completions are of the longest length, the reward counts digits.
+take turns, a few steps at a time, each turn in a process of its own, since vLLM's sleeping memory serves one
+engine per process; the first step of each turn warms up and does not count. Memory is that of the process and
+its libraries, and stands beside what our plan predicts. Learning is not compared here: the completions are of
+the longest length, the reward counts digits.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 
 from .contest import TOKENS, Contest, Entrant, Prepared, Sample
-from .measure import Stopwatch
-from .models import add_models, chosen_models, save_model, vocabulary_of
+from .measure import Memory, Stopwatch, give_back_memory, in_a_process, preload
+from .models import add_models, chosen_models, make_letters, save_model
 from .peers import choose_names
 from .rollout import ENGINES
-from .session import add_common_arguments, add_sizes, check_common, positive, run_session, sizes_of
+from .session import ByDevice, add_common_arguments, add_sizes, check_common, positive, run_session, sizes_of
 from .trainers import LOSS, TRL_LOSS, in_phase, share_of_digits, trl_trainer
 
 SIZES = {
-    "prompts": (16, 2, "of a step"),
+    "prompts": (4, 2, "of a step"),
     "group": (16, 4, "completions a prompt"),
-    "prompt": (96, 16, "tokens of a prompt"),
-    "completion": (512, 16, "tokens of a completion at most"),
+    "prompt": (512, 16, "tokens of a prompt"),
+    "completion": (1024, 16, "tokens of a completion at most"),
     "micro_batch_tokens": (16_384, 512, "of a forward and backward"),
 }
 GENERATE, REWARD, UPDATE, PREPARE = "generate", "reward", "update", "log-probabilities and padding"
@@ -43,17 +46,26 @@ _TRL_PHASES = {
     "_generate_and_score_completions": PREPARE,
     "training_step": UPDATE,
 }
+CORRECTION = "token_truncate"  # of vLLM's completions: none is left out, and all are work for the backward
 _LEARNING_RATE = 1e-6
 
-Steps = list[tuple[Sample, float]]
-"""Of each training step: seconds with those of its phases, and the mean length of the completions."""
+
+@dataclass(frozen=True)
+class Turn:
+    """What a trainer's steps took, the first one too."""
+
+    samples: list[Sample]
+    lengths: list[float]  # mean tokens of the completions of each step
+    planned: float | None = None  # bytes of the device, where there is a plan
 
 
-def our_steps(
-    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, watch: Stopwatch
-) -> Steps:
+def our_turn(
+    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, device: torch.device
+) -> Turn:
     """Steps of our trainer, with its own clock for the phases."""
     from grpo_fast.config import TrainConfig
+    from grpo_fast.plan import device_budget, resolve_auto, step_sizes, traces_of
+    from grpo_fast.plan.prediction import PHASES, Predictor
     from grpo_fast.run.build import build_grpo_trainer
 
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -65,7 +77,7 @@ def our_steps(
                 "max_steps": steps,
                 "prompts_per_step": shape["prompts"],
                 "micro_batch_tokens": shape["micro_batch_tokens"],
-                "model": {"path": str(folder), "dtype": shape["dtype"], "device": watch.device.type},
+                "model": {"path": str(folder), "dtype": shape["dtype"], "device": device.type},
                 "dataset": {"source": str(folder / "prompts.jsonl"), "chat": False},
                 "rewards": [{"reward": f"{share_of_digits.__module__}:{share_of_digits.__name__}"}],
                 "rollout": {
@@ -73,12 +85,17 @@ def our_steps(
                     "num_generations": shape["group"],
                     "max_completion_length": shape["completion"],
                 },
-                "loss": LOSS,
+                "loss": replace(LOSS, sampler_correction=CORRECTION if shape["engine"] == "vllm" else None),
                 "advantage": {"skip_flat_groups": False},
                 "optimizer": {"learning_rate": _LEARNING_RATE},
             }
         )
-        trainer, found = build_grpo_trainer(config), []
+        config = resolve_auto(config)
+        budget = device_budget(*["cpu"] * (device.type == "cpu"))
+        sizes = step_sizes(config, prompt_length=shape["prompt"])
+        predicted = Predictor(config, traces_of(str(folder), None), budget).predict(sizes)
+        turn = Turn([], [], float(max(map(predicted.total, PHASES))))
+        trainer, watch = build_grpo_trainer(config), Stopwatch(device, wall=True)
         with trainer.engine:
             for _ in range(steps):
                 watch.start()
@@ -86,18 +103,19 @@ def our_steps(
                 seconds, _ = watch.stop()
                 phases = {name.removeprefix("time/"): spent for name, spent in result.timings.items()
                           if name.startswith("time/") and name != "time/step"}  # fmt: skip
-                found.append(((seconds, phases), result.metrics["completion/length_mean"]))
-    return found
+                turn.samples.append((seconds, phases))
+                turn.lengths.append(result.metrics["completion/length_mean"])
+    return turn
 
 
-def trl_steps(
-    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, watch: Stopwatch
-) -> Steps:
+def trl_turn(
+    folder: Path, shape: dict[str, Any], prompts: Sequence[str], steps: int, seed: int, device: torch.device
+) -> Turn:
     """Steps of TRL's GRPOTrainer, told by its callbacks; phases by the methods that do them."""
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    times: list[Sample] = []
+    watch, times = Stopwatch(device, wall=True), []
 
     class Clock(TrainerCallback):
         update = ExitStack()
@@ -117,7 +135,7 @@ def trl_steps(
     batch = shape["prompts"] * shape["group"]
     fitting = max(1, shape["micro_batch_tokens"] // (shape["prompt"] + shape["completion"]))
     at_once = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= fitting)
-    on_gpu, vllm = watch.device.type == "cuda", shape["engine"] == "vllm"
+    on_gpu, vllm = device.type == "cuda", shape["engine"] == "vllm"
     options = {
         **TRL_LOSS,
         "max_steps": steps,
@@ -133,6 +151,7 @@ def trl_steps(
         "use_vllm": vllm,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": vllm and on_gpu,
+        "vllm_importance_sampling_mode": CORRECTION,
         "use_cpu": not on_gpu,
         "seed": seed,
         "logging_steps": 1,
@@ -146,61 +165,69 @@ def trl_steps(
             setattr(trainer, name, in_phase(getattr(trainer, name), watch, phase))
         trainer.train()
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "loss" in entry]
-    return list(zip(times, lengths, strict=True))
+    return Turn(times, lengths)
 
 
-STEPS: dict[str, Callable[..., Steps]] = {"ours": our_steps, "TRL": trl_steps}
+TURNS: dict[str, Callable[..., Turn]] = {"ours": our_turn, "TRL": trl_turn}
+
+
+def quiet_turn(name: str, *given: Any) -> Turn:
+    """In a process of its own, where nobody has said yet that there is to be no progress bar."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return TURNS[name](*given)
 
 
 def contest(shape: dict[str, Any], names: list[str], steps: int, seed: int, device: torch.device) -> Contest:
     """The trainers on one model, in turns of so many steps that count."""
     folder, draw = tempfile.TemporaryDirectory(), random.Random(seed)
-    saved, words = Path(folder.name), vocabulary_of(shape["model"]) - 2
-    prompts = []
-    for _ in range(16 * shape["prompts"]):
-        prompts.append(" ".join(f"w{draw.randrange(words)}" for _ in range(shape["prompt"])))
+    saved, size = Path(folder.name), shape["prompt"]
+    prompts = ["".join(draw.choices(ascii_lowercase, k=size)) for _ in range(16 * shape["prompts"])]
 
     def prepare(name: str) -> Prepared:
-        lengths: list[float] = []
+        turns: list[Turn] = []
+        found: dict[str, Any] = {}
 
-        def turn(watch: Stopwatch) -> list[Sample]:
-            _, *counted = STEPS[name](saved, shape, prompts, 1 + steps, seed, watch)
-            lengths.extend(length for _, length in counted)
-            gc.collect()  # a trainer holds itself in cycles, and the next one needs its memory
-            return [sample for sample, _ in counted]
+        def turn(_: Stopwatch) -> list[Sample]:
+            given = saved, shape, prompts, 1 + steps, seed, device
+            done, taken = in_a_process(device, quiet_turn, name, *given)
+            turns.append(done)
+            found["memory"] = Memory(None, max(taken, found["memory"].driver if found else 0))
+            return done.samples[1:]
 
         def metrics(seconds: float) -> dict[str, float]:
+            lengths = [length for done in turns for length in done.lengths[1:]]
             tokens = statistics.median(lengths) * shape["prompts"] * shape["group"]
-            return {TOKENS: tokens / seconds, "tokens": tokens}
+            planned = {} if turns[0].planned is None else {"planned_bytes": turns[0].planned}
+            return {TOKENS: tokens / seconds, "tokens": tokens, **planned}
 
-        return Prepared(turn, metrics=metrics, times_itself=True)
+        return Prepared(turn, metrics=metrics, found=found, times_itself=True)
 
-    return Contest(
-        shape,
-        [Entrant(name, partial(prepare, name)) for name in names],
-        device,
-        share=lambda: save_model(saved, shape["model"], shape["layers"], shape["dtype"], seed),
-        release=folder.cleanup,
-        wall=True,
-    )
+    def share() -> None:
+        of = shape["model"], shape["layers"], shape["dtype"]
+        save_model(saved, *of, seed, tokenizer=make_letters, device=device.type)
+        give_back_memory(device)
+
+    entrants = [Entrant(name, partial(prepare, name)) for name in names]
+    return Contest(shape, entrants, device, share=share, release=folder.cleanup)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, minutes=8, repeats=3)
-    add_models(parser, ["Qwen2.5-0.5B"], ["toy"], cpu_layers=2)
+    add_models(parser, ["Qwen2.5-1.5B"], ["toy"], cpu_layers=2)
     add_sizes(parser, SIZES)
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what generates (transformers)")
+    engine = ByDevice("vllm", "transformers")
+    parser.add_argument("--engine", choices=ENGINES, default=engine, help="what generates (%(default)s)")
     parser.add_argument(
         "--steps", type=positive, default=3, help="steps of a turn that count (3); --repeats: turns"
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     device = check_common(options)
-    names = choose_names(list(STEPS), options.impl)
+    names = choose_names(list(TURNS), options.impl)
+    preload("grpo_fast.run.build", __name__, *["trl.trainer.grpo_trainer"] * ("TRL" in names))
     if options.group < 2:
         raise ValueError(f"--group must be at least 2 to compare completions, got {options.group}")
     more = {"engine": options.engine, "dtype": options.dtype}

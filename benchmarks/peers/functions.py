@@ -101,7 +101,11 @@ def _unsloth_function() -> Function:
 
 
 def verl() -> Function:
-    """Always forms the entropy too."""
+    """Always forms the entropy too. Where Ray is missing, without which verl does not start, its kernels are
+    imported alone: its packages stand in this process as if they were empty."""
+    for name in () if find_spec("ray") else ("verl", "verl.utils"):
+        if name not in sys.modules and (package := find_spec(name)) is not None:
+            sys.modules[name] = module_from_spec(package)
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     options = 1.0, "none", None  # temperature, reduction, process group

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import group
+from benchmarks import group, step
 from benchmarks.__main__ import main
-from benchmarks.group import Probe, predict_group, preload, run_probe, search
-from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED
+from benchmarks.group import Probe, predict_group, run_probe, search
+from benchmarks.measure import FAILED, NO_TIME, OK, OOM, SKIPPED, preload
 from benchmarks.record import read
 from grpo_fast.policy.config import ModelConfig
 
@@ -23,7 +23,7 @@ PROBE = Probe("ours", TOY, layers=1, prompt=4, completion=4, budget=1 << 34)
 def searched(monkeypatch):
     """What a search finds where so many completions fit, and the sizes that it tried."""
 
-    def searched(limit: int, largest: int = 1024, seconds: float = 60.0, **outcome: Any):
+    def searched(limit: int, largest: int = 1024, seconds: float = 60.0, share: float = 1.0, **outcome: Any):
         sizes: list[int] = []
 
         def attempt(probe: Probe) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def searched(monkeypatch):
             return {"status": OK if probe.size <= limit else OOM} | outcome
 
         monkeypatch.setattr(group, "run_probe", attempt)
-        return search(PROBE, largest, time.monotonic() + seconds), sizes
+        return search(PROBE, largest, time.monotonic() + seconds, share), sizes
 
     return searched
 
@@ -61,6 +61,7 @@ def test_a_search_that_no_size_ends_says_at_least(searched):
         ({"limit": 1}, OOM, "not even two fit"),
         ({"limit": 1, "status": FAILED, "reason": "RuntimeError: no"}, FAILED, "RuntimeError: no"),
         ({"limit": 9, "seconds": 0.0}, SKIPPED, NO_TIME),
+        ({"limit": 9, "share": 0.0}, SKIPPED, NO_TIME),  # the time that is left is the others'
     ],
 )
 def test_a_search_without_any_group_that_fits_says_why(searched, arguments, status, reason):
@@ -81,7 +82,7 @@ def test_the_command_writes_what_fits_and_what_the_planner_predicts(tmp_path: Pa
 
 
 def test_a_try_runs_in_a_process_of_its_own_and_exceeding_the_budget_is_its_outcome():
-    preload(["ours"])
+    preload(step.__name__)
     probe = replace(PROBE, size=2)
 
     fits = run_probe(probe)

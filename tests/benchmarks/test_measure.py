@@ -15,11 +15,13 @@ from benchmarks.measure import (
     FAILED,
     OOM,
     SKIPPED,
+    Failure,
     Stopwatch,
     TooSlow,
     Unsupported,
     at_most,
     failure_of,
+    in_a_process,
     memory_of,
     summarise,
 )
@@ -56,6 +58,28 @@ def test_the_peak_of_a_call_is_seen_although_it_is_given_back():
         pytest.skip("this system does not reset a process' peak")
 
     assert 100 << 20 < memory.best < 200 << 20  # 128 MiB: pages that were resident may be used again
+
+
+def test_a_call_has_a_process_of_its_own_and_its_failure_and_its_end_are_told():
+    cpu = torch.device("cpu")
+    noise, grown = in_a_process(cpu, os.urandom, 1 << 26)
+
+    assert len(noise) == 1 << 26 and 1 << 26 <= grown < 1 << 28
+    assert in_a_process(cpu, os.getpid)[0] != os.getpid()
+    for call, given, failure in (
+        (int, "x", (FAILED, "ValueError: invalid literal for int() with base 10: 'x'")),
+        (os._exit, 0, (OOM, "the system ended the process")),
+    ):
+        with pytest.raises(Failure) as raised:
+            in_a_process(cpu, call, given)
+        assert failure_of(raised.value) == failure
+
+
+def test_the_memory_of_a_gpu_is_looked_at_while_the_process_works(monkeypatch):
+    free = iter([100, 90, 30, *[80] * 10_000])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 200))
+
+    assert in_a_process(torch.device("cuda"), time.sleep, 0.3) == (None, 70)
 
 
 def test_what_takes_too_long_is_interrupted_and_an_alarm_set_before_still_rings():

@@ -7,15 +7,18 @@ import argparse
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer
 
 from benchmarks.models import (
     add_models,
     architecture,
     chosen_models,
     draw_lengths,
+    make_letters,
     make_policy,
     make_samples,
     make_tokenizer,
+    save_model,
     update_flops,
     vocabulary_of,
 )
@@ -90,3 +93,14 @@ def test_the_tokenizer_has_a_word_a_token_and_the_architectures_end():
     assert len(tokenizer) == toy.vocab_size
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (toy.pad_token_id, toy.eos_token_id)
     assert architecture("SmolLM2-135M", 2).num_hidden_layers == 2
+
+
+def test_letters_are_read_alike_beside_any_architecture(tmp_path):
+    for name in ("toy", "sort"):  # a Llama and a Qwen2
+        save_model(tmp_path / name, name, 1, tokenizer=make_letters)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+
+        assert tokenizer("hello").input_ids == [7, 4, 11, 11, 14]
+        assert tokenizer.decode([0, 26, 300]) == "aw26w300"
+        assert len(tokenizer) == architecture(name).vocab_size
+        assert tokenizer.eos_token_id == architecture(name).eos_token_id

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,14 @@ def test_every_peer_that_runs_here_has_the_loss_and_its_gradient(loss, mode, see
 
     assert {"ours", "ours, reference", "torch full logits"} <= ran
     assert len({peer.name for peer in peers}) == len(peers)  # so that records can be compared
+
+
+def test_verls_kernels_are_found_without_ray():
+    pytest.importorskip("triton")
+    if find_spec("verl") is None or find_spec("ray"):
+        pytest.skip("verl is not installed, or Ray is")
+    code = "from benchmarks.peers.functions import verl; verl(); import verl.utils.kernel.kernels"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(("name", "only"), [("DPO", "DPO"), ("GRPO", "log-probabilities and GRPO")])

@@ -14,9 +14,9 @@ from benchmarks.record import Measurement, Record, read
 COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
 
 
-def run(tmp_path: Path, *arguments: str) -> Record:
+def run(tmp_path: Path, command: str, *arguments: str) -> Record:
     out = tmp_path / "record.json"
-    assert main([*arguments, *COMMON, "--json", str(out)]) == 0
+    assert main([command, *COMMON, *arguments, "--json", str(out)]) == 0
     return read(out)
 
 
@@ -76,16 +76,17 @@ def test_a_rollout_of_several_turns_decodes_as_much_with_slow_tools(tmp_path):
 
 def test_whole_steps_of_both_trainers_have_phases(tmp_path):
     pytest.importorskip("trl")
-    sizes = ["--prompts", "2", "--group", "2", "--prompt", "4", "--completion", "4", "--steps", "1"]
-    record = run(tmp_path, "train", *sizes)
+    sizes = ["--prompts", "2", "--group", "2", "--prompt", "4", "--completion", "4"]
+    record = run(tmp_path, "train", *sizes, "--steps", "2", "--repeats", "1")
 
     for name in ("ours", "TRL"):
         found = by_name(record)[name]
         assert (found.status, found.reason) == (OK, "")
-        assert len(found.seconds) == 3  # a step in each of three turns, the warm-up left out
-        assert found.memory.driver > 0
+        assert len(found.seconds) == 2 * 2  # in two turns, without the first step of either
+        assert found.memory.driver > 1 << 20
         assert {"generate", "reward", "update"} <= set(found.phases)
         assert 0 < found.metrics["tokens"] <= 2 * 2 * 4
+        assert ("planned_bytes" in found.metrics) == (name == "ours")
 
 
 @pytest.mark.parametrize(
