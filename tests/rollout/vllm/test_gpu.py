@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from grpo_fast.policy.config import LoraConfig, ModelConfig
 from grpo_fast.rollout import Sampling
 from grpo_fast.rollout.config import VLLMConfig
 
-pytestmark = pytest.mark.gpu
-
 SAMPLING = Sampling(max_completion_length=20, seed=11)
 PROMPTS = [(5, 6, 7), tuple(3 + i % 26 for i in range(140))]
 CYCLES, MANY = 3, 200
@@ -34,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str, tuple[int, ...]]] = {
     "copied": (EAGER | {"share_weights": False}, False, "direct", (2, 1, 0)),
     "merged": (EAGER, True, "direct", (2, 1, 0)),
     "adapter": (EAGER | {"lora_sync": "adapter"}, True, "adapter", (1, 0)),
-    "without sleep": (EAGER | {"sleep_level": 0}, False, "shared", (0,)),
+    "without sleep": (EAGER | {"sleep_level": 0, "share_weights": True}, False, "shared", (0,)),
     "graphs on shared weights": ({"max_sequences": 6}, False, "shared", (1, 0)),
     "graphs on copied weights": ({"share_weights": False}, False, "direct", (2, 1, 0)),
     "4 bits": (EAGER, True, "adapter", (1, 0)),
@@ -43,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str, tuple[int, ...]]] = {
 ENDURING = ("shared", "copied")
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(600)  # compiling for the graphs included
 @pytest.mark.parametrize("name", CASES)
 def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, saved_model):
@@ -51,6 +51,15 @@ def test_cycles_give_the_memory_back_and_keep_sampler_and_policy_together(name, 
     in_a_process_of_its_own(name, str(saved_model()))
 
 
+def test_the_cycles_of_a_gpu_run_on_a_cpu_without_sleep(
+    plain_layouts: Callable, saved_model: Callable, largest_difference: Callable, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    with plain_layouts():
+        cycles("without sleep", saved_model(), largest_difference, "cpu", kv_cache_gib=0.05)
+
+
+@pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_a_run_starts_and_resumes_where_engine_and_optimiser_do_not_fit_beside_each_other(
     toy: dict[str, Any], tmp_path: Path
@@ -98,16 +107,17 @@ def update(policy: Policy, rate: float) -> None:
             parameter.grad = None
 
 
-def cycles(name: str, folder: Path) -> None:
-    from conftest import largest_difference  # the folder of a script is on its path
-
+def cycles(
+    name: str, folder: Path, difference: Callable[..., float], device: str = "cuda", kv_cache_gib: float = 1.0
+) -> None:
     from grpo_fast.rollout.vllm.engine import VLLMEngine
 
     settings, with_lora, way, levels = CASES[name]
     lora = LoraConfig(r=8) if with_lora else None
     base = {"path": str(folder), "dtype": "bfloat16", "quantization": "nf4" if "4 bits" in name else None}
-    policy = load_policy(ModelConfig(**base, device="cuda", lora=lora))
-    with VLLMEngine(policy, VLLMConfig(kv_cache_gib=1.0, **settings), max_length=256) as engine:
+    policy = load_policy(ModelConfig(**base, device=device, lora=lora))
+    config = VLLMConfig(kv_cache_gib=kv_cache_gib, **settings)
+    with VLLMEngine(policy, config, max_length=256) as engine:
         assert (engine._sync.way, engine._cycle.level) == (way, levels[0]), engine._sync.reason
         if "max_sequences" in settings:
             assert engine._vllm.vllm_config.compilation_config.cudagraph_capture_sizes == [1, 2, 4, 6]
@@ -126,11 +136,17 @@ def cycles(name: str, folder: Path) -> None:
                 engine.sync(policy)
                 engine.wake()
                 groups = engine.generate(PROMPTS, 3, SAMPLING)
-                assert largest_difference(policy, PROMPTS, groups) < 0.3
+                assert difference(policy, PROMPTS, groups) < 0.3
             assert asleep[0] - asleep[-1] < 64 * MIB  # nothing piles up
         engine.sleep()  # closed asleep, as a run that was interrupted
 
 
 if __name__ == "__main__":
     case, *rest = sys.argv[1:]
-    pressed(*rest) if case == "pressed" else cycles(case, Path(*rest))
+    if case == "pressed":
+        pressed(*rest)
+    else:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from conftest import largest_difference
+
+        cycles(case, Path(*rest), largest_difference)
