@@ -1,4 +1,4 @@
-"""Every command of a GPU hour, once, on tensors of the CPU that say they are on an H200.
+"""Every command of a GPU hour, and a training step, on tensors of the CPU that say they are on an H200.
 
 It guards the first run on a real one: what fails here fails there. The kernels are interpreted, events read
 the wall clock, and the allocator's numbers are made up, so that no figure means anything.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ ANSWERS = {
     "empty_cache": None,
     "mem_get_info": (140 << 30, 141 << 30),
     "memory_allocated": 1 << 20,
+    "memory_reserved": 4 << 20,
     "max_memory_allocated": 3 << 20,
     "max_memory_reserved": 4 << 20,
     "reset_peak_memory_stats": None,
@@ -64,7 +66,8 @@ class OnCpu(TorchFunctionMode):
         options = {name: self.swapped(value) for name, value in (kwargs or {}).items()}
         operands = tuple(map(self.swapped, args))
         if function == torch.Tensor.device.__get__:
-            return torch.device("cuda", 0)
+            found = function(*operands)
+            return torch.device("cuda", 0) if found.type == "cpu" else found
         if function == torch.Tensor.is_cuda.__get__:
             return True
         options.pop("pin_memory", None)
@@ -82,7 +85,7 @@ class WallClockEvent:
     def __init__(self, enable_timing: bool = False) -> None:
         self.is_timed = enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -91,6 +94,21 @@ class WallClockEvent:
     def elapsed_time(self, later: WallClockEvent) -> float:
         assert self.is_timed and later.is_timed
         return 1e3 * (later.at - self.at)
+
+
+class Stream:
+    device = "cuda"
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def wait_stream(self, other: Any = None) -> None:
+        pass
+
+    wait_event = synchronize = wait_stream
+
+    def record_event(self) -> WallClockEvent:
+        return WallClockEvent()
 
 
 class Generator(torch.Generator):
@@ -106,6 +124,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name, answer in ANSWERS.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "Event", WallClockEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the mode below is of this thread
     monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(cuda, "LIBRARY", tmp_path / "not-built.so")  # no fake runs compiled code
     for name, size in (("_COPY_BYTES", 1 << 16), ("_SIDE", 64)):
@@ -198,3 +221,21 @@ def test_the_profiler_and_the_machine_are_measured(gpu, monkeypatch, tmp_path):
     (found,) = json.loads(out.read_text())
     assert found["multiple"] == found["step_ms"] / found["product_ms"] > 0
     assert machine.machine()["bf16_product_tflops"] > 0
+
+
+def test_steps_with_everything_away_are_those_of_a_cpu(request, make_trainer: Callable[..., Any]):
+    """Kernels, streams, the hand-over, and state that visits the GPU: code that no CPU runs otherwise."""
+    plain = {"attention": "sdpa", "compile": False, "liger_kernels": False}  # nothing that torch compiles
+    sections = {"loss": {"beta": 0.1}, "model": plain, "rollout": {"engine": "transformers"}}
+    on_cpu = make_trainer(**sections)
+    expected = [on_cpu.train_step().metrics for _ in range(2)]
+
+    request.getfixturevalue("gpu")
+    plain["device"] = "cuda"
+    trainer = make_trainer(**sections, memory={"offload": ["gradients", "optimizer", "master", "reference"]})
+    found = [trainer.train_step().metrics for _ in range(2)]
+
+    assert trainer.handover.away == {"gradients", "optimizer", "master", "reference"}
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        assert mine["reward/mean"] == other["reward/mean"]

@@ -351,7 +351,8 @@ def test_what_is_away_is_given_back_to_the_gpu_and_no_backward_finds_masters_and
     held = {}
     for offload in ("none", list(PARTS)):
         model = {"device": "cuda", "dtype": "bfloat16"}
-        trainer = make_trainer(model=model, loss={"beta": 0.1}, memory={"offload": offload})
+        sections = {"model": model, "loss": {"beta": 0.1}, "rollout": {"engine": "transformers"}}
+        trainer = make_trainer(**sections, memory={"offload": offload})
         losses = [trainer.train_step().metrics["grad_norm"] for _ in range(3)]
         before = torch.cuda.memory_allocated()
         trainer.handover.to_engine()
