@@ -165,6 +165,7 @@ def run(tmp_path: Path, command: str, *options: str) -> list[Measurement]:
     return record.cells
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("command", "options"),
     [

@@ -23,6 +23,7 @@ from benchmarks.measure import (
     failure_of,
     in_a_process,
     memory_of,
+    preload,
     summarise,
 )
 
@@ -61,6 +62,7 @@ def test_the_peak_of_a_call_is_seen_although_it_is_given_back():
 
 
 def test_a_call_has_a_process_of_its_own_and_its_failure_and_its_end_are_told():
+    preload(measure.__name__)
     cpu = torch.device("cpu")
     noise, grown = in_a_process(cpu, os.urandom, 1 << 26)
 
