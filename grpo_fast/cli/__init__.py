@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in tokens
     if debug:
         tokens.remove("--debug")
+    if tokens == ["--version"]:  # which a checkout that is not installed has not
+        print(f"grpo-fast {importlib.metadata.version('grpo-fast')}")
+        return 0
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
     args, overrides = parse(tokens)
@@ -156,8 +159,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The whole command line, and each command's own parser by name."""
     description = "Group-relative policy optimisation of language models."
     parser = Parser(prog="grpo-fast", description=description, epilog=FIRST_STEPS)
-    version = f"grpo-fast {importlib.metadata.version('grpo-fast')}"
-    parser.add_argument("--version", action="version", version=version, help="print the version")
+    parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -176,3 +177,15 @@ def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ou
     assert load_config(out).loss.beta == 0.04
     assert leave("convert", config) == 2
     assert "`grpo-fast train` takes it as it is" in capsys.readouterr().err
+
+
+def test_a_checkout_that_is_not_installed_has_its_commands(monkeypatch, capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert cli.main(["config", "max_steps"]) == 0
+    assert "max_steps" in capsys.readouterr().out
