@@ -91,9 +91,9 @@ def our_turn(
             }
         )
         config = resolve_auto(config)
-        budget = device_budget(*["cpu"] * (device.type == "cpu"))
-        sizes = step_sizes(config, prompt_length=shape["prompt"])
-        predicted = Predictor(config, traces_of(str(folder), None), budget).predict(sizes)
+        budget = device_budget("cpu") if device.type == "cpu" else device_budget()
+        predictor = Predictor(config, traces_of(str(folder), None), budget)
+        predicted = predictor.predict(step_sizes(config, prompt_length=shape["prompt"]))
         turn = Turn([], [], float(max(map(predicted.total, PHASES))))
         trainer, watch = build_grpo_trainer(config), Stopwatch(device, wall=True)
         with trainer.engine:

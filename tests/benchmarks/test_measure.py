@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -78,10 +79,13 @@ def test_a_call_has_a_process_of_its_own_and_its_failure_and_its_end_are_told():
 
 
 def test_the_memory_of_a_gpu_is_looked_at_while_the_process_works(monkeypatch):
-    free = iter([100, 90, 30, *[80] * 10_000])
+    free, kinds, context_of = iter([100, 90, 30, *[80] * 10_000]), [], multiprocessing.get_context
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 200))
+    fast = context_of("forkserver")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: kinds.append(kind) or fast)
 
     assert in_a_process(torch.device("cuda"), time.sleep, 0.3) == (None, 70)
+    assert kinds == ["spawn"]
 
 
 def test_what_takes_too_long_is_interrupted_and_an_alarm_set_before_still_rings():
