@@ -97,7 +97,7 @@ PARTS = (
     _part("train", 5, "whole steps beside TRL's, both with vLLM, 4 x 16 completions",
           "bench train --repeats 1", "vllm datasets"),
     _part("train-64", 6, "the same, 4 x 64 completions",
-          "bench train --group 64 --steps 2 --repeats 1", "vllm datasets"),
+          "bench train --group 64 --repeats 1", "vllm datasets"),
     _part("group", 6, "the largest group in one micro-batch, ours and TRL's",
           "bench group --model Qwen2.5-1.5B --prompt 512 --completion 2048 --impl ours TRL",
           "transformers datasets"),
