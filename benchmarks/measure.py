@@ -211,7 +211,7 @@ def in_a_process(device: torch.device, call: Callable[..., T], *arguments: Any) 
     the process at its largest. Where libraries keep it from ending when it has answered, it is killed.
 
     Raises:
-        Failure: the call failed, or the system ended the process, most likely for its memory.
+        Failure: the call failed, or the process ended without an answer; killed or aborted, for its memory.
     """
     on_gpu = device.type == "cuda"
     # A fork starts at once, and cannot use a GPU that an import of its parent's has looked for.
@@ -227,7 +227,10 @@ def in_a_process(device: torch.device, call: Callable[..., T], *arguments: Any) 
         failure, result, grown = receiver.recv()
         process.join(_TO_END)
     except EOFError:
-        raise Failure(OOM, "the system ended the process") from None
+        process.join()
+        code = process.exitcode
+        status = OOM if code in (-signal.SIGKILL, -signal.SIGABRT) else FAILED
+        raise Failure(status, f"the process ended without an answer, exit code {code}") from None
     finally:
         process.kill()
         process.join()

@@ -113,8 +113,8 @@ def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 def make_letters(vocabulary: int) -> PreTrainedTokenizerFast:
     """One letter a token, a to z; what else a model may draw reads w26, w27, …
 
-    Unlike words, letters are also what the class makes of the file that transformers takes for Qwen2 in place
-    of the class that was saved.
+    Beside a Qwen2 transformers reads any tokenizer's file as Qwen2's, whose class makes no tokens of words
+    and the same ones of letters.
     """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast

@@ -62,6 +62,17 @@ class Parser(argparse.ArgumentParser):
         return own, overrides
 
 
+class ShowVersion(argparse.Action):
+    """Looks for it only when asked: a checkout that is not installed has none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            print(f"grpo-fast {importlib.metadata.version('grpo-fast')}")
+        except importlib.metadata.PackageNotFoundError:
+            parser.exit(FAILURE, "grpo-fast has a version where it is installed: pip install .\n")
+        parser.exit()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
 
@@ -71,9 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in tokens
     if debug:
         tokens.remove("--debug")
-    if tokens == ["--version"]:  # which a checkout that is not installed has not
-        print(f"grpo-fast {importlib.metadata.version('grpo-fast')}")
-        return 0
     if tokens[:1] == ["bench"]:  # its arguments are its own
         return bench(tokens[1:])
     args, overrides = parse(tokens)
@@ -159,7 +167,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     """The whole command line, and each command's own parser by name."""
     description = "Group-relative policy optimisation of language models."
     parser = Parser(prog="grpo-fast", description=description, epilog=FIRST_STEPS)
-    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     parser.add_argument("--debug", action="store_true", help="show a traceback when a command fails")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
 

@@ -69,9 +69,11 @@ def test_a_call_has_a_process_of_its_own_and_its_failure_and_its_end_are_told():
 
     assert len(noise) == 1 << 26 and 1 << 26 <= grown < 1 << 28
     assert in_a_process(cpu, os.getpid)[0] != os.getpid()
+    silent = "the process ended without an answer, exit code"
     for call, given, failure in (
         (int, "x", (FAILED, "ValueError: invalid literal for int() with base 10: 'x'")),
-        (os._exit, 0, (OOM, "the system ended the process")),
+        (signal.raise_signal, signal.SIGKILL, (OOM, f"{silent} -9")),
+        (signal.raise_signal, signal.SIGSEGV, (FAILED, f"{silent} -11")),
     ):
         with pytest.raises(Failure) as raised:
             in_a_process(cpu, call, given)

@@ -180,12 +180,15 @@ def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ou
 
 
 def test_a_checkout_that_is_not_installed_has_its_commands(monkeypatch, capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
+    assert leave("--version") == leave("--version", "train", "no.yaml") == 0
+    version = f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
+    assert capsys.readouterr().out == 2 * version
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert leave("--version") == 1
+    assert "pip install ." in capsys.readouterr().err
     assert cli.main(["config", "max_steps"]) == 0
     assert "max_steps" in capsys.readouterr().out
