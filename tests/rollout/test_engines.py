@@ -396,7 +396,9 @@ def test_requests_are_drawn_by_their_seeds_and_without_one_each_token_apart(engi
         engine.serve(requests)
         return [answer.result(0).token_ids for answer in answers]
 
-    first, again, other, *free = drawn(5, 5, 6, None, None, None)
-    assert first == again != other
+    # Some end with their first token, and are the same by chance.
+    first, again, *others = drawn(5, 5, 6, 7, 8, 9)
+    assert first == again and len({first, *others}) > 2
     assert first == drawn(5)[0]
-    assert len(set(free)) == 3 and len({token for ids in free for token in ids}) > 6  # else noise repeats
+    free = drawn(*[None] * 9)
+    assert len(set(free)) > 4 and len({token for ids in free for token in ids}) > 12  # else noise repeats
