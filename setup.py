@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
 
 MAPPED = ["grpo_fast.kernels", "grpo_fast.benchmarks", "grpo_fast.benchmarks.peers"]  # by package-dir
-SOURCES = ["csrc/mass_curve.cu"]
+SOURCES = ["csrc/count_pairs.cu"]
 OPTIONS = [
     "-std=c++17",
     "-O3",

@@ -109,15 +109,14 @@ class Head:
         search, gradients = self.calls["keep_entries"], self.calls["pair_gradients"]()
         return search.func(search.args[0], gradients, *search.args[2:])
 
-    def mass_curve(self, *, library: bool) -> Tensor:
-        from grpo_fast.kernels.select import counted_curve
+    def count_pairs(self, *, library: bool) -> Tensor:
+        from grpo_fast.kernels import select
 
         if library and not cuda.LIBRARY.is_file():
             raise Unsupported("csrc/ was not built: install with nvcc on the path")
         problem, rows, tile_lse = self.calls["select_live"].args
-        curve = cuda.mass_curve if library else counted_curve
-        of_rows = rows.logsumexp, problem.targets, rows.target, rows.mass
-        return curve(tile_lse, *of_rows, vocabulary=problem.vocabulary)
+        count = cuda.count_pairs if library else select.count_pairs
+        return count(select.Masses(tile_lse, problem.targets, rows, problem.vocabulary))
 
     def dense(self, *names: str) -> None:
         """The logit gradient, and from it those of these names."""
@@ -140,13 +139,13 @@ class Head:
 
     @cached_property
     def pairs(self) -> int:
-        """Live ones."""
-        return int(self.calls["list_pairs"].args[0].found[0])
+        """Kept ones."""
+        return int(self.calls["list_pairs"].args[0].count.sum())
 
     @cached_property
     def entries(self) -> int:
         """Of dX's sparse product."""
-        return int(self.calls["hidden_gradient"].args[-1].sum())
+        return int(self.calls["hidden_gradient"].args[2].sum())
 
 
 def _wanted(*names: str) -> Wanted:
@@ -203,8 +202,8 @@ ON_CUDA: dict[str, tuple[Run, Work]] = {
     "forward": _kernel("tile_statistics", _forward_work),
     "finalise": _kernel("row_results", _statistics_work),
     "select": _kernel("select_live", _statistics_work),
-    "mass curve, counted": (partial(Head.mass_curve, library=False), _statistics_work),
-    "mass curve, CUDA C++": (partial(Head.mass_curve, library=True), _statistics_work),
+    "histogram, Triton": (partial(Head.count_pairs, library=False), _statistics_work),
+    "histogram, CUDA C++": (partial(Head.count_pairs, library=True), _statistics_work),
     "pair gradient": _kernel("pair_gradients", _pair_work),
     "pair gradient and entries": (Head.pairs_and_entries, _pair_work),
     "dW, sparse": _kernel("weight_gradient", _pair_work),

@@ -30,7 +30,7 @@ _RATES = {
 }
 _IN_THE_RECORD_ALONE = (
     *("output_bytes", "product_seconds", "first_call_seconds"),
-    *("left_out_mean", "left_out_max"),
+    *("weight_error", "largest_scale"),
 )
 _BOUNDS = "_lower", "_upper"  # of a metric's interval
 _LETTERS = {"tokens": "N", "hidden": "H", "vocabulary": "V"}

@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,7 @@ def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         config=LOSS,
-        tolerance=TOLERANCES[variant],
-        **head.options,
+        **replace(head, tolerance=TOLERANCES[variant]).options,
     ).loss
 
 

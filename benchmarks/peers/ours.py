@@ -32,7 +32,7 @@ def prepare(problem: Problem, tolerance: float | None, recompute: bool = True) -
 
     def run() -> Outcome:
         out = linear_logprob(*batch, **options)
-        return _certified(problem, problem.finish(out.logprob), out)
+        return _with_certificate(problem, problem.finish(out.logprob), out)
 
     return run
 
@@ -51,14 +51,14 @@ def _grpo(problem: Problem, options: dict[str, Any]) -> Run:
 
     def run() -> Outcome:
         out = linear_grpo_loss(problem.hidden, problem.weight, problem.targets, problem.advantages, **options)
-        return _certified(problem, problem.finish_loss(out.loss, out.logprobs), out)
+        return _with_certificate(problem, problem.finish_loss(out.loss, out.logprobs), out)
 
     return run
 
 
-def _certified(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
-    """With what the backward of the head's `out` left out."""
-    names = ("density", "left_out_mean", "left_out_max", "error_bound")
+def _with_certificate(problem: Problem, outcome: Outcome, out: Any) -> Outcome:
+    """With what the backward of the head's `out` drew."""
+    names = out.certificate.NAMES
     found = {name: getattr(out.certificate, name) for name in names} if problem.backward else None
     return replace(outcome, certificate=found)
 

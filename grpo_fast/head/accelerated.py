@@ -1,10 +1,11 @@
 """The head on a CUDA device: the kernels, and the bookkeeping around them.
 
-Nothing waits for the host in the forward. The sparse backward asks the host once how many pairs are live: the
-copy begins right after the selection, and is waited for after all kernels are launched. Where there are more
-than had room, their lists are made again with as much as they need; where that would be too much, the rows
-that are live in the most tiles are set apart for the dense path first. The dense path asks for the rows that
-have a gradient, as cuBLAS must know its sizes; with what the forward kept it does not ask.
+Nothing waits for the host in the forward. The sparse backward asks the host once for how many pairs there
+must be room: the copy begins right after the selection, and is waited for after all kernels are launched.
+Where there was less room, the lists are made again with as much as they need; where that would be too much,
+the whole batch is exact. What decides is known before anything is drawn, so the gradient stays unbiased.
+The dense path asks for the rows that have a gradient, as cuBLAS must know its sizes; with what the forward
+kept it does not ask.
 
 While a CUDA graph is captured nobody can be asked: the dense path works on all rows.
 """
@@ -33,7 +34,7 @@ from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
 from grpo_fast.kernels.exponentials import Kept, kept_backward, settle
 from grpo_fast.kernels.forward import gather_rows, row_results, tile_statistics
-from grpo_fast.kernels.select import Live, select_live
+from grpo_fast.kernels.select import select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
 
@@ -113,7 +114,7 @@ def backward(
 ) -> HeadGradients:
     """Gradients; fills the certificate."""
     problem = _with_unit_stride(problem)
-    if state.exponentials.numel() and not gradients.is_dense:
+    if state.exponentials.numel() and gradients.follows_softmax:
         certificate.fill(None)
         of_rows = LogitGradient.of(problem, statistics, gradients)
         kept = Kept(state.exponentials, state.share)
@@ -152,59 +153,41 @@ def _sparse(
     wanted: Wanted,
     certificate: Certificate,
 ) -> HeadGradients:
-    """From the live pairs, and exactly for rows set apart.
-
-    A crowded row costs less among the pairs than on the dense path, whose price is a pass over the weight and
-    its gradient however few rows it is for.
-    """
+    """From the pairs that are kept, or exactly where that would be too many."""
     (rows, tiles), config = tile_lse.shape, plan.sparse
     coefficients = row_coefficients(problem, statistics, gradients)
-    usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
+    live = select_live(problem, coefficients, tile_lse, tolerance=plan.tolerance)
+    room = _read_later(live.row_ends[-1])
 
-    def select(row_tiles: int) -> tuple[Live, Callable[[], list[int]]]:
-        live = select_live(problem, coefficients, tile_lse, tolerance=plan.tolerance, row_tiles=row_tiles)
-        return live, _read_later(live.found)
-
-    def form(live: Live, capacity: int) -> SparseGradients:
+    def form(capacity: int) -> SparseGradients:
         return sparse_backward(
-            problem, coefficients, live, wanted, certificate.values,
-            tolerance=plan.tolerance, capacity=capacity, config=config,
-        )  # fmt: skip
+            problem, coefficients, live, wanted, certificate.values, capacity=capacity, config=config
+        )
 
-    live, found = select(tiles)
-    result = form(live, usual)
-    pairs, set_apart = found()
-    if pairs > usual:
+    usual, most = config.usual_pairs(rows, tiles), config.most_pairs(rows, tiles)
+    result = form(usual)
+    if (pairs := room()) > usual:
         del result
         if pairs > most:
-            live, found = select(most // rows)
-            pairs, set_apart = found()
-        result = form(live, max(pairs, 1))
-    gradient = HeadGradients(result.hidden, result.weight, result.bias)
-    if set_apart:
-        index = live.dense.nonzero().squeeze(1)
-        of_rows = LogitGradient.of(problem, statistics, gradients).rows(index)
-        into = wanted._replace(into_weight=result.weight, into_bias=result.bias)
-        exact = _dense(problem.rows(index), of_rows, plan, into)
-        if gradient.hidden is not None and exact.hidden is not None:
-            exact = exact._replace(hidden=gradient.hidden.index_copy_(0, index, exact.hidden))
-        gradient = exact
-    return gradient
+            certificate.fill(None)
+            return _dense(problem, LogitGradient.of(problem, statistics, gradients), plan, wanted)
+        result = form(pairs)
+    return HeadGradients(result.hidden, result.weight, result.bias)
 
 
-def _read_later(numbers: Tensor) -> Callable[[], list[int]]:
-    """Begins to copy numbers to the host. What is called for them waits for what was launched until now, not
+def _read_later(number: Tensor) -> Callable[[], int]:
+    """Begins to copy a number to the host. What is called for it waits for what was launched until now, not
     for what is launched meanwhile.
     """
-    if not numbers.is_cuda:
-        return numbers.tolist
-    host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    if not number.is_cuda:
+        return lambda: int(number)
+    host = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def wait() -> list[int]:
+    def wait() -> int:
         copied.synchronize()
-        return host.tolist()
+        return int(host)
 
     return wait
 

@@ -55,7 +55,7 @@ def linear_logprob(
 
     Forward and backward on a GPU, in units of the one product X Wᵀ at H = 2048, estimated from machine code:
 
-        tolerance 1                        1.2   300 MiB beside the results
+        tolerance 2                        1.2   300 MiB beside the results
         exact                              4.1   192 MiB of logit gradients, and X in float32
         exact, recompute=False             3.1   tokens · V elements
         exact, frozen weight               2.1   256 MiB, and X in float32; not with a softcap
@@ -74,11 +74,13 @@ def linear_logprob(
         outputs: what to return besides `logprob`: "entropy", "logsumexp", "mean_logit", "argmax_is_target",
             "log_sum_sq_probs". The first three are differentiable too.
         topk: also return the ids and log-probabilities of that many most probable tokens.
-        tolerance: error that the backward may make by leaving out what hardly matters, in units of the error
-            of rounding the logit gradient to bfloat16; 0 for the exact gradient. None for 1 on a GPU and 0
-            elsewhere, where leaving out saves no time.
-        deterministic: demand bit-equal results from run to run. No path adds in a changing order, so it
-            costs nothing and changes nothing.
+        tolerance: root mean square error that the backward may have, in units of what rounding the logit
+            gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
+            kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
+            2 on a GPU and 0 elsewhere, where leaving out saves no time. For whom the gradient must not
+            depend on which rows share a batch: 0.
+        deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
+            is drawn follows from the batch, so it costs nothing and changes nothing.
         weight_grad: (V, H), any float dtype, an existing gradient like `weight.grad`: the backward adds the
             weight's gradient to it in place, summed in float32 and rounded once per backward to its dtype,
             and autograd gets none for the weight. Saves a gradient-sized buffer and its addition, and in
@@ -288,9 +290,17 @@ def _statistics(
     """What the public functions share: their arguments judged, and the statistics that they are made of."""
     if not isinstance(process_group, ProcessGroup | None):
         raise TypeError(f"process_group must be a torch.distributed ProcessGroup, got {process_group!r}")
-    vocabulary = None if process_group is None else shard_bounds(weight.shape[0], process_group)[1]
+    bounds = None if process_group is None else shard_bounds(weight, process_group)
     problem = flat_problem(
-        hidden, weight, targets, bias, temperature, logit_scale, softcap, ignore_index, vocabulary
+        hidden,
+        weight,
+        targets,
+        bias,
+        temperature,
+        logit_scale,
+        softcap,
+        ignore_index,
+        None if bounds is None else bounds[1],
     )
     check_weight_grad(weight, weight_grad)
     if tolerance is not None and not is_number(tolerance):
@@ -303,6 +313,6 @@ def _statistics(
         keep=not recompute,
         tolerance=tolerance,
     )
-    if process_group is None:
+    if process_group is None or bounds is None:
         return problem, *head_statistics(problem, request, differentiable, weight_grad)
-    return problem, *parallel_statistics(problem, request, differentiable, weight_grad, process_group)
+    return problem, *parallel_statistics(problem, request, differentiable, weight_grad, process_group, bounds)

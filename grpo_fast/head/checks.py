@@ -36,7 +36,7 @@ def flat_problem(
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
-    vocabulary: int | None = None,
+    vocabulary: Tensor | None = None,
 ) -> HeadProblem:
     """Flattens the leading dimensions, settles the compute dtype and marks ignored and invalid targets.
 

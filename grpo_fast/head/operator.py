@@ -130,7 +130,9 @@ def _head_backward(*arguments: Any) -> tuple[Tensor, ...]:
     statistics, state, certificate, tolerance = arguments[-4:]
     call = (problem, RowStatistics(*statistics), gradients, wanted)
     state, certificate = State(*state), Certificate(certificate)
-    plan = _plan(problem, tolerance, dense_gradient=gradients.is_dense, trainable=wanted.weight)
+    of_entropy, of_mean = gradients.entropy is not None, gradients.mean_logit is not None
+    facts = {"entropy_gradient": of_entropy, "mean_gradient": of_mean, "trainable": wanted.weight}
+    plan = _plan(problem, tolerance, **facts)
     with torch.cuda.device_of(problem.hidden), torch.autocast(problem.hidden.device.type, enabled=False):
         if state.jacobian.numel():
             result = scaled_jacobian(problem, gradients, state.jacobian)

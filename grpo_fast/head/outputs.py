@@ -12,14 +12,15 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
-    """What a backward left out, and the most it can have cost. NaN until the backward has run.
+    """How much of a backward was drawn at random, and the error of that. NaN until the backward has run.
 
-    Numbers on the device; reading one waits for it. Not filled by a compiled backward.
+    The gradient is unbiased; what is said here follows from the probabilities that are drawn with, not from
+    the draw. Numbers on the device; reading one waits for it. Not filled by a compiled backward.
     """
 
     values: Tensor  # (4,) float32
 
-    NAMES: ClassVar[tuple[str, ...]] = ("density", "left_out_mean", "left_out_max", "error_bound")
+    NAMES: ClassVar[tuple[str, ...]] = ("density", "hidden_error", "weight_error", "largest_scale")
     SIZE: ClassVar[int] = len(NAMES)
 
     def __repr__(self) -> str:
@@ -31,31 +32,32 @@ class Certificate:
         return cls(torch.full((cls.SIZE,), torch.nan, device=device))
 
     def fill(self, numbers: Tensor | None) -> None:
-        """Takes over a selection's numbers, (4,) in the order of NAMES; None: nothing was left out."""
+        """Takes over a selection's numbers, (4,) in the order of NAMES; None: nothing was drawn."""
         if numbers is None:
-            self.values.zero_()
-            self.values[0].fill_(1.0)
+            self.values.copy_(self.values.new_tensor([1.0, 0.0, 0.0, 1.0]))
         else:
             self.values.copy_(numbers)
 
     @property
     def density(self) -> Tensor:
-        """Share of the (token, vocabulary tile) pairs that were visited."""
+        """Share of the (token, vocabulary tile) pairs that were kept."""
         return self.values[0]
 
     @property
-    def left_out_mean(self) -> Tensor:
-        """Probability in no visited entry, averaged over the tokens with a gradient."""
+    def hidden_error(self) -> Tensor:
+        """At most the root mean square of the hidden gradient's error, in units of what rounding the logit
+        gradient to bfloat16 costs; NaN where a row's gradient is not finite.
+        """
         return self.values[1]
 
     @property
-    def left_out_max(self) -> Tensor:
-        """The same for the worst token."""
+    def weight_error(self) -> Tensor:
+        """The same of the weight's gradient; at most `tolerance`."""
         return self.values[2]
 
     @property
-    def error_bound(self) -> Tensor:
-        """Bound of the logit gradient's error, in units of rounding it to bfloat16; at most `tolerance`."""
+    def largest_scale(self) -> Tensor:
+        """By which a small pair that was kept stands for its like: 1 over its probability, at most 2^18."""
         return self.values[3]
 
 
@@ -100,6 +102,7 @@ class HeadParameters:
     logit_scale: float = 1.0
     softcap: float | None = None
     process_group: ProcessGroup | None = None
+    tolerance: float | None = None  # of the gradient, as `linear_logprob` takes it
 
     @property
     def options(self) -> dict[str, Any]:

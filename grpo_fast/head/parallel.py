@@ -14,7 +14,6 @@ gradient of the hidden states is summed over ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Set
 from typing import Any
 
@@ -23,18 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from grpo_fast.head.operator import head_statistics, path_of
+from grpo_fast.head.operator import head_statistics
 from grpo_fast.head.outputs import Certificate
-from grpo_fast.head.plan import tolerance_in_force
 from grpo_fast.head.problem import ROW_IGNORED, HeadProblem, Request, RowStatistics
 
 
-@functools.cache
-def shard_bounds(entries: int, group: ProcessGroup) -> tuple[int, int]:
-    """Where this rank's rows begin, and the whole vocabulary. Collective on its first call per size."""
-    sizes = [0] * dist.get_world_size(group)
-    dist.all_gather_object(sizes, entries, group=group)
-    return sum(sizes[: dist.get_rank(group)]), sum(sizes)
+def shard_bounds(weight: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Where this rank's rows begin, and the whole vocabulary, () int64 each.
+
+    Collective at every call: what a rank remembers of its own size says nothing of the others', and who has
+    to ask must not be for each to decide. Nothing waits for the host.
+    """
+    own = torch.full((1,), weight.shape[0], device=weight.device)
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group=group)
+    entries = torch.cat(sizes)
+    return entries[: dist.get_rank(group)].sum(), entries.sum()
 
 
 def parallel_statistics(
@@ -43,20 +46,24 @@ def parallel_statistics(
     differentiable: Set[str],
     weight_gradient: Tensor | None,
     group: ProcessGroup,
+    bounds: tuple[Tensor, Tensor],
 ) -> tuple[RowStatistics, Certificate]:
     """`head_statistics` of the whole vocabulary.
 
-    `problem.weight` and `.bias` are this rank's rows, its targets are global.
+    `problem.weight` and `.bias` are this rank's rows, its targets are global. Each rank draws on its own, in
+    units of what rounding costs among its rows, so that all together keep to the tolerance.
+
+    Args:
+        bounds: of `shard_bounds`.
     """
     entries, targets = problem.vocabulary, problem.targets
-    start, total = shard_bounds(entries, group)
-    tolerance = tolerance_in_force(path_of(problem), request.tolerance) / dist.get_world_size(group)
+    start, total = bounds
     local, certificate = head_statistics(
         problem._replace(
             hidden=_SumOfGradients.apply(problem.hidden, group),
             targets=_local_targets(targets, start, entries),
         ),
-        request._replace(tolerance=tolerance),
+        request,
         differentiable | {"logsumexp"},
         weight_gradient,
     )
@@ -84,7 +91,7 @@ def parallel_statistics(
     return local._replace(**{k: torch.where(worked, v, 0) for k, v in whole.items()}), certificate
 
 
-def _local_targets(targets: Tensor, start: int, entries: int) -> Tensor:
+def _local_targets(targets: Tensor, start: Tensor, entries: int) -> Tensor:
     """Targets within this rank's rows; `entries` where another rank has it, marks below zero unchanged."""
     shifted = targets - start
     elsewhere = (targets > ROW_IGNORED) & ((shifted < 0) | (shifted >= entries))
@@ -130,20 +137,31 @@ class _Sum(torch.autograd.Function):
 
 
 class _LogProb(torch.autograd.Function):
-    """log p from the rank that holds the target; its lse_r gets 1 - w_r of the gradient, the others' -w_r."""
+    """log p from the rank that holds the target; its lse_r gets 1 - w_r of the gradient, the others' -w_r.
+
+    Of a likely target both are formed from what the others hold relative to it, Σ_{v≠t} exp(z_v - z_t): a
+    difference of log-sum-exps would lose their digits.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logprob: Tensor, logsumexp: Tensor, behind: Tensor, here: Tensor, group: ProcessGroup
     ) -> Tensor:
-        ctx.save_for_backward(behind, here)
-        return _all_reduce(torch.where(here, logprob - behind, 0), ReduceOp.SUM, group)
+        of_target = torch.stack([logprob - behind, logprob + logsumexp])
+        direct, z = _all_reduce(torch.where(here, of_target, 0), ReduceOp.SUM, group)
+        beside = torch.where(here, torch.expm1(-logprob), 0)
+        elsewhere = torch.where(here, 0, (logsumexp - z).exp())
+        beside, elsewhere = _all_reduce(torch.stack([beside, elsewhere]), ReduceOp.SUM, group)
+        likely = direct > -1
+        whole = torch.where(likely, -torch.log1p(beside + elsewhere), direct)
+        others = torch.where(likely, elsewhere * whole.exp(), -torch.expm1(-behind))
+        ctx.save_for_backward(torch.where(here, others, -(-behind).exp()), here)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        behind, here = ctx.saved_tensors
-        of_logsumexp = gradient * torch.where(here, -torch.expm1(-behind), -(-behind).exp())
-        return torch.where(here, gradient, 0), of_logsumexp, None, None, None
+        of_logsumexp, here = ctx.saved_tensors
+        return torch.where(here, gradient, 0), gradient * of_logsumexp, None, None, None
 
 
 class _Entropy(torch.autograd.Function):

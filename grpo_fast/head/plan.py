@@ -11,12 +11,15 @@ from typing import Literal
 import torch
 
 from grpo_fast.head.tuning import Sizes, sizes_for
-from grpo_fast.kernels import TILE, ProductTile, SparseConfig
+from grpo_fast.kernels import MOST_TILES, TILE, ProductTile, SparseConfig
 
 Path = Literal["reference", "triton"]
 
-DEFAULT_TOLERANCE = 1.0
-"""What the backward may leave out, in units of what rounding the logit gradient to bfloat16 costs anyway."""
+DEFAULT_TOLERANCE = 2.0
+"""Error of the drawn gradient at most, in units of what rounding the logit gradient to bfloat16 costs anyway.
+
+On rows of two models the error is a third to a half of this bound.
+"""
 
 _CPU_CHUNK_BYTES = 8 << 20
 _DEVICE_CHUNK_BYTES = 256 << 20
@@ -44,7 +47,8 @@ class Workload:
     dtype: torch.dtype
     softcap: bool = False
     extra_statistics: int = 0  # beyond log-probability and log-sum-exp
-    dense_gradient: bool = False  # upstream gradients of the entropy or the mean logit: not sparse
+    entropy_gradient: bool = False  # there is an upstream gradient of the entropy
+    mean_gradient: bool = False  # of the mean logit: not sparse
     tolerance: float | None = None  # None for DEFAULT_TOLERANCE, exact where no kernel runs
     aligned: bool = True  # operands fit tensor descriptors: unit stride along H, rows on 16 bytes
     keep: bool = False  # the caller lets the forward keep N·V elements for the backward
@@ -70,7 +74,7 @@ class Chunks:
 @dataclass(frozen=True)
 class HeadPlan:
     path: Path
-    tolerance: float  # 0 too where nothing can be left out
+    tolerance: float  # 0 too where nothing is drawn
     keep: bool  # the forward keeps exponentials, and the backward takes them up
     jacobian: bool  # the forward forms dlogprob/dhidden, and the backward scales it
     jacobian_rows: int  # whose exponentials it holds at one time for that, on the kernels' path
@@ -91,13 +95,16 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     path = head_path(device, work.dtype)
     # Three statistics, or one and a softcap or the store of what is kept, need the registers of half a tile;
     # so does the entropy's gradient.
-    tolerance = 0.0 if work.dense_gradient else tolerance_in_force(path, work.tolerance)
+    most = MOST_TILES * TILE  # entries
+    tolerance = (
+        0.0 if work.mean_gradient or work.vocabulary > most else tolerance_in_force(path, work.tolerance)
+    )
     stores = path == "triton" and not work.softcap
     exact = tolerance == 0 or (work.keep and stores)
     jacobian = work.jacobian and exact and (stores or path == "reference")
     keep = work.keep and stores and not jacobian
     forward_wide = work.extra_statistics < (1 if work.softcap or keep or jacobian else 3)
-    backward_wide = not (work.softcap or work.dense_gradient)
+    backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward

@@ -163,9 +163,9 @@ class RowGradients(NamedTuple):
     mean_logit: Tensor | None = None
 
     @property
-    def is_dense(self) -> bool:
-        """Whether they reach vocabulary entries of no probability."""
-        return self.entropy is not None or self.mean_logit is not None
+    def follows_softmax(self) -> bool:
+        """Whether they are one multiple of a row's probabilities, but at the target."""
+        return self.entropy is None and self.mean_logit is None
 
     def live(self, problem: HeadProblem) -> Tensor:
         """(N,) bool: rows with work and any upstream gradient."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from grpo_fast.head.certified import select
 from grpo_fast.head.outputs import Certificate
 from grpo_fast.head.plan import Chunks
 from grpo_fast.head.problem import (
@@ -27,6 +26,7 @@ from grpo_fast.head.problem import (
     State,
     Wanted,
 )
+from grpo_fast.head.selection import salt_of, select
 from grpo_fast.kernels import TILE
 
 
@@ -62,7 +62,7 @@ def backward(
     """Gradients; fills the certificate. Idle rows cost nothing.
 
     Args:
-        tolerance: as the kernels take it. Not with gradients of the entropy or the mean logit.
+        tolerance: as the kernels take it. Not with gradients of the mean logit.
     """
     certificate.fill(None)
     rows, kind = LogitGradient.of(problem, statistics, gradients), problem.accumulator
@@ -75,16 +75,21 @@ def backward(
     if wanted.bias and problem.bias is not None:
         bias = torch.zeros_like(problem.bias)
     parameters = [total for total in (weight, bias) if total is not None]
+    small_entries = rows.mass.new_zeros(())
     with _exact_bf16_products(problem):
         if tolerance:
-            selection = select(live, rows, wanted, tolerance, chunks)
+            salt = salt_of(statistics.logsumexp, problem.targets)
+            selection = select(live, rows, index, salt, wanted, tolerance, chunks)
         for columns in chunks.of_columns(problem.vocabulary):
             sums = [torch.zeros_like(total[columns], dtype=kind) for total in parameters]
             for part in chunks.of_rows(index.numel()):
                 block = live.rows(part)
                 gradient = of_hidden = rows.rows(part).of_products(block, columns)
                 if selection is not None:
-                    gradient, of_hidden = selection.kept(gradient, part, columns)
+                    gradient = of_hidden = selection.of_pairs(gradient, part, columns)
+                    if hidden is not None:
+                        of_hidden, small = selection.of_hidden(gradient, part, columns)
+                        small_entries += small
                 if hidden is not None:
                     hidden[part].addmm_(of_hidden, problem.weight[columns].to(kind))
                 if weight is not None:
@@ -98,7 +103,7 @@ def backward(
         hidden = everywhere.index_copy_(0, index, hidden.to(everywhere.dtype))
     tiles = -(-problem.vocabulary // TILE)
     if selection is not None:
-        certificate.fill(selection.metrics(problem.targets.numel() * tiles))
+        certificate.fill(selection.metrics(small_entries, problem.targets.numel() * tiles))
     return HeadGradients(hidden, weight, bias)
 
 

@@ -25,9 +25,9 @@ def top_entries(
     Raises:
         ValueError: `k` is no number of entries of the vocabulary.
     """
-    start, vocabulary = (0, problem.vocabulary) if group is None else shard_bounds(problem.vocabulary, group)
+    start, vocabulary = (0, problem.vocabulary) if group is None else shard_bounds(problem.weight, group)
     if not isinstance(k, int) or isinstance(k, bool) or not 0 <= k <= vocabulary:
-        raise ValueError(f"topk must be 0 for none, or a number of the {vocabulary} entries, got {k!r}")
+        raise ValueError(f"topk must be 0 for none, or a number of the {int(vocabulary)} entries, got {k!r}")
     values, ids = _local_top(problem, k)
     if group is not None:
         values, ids = _select(_gather(values, group), _gather(ids + start, group), k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -124,8 +125,7 @@ def _causal_lm_loss(
         targets.index_select(0, live),
         reduction="sum",
         ignore_index=ignore_index,
-        tolerance=tolerance,
-        **head.options,
+        **replace(head, tolerance=tolerance).options,
     )
     items = given.get("num_items_in_batch")
     items = live.numel() if items is None else items

@@ -27,13 +27,13 @@ def head_bytes(device: Device, call: Workload, *, weight_grad: bool = False) -> 
     """Bytes of `linear_grpo_loss`, or of `linear_logprob`.
 
     The worst case counts: a batch with the most pairs that the sparse backward makes room for, or one so flat
-    that nearly all of its rows are set apart for the dense path.
+    that it takes the dense path.
 
     Args:
         call: with `extra_statistics`, as training asks for the entropy as a metric.
         weight_grad: the weight's gradient is added to an existing float32 one.
     """
-    plan = plan_head(device, replace(call, jacobian=not (call.trainable or call.dense_gradient)))
+    plan = plan_head(device, replace(call, jacobian=not (call.trainable or call.entropy_gradient)))
     if plan.path == "triton" and plan.jacobian:
         return _jacobian(call, plan)
     of_path = _triton if plan.path == "triton" else _reference
@@ -67,7 +67,6 @@ def _triton(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes:
     if plan.backward == "sparse":
         pairs = plan.sparse.most_pairs(rows, tiles)
         sparse = plan.sparse.workspace_bytes(pairs, rows, tiles, itemsize)
-        dense += hidden  # what the pairs gave
     return HeadBytes(
         kept=of_tiles + 4 * _STATISTICS * rows,
         forward=hidden + of_tiles,  # the entropy of every tile
@@ -86,7 +85,7 @@ def _reference(call: Workload, plan: HeadPlan, *, new_weight: bool) -> HeadBytes
     if call.trainable:
         kept = block = products = 0
         backward = rows * width * itemsize + gradient + weights
-        backward += logits * (_CPU_CHUNKS if call.dense_gradient else 1)
+        backward += logits * (_CPU_CHUNKS if call.entropy_gradient else 1)
         backward += max(converted, 2 * weights if itemsize < 4 and new_weight else 0)
     else:
         kept = backward = gradient  # of the log-probability; the backward only scales it

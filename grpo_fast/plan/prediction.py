@@ -339,7 +339,8 @@ class Predictor:
             dtype=self.dtype,
             softcap=shape.softcap,
             extra_statistics=1,
-            dense_gradient=self.run.loss.needs_entropy,
+            tolerance=model.head_tolerance,
+            entropy_gradient=self.run.loss.needs_entropy,
             hidden_size=shape.hidden,
             trainable=shape.head_trained,
         )

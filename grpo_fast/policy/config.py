@@ -56,6 +56,12 @@ class ModelConfig(Section):
     train_lm_head: bool = Field(
         True, description="false freezes the head, tied or not: no gradient of width V"
     )
+    head_tolerance: float | None = Field(
+        None,
+        ge=0,
+        description="root mean square error of the head's gradient, which is drawn without bias, in units of "
+        "rounding to bfloat16; 0: exact, the same on every device; null: the default where kernels run",
+    )
     gradient_checkpointing: bool | Literal["mlp", "offload", "auto"] = Field(
         "auto",
         description="recompute activations in the backward, of whole layers or of their MLPs alone: less "

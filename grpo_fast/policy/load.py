@@ -86,7 +86,13 @@ def load_policy(
         fuse_layers(computed, config, device)
     if reference is not None and config.recomputed:
         tile_mlps(reference)
-    policy = Policy(prepare_to_train(model, config), tokenizer, attention=attention, reference=reference)
+    policy = Policy(
+        prepare_to_train(model, config),
+        tokenizer,
+        attention=attention,
+        reference=reference,
+        head_tolerance=config.head_tolerance,
+    )
     found = world.together("the weights", partial(_checksum, model)) if world.size > 1 else []
     if len({*found}) > 1:
         raise ValueError(

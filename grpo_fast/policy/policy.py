@@ -39,6 +39,7 @@ class Policy:
             as `load_policy` does.
         attention: "sdpa", "flex_attention" or "flash_attention_2".
         reference: a frozen copy; needless with LoRA, where the adapters are switched off instead.
+        head_tolerance: of the head's gradient, as `linear_logprob` takes it.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Policy:
         *,
         attention: str = "sdpa",
         reference: PreTrainedModel | None = None,
+        head_tolerance: float | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.attention = attention
+        self.head_tolerance = head_tolerance
         self._reference = None if reference is None else Policy(reference, tokenizer, attention=attention)
         self._shards: ShardedModel | None = None
 
@@ -127,7 +130,7 @@ class Policy:
     @property
     def head(self) -> HeadParameters:
         """Whole, or of a sharded head this rank's rows, for hidden states as `at_head` gives them."""
-        head = head_parameters(self.base_model)
+        head = replace(head_parameters(self.base_model), tolerance=self.head_tolerance)
         if self._shards is None or not isinstance(head.weight, DTensor):
             return head
         bias = None if head.bias is None else cast("Any", head.bias).to_local()

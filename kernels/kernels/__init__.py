@@ -8,23 +8,26 @@ from dataclasses import dataclass
 TILE = 128
 """Vocabulary columns of a mass tile: the unit whose probability is known, and that is kept or left out."""
 
-BF16_ROUNDING = 2.0**-8
-"""Largest relative error of rounding to bfloat16."""
-
-LEVELS = 48
-"""Thresholds a row chooses from: 2^-4, 2^-4.5, …, 2^-27, and zero."""
+BF16_ROUNDING = 2.0**-7 * math.sqrt(1 / (32 * math.log(2)))
+"""Root mean square of what rounding to bfloat16 changes, relative to numbers of evenly spread size."""
 
 BINS = 128
-"""Quarter octaves in which masses are counted: from 2^-4 down to 2^-36, what is smaller in the last."""
+"""Quarter octaves in which pairs are counted, relative to the batch's norm: from it down to 2^-31.5 of it."""
 
-CANDIDATES = 64
-"""Multipliers of the batch's balance that are tried: half octaves down from its budget, and zero."""
+STRATUM = 1 << 18
+"""Integers of a unit of w/τ: a pair is drawn with a probability of so many parts."""
 
-PAIR_SHARE = 0.7
-"""Of the tolerance, what whole pairs may spend; single entries of the hidden gradient spend the rest."""
+ENTRY_SHARE = 0.25
+"""The threshold of dX's single entries, of that of whole pairs."""
 
-ROW_TILES = 512
-"""Live tiles above which a row is dense: the places of its gradients are numbers of 16 bits."""
+GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio: what sets the hashes of neighbours apart."""
+
+MOST_TILES = 4096
+"""Of a vocabulary whose pairs can be drawn: a row's strata have numbers of 32 bits."""
+
+SEGMENT = 512
+"""Pairs of a row whose entries have numbers of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ class SparseConfig:
     row_entries: int = 1  # entries per step of dX
     row_stages: int = 4  # steps whose rows of the weight are in flight
     row_width: int = 1024  # columns of H per warp of dX
-    usual_density: float = 0.04  # live pairs, of all N·T, for which there is room before they are counted
-    most_density: float = 0.1  # for which room is made then; beyond it the rows with the most are dense
-    least_pairs: int = 1 << 18  # for which there is room in any case
+    usual_density: float = 0.04  # kept pairs, of all N·T, for which there is room before they are counted
+    most_density: float = 0.1  # for which room is made then; beyond it the batch is dense
+    least_pairs: int = 1 << 19  # for which there is room in any case
 
     def usual_pairs(self, rows: int, tiles: int) -> int:
         return max(math.ceil(self.usual_density * rows * tiles), min(rows * tiles, self.least_pairs), 1)
@@ -78,5 +81,5 @@ class SparseConfig:
     def workspace_bytes(self, pairs: int, rows: int, tiles: int, itemsize: int) -> int:
         """Bytes the selection and the backward hold for so many pairs beside their inputs and outputs."""
         blocks = pairs // self.pair_rows + tiles
-        of_rows = 8 * math.ceil(tiles / 32) + 4 * LEVELS + 4 * 12
-        return (TILE * itemsize + 12) * pairs + of_rows * rows + 4 * blocks
+        of_rows = 12 * math.ceil(tiles / 32) + 4 * 12
+        return (TILE * itemsize + 16) * pairs + of_rows * rows + 4 * blocks

@@ -1,14 +1,16 @@
-"""What makes a row's logit gradient, from the upstream gradients of its log-probability and log-sum-exp."""
+"""What makes a row's logit gradient, from the upstream gradients of its statistics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .hashing import bits_of, mix, spread
 from .policy_terms import expm1
 
 if TYPE_CHECKING:
@@ -17,33 +19,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowCoefficients:
-    """What makes the logit gradients of N rows: g·onehot(target) − c·p, before the slope of the logit."""
+    """What makes the logit gradients of N rows, before the slope of the logit.
 
-    logsumexp: Tensor  # (N,) float32, as the next three
+    dL/dz_v = −p_v·(c + e·(log p_v + H)), but `target` at the target.
+    """
+
+    logsumexp: Tensor  # (N,) float32, as the next five
     target: Tensor  # dL/dz of the target
-    mass: Tensor  # c; dL/dz is −c·p elsewhere
-    scale: Tensor  # largest |dL/d(x·w)| per probability: |c| times the steepest slope of the logit
-    squares: Tensor  # (P,) float32, their sum: Σ_i (Σ_v|G_iv|)²
+    mass: Tensor  # c
+    slope: Tensor  # largest |dz/d(x·w)|
+    entropy: Tensor | None  # H; None: no gradient through the entropy
+    entropy_gradient: Tensor | None  # e
+    squares: Tensor  # (2, P) float64, their sums: Σ_i (Σ_v|G_iv| / 2)², or less; rows with a gradient
+    salts: Tensor  # (P,) int64, their sum: what sets the batch's draws apart
 
 
 def row_coefficients(
     problem: HeadProblem, statistics: RowStatistics, gradients: RowGradients
 ) -> RowCoefficients:
-    """Of upstream gradients of the log-probability and the log-sum-exp.
+    """Of upstream gradients of the log-probability, the log-sum-exp and the entropy.
 
-    Gradients of the entropy or the mean logit are not sparse in the probability: they go to the dense path.
+    A gradient of the mean logit is not sparse in the probability: it goes to the dense path.
     """
     rows = problem.targets.numel()
     programs = triton.cdiv(rows, _ROWS)
-    upstream = (None if g is None else g.contiguous() for g in gradients[:2])  # autograd expands
-    target, mass, scale = (statistics.logprob.new_empty(rows) for _ in range(3))
-    squares = statistics.logprob.new_empty(programs)
+    upstream = [None if g is None else g.contiguous() for g in gradients[:3]]  # autograd expands
+    entropy = None if upstream[2] is None else statistics.entropy
+    target, mass, slope = (statistics.logprob.new_empty(rows) for _ in range(3))
+    of_entropy = None if entropy is None else torch.empty_like(mass)
+    squares = mass.new_empty((2, programs), dtype=torch.float64)
+    salts = mass.new_empty(programs, dtype=torch.int64)
     if rows:
         _row_coefficients[(programs,)](
-            problem.targets, statistics.logprob, *upstream, problem.inv_temperature,
-            float(problem.logit_scale), target, mass, scale, squares, rows, problem.vocabulary, BLOCK=_ROWS,
+            problem.targets, statistics.logprob, statistics.logsumexp, entropy, *upstream,
+            problem.inv_temperature, float(problem.logit_scale), problem.softcap,
+            target, mass, slope, of_entropy, squares, salts, rows, problem.vocabulary, BLOCK=_ROWS,
         )  # fmt: skip
-    return RowCoefficients(statistics.logsumexp, target, mass, scale, squares)
+    return RowCoefficients(statistics.logsumexp, target, mass, slope, entropy, of_entropy, squares, salts)
 
 
 _ROWS = 1024
@@ -52,15 +64,21 @@ _ROWS = 1024
 @triton.jit(do_not_specialize=["logit_scale", "rows", "vocabulary"])
 def _row_coefficients(
     targets,  # (N,) int64
-    logprob,  # (N,) float32
-    of_logprob,  # (N,) float32 or None, as the next: upstream gradients
+    logprob,  # (N,) float32, as the next
+    logsumexp,
+    entropy,  # (N,) float32 or None
+    of_logprob,  # (N,) float32 or None, as the next two: upstream gradients
     of_logsumexp,
+    of_entropy,
     inv_temperature,  # (N,) float32 or None
     logit_scale,
+    softcap,
     target_out,  # (N,) float32, written, as the next two
     mass_out,
-    scale_out,
-    squares,  # (programs,) float32, written
+    slope_out,
+    entropy_out,  # (N,) float32, written, or None
+    squares,  # (2, programs) float64, written
+    salts,  # (programs,) int64, written
     rows,
     vocabulary,
     BLOCK: tl.constexpr,
@@ -69,24 +87,41 @@ def _row_coefficients(
     inside = row < rows
     target = tl.load(targets + row, mask=inside, other=-1)
     works = target >= 0  # a row without work may hold NaN
+    here = works & (target < vocabulary)
     logp = tl.load(logprob + row, mask=works, other=0.0)
+    lse = tl.load(logsumexp + row, mask=works, other=0.0)
     mass = tl.zeros((BLOCK,), dtype=tl.float32)
     of_target = tl.zeros((BLOCK,), dtype=tl.float32)
-    rest = -expm1(logp)  # near p = 1, 1 − p is rounding noise
     if of_logprob is not None:
-        g = tl.load(of_logprob + row, mask=works & (target < vocabulary), other=0.0)
+        g = tl.load(of_logprob + row, mask=here, other=0.0)
         mass += g
-        of_target += g * rest
+        of_target -= g * expm1(logp)  # near p = 1, 1 − p is rounding noise
     if of_logsumexp is not None:
         g = tl.load(of_logsumexp + row, mask=works, other=0.0)
         mass -= g
         of_target += tl.where(g == 0.0, 0.0, g * tl.exp(logp))
-    scale = tl.abs(mass) * tl.abs(logit_scale)
+    if of_entropy is not None:
+        g = tl.load(of_entropy + row, mask=works, other=0.0)
+        surprise = tl.maximum(logp, -500.0) + tl.load(entropy + row, mask=works, other=0.0)
+        of_target -= tl.where(g == 0.0, 0.0, g * tl.exp(logp) * surprise)
+        tl.store(entropy_out + row, g, mask=inside)
+    slope = tl.zeros((BLOCK,), dtype=tl.float32) + tl.abs(logit_scale)
+    inverse = slope / tl.abs(logit_scale)
     if inv_temperature is not None:
-        scale *= tl.load(inv_temperature + row, mask=works, other=0.0)
+        inverse = tl.load(inv_temperature + row, mask=works, other=1.0)
+        slope *= inverse
     tl.store(target_out + row, of_target, mask=inside)
     tl.store(mass_out + row, mass, mask=inside)
-    tl.store(scale_out + row, scale, mask=inside)
-    # A row's entries beside the target's sum to |c|·(1 − p). A row of NaN is not counted.
-    norm = tl.abs(of_target) + tl.abs(mass) * rest
-    tl.store(squares + tl.program_id(0), tl.sum(tl.where(norm == norm, norm * norm, 0.0)))
+    tl.store(slope_out + row, slope, mask=inside)
+    # The target's entry is as large as all others together: its half of the row. Elsewhere that is unknown.
+    norm = tl.where(here, tl.abs(of_target), 0.5 * tl.abs(mass)) * slope
+    if softcap is not None:
+        capped = (logp + lse) / (inverse * softcap)
+        norm *= tl.where(here, tl.maximum(1.0 - capped * capped, 0.0), 1.0)
+    # In float64, as a float32 has no square of 1e-25; a row that is not finite is not counted.
+    norm = tl.where(norm < float("inf"), norm, 0.0).to(tl.float64)
+    tl.store(squares + tl.program_id(0), tl.sum(norm * norm))
+    active = (norm > 0.0).to(tl.float64)
+    tl.store(squares + tl.num_programs(0) + tl.program_id(0), tl.sum(active))
+    salt = mix(bits_of(lse) ^ mix(spread(row) + target.to(tl.uint32)))
+    tl.store(salts + tl.program_id(0), tl.sum(tl.where(works, salt.to(tl.int64), 0)))

@@ -12,24 +12,29 @@ import math
 import warnings
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from . import LEVELS, TILE
+from . import BINS, TILE
+
+if TYPE_CHECKING:
+    from .select import Masses
 
 LIBRARY = Path(str(files("grpo_fast"))) / "_cuda" / "libgrpo_fast.so"
 
 
-class _MassCurve(ctypes.Structure):
-    """`MassCurve` of `csrc/mass_curve.cu`."""
+class _CountPairs(ctypes.Structure):
+    """`CountPairs` of `csrc/count_pairs.cu`."""
 
     _fields_ = [
         ("tile_lse", ctypes.c_void_p), ("logsumexp", ctypes.c_void_p), ("targets", ctypes.c_void_p),
-        ("target_gradient", ctypes.c_void_p), ("mass_gradient", ctypes.c_void_p), ("curve", ctypes.c_void_p),
-        ("stride", ctypes.c_int64), ("vocabulary", ctypes.c_int64),
-        ("rows", ctypes.c_int32), ("tiles", ctypes.c_int32),
+        ("target_gradient", ctypes.c_void_p), ("mass_gradient", ctypes.c_void_p), ("slope", ctypes.c_void_p),
+        ("entropy", ctypes.c_void_p), ("entropy_gradient", ctypes.c_void_p), ("squares", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p), ("stride", ctypes.c_int64), ("vocabulary", ctypes.c_int64),
+        ("rows", ctypes.c_int32), ("tiles", ctypes.c_int32), ("parts", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -40,29 +45,31 @@ def _load() -> Any:
         OSError: the library cannot be loaded.
         AttributeError: it was built from other sources: the function's name changes with its arguments.
     """
-    function = ctypes.CDLL(str(LIBRARY)).grpo_fast_mass_curve_3
-    function.argtypes, function.restype = (_MassCurve, ctypes.c_void_p), ctypes.c_char_p
+    function = ctypes.CDLL(str(LIBRARY)).grpo_fast_count_pairs_1
+    function.argtypes, function.restype = (_CountPairs, ctypes.c_void_p), ctypes.c_char_p
     return function
 
 
-def mass_curve(tile_lse: Tensor, *rows: Tensor, vocabulary: int) -> Tensor:
-    """(N, LEVELS) float32: the mass of a row's tiles below each level, the target's tile excepted.
-
-    Args:
-        tile_lse: (N, T) float32, on the current device.
-        rows: logsumexp, targets, target_gradient and mass_gradient, (N,), as of `select.counted_curve`.
+def count_pairs(masses: Masses) -> Tensor:
+    """(P, BINS) int32, as `select.count_pairs`; the masses on the current device.
 
     Raises:
         RuntimeError: nothing was launched; the message says why.
     """
-    count, tiles = tile_lse.shape
-    curve = tile_lse.new_empty((count, LEVELS))
-    addresses = (tensor.data_ptr() for tensor in (tile_lse, *rows, curve))
-    stream = torch.cuda.current_stream(curve.device).cuda_stream if curve.is_cuda else None
-    error = _load()(_MassCurve(*addresses, tile_lse.stride(0), vocabulary, count, tiles), stream)
+    (count, tiles), rows = masses.tile_lse.shape, masses.rows
+    counts = masses.tile_lse.new_empty((min(-(-count // _WARPS), _MOST_BLOCKS), BINS), dtype=torch.int32)
+    of_rows = rows.logsumexp, masses.targets, rows.target, rows.mass, rows.slope, rows.entropy
+    tensors = masses.tile_lse, *of_rows, rows.entropy_gradient, rows.squares, counts
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    sizes = masses.tile_lse.stride(0), masses.vocabulary, count, tiles, rows.squares.shape[1], counts.shape[0]
+    stream = torch.cuda.current_stream(counts.device).cuda_stream if counts.is_cuda else None
+    error = _load()(_CountPairs(*addresses, *sizes), stream)
     if error:
         raise RuntimeError(error.decode())
-    return curve
+    return counts
+
+
+_WARPS, _MOST_BLOCKS = 8, 512  # rows of a block at a time, and blocks
 
 
 @functools.cache
@@ -87,23 +94,21 @@ def usable(device: torch.device) -> bool:
 
 
 def disagreement(device: torch.device) -> str:
-    """What differs between the two curves of a fixed case; nothing where the library can be trusted.
-
-    A counted curve lies above the exact one, by at most 2^(1/4).
-    """
-    from .select import counted_curve
+    """What differs between the two counts of a fixed case; nothing where the library can be trusted."""
+    from .coefficients import RowCoefficients
+    from .select import Masses
+    from .select import count_pairs as counted
 
     place = torch.arange(6 * 304, device=device).view(6, 304)
-    log2_mass = -36 * (place * 0.618034 % 1) ** 0.25  # what is smaller has no upper edge in a count
-    log2_mass[1:, ::3] = (2 * log2_mass[1:, ::3]).round() / 2  # on the levels
-    log2_mass[:, 0] = log2_mass[:, 299] = -5  # what the target's tile holds is seen
-    log2_mass[2, ::7], log2_mass[3] = -torch.inf, torch.nan
-    tile_lse = (log2_mass * math.log(2) + 3)[:, :300]
+    octaves = (place * 7 % 151 + 0.5) / 4  # in the middle of a quarter octave, where rounding moves nothing
+    tile_lse = (3 - octaves * math.log(2))[:, :300]
+    tile_lse[2, ::7], tile_lse[3] = -torch.inf, torch.nan
     ones, vocabulary = torch.ones(6, device=device), 300 * TILE
     targets = torch.tensor([5, vocabulary - 1, vocabulary, 7, -1, 9], device=device)
-    work = torch.tensor([1, torch.nan, -1, 1, 1, 0], device=device)
-    rows = 3 * ones, targets, work, 0 * ones
-    exact, counted = (curve(tile_lse, *rows, vocabulary=vocabulary) for curve in (mass_curve, counted_curve))
-    agree = (exact <= counted * (1 + 1e-5)) & (exact >= counted * 2**-0.25 * (1 - 1e-5))
-    wrong = (~agree.all(1)).nonzero().flatten().tolist()
-    return f"the masses of rows {wrong} of its first check differ" if wrong else ""
+    work = torch.tensor([1, torch.nan, -1, 1, 4, 0], device=device)
+    squares = torch.ones(2, 1, dtype=torch.float64, device=device)
+    rows = RowCoefficients(3 * ones, 0 * ones, work, ones, None, None, squares, squares.long())
+    masses = Masses(tile_lse, targets, rows, vocabulary)
+    found, expected = (count(masses).sum(0).tolist() for count in (count_pairs, counted))
+    wrong = [bin for bin, pair in enumerate(zip(found, expected, strict=True)) if len({*pair}) > 1]
+    return f"the pairs of quarter octaves {wrong} of its first check differ" if wrong else ""

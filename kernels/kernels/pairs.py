@@ -1,4 +1,4 @@
-"""The live pairs as lists: by vocabulary tile, as products take them, and by row, as sums over a row do."""
+"""The kept pairs as lists: by vocabulary tile, as products take them, and by row, as sums over a row do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .select import Live, bits_of_tile
+from . import STRATUM, TILE
+from .select import Live, draw_length, is_certain, log2_weight, word_of_tile
 
 if TYPE_CHECKING:
     from . import SparseConfig
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The live pairs, by tile and then row, and each one's place in the order by row and then tile.
+    """The kept pairs, by tile and then row, and each one's place in the order by row and then tile.
 
-    Where there are more than `capacity`, `fits` is zero and the lists hold nothing.
+    A row's places are those before its `row_ends`, as many as its `room`; its pairs have the first. Where
+    there is room for more than `capacity`, `fits` is zero and the lists hold nothing.
     """
 
     rows: Tensor  # (capacity,) int32
     places: Tensor  # (capacity,) int32
-    tiles: Tensor  # (capacity,) int32, by place
+    tiles: Tensor  # (capacity,) int32, by place, as the next
+    scales: Tensor  # (capacity,) float32 of the pair's gradient: one, or what a drawn pair stands for
     offsets: Tensor  # (T + 1,) int32: pairs of tile t are rows[offsets[t]:offsets[t + 1]]
     block_offsets: Tensor  # (T + 1,) int32: the same in blocks of `config.pair_rows`
     block_tile: Tensor  # (blocks,) int32: tile of every block
@@ -36,7 +39,7 @@ class Pairs:
 
 
 def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
-    """The lists of at most `capacity` live pairs."""
+    """The lists, where all that the rows have room for is at most `capacity`."""
     rows, tiles = live.count.numel(), live.tile_counts.numel()
 
     def empty(size: int) -> Tensor:
@@ -44,37 +47,40 @@ def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
 
     blocks = capacity // config.pair_rows + tiles  # every tile's last block may be partly filled
     pairs = Pairs(
-        empty(capacity), empty(capacity), empty(capacity),
+        empty(capacity), empty(capacity), empty(capacity), live.small.new_empty(capacity),
         empty(tiles + 1), empty(tiles + 1), empty(blocks), empty(1),
     )  # fmt: skip
     _lay_out[(1,)](
-        live.tile_counts, live.found, pairs.offsets, pairs.block_offsets, pairs.fits, tiles, capacity,
-        PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
+        live.tile_counts, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits, rows, tiles,
+        capacity, PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
     )  # fmt: skip
     _list_tile[(tiles,)](
-        live.bits, live.rank_base, live.count, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
-        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_ROWS,
+        *live.masses.arguments, live.threshold.numbers, live.bits, live.twice, live.rank_base, live.room,
+        live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits, pairs.rows, pairs.places, pairs.tiles,
+        pairs.scales, pairs.block_tile, rows, TILE=TILE, BLOCK=_ROWS,
     )  # fmt: skip
     return pairs
 
 
 _ROWS = 2048
+_STRATUM = tl.constexpr(STRATUM)
 
 
-@triton.jit(do_not_specialize=["tiles", "capacity"])
+@triton.jit(do_not_specialize=["rows", "tiles", "capacity"])
 def _lay_out(
     tile_counts,  # (T,) int32
-    found,  # (2,) int64
+    row_ends,  # (N,) int64
     offsets,  # (T + 1,) int32, written
     block_offsets,  # (T + 1,) int32, written
     fits,  # (1,) int32, written
+    rows,
     tiles,
     capacity,
     PAIR_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: where every tile's pairs and blocks begin."""
-    enough = tl.load(found) <= capacity
+    enough = tl.load(row_ends + rows - 1, mask=rows > 0, other=0) <= capacity
     tl.store(fits, enough.to(tl.int32))
     tile = tl.arange(0, BLOCK)
     count = tl.load(tile_counts + tile, mask=tile < tl.where(enough, tiles, 0), other=0)
@@ -84,11 +90,24 @@ def _lay_out(
     tl.store(block_offsets, 0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows"])
 def _list_tile(
+    tile_lse,
+    logsumexp,
+    targets,
+    target_gradient,
+    mass_gradient,
+    slope,
+    entropy,
+    entropy_gradient,
+    row_stride,
+    tiles,
+    vocabulary,
+    threshold,
     bits,
+    twice_bits,
     rank_base,
-    live_count,
+    room,
     row_ends,
     offsets,
     block_offsets,
@@ -96,29 +115,48 @@ def _list_tile(
     pair_rows,  # written, as all that follow
     pair_places,
     pair_tiles,
+    pair_scales,
     block_tile,
     rows,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The tile's live rows in ascending order with their places, and the tile beside each of its blocks."""
+    """The tile's rows in ascending order, their places and scales, and the tile beside each of its blocks."""
     if tl.load(fits) == 0:
         return
     tile = tl.program_id(0)
     at = tl.load(offsets + tile)
     lower = (1 << (tile % 32)) - 1
+    log2_threshold = tl.load(threshold)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        word = bits_of_tile(bits, tile, row, rows)
+        word = word_of_tile(bits, tile, row, rows)
         live = (word >> (tile % 32)) & 1
         mask = live != 0
         first = tl.load(row_ends + row, mask=mask, other=0).to(tl.int32)
-        first -= tl.load(live_count + row, mask=mask, other=0)
+        first -= tl.load(room + row, mask=mask, other=0)
         rank = tl.load(rank_base + (tile // 32).to(tl.int64) * rows + row, mask=mask, other=0)
         place = first + rank + _popcount(word & lower)
         index = at + tl.cumsum(live) - live
         tl.store(pair_rows + index, row, mask=mask)
         tl.store(pair_places + index, place, mask=mask)
         tl.store(pair_tiles + place, tile, mask=mask)
+
+        lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=mask, other=0.0)
+        h, e = None, None
+        if entropy_gradient is not None:
+            h = tl.load(entropy + row, mask=mask, other=0.0)
+            e = tl.load(entropy_gradient + row, mask=mask, other=0.0)
+        log2_w = log2_weight(
+            lse, tl.load(logsumexp + row, mask=mask, other=0.0),
+            tl.load(mass_gradient + row, mask=mask, other=0.0),
+            tl.load(slope + row, mask=mask, other=0.0), h, e,
+        )  # fmt: skip
+        target = tl.load(targets + row, mask=mask, other=-1)
+        certain = is_certain(log2_w, log2_threshold) | ((target < vocabulary) & (target // TILE == tile))
+        points = 1 + ((word_of_tile(twice_bits, tile, row, rows) >> (tile % 32)) & 1)
+        drawn = points * _STRATUM / tl.maximum(draw_length(log2_w, log2_threshold), 1)
+        tl.store(pair_scales + place, tl.where(certain, 1.0, drawn), mask=mask)
         at += tl.sum(live)
     first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
     for start in range(first_block, last_block, BLOCK):

@@ -1,32 +1,39 @@
-"""Which (row, vocabulary tile) pairs the backward must visit, and what leaving out the others costs at most.
+"""Which (row, vocabulary tile) pairs the backward visits: the large ones, and a fair sample of the small.
 
-The gradient of row i's logits is  g_i·onehot(target) − c_i·p_i  with c = g (less the upstream gradient of the
-log-sum-exp, if there is one). The forward's sums give the mass m_it of every tile exactly, so the mass μ_i
-of the tiles left out is known, not estimated, and bounds the error of row i's hidden gradient:
+The gradient of row i's logits is −p·(c + e·(log p + H)) but at the target, and the forward knows the mass m
+of every tile exactly. So it is known beforehand how much of the gradient a pair can hold:
 
-    ‖ΔdX_i‖ ≤ |c_i|·μ_i·max|dz/d(x·w)|·max_v‖W_v‖
+    Σ_{v in tile} |dL/d(x·w_v)|  ≤  w = slope·m·(|c| + |e|·(|log m + H| + log TILE))
 
-**Tolerance.** Rounding the logit gradient G to bfloat16, as a dense backward does, has the same kind of
-bound: every entry errs by up to u = 2^-8 of itself, so row i's hidden gradient by up to
-u·Σ_v|G_iv|·max_v‖W_v‖. The selection guarantees
+A pair with w ≥ τ is kept, as is the target's tile. A smaller one is kept with probability w/τ, and its
+gradient multiplied by τ/w: dX and dW are **unbiased**, as under stochastic rounding, whatever τ is. To drop
+small pairs would take from the same side at every token, and every weight behind the head sums over tokens.
 
-    sqrt(Σ_i (|c_i|·μ_i)²) ≤ tolerance · u · sqrt(Σ_i (Σ_v|G_iv|)²):
+**Tolerance.** The mean square error of dX is at most Σ w·τ over the small pairs, times max‖W_v‖². Rounding
+the logit gradient to bfloat16, as a dense backward does, costs at least ρ²·Σ_i (Σ_v|G_iv| / 2)² of the same,
+as the target's entry is as large as all others of its row together. τ is the largest with
 
-at `tolerance = 1` the certified error of the batch is what rounding G to bfloat16 is certified to cost. Both
-bounds assume that all errors add up in one direction; both true errors are several times smaller.
-`PAIR_SHARE` of the tolerance is spent here on whole pairs, the rest by the hidden gradient on single
-entries.
+    τ·Σ_{w<τ} w  ≤  (tolerance·ρ)²·Σ_i (Σ_v|G_iv| / 2)²
 
-Each row leaves out its smallest tiles, up to a threshold that `balance` sets. A pair is live if it is not
-below, or holds the target. Rows whose upstream gradient is zero have no pairs. NaN is live, so that it
-reaches the gradient. Rows that are live nearly everywhere are set apart for the dense path: they have no
-pairs and leave out nothing.
+one for the batch: that keeps the fewest pairs for the error, as τ is where keeping one more pair saves the
+same everywhere. It is read off a histogram in quarter octaves,
+relative to the batch's norm, so that gradients of 1e-30 are treated as others are.
 
-Everything stays on the device, and every list is in ascending order: bit-equal from run to run.
+**Draws.** The small pairs of a row lie side by side on a line, each as long as its w/τ; every unit of the
+line, a *stratum*, has one point, drawn evenly, and a pair is kept as often as it holds points. That varies
+less than a draw for each, and a row keeps at most one pair more than its Σ w/τ. The numbers come from hashes
+of the row's log-sum-exp, its place and a salt of the whole batch (`hashing`): no state, the same on a resume,
+and independent between rows, equal ones too, and between batches that differ anywhere. One offset for all
+strata would vary still less on average, and has no bound.
+
+Rows whose upstream gradient is zero have no pairs. A row that is not finite keeps all of its own, so that NaN
+reaches its gradient. Everything stays on the device, and every list is in ascending order: bit-equal from run
+to run.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,100 +42,169 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, LEVELS, PAIR_SHARE, ROW_TILES, TILE, cuda
-from .balance import balance, count_octaves, is_below, level_of, store_curve
+from . import BF16_ROUNDING, BINS, ENTRY_SHARE, STRATUM, TILE, cuda
 from .coefficients import RowCoefficients
+from .hashing import mix, row_seed, spread
 from .product import LOG2E
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
 
+_BINS = tl.constexpr(BINS)
+_STRATUM = tl.constexpr(STRATUM)
+_STRATUM_BITS = tl.constexpr(int(math.log2(STRATUM)))
+_LOG_TILE = tl.constexpr(math.log(TILE))
+
+
+@dataclass(frozen=True)
+class Masses:
+    """What says how much of the gradient every pair can hold."""
+
+    tile_lse: Tensor  # (N, T) float32: log-sum-exp of each row's logits over each tile of TILE columns
+    targets: Tensor  # (N,) int64
+    rows: RowCoefficients
+    vocabulary: int
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """As every kernel takes them."""
+        rows = self.rows
+        of_rows = rows.logsumexp, self.targets, rows.target, rows.mass, rows.slope
+        sizes = self.tile_lse.stride(0), self.tile_lse.shape[1], self.vocabulary
+        return self.tile_lse, *of_rows, rows.entropy, rows.entropy_gradient, *sizes
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Of a batch."""
+
+    numbers: Tensor
+    """(4,) float32: log2 τ; τ_e, the threshold of dX's entries; τ relative to what rounding costs; and the
+    most Σ a/τ_e over the entries below it that a row may have.
+    """
+    salt: Tensor  # (1,) uint32
+
 
 @dataclass(frozen=True)
 class Live:
-    """Which pairs of N rows and T tiles are live, and per row what the others hold."""
+    """Which pairs of N rows and T tiles are kept."""
 
+    masses: Masses
+    threshold: Threshold
     bits: Tensor  # (ceil(T / 32), N) int32: bit t % 32 of word t // 32
-    rank_base: Tensor  # (ceil(T / 32), N) int32: live tiles of the row before this word
-    count: Tensor  # (N,) int32: live tiles of the row
+    twice: Tensor  # (ceil(T / 32), N) int32: of those, the ones that were drawn twice
+    rank_base: Tensor  # (ceil(T / 32), N) int32: kept tiles of the row before this word
+    count: Tensor  # (N,) int32: kept tiles of the row
+    room: Tensor  # (N,) int32: the most that the draws can keep
     row_ends: Tensor  # (N,) int64: the same, added up
-    tile_counts: Tensor  # (T,) int32: live rows of the tile
-    dense: Tensor  # (N,) bool: set apart
-    left_out: Tensor  # (N,) float32: μ, the probability in no live pair; zero for rows set apart
-    found: Tensor  # (2,) int64: live pairs, rows set apart
+    tile_counts: Tensor  # (T,) int32: rows that keep the tile
+    small: Tensor  # (N,) float32: Σ w/τ of the pairs below τ
+    largest: Tensor  # (N,) float32: the largest scale of a small pair that was kept
 
 
-def select_live(
-    problem: HeadProblem,
-    rows: RowCoefficients,
-    tile_lse: Tensor,
-    *,
-    tolerance: float,
-    row_tiles: int = ROW_TILES,
-) -> Live:
+def select_live(problem: HeadProblem, rows: RowCoefficients, tile_lse: Tensor, *, tolerance: float) -> Live:
     """
     Args:
-        tile_lse: (N, T) float32, log-sum-exp of each row's logits over each tile of `TILE` columns.
-        tolerance: error allowed, relative to rounding the logit gradient to bfloat16; 0 leaves out only
-            what is zero in float32. With the vocabulary split over P ranks each rank must pass its P-th
-            part.
-        row_tiles: a row with more live tiles is set apart.
+        tile_lse: (N, T) float32, T at most MOST_TILES, log-sum-exp of each row's logits over each tile of
+            `TILE` columns. What it says of the target's tile is not looked at.
+        tolerance: root mean square error allowed, relative to rounding the logit gradient to bfloat16; 0
+            keeps all.
     """
     count, tiles = tile_lse.shape
-    inputs = tile_lse, rows.logsumexp, problem.targets, rows.target, rows.mass
-    block = triton.next_power_of_2(max(tiles, 32))
+    masses = Masses(tile_lse, problem.targets, rows, problem.vocabulary)
+    threshold = choose_threshold(masses, tolerance)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return tile_lse.new_empty(shape, dtype=dtype)
 
     words = -(-tiles // 32)
     live = Live(
-        empty(words, count), empty(words, count), empty(count), empty(count, dtype=torch.int64),
-        empty(tiles), empty(count, dtype=torch.bool), empty(count, dtype=torch.float32),
-        empty(2, dtype=torch.int64),
+        masses, threshold, empty(words, count), empty(words, count), empty(words, count), empty(count),
+        empty(count), empty(count, dtype=torch.int64), empty(tiles), tile_lse.new_empty(count),
+        tile_lse.new_empty(count),
     )  # fmt: skip
-    sizes = tile_lse.stride(0), tiles, problem.vocabulary
-    mass_curve = cuda.mass_curve if cuda.usable(tile_lse.device) else counted_curve
-    curve = mass_curve(*inputs, vocabulary=problem.vocabulary)
-    kappa = balance(curve, rows.mass, rows.squares, PAIR_SHARE * tolerance * BF16_ROUNDING)
     if count:
         _mark_live[(count,)](
-            *inputs, curve, kappa, live.bits, live.rank_base, live.count, live.dense, live.left_out,
-            min(row_tiles, ROW_TILES), count, *sizes, TILE=TILE, BLOCK=block, num_warps=4,
+            *masses.arguments, threshold.numbers, threshold.salt, live.bits, live.twice, live.rank_base,
+            live.count, live.room, live.small, live.largest, count,
+            TILE=TILE, BLOCK=_block(tiles), num_warps=4,
         )  # fmt: skip
-    torch.cumsum(live.count, 0, out=live.row_ends)
+    torch.cumsum(live.room, 0, out=live.row_ends)
     _count_tile[(tiles,)](live.bits, live.tile_counts, count, BLOCK=_SCAN)
-    _count_all[(1,)](live.tile_counts, live.dense, live.found, tiles, count, BLOCK=_SCAN)
     return live
 
 
-def counted_curve(tile_lse: Tensor, *rows: Tensor, vocabulary: int) -> Tensor:
-    """(N, LEVELS) float32: at least the mass of a row's tiles below each level, the target's tile excepted.
+def choose_threshold(masses: Masses, tolerance: float) -> Threshold:
+    """τ."""
+    rows = masses.rows
+    count = cuda.count_pairs if cuda.usable(masses.tile_lse.device) else count_pairs
+    counts = count(masses)
+    threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
+    _choose[(1,)](
+        counts, rows.squares, rows.salts, threshold.numbers, threshold.salt,
+        (tolerance * BF16_ROUNDING) ** 2, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0], rows.squares.shape[1],
+        BLOCK=16, num_warps=8,
+    )  # fmt: skip
+    return threshold
 
-    Args:
-        tile_lse: (N, T) float32.
-        rows: logsumexp, targets, target_gradient and mass_gradient, (N,).
+
+def count_pairs(masses: Masses) -> Tensor:
+    """(P, BINS) int32, to be added up: pairs by w, relative to the batch's norm R.
+
+    Bin k holds w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below; the targets'
+    tiles are not looked at.
     """
-    count, tiles = tile_lse.shape
-    curve = tile_lse.new_empty((count, LEVELS))
+    count, tiles = masses.tile_lse.shape
+    counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
     if count:
-        _mass_curve[(count,)](
-            tile_lse, *rows, curve, tile_lse.stride(0), tiles, vocabulary,
-            TILE=TILE, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=4,
+        _count_pairs[(counts.shape[0],)](
+            *masses.arguments, masses.rows.squares, counts, count, masses.rows.squares.shape[1],
+            TILE=TILE, BLOCK=_block(tiles), num_warps=4,
         )  # fmt: skip
-    return curve
+    return counts
+
+
+def _block(tiles: int) -> int:
+    return triton.next_power_of_2(max(tiles, 32))
 
 
 _SCAN = 2048
+_PROGRAMS = 512  # of the histogram
 
 
 @triton.jit
-def _row_masses(
+def log2_weight(tile_lse, logsumexp, mass_gradient, slope, entropy, entropy_gradient):
+    """log2 of w, the same to the bit wherever it is formed."""
+    behind = tile_lse - logsumexp
+    size = tl.abs(mass_gradient)
+    if entropy_gradient is not None:
+        surprise = tl.where(behind == float("-inf"), 0.0, tl.abs(behind + entropy)) + _LOG_TILE
+        size = tl.fma(tl.abs(entropy_gradient), surprise, size)
+    return tl.fma(behind, LOG2E, tl.log2(size * slope))
+
+
+@triton.jit
+def draw_length(log2_w, log2_threshold):
+    """Of a small pair's piece of the line, int32 parts of a stratum; zero has none."""
+    return tl.ceil(tl.exp2(log2_w - log2_threshold + _STRATUM_BITS)).to(tl.int32)
+
+
+@triton.jit
+def is_certain(log2_w, log2_threshold):
+    """Whether a pair is kept in any case. NaN is."""
+    return ~(log2_w < log2_threshold)
+
+
+@triton.jit
+def _row_weights(
     tile_lse,  # (N, T) float32
     logsumexp,  # (N,) float32
     targets,  # (N,) int64
-    target_gradient,  # (N,) float32
-    mass_gradient,  # (N,) float32
+    target_gradient,  # (N,) float32, as the next two
+    mass_gradient,
+    slope,
+    entropy,  # (N,) float32 or None, as the next
+    entropy_gradient,
     row,
     row_stride,
     tiles,
@@ -136,74 +212,168 @@ def _row_masses(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2 of the masses of a row's tiles, which of them are there, and which holds the target, (BLOCK,)."""
-    gradient = tl.abs(tl.load(target_gradient + row)) + tl.abs(tl.load(mass_gradient + row))
+    """log2 w of a row's tiles, which of them hold anything, and which holds the target, (BLOCK,)."""
+    mass = tl.load(mass_gradient + row)
+    gradient = tl.abs(tl.load(target_gradient + row)) + tl.abs(mass)
+    h, e = None, None
+    if entropy_gradient is not None:
+        h, e = tl.load(entropy + row), tl.load(entropy_gradient + row)
+        gradient += tl.abs(e)
     target = tl.load(targets + row)
     target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
     tile = tl.arange(0, BLOCK)
     inside = tile < tl.where(gradient == 0.0, 0, tiles)  # a row of NaN works
     lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=inside, other=float("-inf"))
-    log2_mass = (lse - tl.load(logsumexp + row)) * LOG2E
-    return log2_mass, inside, inside & (tile == target_tile)
+    log2_w = log2_weight(lse, tl.load(logsumexp + row), mass, tl.load(slope + row), h, e)
+    has_target = inside & (tile == target_tile)
+    return log2_w, (inside & ~(lse == float("-inf"))) | has_target, has_target
 
 
-@triton.jit(do_not_specialize=["tiles", "vocabulary"])
-def _mass_curve(
+@triton.jit
+def _sum(numbers, parts, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Of (parts,), in a fixed order."""
+    total = tl.zeros((BLOCK,), dtype=KIND)
+    for first in range(0, parts, BLOCK):
+        part = first + tl.arange(0, BLOCK)
+        total += tl.load(numbers + part, mask=part < parts, other=0)
+    return tl.sum(total)
+
+
+@triton.jit
+def log2_norm(squares, parts, BLOCK: tl.constexpr):
+    """Half the log2 of the sum of (parts,) float64; of nothing, far below any number."""
+    bits = _sum(squares, parts, tl.float64, BLOCK).to(tl.int64, bitcast=True)
+    fraction = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True).to(tl.float32)
+    return 0.5 * (((bits >> 52) - 1023).to(tl.float32) + tl.log2(fraction))
+
+
+@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows", "parts"])
+def _count_pairs(
     tile_lse,
     logsumexp,
     targets,
     target_gradient,
     mass_gradient,
-    curve,  # (N, LEVELS) float32, written: at least the mass below each level, the target's tile excepted
+    slope,
+    entropy,
+    entropy_gradient,
     row_stride,
     tiles,
     vocabulary,
+    squares,  # (2, parts) float64
+    counts_out,  # (programs, BINS) int32, written
+    rows,
+    parts,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    log2_mass, inside, has_target = _row_masses(
-        tile_lse, logsumexp, targets, target_gradient, mass_gradient, row, row_stride, tiles, vocabulary,
-        TILE, BLOCK,
-    )  # fmt: skip
-    store_curve(curve, row, count_octaves(log2_mass, inside & ~has_target), 0.0, FACTOR=1.0)
+    norm = log2_norm(squares, parts, 16)
+    counts = tl.zeros((_BINS,), dtype=tl.int32)
+    programs = tl.num_programs(0)
+    for turn in range(0, tl.cdiv(rows - tl.program_id(0), programs)):
+        row = tl.program_id(0) + turn * programs
+        log2_w, inside, has_target = _row_weights(
+            tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
+            row, row_stride, tiles, vocabulary, TILE, BLOCK,
+        )  # fmt: skip
+        octave = tl.floor(-4.0 * (log2_w - norm)) + 1.0
+        place = tl.minimum(tl.maximum(octave, 0.0), _BINS - 1).to(tl.int32)
+        counts += tl.histogram(place, _BINS, mask=inside & ~has_target & (log2_w > float("-inf")))
+    tl.store(counts_out + tl.program_id(0) * _BINS + tl.arange(0, _BINS), counts)
 
 
-@triton.jit(do_not_specialize=["row_tiles", "rows", "tiles", "vocabulary"])
+@triton.jit(do_not_specialize=["budget", "entry_share", "rounding", "programs", "parts"])
+def _choose(
+    counts_in,  # (programs, BINS) int32
+    squares,  # (2, parts) float64
+    salts,  # (parts,) int64
+    numbers,  # (4,) float32, written: those of `Threshold`
+    salt_out,  # (1,) uint32, written
+    budget,
+    entry_share,
+    rounding,
+    programs,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    """With S_k what at most lies below bin k's upper edge e_k, min(e_k, budget / S_k) keeps to the budget."""
+    place = tl.arange(0, _BINS)
+    counts = tl.zeros((_BINS,), dtype=tl.int32)
+    for first in range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)
+        at = counts_in + program[:, None] * _BINS + place[None, :]
+        counts += tl.sum(tl.load(at, mask=(program < programs)[:, None], other=0), axis=0)
+    edge = tl.exp2(0.25 * (1 - place))
+    below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
+    within = tl.where(budget < edge * below, budget / below, edge)
+    threshold = tl.max(tl.where(place > 0, within, 0.0))
+    norm = log2_norm(squares, parts, BLOCK)
+    log2_threshold = tl.log2(threshold) + norm
+    tl.store(numbers, log2_threshold)
+    tl.store(numbers + 1, entry_share * tl.exp2(log2_threshold))
+    tl.store(numbers + 2, threshold / rounding)
+    active = _sum(squares + parts, parts, tl.float64, BLOCK).to(tl.float32)
+    tl.store(numbers + 3, budget / (active * entry_share * threshold * entry_share * threshold))
+    tl.store(salt_out, (_sum(salts, parts, tl.int64, BLOCK) & 0xFFFFFFFF).to(tl.uint32))
+
+
+@triton.jit
+def _is_hit(start, end, stratum, seed):
+    """Whether a piece of the line holds the stratum's point."""
+    point = (stratum << _STRATUM_BITS) + (mix(seed + spread(stratum)) >> (32 - _STRATUM_BITS)).to(tl.int32)
+    return (start <= point) & (point < end)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "vocabulary"])
 def _mark_live(
     tile_lse,
     logsumexp,
     targets,
     target_gradient,
     mass_gradient,
-    curve,
-    kappa,
-    bits,  # (ceil(T / 32), N) int32, written, as all that follow
-    rank_base,
-    live_count,
-    dense_rows,
-    left_out,
-    row_tiles,
-    rows,
+    slope,
+    entropy,
+    entropy_gradient,
     row_stride,
     tiles,
     vocabulary,
+    threshold,  # (4,) float32
+    salt,  # (1,) uint32
+    bits,  # (ceil(T / 32), N) int32, written, as all that follow
+    twice_bits,
+    rank_base,
+    live_count,
+    room,
+    small_out,
+    largest_out,
+    rows,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: which tiles are live, and the mass of the others."""
+    """One row: which tiles are kept."""
     row = tl.program_id(0)
-    log2_mass, inside, has_target = _row_masses(
-        tile_lse, logsumexp, targets, target_gradient, mass_gradient, row, row_stride, tiles, vocabulary,
-        TILE, BLOCK,
+    log2_w, inside, has_target = _row_weights(
+        tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
+        row, row_stride, tiles, vocabulary, TILE, BLOCK,
     )  # fmt: skip
-    level = level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa))
-    live = (~is_below(log2_mass, level) | has_target) & inside
-    dense = tl.sum(live.to(tl.int32)) > row_tiles
-    mass = tl.sum(tl.where(inside & ~live, tl.exp2(log2_mass), 0.0))
-    live &= ~dense
-    tl.store(dense_rows + row, dense)
-    tl.store(left_out + row, tl.where(dense, 0.0, mass))
+    log2_threshold = tl.load(threshold)
+    certain = inside & (is_certain(log2_w, log2_threshold) | has_target)
+    small = inside & ~certain
+    length = tl.where(small, draw_length(log2_w, log2_threshold), 0)
+    end = tl.cumsum(length, axis=0)
+    start = end - length
+    seed = row_seed(tl.load(logsumexp + row), row, salt)
+    first, last = start >> _STRATUM_BITS, (end - 1) >> _STRATUM_BITS
+    once = _is_hit(start, end, first, seed)
+    again = _is_hit(start, end, last, seed) & (last != first)
+    drawn = small & (length > 0) & (once | again)
+    live = certain | drawn
+    twice = drawn & once & again
+    strata = tl.cdiv(tl.sum(length), _STRATUM)
+    tl.store(room + row, tl.sum(certain.to(tl.int32)) + strata)
+    tl.store(small_out + row, tl.sum(tl.where(small, tl.exp2(log2_w - log2_threshold), 0.0)))
+    shortest = tl.min(tl.where(drawn, tl.where(twice, length, 2 * length), 2 * _STRATUM))
+    tl.store(largest_out + row, 1.0 / shortest * (2 * _STRATUM))
 
     WORDS: tl.constexpr = BLOCK // 32
     bit = tl.reshape(live.to(tl.int32), (WORDS, 32))
@@ -211,13 +381,16 @@ def _mark_live(
     word = tl.arange(0, WORDS)
     stored = word < tl.cdiv(tiles, 32)
     place = word.to(tl.int64) * rows + row
-    tl.store(bits + place, tl.sum(bit << tl.arange(0, 32)[None, :], axis=1), mask=stored)
+    shift = tl.arange(0, 32)[None, :]
+    tl.store(bits + place, tl.sum(bit << shift, axis=1), mask=stored)
+    both = tl.reshape(twice.to(tl.int32), (WORDS, 32))
+    tl.store(twice_bits + place, tl.sum(both << shift, axis=1), mask=stored)
     tl.store(rank_base + place, tl.cumsum(in_word, axis=0) - in_word, mask=stored)
     tl.store(live_count + row, tl.sum(in_word))
 
 
 @triton.jit
-def bits_of_tile(bits, tile, row, rows):
+def word_of_tile(bits, tile, row, rows):
     """The word of these rows that holds the tile."""
     return tl.load(bits + (tile // 32).to(tl.int64) * rows + row, mask=row < rows, other=0)
 
@@ -227,19 +400,5 @@ def _count_tile(bits, tile_counts, rows, BLOCK: tl.constexpr):
     tile = tl.program_id(0)
     live = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, rows, BLOCK):
-        live += (bits_of_tile(bits, tile, start + tl.arange(0, BLOCK), rows) >> (tile % 32)) & 1
+        live += (word_of_tile(bits, tile, start + tl.arange(0, BLOCK), rows) >> (tile % 32)) & 1
     tl.store(tile_counts + tile, tl.sum(live))
-
-
-@triton.jit(do_not_specialize=["tiles", "rows"])
-def _count_all(tile_counts, dense_rows, found, tiles, rows, BLOCK: tl.constexpr):
-    pairs = tl.zeros((BLOCK,), dtype=tl.int64)
-    dense = tl.zeros((BLOCK,), dtype=tl.int64)
-    for start in range(0, tiles, BLOCK):
-        tile = start + tl.arange(0, BLOCK)
-        pairs += tl.load(tile_counts + tile, mask=tile < tiles, other=0)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        dense += tl.load(dense_rows + row, mask=row < rows, other=0).to(tl.int64)
-    tl.store(found, tl.sum(pairs))
-    tl.store(found + 1, tl.sum(dense))

@@ -1,4 +1,4 @@
-"""The head's backward over live pairs only: cost follows density.
+"""The head's backward over kept pairs only: cost follows density.
 
 On the lists of `select`: the pairs' logit gradients (`sparse_pairs`), dW and dbias from them
 (`sparse_weight`), and dX over the single entries that count (`sparse_rows`). Every sum has a fixed order:
@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING
-from .balance import total_of
+from . import ENTRY_SHARE
 from .coefficients import RowCoefficients
 from .pairs import list_pairs
 from .select import Live
@@ -37,7 +36,6 @@ class SparseGradients:
     hidden: Tensor | None  # (N, H), dtype of hidden
     weight: Tensor | None  # (V, H)
     bias: Tensor | None  # (V,)
-    left_out: Tensor  # (N,) float32: probability that the hidden gradient, else the weight's, leaves out
 
 
 def sparse_backward(
@@ -47,20 +45,19 @@ def sparse_backward(
     wanted: Wanted,
     certificate: Tensor,
     *,
-    tolerance: float,
     capacity: int,
     config: SparseConfig,
 ) -> SparseGradients:
-    """Gradients of Σ g·logprob (and what else went into `rows`) from at most `capacity` live pairs.
+    """Gradients of Σ g·logprob (and what else went into `rows`) from at most `capacity` kept pairs.
 
     Args:
         problem: its operands have unit stride along H.
-        live: from `select_live` of the same batch, with the same tolerance.
+        live: from `select_live` of the same batch.
         certificate: (4,) float32, filled as `certify` does.
     """
     operands = SparseOperands.of(problem, rows, live, list_pairs(live, capacity, config), config)
     gradients = pair_gradients(operands)
-    weight, bias, hidden, left_out = wanted.into_weight, wanted.into_bias, None, live.left_out
+    weight, bias, hidden, small = wanted.into_weight, wanted.into_bias, None, None
     if wanted.weight:
         if weight is None:
             weight = torch.empty_like(problem.weight, memory_format=torch.contiguous_format)
@@ -70,61 +67,68 @@ def sparse_backward(
             bias = torch.empty_like(problem.bias, memory_format=torch.contiguous_format)
         bias_gradient(operands, gradients, bias, wanted.into_bias is not None)
     if wanted.hidden:
-        kept, left_out = keep_entries(operands, gradients, tolerance)
-    certify(operands, left_out, certificate)
+        kept, least, small = keep_entries(operands, gradients)
+    certify(operands, small, certificate)
     if wanted.hidden:
-        hidden = hidden_gradient(operands, gradients, kept)
-    return SparseGradients(hidden, weight if wanted.weight else None, bias if wanted.bias else None, left_out)
+        hidden = hidden_gradient(operands, gradients, kept, least)
+    return SparseGradients(hidden, weight if wanted.weight else None, bias if wanted.bias else None)
 
 
-def certify(operands: SparseOperands, left_out: Tensor, numbers: Tensor) -> None:
-    """Fills (4,) float32.
+def certify(operands: SparseOperands, small_entries: Tensor | None, numbers: Tensor) -> None:
+    """Fills (4,) float32: kept pairs of all; root mean square errors of dX and dW in units of what rounding
+    the logit gradient to bfloat16 costs, NaN where a row is not finite; the largest scale.
 
-    Live pairs of all pairs, those of rows set apart among them; probability left out, its mean over the rows
-    with a gradient and its largest; and the certified error in units of the certified error of rounding the
-    logit gradient to bfloat16, at most the tolerance.
+    Args:
+        small_entries: (N, S) float32, of `keep_entries`; None without a gradient of the hidden states.
     """
     rows, live = operands.rows, operands.live
+    segments = 0 if small_entries is None else small_entries.shape[1]
     _certificate[(1,)](
-        rows.mass, rows.squares, live.count, live.dense, live.found, left_out, numbers, left_out.numel(),
-        rows.squares.numel(), live.tile_counts.numel(), UNIT=BF16_ROUNDING, BLOCK=2048, num_warps=8,
+        rows.mass, rows.target, rows.logsumexp, live.count, live.small, live.largest, live.threshold.numbers,
+        small_entries, numbers, live.count.numel(), live.tile_counts.numel(), segments,
+        ENTRY=ENTRY_SHARE**2, BLOCK=2048, num_warps=8,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "segments"])
 def _certificate(
-    mass_gradient,  # (N,) float32
-    squares,  # (P,) float32
+    mass_gradient,  # (N,) float32, as the next two
+    target_gradient,
+    logsumexp,
     live_count,  # (N,) int32
-    dense_rows,  # (N,) bool
-    found,  # (2,) int64
-    left_out,  # (N,) float32
+    small_pairs,  # (N,) float32, as the next
+    largest_scale,
+    threshold,  # (4,) float32
+    small_entries,  # (N, segments) float32 or None
     numbers,  # (4,) float32, written
     rows,
-    parts,
     tiles,
-    UNIT: tl.constexpr,
+    segments,
+    ENTRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    active = tl.zeros((BLOCK,), dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    error = tl.zeros((BLOCK,), dtype=tl.float32)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    pairs = tl.zeros((BLOCK,), dtype=tl.float32)
+    small = tl.zeros((BLOCK,), dtype=tl.float32)
+    entries = tl.zeros((BLOCK,), dtype=tl.float32)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32) + 1.0
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         inside = row < rows
-        dense = tl.load(dense_rows + row, mask=inside, other=0) != 0
-        left = tl.load(left_out + row, mask=inside & ~dense, other=0.0)
-        live = tl.load(live_count + row, mask=inside, other=0) > 0
-        cost = tl.load(mass_gradient + row, mask=inside, other=0.0) * left
-        active += (live | dense).to(tl.float32)
-        total += left
-        error += tl.where(cost == cost, cost * cost, 0.0)
-        largest = tl.maximum(largest, left)
-    error_sum = tl.sum(error)
-    pairs = tl.load(found).to(tl.float32) + tl.load(found + 1).to(tl.float32) * tiles
-    bound = tl.sqrt(error_sum / total_of(squares, parts, BLOCK)) / UNIT
-    tl.store(numbers, pairs / tl.maximum(rows * 1.0 * tiles, 1.0))
-    tl.store(numbers + 1, tl.sum(total) / tl.maximum(tl.sum(active), 1.0))
-    tl.store(numbers + 2, tl.max(largest))
-    tl.store(numbers + 3, tl.where(error_sum > 0.0, bound, 0.0))
+        count = tl.load(live_count + row, mask=inside, other=0)
+        pairs += count
+        small += tl.load(small_pairs + row, mask=inside, other=0.0)
+        # Of a row that is not finite nothing is known, nor of the batch.
+        size = tl.abs(tl.load(mass_gradient + row, mask=inside, other=0.0))
+        size += tl.abs(tl.load(target_gradient + row, mask=inside, other=0.0))
+        size += tl.where(count > 0, tl.abs(tl.load(logsumexp + row, mask=inside, other=0.0)), 0.0)
+        small += tl.where(size < float("inf"), 0.0, float("nan"))
+        largest = tl.maximum(largest, tl.load(largest_scale + row, mask=inside, other=1.0))
+        if small_entries is not None:
+            for segment in range(segments):
+                entries += tl.load(small_entries + row * segments + segment, mask=inside, other=0.0)
+    unit = tl.load(threshold + 2)
+    of_pairs = tl.sum(small)
+    tl.store(numbers, tl.sum(pairs) / tl.maximum(rows * 1.0 * tiles, 1.0))
+    tl.store(numbers + 1, unit * tl.sqrt(of_pairs + ENTRY * tl.sum(entries)))
+    tl.store(numbers + 2, unit * tl.sqrt(of_pairs))
+    tl.store(numbers + 3, tl.max(largest))

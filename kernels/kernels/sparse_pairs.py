@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import TILE
+from . import ENTRY_SHARE, TILE
 from .coefficients import RowCoefficients
 from .pairs import Pairs
 from .product import (
@@ -55,34 +55,40 @@ class SparseOperands:
         1e-6 stays normal.
         """
         unit = None
-        if problem.hidden.dtype == torch.float16 and rows.scale.numel():
-            slope = torch.where(rows.mass == 0, 1, rows.scale / rows.mass.abs())
-            largest = torch.maximum(rows.scale, rows.target.abs() * slope).nan_to_num(0, 0).amax()
+        if problem.hidden.dtype == torch.float16 and rows.mass.numel():
+            size = torch.maximum(rows.mass.abs(), rows.target.abs())
+            if rows.entropy_gradient is not None:
+                size = size + rows.entropy_gradient.abs() * (1 + rows.entropy)
+            # A pair that is drawn twice stands for two thresholds.
+            drawn = 2 * live.threshold.numbers[1] / ENTRY_SHARE
+            largest = torch.maximum((size * rows.slope).nan_to_num(0, 0).amax(), drawn)
             exponent = torch.floor(13 - torch.log2(largest.clamp(min=2.0**-100))).clamp(-100, 100)
             unit = torch.exp2(exponent).reshape(1)
         return cls(problem, rows, live, pairs, config, unit)
 
 
 def pair_gradients(operands: SparseOperands) -> Tensor:
-    """(capacity, TILE) in the dtype of hidden: unit·dL/d(x·w) of every pair, at its place."""
+    """(capacity, TILE) in the dtype of hidden: unit·scale·dL/d(x·w) of every pair, at its place."""
     problem, rows, pairs, config = operands.problem, operands.rows, operands.pairs, operands.config
     hidden, weight = problem.hidden, problem.weight
     gradients = hidden.new_empty((pairs.capacity, TILE))
-    # A bias, a softcap, and rows not known to be aligned need the registers of half a block.
-    aligned = all(size % 16 == 0 for size in (hidden.shape[1], hidden.stride(0), weight.stride(0)))
-    whole = aligned and problem.bias is None and problem.softcap is None
+    # A bias, a softcap, an entropy, and rows not known to be aligned need the registers of half a block.
+    sizes = hidden.shape[1], hidden.stride(0), weight.stride(0), hidden.data_ptr(), weight.data_ptr()
+    aligned = all(size % 16 == 0 for size in sizes)
+    whole = aligned and problem.bias is None and problem.softcap is None and rows.entropy is None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         **transform_arguments(problem),
         hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
-        target_gradient=rows.target, mass_gradient=rows.mass, pair_rows=pairs.rows, pair_places=pairs.places,
-        offsets=pairs.offsets, block_offsets=pairs.block_offsets, block_tile=pairs.block_tile,
-        gradients=gradients, unit=operands.unit,
+        target_gradient=rows.target, mass_gradient=rows.mass, entropy=rows.entropy,
+        entropy_gradient=rows.entropy_gradient, pair_rows=pairs.rows, pair_places=pairs.places,
+        pair_scales=pairs.scales, offsets=pairs.offsets, block_offsets=pairs.block_offsets,
+        block_tile=pairs.block_tile, gradients=gradients, unit=operands.unit,
         rows=problem.targets.numel(), vocabulary=weight.shape[0], hidden_size=hidden.shape[1],
         hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
-        maxnreg=config.pair_registers if whole else None,
+        maxnreg=config.pair_registers if aligned else None,
     )  # fmt: skip
     return gradients
 
@@ -95,12 +101,15 @@ def _pair_gradients(
     logsumexp,  # (N,) float32
     target_gradient,  # (N,) float32
     mass_gradient,  # (N,) float32
+    entropy,  # (N,) float32 or None, as the next
+    entropy_gradient,
     bias,  # (V,) or None
     inv_temperature,  # (N,) float32 or None
     logit_scale,
     softcap,
     pair_rows,
     pair_places,
+    pair_scales,
     offsets,
     block_offsets,
     block_tile,
@@ -136,14 +145,19 @@ def _pair_gradients(
             weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[None, :] * weight_stride,
             hidden_size, DEPTH, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
+        place = tl.load(pair_places + index, mask=valid, other=0)
+        scale = tl.load(pair_scales + place, mask=valid, other=0.0)
+        h, e = None, None
+        if entropy_gradient is not None:
+            h, e = tl.load(entropy + row), scale * tl.load(entropy_gradient + row)
         gradient = logit_gradient(
             products, bias, inv_temperature, logit_scale, softcap, tl.load(logsumexp + row),
-            tl.load(mass_gradient + row), tl.load(target_gradient + row), tl.load(targets + row),
-            row, column, rows, vocabulary,
+            scale * tl.load(mass_gradient + row), tl.load(target_gradient + row), h, e,
+            tl.load(targets + row), row, column, rows, vocabulary,
         )  # fmt: skip
         if unit is not None:
             gradient *= tl.load(unit)
-        place = gradients + tl.load(pair_places + index, mask=valid, other=0).to(tl.int64) * TILE
+        place = gradients + place.to(tl.int64) * TILE
         stored = gradient.to(gradients.dtype.element_ty)
         tl.store(place[:, None] + tl.arange(0, TILE)[None, :], stored, mask=valid[:, None])
 
@@ -155,9 +169,11 @@ def logit_gradient(
     inv_temperature,
     logit_scale,
     softcap,
-    logsumexp,  # (ROWS,), as the next three
-    mass_gradient,
+    logsumexp,  # (ROWS,), as the next five
+    mass_gradient,  # with the pair's scale
     target_gradient,
+    entropy,  # or None, as the next, with the pair's scale
+    entropy_gradient,
     target,
     row,  # (ROWS,)
     column,  # (COLUMNS,)
@@ -172,12 +188,24 @@ def logit_gradient(
         z = biased(products, bias, column, vocabulary)
         octaves = tl.fma(z, (slope * LOG2E)[:, None], (-logsumexp * LOG2E)[:, None])
         gradient = (-mass_gradient * slope)[:, None] * tl.exp2(octaves)
+        if entropy_gradient is not None:
+            gradient -= (entropy_gradient * slope)[:, None] * _surprise(octaves / LOG2E, entropy)
         return tl.where(target[:, None] == column[None, :], (target_gradient * slope)[:, None], gradient)
     logits = transform_logits(
         products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
     )
-    gradient = -mass_gradient[:, None] * tl.exp(logits - logsumexp[:, None])
+    logp = logits - logsumexp[:, None]
+    gradient = -mass_gradient[:, None] * tl.exp(logp)
+    if entropy_gradient is not None:
+        gradient -= entropy_gradient[:, None] * _surprise(logp, entropy)
     gradient = tl.where(target[:, None] == column[None, :], target_gradient[:, None], gradient)
     return untransform_gradient(
         gradient, products, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary
     )
+
+
+@triton.jit
+def _surprise(logp, entropy):
+    """p·(log p + H), nothing where p is nothing."""
+    p = tl.exp2(logp * LOG2E)
+    return tl.where(p > 0.0, p * (logp + entropy[:, None]), 0.0)

@@ -1,13 +1,15 @@
 """dX as a row-gathered sparse product: dX_i = Σ over the row's entries of gradient · W[column].
 
-A live tile of a row holds about one column that matters, so dX over single entries reads a hundredth of what
-dX over pairs would. A row's pairs lie next to each other: one program counts what each threshold would leave
-out of them, `balance` sets the threshold that spends what the pairs left of the tolerance, and the entries
-at or above it are brought to the front. Then one program per row holds all of H in registers and adds whole
-rows of W: no atomics, one store, and the entries in a fixed order, so results are bit-equal from run to run.
+A kept tile of a row holds about one column that matters, so dX over single entries reads a hundredth of what
+dX over pairs would. Entries are chosen by the rule of pairs (`select`): one of size a ≥ τ_e counts as it is,
+a smaller one with probability a/τ_e, and then as ±τ_e. τ_e is the batch's, or less in a row whose small
+entries would cost more than its part of the tolerance. A row's pairs lie next to each other: one program
+brings the entries that count to their front. Then one program per row holds all of H in registers and adds
+whole rows of W: no atomics, one store, and the entries in a fixed order, so results are bit-equal from run to
+run.
 
 The gradients of the pairs only say which entries count. Each entry's own is formed anew in float32, from
-the row of W that the program holds anyway: rounding to half precision would cost dX more than the tolerance.
+the row of W that the program holds anyway: rounding to half precision would cost dX more than the draws.
 """
 
 from __future__ import annotations
@@ -17,52 +19,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, LEVELS, TILE
-from .balance import balance, count_octaves, level_of, store_curve, threshold_of
+from . import SEGMENT, TILE
+from .hashing import entry_seed, mix, row_seed, spread
 from .product import transform_arguments
 from .sparse_pairs import SparseOperands, logit_gradient
 
 
-def keep_entries(operands: SparseOperands, gradients: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Brings each row's entries that count to its front, in their order, in place of its gradients.
+def keep_entries(operands: SparseOperands, gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Brings each row's entries that count to the front of its segments, in place of its gradients.
+
+    A segment is SEGMENT pairs of a row: the numbers of its entries have 16 bits.
 
     Args:
-        gradients: (capacity, TILE), overwritten: the first of a row's elements hold, as integers of their
-            size, which of its elements were kept; the target's always is.
+        gradients: (capacity, TILE), overwritten: the first of a segment's elements hold, as integers of their
+            size, which of its elements were kept, in their order; the target's always is.
 
     Returns:
-        (N,) int32 kept entries, and (N,) float32 the probability that a row leaves out in all. Without
-        meaning where the pairs did not fit.
+        (N, S) int32 kept entries; (N, S) float32 their threshold; and (N, S) float32 Σ a·threshold/τ_e² of
+        the entries below it. Without meaning where the pairs did not fit.
     """
     rows, live, pairs = operands.rows, operands.live, operands.pairs
-    count = live.count.numel()
-    curve = rows.mass.new_empty((count, LEVELS))
-    kept, left_out = live.count.new_empty(count), rows.mass.new_empty(count)
-    scale = rows.scale if operands.unit is None else rows.scale * operands.unit
-    half = gradients.element_size() == 2
-    rounded = 1 + BF16_ROUNDING if half else 1.0  # by which a stored gradient can be less than its entry
-    inputs = (
-        gradients, pairs.tiles, live.row_ends, live.count, pairs.fits, live.left_out,
-        operands.problem.targets, scale, operands.problem.vocabulary,
-    )  # fmt: skip
+    count, tiles = live.count.numel(), live.tile_counts.numel()
+    segments = triton.cdiv(tiles, SEGMENT)
+    kept = live.count.new_empty(count, segments)
+    least, small = (live.small.new_empty(count, segments) for _ in range(2))
     if count:
-        _entry_curve[(count,)](*inputs, curve, TILE=TILE, BLOCK=_SCAN, ROUNDED=rounded, num_warps=4)
-    kappa = balance(curve, rows.mass, rows.squares, tolerance * BF16_ROUNDING)
-    if count:
-        slots = gradients.view(torch.int16 if half else torch.int32)
-        _keep_entries[(count,)](
-            *inputs, rows.mass, curve, kappa, slots, kept, left_out,
-            TILE=TILE, BLOCK=_SCAN, ROUNDED=rounded, num_warps=4,
+        _keep_entries[(count, segments)](
+            gradients, pairs.tiles, live.row_ends, live.room, live.count, pairs.fits, rows.logsumexp,
+            operands.problem.targets, live.threshold.numbers, live.threshold.salt, operands.unit,
+            operands.problem.vocabulary, _slots(gradients), kept, least, small,
+            TILE=TILE, SEGMENT=SEGMENT, BLOCK=_SCAN, num_warps=4,
         )  # fmt: skip
-    return kept, left_out
+    return kept, least, small
 
 
-def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor) -> Tensor:
+def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor, least: Tensor) -> Tensor:
     """(N, H) in the dtype of hidden; without meaning where the pairs did not fit.
 
     Args:
         slots: what `keep_entries` left of the gradients.
-        kept: (N,) int32, how many a row has.
+        kept: (N, S) int32, how many each segment of a row has.
+        least: (N, S) float32, what a smaller one of them counts as.
     """
     problem, config = operands.problem, operands.config
     rows, live, pairs = operands.rows, operands.live, operands.pairs
@@ -75,122 +72,98 @@ def hidden_gradient(operands: SparseOperands, slots: Tensor, kept: Tensor) -> Te
             **transform_arguments(problem),
             hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
             mass_gradient=rows.mass, target_gradient=rows.target,
-            slots=slots.view(torch.int16 if slots.element_size() == 2 else torch.int32), kept=kept,
-            pair_tiles=pairs.tiles, row_ends=live.row_ends, live_count=live.count, fits=pairs.fits,
-            gradient=gradient, rows=count, vocabulary=weight.shape[0], depth=depth,
+            entropy=rows.entropy, entropy_gradient=rows.entropy_gradient,
+            least_of=least, slots=_slots(slots), kept=kept, segments=kept.shape[1],
+            pair_tiles=pairs.tiles, pair_scales=pairs.scales, row_ends=live.row_ends, room=live.room,
+            fits=pairs.fits, gradient=gradient, rows=count, vocabulary=weight.shape[0], depth=depth,
             hidden_stride=hidden.stride(0), weight_stride=weight.stride(0),
-            TILE=TILE, BLOCK=block, ENTRIES=config.row_entries, STAGES=config.row_stages, LONG=_LONG,
+            TILE=TILE, SEGMENT=SEGMENT, BLOCK=block, ENTRIES=config.row_entries, STAGES=config.row_stages,
+            LONG=_LONG,
             num_warps=min(max(block // config.row_width, 1), 16),
         )  # fmt: skip
     return gradient
+
+
+def _slots(gradients: Tensor) -> Tensor:
+    """The gradients' memory as integers."""
+    return gradients.view(torch.int16 if gradients.element_size() == 2 else torch.int32)
 
 
 _SCAN = 1024  # elements of a row's gradients at a time
 _LONG = 256  # kept entries above which a row goes before the others
 
 
-@triton.jit
-def _row_shares(
-    gradients,  # (capacity, TILE)
-    pair_tiles,  # (capacity,) int32, by place
-    first,  # int64: the row's first pair
-    start,
-    elements,
-    target,
-    scale,
-    vocabulary,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The probability that BLOCK elements of a row count as, which are there, which is the target."""
-    element = start + tl.arange(0, BLOCK)
-    present = element < elements
-    value = tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32)
-    column = tl.load(pair_tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
-    share = tl.where(scale == 0.0, 0.0, tl.abs(value) / scale)  # only the target's gradient
-    present &= column < vocabulary
-    return share, present, present & (column == target)
-
-
-@triton.jit(do_not_specialize=["vocabulary"])
-def _entry_curve(
-    gradients,
-    pair_tiles,
-    row_ends,
-    live_count,
-    fits,
-    left_out,  # (N,) float32: by the pairs
-    targets,  # (N,) int64
-    row_scale,  # (N,) float32
-    vocabulary,
-    curve,  # (N, LEVELS) float32, written
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):
-    """At least what one row leaves out at each threshold: with its pairs, and with its entries below."""
-    row = tl.program_id(0)
-    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
-    first = tl.load(row_ends + row) - pairs
-    target, scale = tl.load(targets + row), tl.load(row_scale + row)
-    share, present, is_target = _row_shares(
-        gradients, pair_tiles, first, 0, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
-    )
-    counts = count_octaves(tl.log2(share), present & ~is_target)
-    for start in range(BLOCK, pairs * TILE, BLOCK):
-        share, present, is_target = _row_shares(
-            gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
-        )
-        counts += count_octaves(tl.log2(share), present & ~is_target)
-    store_curve(curve, row, counts, tl.load(left_out + row), FACTOR=ROUNDED)
-
-
 @triton.jit(do_not_specialize=["vocabulary"])
 def _keep_entries(
-    gradients,
-    pair_tiles,
-    row_ends,
+    gradients,  # (capacity, TILE)
+    pair_tiles,  # (capacity,) int32, by place
+    row_ends,  # (N,) int64
+    room,  # (N,) int32, as the next
     live_count,
-    fits,
-    left_out,
-    targets,
-    row_scale,
+    fits,  # (1,) int32
+    logsumexp,  # (N,) float32
+    targets,  # (N,) int64
+    threshold,  # (4,) float32
+    salt,  # (1,) uint32
+    unit,  # (1,) float32 or None
     vocabulary,
-    mass_gradient,  # (N,) float32
-    curve,
-    kappa,  # (1,) float32
     slots,  # the gradients as integers, written
-    kept_out,  # (N,) int32, written
-    left_out_all,  # (N,) float32, written
+    kept_out,  # (N, S) int32, written
+    least_out,  # (N, S) float32, written
+    small_out,  # (N, S) float32, written
     TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROUNDED: tl.constexpr,
 ):
-    """One row: what is kept goes to its front as numbers of its elements."""
-    row = tl.program_id(0)
+    """One segment of a row."""
+    row, segment = tl.program_id(0), tl.program_id(1)
     pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
-    first = tl.load(row_ends + row) - pairs
-    target, scale = tl.load(targets + row), tl.load(row_scale + row)
-    threshold = threshold_of(level_of(curve, row, tl.load(mass_gradient + row), tl.load(kappa)))
+    elements = tl.minimum(tl.maximum(pairs - segment * SEGMENT, 0), SEGMENT) * TILE
+    first = tl.load(row_ends + row) - tl.load(room + row) + segment * SEGMENT
+    target = tl.load(targets + row)
+    usual, most = tl.load(threshold + 1), tl.load(threshold + 3)
+    stored = usual if unit is None else usual * tl.load(unit)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, elements, BLOCK):
+        size, column, present = _sizes(gradients, pair_tiles, first, start, elements, vocabulary, TILE, BLOCK)
+        sums += tl.where(present & (size < stored) & (column != target), size, 0.0)
+    sizes = tl.sum(sums)
+    share = tl.where(sizes > most * stored, most * stored / sizes, 1.0)
+    least = stored * share
+    seed = entry_seed(row_seed(tl.load(logsumexp + row), row, salt))
     kept = 0
-    dropped = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, pairs * TILE, BLOCK):
-        share, present, is_target = _row_shares(
-            gradients, pair_tiles, first, start, pairs * TILE, target, scale, vocabulary, TILE, BLOCK
-        )
-        below = (share < threshold) & ~is_target  # NaN is not
-        dropped += tl.where(present & below, share, 0.0)
-        keep = (present & ~below).to(tl.int32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, elements, BLOCK):
+        size, column, present = _sizes(gradients, pair_tiles, first, start, elements, vocabulary, TILE, BLOCK)
+        small = present & (size < least) & (column != target)  # NaN is not
+        drawn = (mix(seed + spread(column)) >> 8).to(tl.float32) * least < size * 16777216.0
+        total += tl.where(small, size, 0.0)
+        keep = (present & (~small | drawn)).to(tl.int32)
         rank = kept + tl.cumsum(keep, axis=0) - keep
         tl.debug_barrier()  # what is overwritten has been read, by other threads too
         element = (start + tl.arange(0, BLOCK)).to(slots.dtype.element_ty)
         tl.store(slots + first * TILE + rank, element, mask=keep != 0)
         kept += tl.sum(keep)
-    tl.store(kept_out + row, kept)
-    tl.store(left_out_all + row, tl.load(left_out + row) + ROUNDED * tl.sum(dropped))
+    at = row * tl.num_programs(1) + segment
+    tl.store(kept_out + at, kept)
+    tl.store(least_out + at, usual * share)
+    sizes = tl.sum(total)
+    tl.store(small_out + at, tl.where(sizes > 0.0, sizes / stored * share, 0.0))
 
 
-@triton.jit(do_not_specialize=["rows", "vocabulary"])
+@triton.jit
+def _sizes(
+    gradients, pair_tiles, first, start, elements, vocabulary, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of BLOCK elements of a segment |gradient|, column, and whether they are there."""
+    element = start + tl.arange(0, BLOCK)
+    present = element < elements
+    size = tl.abs(tl.load(gradients + first * TILE + element, mask=present, other=0.0).to(tl.float32))
+    column = tl.load(pair_tiles + first + element // TILE, mask=present, other=0) * TILE + element % TILE
+    return size, column, present & (column < vocabulary)
+
+
+@triton.jit(do_not_specialize=["rows", "segments", "vocabulary"])
 def _hidden_gradient(
     hidden,  # (N, H)
     weight,  # (V, H)
@@ -198,15 +171,20 @@ def _hidden_gradient(
     logsumexp,  # (N,) float32
     mass_gradient,  # (N,) float32
     target_gradient,  # (N,) float32
+    entropy,  # (N,) float32 or None, as the next
+    entropy_gradient,
     bias,  # (V,) or None
     inv_temperature,  # (N,) float32 or None
     logit_scale,
     softcap,
+    least_of,  # (N, segments) float32
     slots,
-    kept,
+    kept,  # (N, segments) int32
+    segments,
     pair_tiles,
+    pair_scales,
     row_ends,
-    live_count,
+    room,
     fits,
     gradient,  # (N, H), written
     rows,
@@ -215,6 +193,7 @@ def _hidden_gradient(
     hidden_stride,
     weight_stride,
     TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
     STAGES: tl.constexpr,
@@ -222,30 +201,43 @@ def _hidden_gradient(
 ):
     """One row of dX, all of H. The first N programs take the long rows, which would run on at the end."""
     row = tl.program_id(0) % rows
-    count = tl.load(kept + row)
+    count = 0
+    for segment in range(segments):
+        count += tl.load(kept + row * segments + segment)
     if (tl.load(fits) == 0) | ((count > LONG) != (tl.program_id(0) < rows)):
         return
     h = tl.arange(0, BLOCK)
     inside = h < depth
     x = tl.load(hidden + row.to(tl.int64) * hidden_stride + h, mask=inside & (count > 0), other=0.0)
     x = x.to(tl.float32)[None, :]
-    first = tl.load(row_ends + row) - tl.load(live_count + row)
     this = row + tl.arange(0, 1)
     lse, mass = tl.load(logsumexp + this), tl.load(mass_gradient + this)
     of_target, target = tl.load(target_gradient + this), tl.load(targets + this)
     total = tl.zeros((ENTRIES, BLOCK), dtype=tl.float32)
-    for start in tl.range(0, count, ENTRIES, num_stages=STAGES):
-        entry = start + tl.arange(0, ENTRIES)
-        present = entry < (count if ENTRIES > 1 else start + 1)
-        slot = tl.load(slots + first * TILE + entry, mask=present, other=0).to(tl.int32) & 0xFFFF
-        tile = tl.load(pair_tiles + first + slot // TILE, mask=present, other=0)
-        column = tile * TILE + slot % TILE
-        w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
-        w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        value = logit_gradient(
-            tl.sum(w * x, axis=1)[None, :], bias, inv_temperature, logit_scale, softcap, lse, mass, of_target,
-            target, this, column, rows, vocabulary,
-        )  # fmt: skip
-        total += tl.where(present, tl.reshape(value, (ENTRIES,)), 0.0)[:, None] * w
+    first = tl.load(row_ends + row) - tl.load(room + row)
+    for segment in range(segments):
+        here = tl.load(kept + row * segments + segment)
+        least = tl.load(least_of + row * segments + segment)
+        for start in tl.range(0, here, ENTRIES, num_stages=STAGES):
+            entry = start + tl.arange(0, ENTRIES)
+            present = entry < (here if ENTRIES > 1 else start + 1)
+            slot = tl.load(slots + first * TILE + entry, mask=present, other=0).to(tl.int32) & 0xFFFF
+            tile = tl.load(pair_tiles + first + slot // TILE, mask=present, other=0)
+            scale = tl.load(pair_scales + first + slot // TILE, mask=present, other=0.0)
+            column = tile * TILE + slot % TILE
+            w = weight + column.to(tl.int64)[:, None] * weight_stride + h[None, :]
+            w = tl.load(w, mask=present[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            uncertain, e = None, None
+            if entropy_gradient is not None:
+                uncertain, e = tl.load(entropy + this), tl.load(entropy_gradient + this)
+            value = logit_gradient(
+                tl.sum(w * x, axis=1)[None, :], bias, inv_temperature, logit_scale, softcap, lse, mass,
+                of_target, uncertain, e, target, this, column, rows, vocabulary,
+            )  # fmt: skip
+            value = scale * tl.reshape(value, (ENTRIES,))
+            counted = tl.where(value < 0.0, -least, least)
+            small = (tl.abs(value) < least) & (column != tl.sum(target))
+            total += tl.where(present, tl.where(small, counted, value), 0.0)[:, None] * w
+        first += SEGMENT
     place = gradient + row.to(tl.int64) * depth + h
     tl.store(place, tl.sum(total, axis=0).to(gradient.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""dW and dbias of the live pairs: Gᵀ X over each tile's gathered rows, no atomics, no float32 copy of the
+"""dW and dbias of the kept pairs: Gᵀ X over each tile's gathered rows, no atomics, no float32 copy of the
 weight.
 
 One program per (vocabulary tile, columns of H) sums in float32 registers over the tile's rows in ascending

@@ -39,6 +39,20 @@ def everything(hidden, weight, bias, targets, group) -> list[torch.Tensor]:
     return [getattr(out, name) for name in OUTPUTS] + [out.topk_ids, out.topk_logprobs, loss, *gradients]
 
 
+def sure(group, rows: slice = slice(None)) -> list[torch.Tensor]:
+    """Log-probabilities of ever surer targets, and the hidden gradient, in float32."""
+    _, weight, _, targets = batch()
+    margin = torch.linspace(0, 60, 14, dtype=torch.float64)[:, None]
+    hidden = (
+        margin * weight[targets.clamp(min=0)] / weight[targets.clamp(min=0)].square().sum(1, keepdim=True)
+    )
+    kind = torch.float32 if group is not None else torch.float64
+    hidden = hidden.float().to(kind).requires_grad_()
+    weight = weight[rows].float().to(kind)
+    logprob = linear_logprob(hidden, weight, targets, process_group=group).logprob
+    return [logprob, *torch.autograd.grad(logprob.sum(), hidden)]
+
+
 def rows_of(rank: int) -> slice:
     return slice(0, SPLIT) if rank == 0 else slice(SPLIT, None)
 
@@ -50,6 +64,7 @@ def main(rank: int, folder: str) -> None:
     hidden, weight, bias, targets = batch()
     rows = rows_of(rank)
     found = everything(hidden, weight[rows], bias[rows], targets, dist.group.WORLD)
+    found += sure(dist.group.WORLD, rows)
     save_file({str(i): t.detach().contiguous() for i, t in enumerate(found)}, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()

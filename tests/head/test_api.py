@@ -93,8 +93,8 @@ def test_the_certificate_is_pending_until_the_backward_has_run_which_is_exact_wi
     (sparse.logprob + out.logprob).sum().backward()
 
     assert before.isnan() and sparse.certificate.density < 1
-    assert out.certificate.density == 1 and out.certificate.error_bound == 0
-    assert repr(out.certificate) == "Certificate(density=1, left_out_mean=0, left_out_max=0, error_bound=0)"
+    assert out.certificate.density == 1 and out.certificate.hidden_error == 0
+    assert repr(out.certificate) == "Certificate(density=1, hidden_error=0, weight_error=0, largest_scale=1)"
 
 
 @pytest.mark.parametrize(

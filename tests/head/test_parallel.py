@@ -27,3 +27,10 @@ def test_each_rank_has_the_outputs_and_losses_of_one_and_its_rows_of_the_gradien
         found, rows = load_file(tmp_path / str(rank)), worker["rows_of"](rank)
         for place, expected in enumerate((*outputs, hidden, weight[rows], bias[rows])):
             torch.testing.assert_close(found[str(place)], expected.detach())
+        logprob, of_hidden = (exact.detach() for exact in worker["sure"](None))
+        works, sure = logprob != 0, len(outputs) + 3
+        assert logprob[works].abs().min() < 1e-10
+        found_logprob, found_hidden = (found[str(sure + place)][works].double() for place in (0, 1))
+        torch.testing.assert_close(found_logprob, logprob[works], rtol=2e-5, atol=0)
+        error = (found_hidden - of_hidden[works]).norm(dim=1) / of_hidden[works].norm(dim=1)
+        assert error.max() < 2e-5

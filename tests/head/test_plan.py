@@ -43,7 +43,7 @@ def test_every_tile_fits_the_shared_memory_in_whole_mass_tiles(device, dtype):
     for softcap in (False, True):
         for extra in range(5):
             work = replace(
-                WORK, dtype=dtype, softcap=softcap, extra_statistics=extra, dense_gradient=extra > 0
+                WORK, dtype=dtype, softcap=softcap, extra_statistics=extra, entropy_gradient=extra > 0
             )
             plan = plan_head(device, work)
 
@@ -69,11 +69,12 @@ def test_what_takes_many_registers_takes_half_a_tile():
     assert columns(entropy=True, log_sum_sq=True) == columns() == 2 * columns(max_logit=True)
 
 
-def test_the_backward_is_sparse_unless_exactness_or_a_dense_gradient_is_asked_for():
+def test_the_backward_is_sparse_unless_exactness_or_the_mean_logits_gradient_is_asked_for():
     assert plan_head(H200, WORK).backward == "sparse"
     assert plan_head(H200, WORK).tolerance == DEFAULT_TOLERANCE
-    for exact in ({"tolerance": 0.0}, {"dense_gradient": True}):
+    for exact in ({"tolerance": 0.0}, {"mean_gradient": True}, {"vocabulary": 600_000}):
         assert plan_head(H200, replace(WORK, **exact)).backward == "dense"
+    assert plan_head(H200, replace(WORK, entropy_gradient=True)).backward == "sparse"
     assert plan_head(CPU, WORK).backward == "dense"
     assert plan_head(CPU, replace(WORK, tolerance=0.5)).tolerance == 0.5
 

@@ -25,6 +25,7 @@ class Head:
     targets: Tensor  # (N,)
     g: Tensor  # (N,) float32
     g_logsumexp: Tensor | None
+    g_entropy: Tensor | None
     inv_temperature: Tensor | None
     logit_scale: float
     softcap: float | None
@@ -32,6 +33,7 @@ class Head:
     tile_lse: Tensor  # (N, T) float32
     logsumexp: Tensor  # (N,) float32
     logprob: Tensor  # (N,) float32
+    entropy: Tensor  # (N,) float32
     logit_gradient: Tensor  # (N, V) float64: dL/d(x·w + bias)
     d_hidden: Tensor  # float64
     d_weight: Tensor
@@ -45,8 +47,8 @@ class Head:
     @property
     def upstream(self) -> tuple[RowStatistics, RowGradients]:
         nothing = self.logprob.new_empty(0)
-        statistics = RowStatistics(self.logprob, self.logsumexp, *5 * (nothing,))
-        return statistics, RowGradients(self.g, self.g_logsumexp)
+        statistics = RowStatistics(self.logprob, self.logsumexp, self.entropy, *4 * (nothing,))
+        return statistics, RowGradients(self.g, self.g_logsumexp, self.g_entropy)
 
     @property
     def gradient(self) -> LogitGradient:
@@ -72,6 +74,7 @@ def make_head(rng: torch.Generator, device: torch.device):
         spread: float = 2.0,
         transformed: bool = False,
         g_logsumexp: bool = False,
+        g_entropy: float = 0.0,
     ) -> Head:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=rng, dtype=torch.float64)
@@ -87,16 +90,19 @@ def make_head(rng: torch.Generator, device: torch.device):
         inv_temperature = torch.rand(rows, generator=rng) + 0.5 if transformed else None
         scale, softcap = (1.25, 6.0) if transformed else (1.0, None)
         g_lse = normal(rows).float() * 0.1 if g_logsumexp else None
+        of_entropy = normal(rows).float() * g_entropy if g_entropy else None
         operands = [
             t if t is None else t.to(device)
-            for t in (hidden, weight, bias, targets, g, g_lse, inv_temperature)
+            for t in (hidden, weight, bias, targets, g, g_lse, of_entropy, inv_temperature)
         ]
         return solve(*operands, logit_scale=scale, softcap=softcap)
 
     return make
 
 
-def solve(hidden, weight, bias, targets, g, g_logsumexp, inv_temperature, *, logit_scale, softcap) -> Head:
+def solve(
+    hidden, weight, bias, targets, g, g_logsumexp, g_entropy, inv_temperature, *, logit_scale, softcap
+) -> Head:
     """The dense head in float64."""
     working = targets >= 0
     products = hidden.double() @ weight.double().T
@@ -113,13 +119,18 @@ def solve(hidden, weight, bias, targets, g, g_logsumexp, inv_temperature, *, log
     loss = (torch.where(working, g, 0.0).double() * logprob).sum()
     if g_logsumexp is not None:
         loss = loss + (torch.where(working, g_logsumexp, 0.0).double() * logsumexp).sum()
+    entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1)
+    if g_entropy is not None:
+        loss = loss + (torch.where(working, g_entropy, 0.0).double() * entropy).sum()
     (gradient,) = torch.autograd.grad(loss, products)
     tiles = logits.detach().split(TILE, 1)
     return Head(
-        hidden=hidden, weight=weight, bias=bias, targets=targets, g=g, g_logsumexp=g_logsumexp,
+        hidden=hidden, weight=weight, bias=bias, targets=targets,
+        g=g, g_logsumexp=g_logsumexp, g_entropy=g_entropy,
         inv_temperature=inv_temperature, logit_scale=logit_scale, softcap=softcap,
         probability=logits.detach().softmax(1),
         tile_lse=torch.stack([tile.logsumexp(1) for tile in tiles], 1).float(),
-        logsumexp=logsumexp.detach().float(), logprob=logprob.detach().float(), logit_gradient=gradient,
+        logsumexp=logsumexp.detach().float(), logprob=logprob.detach().float(),
+        entropy=entropy.detach().float(), logit_gradient=gradient,
         d_hidden=gradient @ weight.double(), d_weight=gradient.T @ hidden.double(), d_bias=gradient.sum(0),
     )  # fmt: skip

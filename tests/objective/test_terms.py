@@ -114,6 +114,7 @@ def test_only_drifted_sequences_of_negative_advantage_leave(make_batch):
     batch = make_batch(spread=0.6)
     drift = ((batch.sampler - batch.logprobs.detach()) * batch.mask).sum(1) / batch.mask.sum(1)
     threshold = drift.sort().values[1:3].mean().item()
+    batch.advantages.fill_(-1.0)
     batch.advantages[drift.argmax()] = 0.0  # has no gradient, and stays
     inputs = batch.inputs()
 
@@ -122,6 +123,7 @@ def test_only_drifted_sequences_of_negative_advantage_leave(make_batch):
     )
 
     stays = (batch.advantages >= 0) | (drift <= threshold)
+    assert 0 < stays.sum() < len(stays)
     assert torch.equal(keep, stays[inputs.sequence_ids])
 
 

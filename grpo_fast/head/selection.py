@@ -1,0 +1,228 @@
+"""What the kernels keep of a sparse backward, kept in plain torch.
+
+Where no kernel runs it saves no time. It shows what a tolerance does to a training run on any device, and is
+the second oracle of the kernels' tests. The rule and its reasons are those of `kernels/select.py`; nothing is
+rounded to half precision on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from grpo_fast.head.plan import Chunks
+from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
+from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, STRATUM, TILE
+
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Selection:
+    """By which factor the gradients of n rows take every one of T tiles, and dX single entries of those."""
+
+    targets: Tensor  # (n,)
+    scale: Tensor  # (n, T) of a pair's logit gradient; zero where it is left out
+    entry: Tensor  # (n, 1) what a smaller entry of dX is kept as, or left out
+    threshold: Tensor  # () τ
+    seed: Tensor  # (n,) int64
+    small: Tensor  # () Σ w/τ over the pairs below τ
+    unit: Tensor  # () τ relative to what rounding the batch to bfloat16 costs
+
+    def of_pairs(self, gradient: Tensor, part: slice, columns: slice) -> Tensor:
+        """Of the logit gradient (b, w) of some rows and columns, what goes into dW."""
+        tiles = slice(columns.start // TILE, -(-columns.stop // TILE))
+        scale = self.scale[part, tiles].repeat_interleave(TILE, 1)[:, : columns.stop - columns.start]
+        return (gradient * scale).where(scale != 0, 0)
+
+    def small_entries(self, of_pairs: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """Row and column, (m,), of the entries that dX may leave out."""
+        row, column = ((of_pairs != 0) & (of_pairs.abs() < self.entry[part])).nonzero(as_tuple=True)
+        other = column + columns.start != self.targets[part][row]
+        return row[other], column[other]
+
+    def of_hidden(self, of_pairs: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """What goes into dX, and Σ a times their threshold, in units of τ², of what may be left out."""
+        row, column = self.small_entries(of_pairs, part, columns)
+        value, entry = of_pairs[row, column], self.entry[part, 0][row]
+        drawn = _mix(_mix(self.seed[part][row] ^ _WORD) + (column + columns.start) * GOLDEN) >> 8
+        chosen = drawn.to(value.dtype) * entry < value.abs() * 2**24
+        kept = of_pairs.index_put((row, column), (value.sign() * entry).where(chosen, 0))
+        return kept, (value.abs() / self.threshold * (entry / self.threshold)).sum()
+
+    def metrics(self, small_entries: Tensor, density_of: int) -> Tensor:
+        """The certificate's numbers, (4,).
+
+        Args:
+            small_entries: () the sum of what `of_hidden` returned.
+            density_of: all pairs, those of other rows among them.
+        """
+        drawn = self.scale.where(self.scale != 1, 0)
+        numbers = (
+            (self.scale != 0).sum() / max(density_of, 1),
+            self.unit * (self.small + small_entries).sqrt(),
+            self.unit * self.small.sqrt(),
+            drawn.amax().clamp(min=1) if drawn.numel() else torch.ones_like(self.unit),
+        )
+        return torch.stack([number.float() for number in numbers])
+
+
+def select(
+    problem: HeadProblem,
+    rows: LogitGradient,
+    numbers: Tensor,
+    salt: Tensor,
+    wanted: Wanted,
+    tolerance: float,
+    chunks: Chunks,
+) -> Selection:
+    """For gradients through log-probability, log-sum-exp and entropy; that of the mean logit is not sparse.
+
+    Args:
+        problem: the rows with a gradient, (n,), and `numbers` their places in the batch.
+        salt: () int64 of the batch, `salt_of`.
+    """
+    count, tiles = problem.targets.numel(), -(-problem.vocabulary // TILE)
+    tile_lse = rows.mass.new_empty(count, tiles)
+    blocks = list(product(chunks.of_rows(count), chunks.of_columns(problem.vocabulary)))
+    for part, columns in blocks:
+        z = F.pad(
+            problem.rows(part).logits(columns), (0, columns.start - columns.stop & TILE - 1), value=-torch.inf
+        )
+        place = slice(columns.start // TILE, -(-columns.stop // TILE))
+        tile_lse[part, place] = z.unflatten(1, (-1, TILE)).logsumexp(2)
+    selection = choose(problem, rows, numbers, salt, tolerance, tile_lse)
+    if not wanted.hidden:
+        return selection
+    sums = torch.zeros_like(selection.entry)
+    for part, columns in blocks:
+        of_pairs = selection.of_pairs(rows.rows(part).of_products(problem.rows(part), columns), part, columns)
+        row, column = selection.small_entries(of_pairs, part, columns)
+        sums[part, 0] += torch.zeros_like(sums[part, 0]).index_add_(0, row, of_pairs[row, column].abs())
+    return within_tolerance(selection, problem, rows, sums, tolerance)
+
+
+def within_tolerance(
+    selection: Selection, problem: HeadProblem, rows: LogitGradient, sums: Tensor, tolerance: float
+) -> Selection:
+    """A row whose small entries, (n, 1) Σ a of them, would cost more than its part of the tolerance has a
+    lower threshold of them.
+    """
+    unit = selection.unit * BF16_ROUNDING * ENTRY_SHARE
+    active = (norms_of(problem, rows) > 0).sum()
+    most = (tolerance * BF16_ROUNDING / unit) ** 2 / active
+    return replace(selection, entry=selection.entry / (sums / selection.entry / most).clamp(min=1))
+
+
+def choose(
+    problem: HeadProblem,
+    rows: LogitGradient,
+    numbers: Tensor,
+    salt: Tensor,
+    tolerance: float,
+    tile_lse: Tensor,
+) -> Selection:
+    """`select`, given the log-sum-exp of each tile, (n, T)."""
+    targets, tile = problem.targets, torch.arange(tile_lse.shape[1], device=tile_lse.device)
+    has_target = (tile == targets[:, None] // TILE) & (targets < problem.vocabulary)[:, None]
+    weight = pair_weights(problem, rows, tile_lse)
+    norm = norm_of(problem, rows)
+    threshold = norm * _relative_threshold(weight.where(~has_target, torch.inf) / norm, tolerance)
+    seed = _mix(_bits(rows.logsumexp) + numbers * GOLDEN + salt)
+    scale, small = draw(weight / threshold, has_target, seed)
+    finite = (rows.mass + rows.target + rows.logsumexp).isfinite().all()
+    unit = torch.where(finite, threshold / (BF16_ROUNDING * norm), torch.nan)
+    entry = (ENTRY_SHARE * threshold).expand(targets.numel(), 1)
+    return Selection(targets, scale, entry, threshold, seed, small, unit)
+
+
+def salt_of(logsumexp: Tensor, targets: Tensor) -> Tensor:
+    """() int64 of a batch, whose every row with work takes part: other micro-batches and ranks draw anew."""
+    row = torch.arange(targets.numel(), device=targets.device)
+    of_rows = _mix(_bits(logsumexp) ^ _mix(row * GOLDEN + targets))
+    return of_rows.where(targets >= 0, 0).sum() & _WORD
+
+
+def pair_weights(problem: HeadProblem, rows: LogitGradient, tile_lse: Tensor) -> Tensor:
+    """(n, T): at least Σ |dL/d(x·w)| over each tile."""
+    log_mass = tile_lse - rows.logsumexp[:, None]
+    size = rows.mass.abs()[:, None]
+    if rows.entropy is not None and rows.entropy_gradient is not None:
+        surprise = (log_mass + rows.entropy[:, None]).abs().nan_to_num(posinf=0) + math.log(TILE)
+        size = size + rows.entropy_gradient.abs()[:, None] * surprise
+    return log_mass.exp() * size * _steepest(problem, size.dtype)
+
+
+def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Of pairs' w/τ, (n, T): the factor of each, zero where it is left out; and Σ w/τ of the uncertain ones.
+
+    Every unit of the cumulated w/τ of a row, a stratum, has one point, drawn evenly; a pair counts as often
+    as its part of the line holds points.
+    """
+    certain = certain | ~(ratio < 1)  # NaN is certain
+    length = (ratio * STRATUM).where(~certain, 0).ceil().long()
+    end = length.cumsum(1)
+    start = end - length
+    first, last = start // STRATUM, (end - 1).clamp(min=0) // STRATUM
+
+    def hit(stratum: Tensor) -> Tensor:
+        point = stratum * STRATUM + (_mix(seed[:, None] + stratum * GOLDEN) >> 32 - STRATUM.bit_length() + 1)
+        return (start <= point) & (point < end)
+
+    points = hit(first).to(ratio.dtype) + (hit(last) & (last != first)).to(ratio.dtype)
+    drawn = points * STRATUM / length.clamp(min=1)
+    return torch.where(certain, 1.0, drawn).to(ratio.dtype), ratio.where(~certain, 0).sum()
+
+
+def _relative_threshold(weight: Tensor, tolerance: float) -> Tensor:
+    """The largest τ, of pairs' w, both relative to the batch's norm, with τ·Σ_{w<τ} w within the tolerance's
+    budget, as far as quarter octaves tell.
+    """
+    octave = ((-4 * weight.log2()).floor() + 1).nan_to_num(nan=0.0, neginf=0.0)
+    place = octave.clamp(0, BINS - 1).long().where(weight > 0, 0)
+    counts = torch.bincount(place.flatten(), minlength=BINS).to(weight.dtype)
+    edge = torch.exp2((1 - torch.arange(BINS, device=weight.device, dtype=weight.dtype)) / 4)
+    below = (counts * edge).flip(0).cumsum(0).flip(0)
+    return torch.minimum(edge, (tolerance * BF16_ROUNDING) ** 2 / below)[1:].amax()
+
+
+def norm_of(problem: HeadProblem, rows: LogitGradient) -> Tensor:
+    """() of all rows."""
+    return norms_of(problem, rows).double().square().sum().sqrt().to(rows.mass.dtype)
+
+
+def norms_of(problem: HeadProblem, rows: LogitGradient) -> Tensor:
+    """(n,) half of Σ|dL/d(x·w)|, at least: the target's entry is as large as all the others together."""
+    here = problem.targets < problem.vocabulary
+    size = (
+        torch.where(here, rows.target.abs(), rows.mass.abs() / 2) * _steepest(problem, rows.mass.dtype)[:, 0]
+    )
+    if problem.softcap is not None:
+        inverse = 1.0 if problem.inv_temperature is None else problem.inv_temperature
+        capped = (rows.logprob + rows.logsumexp) / (inverse * problem.softcap)
+        size = size * torch.where(here, 1 - capped.square(), 1).clamp(min=0)
+    return size.where(size.isfinite(), 0)
+
+
+def _steepest(problem: HeadProblem, kind: torch.dtype) -> Tensor:
+    """(n, 1) or (1, 1): the largest dz/d(x·w)."""
+    if problem.inv_temperature is None:
+        return torch.full((1, 1), abs(problem.logit_scale), dtype=kind, device=problem.targets.device)
+    return (problem.inv_temperature.to(kind) * abs(problem.logit_scale))[:, None]
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.float().view(torch.int32).long()
+
+
+def _mix(word: Tensor) -> Tensor:
+    """A hash of 32 bits, int64: two rounds of multiply and shift."""
+    word = word & _WORD
+    word = ((word ^ word >> 16) * 0x7FEB352D) & _WORD
+    word = ((word ^ word >> 15) * 0x846CA68B) & _WORD
+    return word ^ word >> 16

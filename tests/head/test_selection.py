@@ -1,0 +1,135 @@
+"""The sparse backward in plain torch: unbiased, as certified, and the same choice as the kernels'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from grpo_fast.kernels import BF16_ROUNDING
+
+from grpo_fast import linear_logprob
+from grpo_fast.head import reference
+from grpo_fast.head.selection import salt_of
+
+
+def run(call, tolerance: float, upstream: torch.Tensor | None = None, outputs=("logprob",)):
+    """Gradients of Σ ±log p, and the certificate."""
+    signs = 1 - 2 * (torch.arange(call.targets.numel()) % 2).to(call.hidden.dtype)
+    signs = signs if upstream is None else upstream
+    out = linear_logprob(
+        call.hidden, call.weight, call.targets, **call.options, tolerance=tolerance, outputs=outputs
+    )
+    loss = (out.logprob * signs).sum()
+    if out.entropy is not None:
+        loss = loss + 0.01 * out.entropy.sum()
+    return torch.autograd.grad(loss, call.parameters), out.certificate
+
+
+@pytest.fixture
+def resalted(monkeypatch):
+    """Every backward draws anew."""
+    salts = iter(range(10**6))
+    monkeypatch.setattr(reference, "salt_of", lambda *batch: salt_of(*batch) + 7919 * next(salts))
+
+
+@pytest.mark.usefixtures("resalted")
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("outputs", [("logprob",), ("logprob", "entropy")], ids=len)
+def test_the_mean_over_draws_is_the_exact_gradient_where_dropping_would_add_up(
+    make_call, transformed, outputs
+):
+    call = make_call((64,), 1500, 32, spread=8.0, transformed=transformed, dtype=torch.float64)
+    call = replace(call, softcap=60.0 if transformed else None)
+    exact, full = run(call, 0.0, outputs=outputs)
+    draws, errors = 60, []
+
+    for _ in range(draws):
+        found, certificate = run(call, 8.0, outputs=outputs)
+        behind = [(call.hidden.detach().t() @ of[0]).flatten() for of in (found, exact)]
+        errors.append(
+            [(a - b).flatten() for a, b in zip(found, exact, strict=True)] + [behind[0] - behind[1]]
+        )
+
+    assert full.values.tolist() == [1, 0, 0, 1]
+    assert 0 < certificate.density < 1 < certificate.largest_scale
+    for of_draws in zip(*errors, strict=True):
+        error = torch.stack(of_draws)
+        square = error.square().sum(1).mean()
+        assert square > 0
+        assert draws * error.mean(0).square().sum() / square < 6  # one is expected; of a bias, the draws
+
+
+@pytest.mark.parametrize(("transformed", "tolerance"), [(False, 1.0), (True, 2.0), (True, 20.0)])
+def test_the_error_is_what_the_certificate_says(make_call, transformed, tolerance):
+    call = make_call((60,), 1500, 32, spread=8.0, transformed=transformed, dtype=torch.float64)
+    call = replace(call, softcap=60.0 if transformed else None)
+
+    (exact, of_weight, *_), _ = run(call, 0.0)
+    (hidden, weight, *_), certificate = run(call, tolerance)
+
+    slope = call.logit_scale / torch.as_tensor(call.temperature).min()
+    working = (call.targets != -100).sum()
+    rounding = BF16_ROUNDING * working.sqrt() * slope  # of rows whose target's gradient is at most one
+    assert 0 < certificate.weight_error <= tolerance * (1 + 1e-4)
+    assert certificate.weight_error <= certificate.hidden_error <= 1.5 * tolerance
+    assert (hidden - exact).norm() <= 2 * certificate.hidden_error * rounding * call.weight.norm(dim=1).max()
+    assert (weight - of_weight).norm() <= 2 * certificate.weight_error * rounding * call.hidden.norm(
+        dim=1
+    ).max()
+
+
+def test_chunks_of_rows_and_columns_change_no_choice(make_call, monkeypatch):
+    call = make_call((40,), 1500, 32, spread=8.0, transformed=True, dtype=torch.float64)
+    whole, certificate = run(call, 5.0)
+    monkeypatch.setattr("grpo_fast.head.plan._CHUNK_ROWS", 7)
+    monkeypatch.setattr("grpo_fast.head.plan._CPU_CHUNK_BYTES", 7 * 8 * 300)
+    chunked, same = run(call, 5.0)
+
+    torch.testing.assert_close(certificate.values, same.values)
+    for a, b in zip(chunked, whole, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 1e25])
+def test_gradients_of_any_size_keep_their_relative_accuracy(on_path, make_call, oracle, magnitude):
+    call = on_path(make_call((24,), 1200, 32, spread=8.0))
+    upstream = on_path(torch.ones(24))
+
+    found, certificate = run(call, 2.0, magnitude * upstream)
+    expected, same = run(call, 2.0, upstream)
+
+    torch.testing.assert_close(certificate.values, same.values, rtol=1e-3, atol=0)
+    for a, b in zip(found[:2], expected, strict=False):
+        assert a.any()
+        assert oracle.relative(a.double() / magnitude, b) < 1e-3
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_harms_no_other_row_and_the_certificate_says_so(on_path, make_call, value):
+    call = on_path(make_call((24,), 1200, 32, spread=8.0))
+    upstream = on_path(torch.ones(24))
+    upstream[4] = value
+
+    (hidden, *_), certificate = run(call, 2.0, upstream)
+    exact, _ = run(call, 0.0, torch.where(upstream == 1, upstream, 0))
+
+    others = torch.arange(24, device=hidden.device) != 4
+    assert not hidden[4].isfinite().all()
+    assert certificate.hidden_error.isnan() and certificate.weight_error.isnan()
+    assert (hidden - exact[0])[others].norm() <= 0.05 * exact[0][others].norm()
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+def test_it_chooses_what_the_kernels_choose(make_call, device, request, transformed):
+    if device.type == "cuda":
+        pytest.skip("holds the interpreter's choice against the CPU's")
+    call = make_call((24,), 1200, 32, spread=8.0, transformed=transformed)
+    call = replace(call, softcap=60.0 if transformed else None)
+    _, wanted = run(call, 1.0)
+    request.getfixturevalue("hopper")
+
+    _, got = run(call, 1.0)
+
+    # A log-sum-exp that differs in its last bit draws anew: what is drawn with is the same.
+    torch.testing.assert_close(got.values[:3], wanted.values[:3], rtol=0.03, atol=0.02)
