@@ -55,10 +55,14 @@ def list_pairs(live: Live, capacity: int, config: SparseConfig) -> Pairs:
         capacity, PAIR_ROWS=config.pair_rows, BLOCK=triton.next_power_of_2(max(tiles, 32)), num_warps=8,
     )  # fmt: skip
     _list_tile[(tiles,)](
-        *live.masses.arguments, live.threshold.numbers, live.bits, live.twice, live.rank_base, live.room,
-        live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits, pairs.rows, pairs.places, pairs.tiles,
-        pairs.scales, pairs.block_tile, rows, TILE=TILE, BLOCK=_ROWS,
+        live.bits, live.rank_base, live.room, live.row_ends, pairs.offsets, pairs.block_offsets, pairs.fits,
+        pairs.rows, pairs.places, pairs.tiles, pairs.block_tile, rows, BLOCK=_ROWS,
     )  # fmt: skip
+    if rows:
+        _scale_pairs[(rows,)](
+            *live.masses.arguments, live.threshold.numbers, live.twice, live.count, live.room, live.row_ends,
+            pairs.fits, pairs.tiles, pairs.scales, rows, TILE=TILE, BLOCK=32, num_warps=1,
+        )  # fmt: skip
     return pairs
 
 
@@ -90,22 +94,9 @@ def _lay_out(
     tl.store(block_offsets, 0)
 
 
-@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _list_tile(
-    tile_lse,
-    logsumexp,
-    targets,
-    target_gradient,
-    mass_gradient,
-    slope,
-    entropy,
-    entropy_gradient,
-    row_stride,
-    tiles,
-    vocabulary,
-    threshold,
     bits,
-    twice_bits,
     rank_base,
     room,
     row_ends,
@@ -115,19 +106,16 @@ def _list_tile(
     pair_rows,  # written, as all that follow
     pair_places,
     pair_tiles,
-    pair_scales,
     block_tile,
     rows,
-    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The tile's rows in ascending order, their places and scales, and the tile beside each of its blocks."""
+    """The tile's rows in ascending order, their places, and the tile beside each of its blocks."""
     if tl.load(fits) == 0:
         return
     tile = tl.program_id(0)
     at = tl.load(offsets + tile)
     lower = (1 << (tile % 32)) - 1
-    log2_threshold = tl.load(threshold)
     for start in range(0, rows, BLOCK):
         row = start + tl.arange(0, BLOCK)
         word = word_of_tile(bits, tile, row, rows)
@@ -141,27 +129,58 @@ def _list_tile(
         tl.store(pair_rows + index, row, mask=mask)
         tl.store(pair_places + index, place, mask=mask)
         tl.store(pair_tiles + place, tile, mask=mask)
-
-        lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=mask, other=0.0)
-        h, e = None, None
-        if entropy_gradient is not None:
-            h = tl.load(entropy + row, mask=mask, other=0.0)
-            e = tl.load(entropy_gradient + row, mask=mask, other=0.0)
-        log2_w = log2_weight(
-            lse, tl.load(logsumexp + row, mask=mask, other=0.0),
-            tl.load(mass_gradient + row, mask=mask, other=0.0),
-            tl.load(slope + row, mask=mask, other=0.0), h, e,
-        )  # fmt: skip
-        target = tl.load(targets + row, mask=mask, other=-1)
-        certain = is_certain(log2_w, log2_threshold) | ((target < vocabulary) & (target // TILE == tile))
-        points = 1 + ((word_of_tile(twice_bits, tile, row, rows) >> (tile % 32)) & 1)
-        drawn = points * _STRATUM / tl.maximum(draw_length(log2_w, log2_threshold), 1)
-        tl.store(pair_scales + place, tl.where(certain, 1.0, drawn), mask=mask)
         at += tl.sum(live)
     first_block, last_block = tl.load(block_offsets + tile), tl.load(block_offsets + tile + 1)
     for start in range(first_block, last_block, BLOCK):
         block = start + tl.arange(0, BLOCK)
         tl.store(block_tile + block, tl.full((BLOCK,), 0, tl.int32) + tile, mask=block < last_block)
+
+
+@triton.jit(do_not_specialize=["tiles", "vocabulary", "rows"])
+def _scale_pairs(
+    tile_lse,
+    logsumexp,
+    targets,
+    target_gradient,
+    mass_gradient,
+    slope,
+    entropy,
+    entropy_gradient,
+    row_stride,
+    tiles,
+    vocabulary,
+    threshold,
+    twice_bits,
+    live_count,
+    room,
+    row_ends,
+    fits,
+    pair_tiles,
+    pair_scales,  # written
+    rows,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What each pair of a row stands for: one, or the inverse of the chance that it was drawn with."""
+    row = tl.program_id(0)
+    pairs = tl.where(tl.load(fits) != 0, tl.load(live_count + row), 0)
+    first = tl.load(row_ends + row) - tl.load(room + row)
+    h, e = None, None
+    if entropy_gradient is not None:
+        h, e = tl.load(entropy + row), tl.load(entropy_gradient + row)
+    lse, mass, steepest = tl.load(logsumexp + row), tl.load(mass_gradient + row), tl.load(slope + row)
+    target, log2_threshold = tl.load(targets + row), tl.load(threshold)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        present = pair < pairs
+        tile = tl.load(pair_tiles + first + pair, mask=present, other=0)
+        here = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=present, other=0.0)
+        log2_w = log2_weight(here, lse, mass, steepest, h, e)
+        certain = is_certain(log2_w, log2_threshold) | ((target < vocabulary) & (target // TILE == tile))
+        word = tl.load(twice_bits + (tile // 32).to(tl.int64) * rows + row, mask=present, other=0)
+        points = 1 + ((word >> (tile % 32)) & 1)
+        drawn = points * _STRATUM / tl.maximum(draw_length(log2_w, log2_threshold), 1)
+        tl.store(pair_scales + first + pair, tl.where(certain, 1.0, drawn), mask=present)
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def select_live(problem: HeadProblem, rows: RowCoefficients, tile_lse: Tensor, *
         _mark_live[(count,)](
             *masses.arguments, threshold.numbers, threshold.salt, live.bits, live.twice, live.rank_base,
             live.count, live.room, live.small, live.largest, count,
-            TILE=TILE, BLOCK=_block(tiles), num_warps=4,
+            TILE=TILE, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
     torch.cumsum(live.room, 0, out=live.row_ends)
     _count_tile[(tiles,)](live.bits, live.tile_counts, count, BLOCK=_SCAN)
@@ -154,20 +154,17 @@ def count_pairs(masses: Masses) -> Tensor:
     Bin k holds w/R from 2^(-k/4) up to 2^((1 - k)/4), the first all above, the last all below; the targets'
     tiles are not looked at.
     """
-    count, tiles = masses.tile_lse.shape
+    count = masses.tile_lse.shape[0]
     counts = masses.tile_lse.new_empty((min(count, _PROGRAMS), BINS), dtype=torch.int32)
     if count:
         _count_pairs[(counts.shape[0],)](
             *masses.arguments, masses.rows.squares, counts, count, masses.rows.squares.shape[1],
-            TILE=TILE, BLOCK=_block(tiles), num_warps=4,
+            TILE=TILE, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip
     return counts
 
 
-def _block(tiles: int) -> int:
-    return triton.next_power_of_2(max(tiles, 32))
-
-
+_BLOCK = 256  # tiles of a row at a time
 _SCAN = 2048
 _PROGRAMS = 512  # of the histogram
 
@@ -206,13 +203,14 @@ def _row_weights(
     entropy,  # (N,) float32 or None, as the next
     entropy_gradient,
     row,
+    start,
     row_stride,
     tiles,
     vocabulary,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2 w of a row's tiles, which of them hold anything, and which holds the target, (BLOCK,)."""
+    """log2 w of BLOCK of a row's tiles, which of them hold anything, and which holds the target."""
     mass = tl.load(mass_gradient + row)
     gradient = tl.abs(tl.load(target_gradient + row)) + tl.abs(mass)
     h, e = None, None
@@ -221,7 +219,7 @@ def _row_weights(
         gradient += tl.abs(e)
     target = tl.load(targets + row)
     target_tile = tl.where((target >= 0) & (target < vocabulary), target // TILE, -1).to(tl.int32)
-    tile = tl.arange(0, BLOCK)
+    tile = start + tl.arange(0, BLOCK)
     inside = tile < tl.where(gradient == 0.0, 0, tiles)  # a row of NaN works
     lse = tl.load(tile_lse + row.to(tl.int64) * row_stride + tile, mask=inside, other=float("-inf"))
     log2_w = log2_weight(lse, tl.load(logsumexp + row), mass, tl.load(slope + row), h, e)
@@ -272,13 +270,14 @@ def _count_pairs(
     programs = tl.num_programs(0)
     for turn in range(0, tl.cdiv(rows - tl.program_id(0), programs)):
         row = tl.program_id(0) + turn * programs
-        log2_w, inside, has_target = _row_weights(
-            tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
-            row, row_stride, tiles, vocabulary, TILE, BLOCK,
-        )  # fmt: skip
-        octave = tl.floor(-4.0 * (log2_w - norm)) + 1.0
-        place = tl.minimum(tl.maximum(octave, 0.0), _BINS - 1).to(tl.int32)
-        counts += tl.histogram(place, _BINS, mask=inside & ~has_target & (log2_w > float("-inf")))
+        for start in range(0, tiles, BLOCK):
+            log2_w, inside, has_target = _row_weights(
+                tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy,
+                entropy_gradient, row, start, row_stride, tiles, vocabulary, TILE, BLOCK,
+            )  # fmt: skip
+            octave = tl.floor(-4.0 * (log2_w - norm)) + 1.0
+            place = tl.minimum(tl.maximum(octave, 0.0), _BINS - 1).to(tl.int32)
+            counts += tl.histogram(place, _BINS, mask=inside & ~has_target & (log2_w > float("-inf")))
     tl.store(counts_out + tl.program_id(0) * _BINS + tl.arange(0, _BINS), counts)
 
 
@@ -350,43 +349,49 @@ def _mark_live(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: which tiles are kept."""
+    """One row, BLOCK tiles at a time: which are kept."""
     row = tl.program_id(0)
-    log2_w, inside, has_target = _row_weights(
-        tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
-        row, row_stride, tiles, vocabulary, TILE, BLOCK,
-    )  # fmt: skip
     log2_threshold = tl.load(threshold)
-    certain = inside & (is_certain(log2_w, log2_threshold) | has_target)
-    small = inside & ~certain
-    length = tl.where(small, draw_length(log2_w, log2_threshold), 0)
-    end = tl.cumsum(length, axis=0)
-    start = end - length
     seed = row_seed(tl.load(logsumexp + row), row, salt)
-    first, last = start >> _STRATUM_BITS, (end - 1) >> _STRATUM_BITS
-    once = _is_hit(start, end, first, seed)
-    again = _is_hit(start, end, last, seed) & (last != first)
-    drawn = small & (length > 0) & (once | again)
-    live = certain | drawn
-    twice = drawn & once & again
-    strata = tl.cdiv(tl.sum(length), _STRATUM)
-    tl.store(room + row, tl.sum(certain.to(tl.int32)) + strata)
-    tl.store(small_out + row, tl.sum(tl.where(small, tl.exp2(log2_w - log2_threshold), 0.0)))
-    shortest = tl.min(tl.where(drawn, tl.where(twice, length, 2 * length), 2 * _STRATUM))
-    tl.store(largest_out + row, 1.0 / shortest * (2 * _STRATUM))
-
     WORDS: tl.constexpr = BLOCK // 32
-    bit = tl.reshape(live.to(tl.int32), (WORDS, 32))
-    in_word = tl.sum(bit, axis=1)
-    word = tl.arange(0, WORDS)
-    stored = word < tl.cdiv(tiles, 32)
-    place = word.to(tl.int64) * rows + row
     shift = tl.arange(0, 32)[None, :]
-    tl.store(bits + place, tl.sum(bit << shift, axis=1), mask=stored)
-    both = tl.reshape(twice.to(tl.int32), (WORDS, 32))
-    tl.store(twice_bits + place, tl.sum(both << shift, axis=1), mask=stored)
-    tl.store(rank_base + place, tl.cumsum(in_word, axis=0) - in_word, mask=stored)
-    tl.store(live_count + row, tl.sum(in_word))
+    line, kept, sure = 0, 0, 0
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    shortest = tl.full((BLOCK,), 2 * _STRATUM, tl.int32)
+    for begin in range(0, tiles, BLOCK):
+        log2_w, inside, has_target = _row_weights(
+            tile_lse, logsumexp, targets, target_gradient, mass_gradient, slope, entropy, entropy_gradient,
+            row, begin, row_stride, tiles, vocabulary, TILE, BLOCK,
+        )  # fmt: skip
+        certain = inside & (is_certain(log2_w, log2_threshold) | has_target)
+        small = inside & ~certain
+        length = tl.where(small, draw_length(log2_w, log2_threshold), 0)
+        end = line + tl.cumsum(length, axis=0)
+        start = end - length
+        first, last = start >> _STRATUM_BITS, (end - 1) >> _STRATUM_BITS
+        once = _is_hit(start, end, first, seed)
+        again = _is_hit(start, end, last, seed) & (last != first)
+        drawn = (length > 0) & (once | again)
+        twice = drawn & once & again
+        total += tl.where(small, tl.exp2(log2_w - log2_threshold), 0.0)
+        shortest = tl.minimum(shortest, tl.where(drawn, tl.where(twice, length, 2 * length), 2 * _STRATUM))
+        line += tl.sum(length)
+        sure += tl.sum(certain.to(tl.int32))
+
+        bit = tl.reshape((certain | drawn).to(tl.int32), (WORDS, 32))
+        in_word = tl.sum(bit, axis=1)
+        word = begin // 32 + tl.arange(0, WORDS)
+        stored = word < tl.cdiv(tiles, 32)
+        place = word.to(tl.int64) * rows + row
+        tl.store(bits + place, tl.sum(bit << shift, axis=1), mask=stored)
+        both = tl.reshape(twice.to(tl.int32), (WORDS, 32))
+        tl.store(twice_bits + place, tl.sum(both << shift, axis=1), mask=stored)
+        tl.store(rank_base + place, kept + tl.cumsum(in_word, axis=0) - in_word, mask=stored)
+        kept += tl.sum(in_word)
+    tl.store(live_count + row, kept)
+    tl.store(room + row, sure + tl.cdiv(line, _STRATUM))
+    tl.store(small_out + row, tl.sum(total))
+    tl.store(largest_out + row, 1.0 / tl.min(shortest) * (2 * _STRATUM))
 
 
 @triton.jit
