@@ -20,6 +20,7 @@ COMMANDS = {
     "mismatch": ("sampler_mismatch", "training on what rounded weights draw, under each correction"),
     "scaling": ("scaling", "the head against tokens and vocabulary, with fitted exponents"),
     "crossover": ("crossover", "the head against density: where the exact backward overtakes"),
+    "bias": ("bias", "errors of a backward that draws, drops or filters, against tokens and tolerance"),
     "rows": ("live_tiles", "sample a model's own rows, and the histogram of their live tiles"),
     "aot": ("aot", "registers, spills and instructions of the shipped kernels, compiled ahead of time"),
     "compare": ("compare", "two records of one subcommand: what changed beyond noise"),

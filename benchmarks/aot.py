@@ -115,6 +115,9 @@ def shipped_cases(capability: int) -> dict[str, Callable[[], object]]:
 # What the compiler made of it -----------------------------------------------------------------------------
 
 
+_DOT = r"tt\.dot .*?tensor<(\d+)x\d+xb?f16"
+
+
 @dataclass(frozen=True)
 class Report:
     """One compiled kernel."""
@@ -127,7 +130,7 @@ class Report:
     spills: int  # instructions
     shared: int  # bytes per program, static and dynamic
     ctas: int  # programs that a multiprocessor holds at a time
-    dots: int  # tl.dot in the source, after specialisation, of half precision operands
+    dots: int  # tl.dot of half precision operands in the source, after specialisation, of 64 rows or more
     tensor_core: int  # tensor core instructions of the expected kind
     narrow: int = 0  # instructions that move 16 bits a thread to or from global memory
     step: int = 0  # instructions of a warp, where it was disassembled: see `machine_code.Loops`
@@ -222,7 +225,7 @@ def _inspect(
         spills=spills,
         shared=shared,
         ctas=resident_programs(capability, metadata.num_warps, registers, shared),
-        dots=len(re.findall(r"tt\.dot .*tensor<\d+x\d+xb?f16", binary.asm["ttir"])),
+        dots=sum(int(rows) >= 64 for rows in re.findall(_DOT, binary.asm["ttir"])),
         tensor_core=ptx.count(f"{TENSOR_CORE[capability]}."),
         narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", ptx)),
         **loops._asdict(),

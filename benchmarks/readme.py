@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def render(path: Path, link: str) -> str:
     templates.filters |= {
         "measurements": measurements,
         "side_by_side": side_by_side,
+        "bias": bias,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
         "join_command": shlex.join,
@@ -169,3 +171,41 @@ def side_by_side(all_cells: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             compared, steps = (sum(run["steps_compared"] for run in mine), sum(c["steps"] for c in cells))
             worst = [_worst([gap[key] for gap in gaps]) for key in ("loss", "grad_norm")]
             yield [name, precision, str(len(mine)), f"{compared} of {steps}", *worst, _worst(others)]
+
+
+def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Heads and rows of three tables: batches at the default tolerance, tolerances at the largest batch with
+    several, and means of draws. Errors of dX, dW and behind the head are in units of rounding's.
+    """
+    batches, tolerances, draws = [], {}, []
+    for model in record["bias"]:
+        name = f"V {model['vocabulary']:,}"
+        for _, of_shape in groupby(model["cells"], lambda c: (c["tokens"], c["lengths"], c["mean"])):
+            rounded, filtered, *cells = of_shape
+            pairs = list(zip(cells[::2], cells[1::2], strict=True))
+            tokens, rows = f"{rounded['tokens']:,}", []
+            for drawn, dropped in pairs:
+                kept = [f"{100 * drawn['density']:.2f} %", f"{drawn['entries']:.0f}"]
+                errors = [_in_units(cell, rounded) for cell in (drawn, dropped, filtered)]
+                certificate = f"{drawn['hidden_certificate']:.2f} · {drawn['weight_certificate']:.2f}"
+                rows.append([name, tokens, f"{drawn['tolerance']:g}", *kept, certificate, *errors[:2]])
+                if drawn["tolerance"] == record["default"]:
+                    mean = f"{rounded['mean']}s of {' and '.join(f'{n:,}' for n in rounded['lengths'])}"
+                    blocks = f"{100 * filtered['density']:.0f} %: {errors.pop()}"
+                    batches.append([name, tokens, mean, f"{rounded['behind']:.1e}", *kept, *errors, blocks])
+            if len(rows) > 1:
+                tolerances[name] = rows
+        of = model["draws"]
+        means = [
+            f"{of['ratio'][part]:.2f} ± {of['spread'][part]:.2f}" for part in ("hidden", "weight", "behind")
+        ]
+        draws.append([name, f"{of['tokens']:,}", f"{of['draws']}", *means])
+    kept, errors = ["pairs kept", "entries a row"], ["drawn: dX · dW · behind", "dropped"]
+    where = ["rows", "tokens"]
+    yield [*where, "mean over", "rounding, behind", *kept, *errors, "Cut Cross Entropy's filter"], batches
+    yield [*where, "tolerance", *kept, "certificate: dX · dW", *errors], [*chain(*tolerances.values())]
+    yield [*where, "draws", "n·mean error² / mean of error²: dX", "dW", "behind"], draws
+
+
+def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
+    return " · ".join(f"{cell[name] / rounded[name]:.2g}" for name in ("hidden", "weight", "behind"))

@@ -28,7 +28,7 @@ from grpo_fast.update import packed_loss
 from .machine import environment
 from .record import write_json
 from .step import LOSS
-from .tolerance_training import LENGTH, draw_prompt, learn, make_toy, reward, sample, warm_start
+from .tolerance_training import learn, make_toy, score, warm_start
 
 ICEPOP = {"sampler_correction": "token_mask", "sampler_clip_min": 0.5, "sampler_clip_max": 5.0}
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -93,14 +93,6 @@ def rounded(sampler: Policy, policy: Policy, bits: int | None) -> Policy:
             scale = largest / (2 ** (bits - 1) - 1)
             there.copy_((weight / scale).round() * scale)
     return sampler
-
-
-def score(policy: Policy, questions: int) -> float:
-    """Share of right answers at temperature 1."""
-    chance = random.Random(-1)
-    prompts = [draw_prompt(chance) for _ in range(questions)]
-    answers = sample(policy, prompts, 4, LENGTH + 1, seed=0)
-    return fmean(reward(prompt, one) for prompt, of in zip(prompts, answers, strict=True) for one in of)
 
 
 def summary(runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

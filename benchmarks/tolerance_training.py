@@ -1,36 +1,42 @@
-"""`python -m benchmarks.tolerance_training`: what leaving out does to a training run.
+"""`python -m benchmarks.tolerance_training`: what a head's gradient drawn at random does to a training run.
 
-A toy that learns to sort five digits is trained by GRPO from the same warm start with the certified backward
-(`tolerance` default), the exact one (0) and full logits; the final rewards are set beside the spread over
-seeds. `--model` takes the cosine of whole-model gradients, certified against full logits, on one batch of a
-real model's own samples. On a CPU the head leaves out what its kernels would.
+A toy that learns to sort five digits, trained whole with its tied head, and SmolLM2 in the quickstart recipe,
+its tied head frozen and trained. The gradient is exact, drawn without bias at the default tolerance and at
+16, or, to compare, all below the threshold is left out. Recorded are the rewards of every step, the score of
+held-out questions, and how far the head's weight went. On a CPU the head draws as its kernels do.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import random
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from grpo_fast import linear_grpo_loss
-from grpo_fast.data import load_prompts
-from grpo_fast.data.config import DatasetConfig
+from grpo_fast.config_io import load_config
 from grpo_fast.groups.advantages import group_advantages
+from grpo_fast.head import reference, selection
 from grpo_fast.head.plan import DEFAULT_TOLERANCE
-from grpo_fast.policy import Policy, PolicyOptimizer, Sample, load_policy, pack
+from grpo_fast.policy import Policy, PolicyOptimizer, Sample, pack
 from grpo_fast.policy.config import ModelConfig, OptimizerConfig
 from grpo_fast.rollout import Completion, Sampling
 from grpo_fast.rollout.transformers import TransformersEngine
+from grpo_fast.run.build import build_grpo_trainer
 
 from .machine import environment
 from .models import make_policy, make_tokenizer, vocabulary_of
@@ -42,9 +48,48 @@ VOCABULARY, STRIDE = vocabulary_of(TOY), 128  # 16 tiles; each of the task's sym
 DIGITS, LENGTH = 10, 5
 ARROW, END = STRIDE * DIGITS, VOCABULARY - 1
 PROMPTS, GROUP, WARM_STEPS, WARM_BATCH = 16, 8, 150, 128
-FULL, EXACT, CERTIFIED = "full logits", "tolerance 0", f"tolerance {DEFAULT_TOLERANCE:g}"
-TOLERANCES = {FULL: None, EXACT: 0.0, CERTIFIED: DEFAULT_TOLERANCE}
+QUESTIONS = 256  # held out, of the toy
+LEARNS = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.0)
+TASKS = TOY_TASK, FROZEN, TRAINED = ("toy", "quickstart, head frozen", "quickstart, head trained")
+# Smaller steps than the recipe's own, and in float32: the head's gradient is then rounded nowhere else.
+SMALLER = ("model.dtype=float32", "prompts_per_step=8", "evaluation.dataset.size=150")
+LAST = 5  # steps whose mean is the final reward
+ENDS = ("final", "before", "after", "moved_median", "moved_mean")
 Tokens = tuple[int, ...]
+
+
+class Dropping(selection.Selection):
+    """The same threshold with nothing drawn: what is below it is left out, which is a bias."""
+
+    def of_hidden(self, of_pairs: Tensor, part: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        nothing = of_pairs.new_zeros(())
+        return of_pairs.index_put(self.small_entries(of_pairs, part, columns), nothing), nothing
+
+
+@contextmanager
+def dropping() -> Iterator[None]:
+    """Heads on a CPU leave out what they would draw."""
+
+    def select(*arguments: Any) -> Dropping:
+        found = selection.select(*arguments)
+        return Dropping(**vars(found) | {"scale": (found.scale == 1).to(found.scale)})
+
+    with mock.patch.object(reference, "select", select):
+        yield
+
+
+def variants(task: str, tolerance: float) -> dict[str, tuple[float | None, bool]]:
+    """The head's tolerance, None for full logits, and whether it drops."""
+    found: dict[str, tuple[float | None, bool]] = {
+        "exact": (0.0, False),
+        f"drawn, {tolerance:g}": (tolerance, False),
+        "drawn, 16": (16.0, False),
+        f"dropped, {tolerance:g}": (tolerance, True),
+    }
+    return {"full logits": (None, False), **found, "dropped, 16": (16.0, True)} if task == TOY_TASK else found
+
+
+# The toy --------------------------------------------------------------------------------------------------
 
 
 def make_toy(seed: int) -> Policy:
@@ -80,7 +125,7 @@ def warm_start(policy: Policy, chance: random.Random) -> None:
             wrong = (*chance.sample(prompt[:LENGTH], LENGTH), END)
             shown = answer(prompt) if chance.random() < 1 / 3 else wrong
             samples.append(Sample(prompt, shown, 1.0, group_id, (0.0,) * len(shown)))
-        loss_of(FULL, policy, samples).backward()
+        loss_of(None, policy, samples).backward()
         optimizer.step()
 
 
@@ -102,12 +147,16 @@ def samples_of(
     ]
 
 
-def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """GRPO's, one update per sample: the ratio is one and its gradient the log-probability's."""
+def loss_of(tolerance: float | None, policy: Policy, samples: Sequence[Sample]) -> Tensor:
+    """GRPO's, one update per sample: the ratio is one and its gradient the log-probability's.
+
+    Args:
+        tolerance: of the head's gradient; None for full logits.
+    """
     tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in samples)
     (batch,) = pack(samples, max_tokens=tokens, device=policy.device)
     hidden, head = policy.hidden_states(batch), policy.head
-    if variant == FULL:
+    if tolerance is None:
         return full_logits_loss(head, hidden, batch)
     return linear_grpo_loss(
         hidden,
@@ -117,23 +166,8 @@ def loss_of(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
         sequence_ids=batch.sequence_ids,
         num_sequences=batch.num_sequences,
         config=LOSS,
-        **replace(head, tolerance=TOLERANCES[variant]).options,
+        **replace(head, tolerance=tolerance).options,
     ).loss
-
-
-def gradient(variant: str, policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """All parameters' gradients in one vector."""
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss_of(variant, policy, samples), trained)
-    return torch.cat([g.flatten().double() for g in found])
-
-
-def difference(policy: Policy, samples: Sequence[Sample]) -> dict[str, float]:
-    """Of the whole-model gradients with the certified backward and with full logits."""
-    exact, certified = (gradient(variant, policy, samples) for variant in (FULL, CERTIFIED))
-    cosine = torch.nn.functional.cosine_similarity(exact, certified, dim=0)
-    relative = (exact - certified).norm() / exact.norm()
-    return {"one_minus_cosine": 1 - cosine.item(), "relative": relative.item()}
 
 
 def learn(
@@ -145,8 +179,7 @@ def learn(
 ) -> list[float]:
     """GRPO on what the sampler draws; mean rewards of every step."""
     chance = random.Random(seed)
-    settings = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.0)
-    optimizer = PolicyOptimizer(policy.trainable(), settings, total_steps=steps)
+    optimizer = PolicyOptimizer(policy.trainable(), LEARNS, total_steps=steps)
     history = []
     for step in range(steps):
         prompts = [draw_prompt(chance) for _ in range(PROMPTS)]
@@ -159,66 +192,117 @@ def learn(
     return history
 
 
-def train(policy: Policy, variant: str, steps: int, seed: int) -> dict[str, Any]:
-    """Mean rewards of every step, and of the last ten."""
-    history = learn(policy, lambda: policy, partial(loss_of, variant, policy), steps, seed)
-    return {"rewards": history, "final": statistics.mean(history[-10:])}
+def score(policy: Policy, questions: int) -> float:
+    """Share of right answers at temperature 1, to questions that are the same for all."""
+    chance = random.Random(-1)
+    prompts = [draw_prompt(chance) for _ in range(questions)]
+    answers = sample(policy, prompts, 4, LENGTH + 1, seed=0)
+    pairs = zip(prompts, answers, strict=True)
+    return fmean(reward(prompt, one) for prompt, of in pairs for one in of)
 
 
-def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each variant the mean final reward over the seeds, and the seeds' range."""
-    finals = {name: [run["final"] for run in of_seeds] for name, of_seeds in runs.items()}
+@lru_cache(maxsize=1)
+def warm(seed: int) -> Policy:
+    """The same for all variants of a seed."""
+    policy = make_toy(seed)
+    warm_start(policy, random.Random(seed))
+    return policy
+
+
+def train_toy(start: Policy, tolerance: float | None, steps: int, seed: int) -> dict[str, Any]:
+    policy = copy.deepcopy(start)
+    rewards = learn(policy, lambda: policy, partial(loss_of, tolerance, policy), steps, seed)
+    moved = movement(start.head.weight, policy.head.weight, LEARNS.learning_rate)
+    scores = {"before": score(start, QUESTIONS), "after": score(policy, QUESTIONS)}
+    return {"rewards": rewards, **scores, **moved}
+
+
+# SmolLM2 --------------------------------------------------------------------------------------------------
+
+
+def train_quickstart(overrides: Sequence[str], before: float | None) -> dict[str, Any]:
+    """The recipe with these keys changed.
+
+    Args:
+        before: the score that every run begins with, once it is known.
+    """
+    config = load_config("quickstart", overrides)
+    torch.manual_seed(config.seed)
+    trainer = build_grpo_trainer(config)
+    start, begun = trainer.policy.head.weight.detach().clone(), time.perf_counter()
+    before = trainer.evaluate().score if before is None else before
+    rewards = [trainer.train_step().metrics["reward/mean"] for _ in range(config.max_steps)]
+    after = trainer.evaluate()
     return {
-        name: {"mean": statistics.mean(final), "low": min(final), "high": max(final)}
-        for name, final in finals.items()
+        "rewards": rewards,
+        "before": before,
+        "after": after.score,
+        "interval": after.interval,
+        "seconds": time.perf_counter() - begun,
+        **movement(start, trainer.policy.head.weight, config.optimizer.learning_rate),
     }
 
 
-def real_model(path: str) -> dict[str, Any]:
-    """Gradient difference on one batch of a model's own samples, with advantages drawn at random.
+def movement(start: Tensor, end: Tensor, rate: float) -> dict[str, float]:
+    """How far the head's weight has gone, in units of the learning rate: its words' root mean squares."""
+    of_words = (end.detach() - start.detach()).square().mean(1).sqrt() / rate
+    return {"moved_median": of_words.median().item(), "moved_mean": of_words.mean().item()}
 
-    All of the model's weights take part, its tied head too.
-    """
-    policy = load_policy(ModelConfig(path=path, dtype="float32"))
-    rows = load_prompts(DatasetConfig(source="reasoning_gym:chain_sum", size=2, seed=0), policy.tokenizer)
-    prompts = [row.token_ids for row in rows]
-    groups = sample(policy, prompts, group=6, max_tokens=24, seed=0)
-    advantages = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
-    samples = samples_of(prompts, groups, advantages)
-    tokens = sum(len(sample.completion_ids) for sample in samples)
-    return {"model": path, "tokens": tokens, "float32": difference(policy, samples)}
+
+# All of it ------------------------------------------------------------------------------------------------
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each task and variant the seeds, and what each ended with: seeds differ more than variants do."""
+    arms = dict.fromkeys((run["task"], run["variant"]) for run in runs)
+    for task, variant in sorted(arms, key=lambda arm: TASKS.index(arm[0])):
+        of_arm = [run for run in runs if (run["task"], run["variant"]) == (task, variant)]
+        of_arm.sort(key=itemgetter("seed"))
+        found = {name: [run[name] for run in of_arm] for name in ENDS}
+        yield {"task": task, "variant": variant, "seeds": [run["seed"] for run in of_arm], **found}
+
+
+def train(task: str, tolerance: float | None, steps: int, seed: int, before: float | None) -> dict[str, Any]:
+    if task == TOY_TASK:
+        return train_toy(warm(seed), tolerance, steps, seed)
+    head = (f"model.head_tolerance={tolerance}", f"model.train_lm_head={task == TRAINED}")
+    return train_quickstart((*SMALLER, *head, f"seed={seed}", f"max_steps={steps}"), before)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tolerance_training", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--seeds", type=int, default=3, help="0: only the real model (3)")
-    parser.add_argument("--steps", type=int, default=100, help="of the toy (100)")
-    parser.add_argument(
-        "--model", help="also one batch of it: a folder, a hub id, or package:NAME for a GGUF"
-    )
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="(all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="(0 to 4)")
+    parser.add_argument("--steps", type=int, nargs=2, default=[60, 12], help="toy's, quickstart's (60 12)")
+    parser.add_argument("--tolerance", type=float, default=DEFAULT_TOLERANCE, help="(%(default)g)")
+    parser.add_argument("--json", type=Path, help="has every finished run; what it has is not run again")
     options = parser.parse_args(arguments)
-    about = environment(torch.device("cpu"))
-    found: dict[str, Any] = {"environment": about, "vocabulary": VOCABULARY, "steps": options.steps}
-    if options.model:
-        found["real_model"] = real_model(options.model)
-        print(found["real_model"], flush=True)
-    runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in TOLERANCES}
-    for seed in range(options.seeds):
-        start = make_toy(seed)
-        warm_start(start, random.Random(seed))
-        for variant, of_seeds in runs.items():
-            of_seeds.append(train(copy.deepcopy(start), variant, options.steps, seed))
-            print(f"seed {seed}, {variant}: {of_seeds[-1]['final']:.3f}", flush=True)
-        found |= {"summary": summary(runs), "runs": runs}
-        if options.json is not None:
-            write_json(options.json, found)
-    if options.json is not None:
-        write_json(options.json, found)
-    for variant, of in found.get("summary", {}).items():
-        print(f"{variant:<12} {of['mean']:.3f}, {of['low']:.3f} to {of['high']:.3f}")
+    path, runs = options.json, []
+    if path is not None and path.exists():
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    done = {(run["task"], run["variant"], run["seed"]) for run in runs}
+    about = {"environment": environment(torch.device("cpu")), "quickstart": SMALLER}
+    wanted = (
+        (task, variant, seed, *how)
+        for seed in options.seeds
+        for task in options.tasks
+        for variant, how in variants(task, options.tolerance).items()
+    )
+    for task, variant, seed, tolerance, drops in wanted:
+        if (task, variant, seed) in done:
+            continue
+        before = next((run["before"] for run in runs if run["task"] != TOY_TASK), None)
+        with dropping() if drops else nullcontext():
+            found = train(task, tolerance, options.steps[task != TOY_TASK], seed, before)
+        found |= {"final": fmean(found["rewards"][-LAST:])}
+        runs.append({"task": task, "variant": variant, "seed": seed} | found)
+        print(f"{task}, {variant}, seed {seed}: {found['before']:.3f} to {found['after']:.3f}", flush=True)
+        if path is not None:
+            write_json(path, about | {"tolerance_training": [*summary(runs)], "runs": runs})
+    for row in summary(runs):
+        print(row["task"], row["variant"], *(f"{name} {fmean(row[name]):.3f}" for name in ENDS), sep=", ")
     return 0
 
 

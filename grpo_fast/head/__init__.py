@@ -2,6 +2,7 @@
 
 from grpo_fast.head.api import linear_cross_entropy, linear_grpo_loss, linear_logprob
 from grpo_fast.head.outputs import Certificate, GRPOLossOutput, HeadOutput, HeadParameters
+from grpo_fast.head.warm_up import warm_up
 
 __all__ = [
     "Certificate",
@@ -11,4 +12,5 @@ __all__ = [
     "linear_cross_entropy",
     "linear_grpo_loss",
     "linear_logprob",
+    "warm_up",
 ]

@@ -33,7 +33,8 @@ from grpo_fast.kernels import TILE
 from grpo_fast.kernels.coefficients import row_coefficients
 from grpo_fast.kernels.dense import dense_backward, row_aligned
 from grpo_fast.kernels.exponentials import Kept, kept_backward, settle
-from grpo_fast.kernels.forward import gather_rows, row_results, tile_statistics
+from grpo_fast.kernels.finalise import row_results
+from grpo_fast.kernels.forward import gather_rows, tile_statistics
 from grpo_fast.kernels.select import select_live
 from grpo_fast.kernels.sparse import SparseGradients, sparse_backward
 
@@ -83,7 +84,7 @@ def _forward(problem: HeadProblem, request: Request, plan: HeadPlan) -> tuple[Ro
     keep = None
     if plan.keep or plan.jacobian:
         exponentials = row_aligned(problem.hidden.shape[0], problem.vocabulary, problem.hidden)
-        keep = exponentials, gathered.target_logit.clone()  # a maximum writes the targets' logits again
+        keep = exponentials, gathered.target_logit
     tiles = tile_statistics(
         problem,
         gathered,

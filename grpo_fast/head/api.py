@@ -55,10 +55,10 @@ def linear_logprob(
 
     Forward and backward on a GPU, in units of the one product X Wᵀ at H = 2048, estimated from machine code:
 
-        tolerance 2                        1.2   300 MiB beside the results
+        tolerance 2.5                      1.2   300 MiB beside the results
         exact                              4.1   192 MiB of logit gradients, and X in float32
         exact, recompute=False             3.1   tokens · V elements
-        exact, frozen weight               2.1   256 MiB, and X in float32; not with a softcap
+        exact, frozen weight               2.1   640 MiB, and X in float32; not with a softcap
 
     The exact cost of a frozen weight holds where the log-probability alone is differentiated.
 
@@ -77,7 +77,7 @@ def linear_logprob(
         tolerance: root mean square error that the backward may have, in units of what rounding the logit
             gradient to bfloat16 costs; 0 for the exact gradient. Above it, small parts of the gradient are
             kept by chance and scaled up: the gradient is unbiased, and `certificate` has its error. None for
-            2 on a GPU and 0 elsewhere, where leaving out saves no time. For whom the gradient must not
+            2.5 on a GPU and 0 elsewhere, where leaving out saves no time. For whom the gradient must not
             depend on which rows share a batch: 0.
         deterministic: demand bit-equal results from run to run. No path adds in a changing order, and what
             is drawn follows from the batch, so it costs nothing and changes nothing.

@@ -15,7 +15,7 @@ from grpo_fast.kernels import MOST_TILES, TILE, ProductTile, SparseConfig
 
 Path = Literal["reference", "triton"]
 
-DEFAULT_TOLERANCE = 2.0
+DEFAULT_TOLERANCE = 2.5
 """Error of the drawn gradient at most, in units of what rounding the logit gradient to bfloat16 costs anyway.
 
 On rows of two models the error is a third to a half of this bound.
@@ -23,6 +23,8 @@ On rows of two models the error is a third to a half of this bound.
 
 _CPU_CHUNK_BYTES = 8 << 20
 _DEVICE_CHUNK_BYTES = 256 << 20
+_JACOBIAN_BYTES, _JACOBIAN_ROWS = 640 << 20, 2048
+"""Of a frozen head's exponentials. Fewer rows are too few tiles of their product with W for a large GPU."""
 _CHUNK_ROWS = 512
 _DENSE_WORKSPACE_BYTES = 192 << 20
 _SCRATCH_BYTES = 1 << 10  # shared memory the compiler takes besides operands and results: barriers
@@ -108,13 +110,14 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
-    block_bytes = forward_tile.rows * max(work.vocabulary, 1) * work.dtype.itemsize
+    row_bytes = max(work.vocabulary, 1) * work.dtype.itemsize
+    most_rows = min(_JACOBIAN_ROWS, _JACOBIAN_BYTES // row_bytes)
     return HeadPlan(
         path=path,
         tolerance=tolerance,
         keep=keep,
         jacobian=jacobian,
-        jacobian_rows=max(1, _DEVICE_CHUNK_BYTES // block_bytes) * forward_tile.rows,
+        jacobian_rows=max(1, most_rows // forward_tile.rows) * forward_tile.rows,
         chunks=_chunks(device, work),
         forward_tile=forward_tile,
         backward_tile=backward_tile,

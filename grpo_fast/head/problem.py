@@ -108,8 +108,8 @@ class Request(NamedTuple):
 
     @property
     def extra_statistics(self) -> int:
-        """How many optional ones are asked for; the target's logit has the registers of two more."""
-        return sum(self[:4]) + 2 * self.max_logit
+        """How many optional ones are asked for."""
+        return sum(self[:4])
 
 
 class RowStatistics(NamedTuple):

@@ -178,8 +178,8 @@ class _OnlineSoftmax:
         logprob = -torch.logaddexp(margin, torch.zeros_like(margin))
         out.logprob[index] = torch.where(self.present, logprob, 0)
         if self.weighted is not None:
-            weighted = self.weighted + e * relative.clamp_min(LOG_ZERO)
-            out.entropy[index] = total.log() - weighted / total
+            own = torch.where(e > 0, e * logprob, 0)
+            out.entropy[index] = (self.others * total.log() - self.weighted - own) / total
         if self.squares is not None:
             out.log_sum_sq[index] = (self.squares + e.square()).log() - 2 * total.log()
         if self.total is not None:

@@ -21,8 +21,9 @@ from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.environments import Toolsets, load_toolsets, make_rollout
 from grpo_fast.groups.sampler import make_sampler
 from grpo_fast.groups.weights import AdaptiveWeights
+from grpo_fast.head import warm_up
 from grpo_fast.objective import resolve_loss
-from grpo_fast.policy import PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
+from grpo_fast.policy import Policy, PolicyOptimizer, load_policy, load_tokenizer, longest_sequence
 from grpo_fast.policy.quantization import require_bitsandbytes
 from grpo_fast.preference.comparison import Comparison, with_order
 from grpo_fast.preference.data import load_comparisons
@@ -106,6 +107,9 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
+    if policy.head_weight.is_cuda:  # before gradients and the optimizer take their memory
+        for stage in stages:
+            policy.run(partial(warm_up_head, policy, stage.config))
     drawn_by = partial(make_rollout, tokenizer=tokenizer, end_ids=policy.eos_token_ids)
     parts = tuple(replace(part, rollout=drawn_by(part.stage.config.rollout, part.toolsets)) for part in parts)
     prompts = chain(held_out or (), *(part.dataset for part in parts))
@@ -138,6 +142,12 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
         )
         unless_built.pop_all()
     return trainer
+
+
+def warm_up_head(policy: Policy, config: TrainConfig) -> None:
+    """What the first step would compile without a word."""
+    temperature = config.rollout.temperature
+    warm_up(policy.head, loss=config.loss, temperature=temperature, weight_grad=torch.float32)
 
 
 def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import ProductTile
 from .product import (
     LOG2E,
+    is_target,
     product_arguments,
     program_count,
     tile_position,
@@ -105,7 +106,7 @@ def logit_gradient_kernel(
         offset = tl.arange(0, COLUMNS)
         target = (tl.load(targets + row, mask=live, other=-1) - first_column).to(tl.int32)
         at_target = tl.load(target_in + row, mask=live, other=0.0)
-        gradient = tl.where(offset[None, :] == target[:, None], at_target[:, None], gradient)
+        gradient = tl.where(is_target(target, COLUMNS), at_target[:, None], gradient)
         if mean_in is not None:
             gradient += tl.load(mean_in + row, mask=live, other=0.0)[:, None]
         gradient = untransform_gradient(

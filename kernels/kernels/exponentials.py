@@ -1,7 +1,7 @@
 """The exact backward from exponentials that the forward stored: two cuBLAS products, no logit formed twice.
 
 The forward stores E = exp(z - r) in the operands' dtype, r a number of the row that is known before its
-logits are: the target's logit. The target's entry is zero. With c the target's entry of dL/dz and
+logits are: the target's logit. The target's own entry is zero. With c the target's entry of dL/dz and
 s = (dL/dlse - dL/dlogp)·exp(r - lse)
 
     dX = s·(E W) + c·W_target          dW = Eᵀ(s X) + Σ c_i x_i over the rows i of a target
@@ -34,7 +34,7 @@ REACH = {torch.float16: 5.0, torch.bfloat16: 60.0, torch.float32: 60.0}
 
 
 class Kept(NamedTuple):
-    """p = share·E but at the targets. Zero in rows that have no work or no finite log-sum-exp."""
+    """p = share·E but at the targets. E is zero there, and in rows without work or a finite log-sum-exp."""
 
     exponentials: Tensor  # (N, V) in the operands' dtype: E, rows begin on 32 bytes
     share: Tensor  # (N,) float32: exp(r - lse)
@@ -66,8 +66,7 @@ def share_kernel(
 
 @triton.jit
 def settle_kernel(
-    exponentials,  # (N, V), written where something is to be zero
-    targets,  # (N,) int64
+    exponentials,  # (N, V), zeroed in rows of no use
     share_in,  # (N,) float32
     stride,
     vocabulary,
@@ -75,15 +74,11 @@ def settle_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     share = tl.load(share_in + row)
-    line = exponentials + row * stride
-    if (share > 0) & (share < float("inf")):
-        target = tl.load(targets + row)
-        tl.store(line + target, 0.0, mask=target < vocabulary)
-    else:
+    if not ((share > 0) & (share < float("inf"))):
         for start in range(0, vocabulary, WIDTH):
             column = start + tl.arange(0, WIDTH)
             zeros = tl.zeros((WIDTH,), dtype=exponentials.dtype.element_ty)
-            tl.store(line + column, zeros, mask=column < vocabulary)
+            tl.store(exponentials + row * stride + column, zeros, mask=column < vocabulary)
 
 
 @triton.jit(do_not_specialize=["vocabulary"])
@@ -118,9 +113,36 @@ def hidden_kernel(
         )
 
 
+@triton.jit(do_not_specialize=["rows"])
+def run_sums_kernel(
+    sums,  # (ceil(N / RUN), H) float32, written where a target goes on from the places before
+    hidden,  # (N, H)
+    order,  # (N,) int64: rows by target
+    targets,  # (N,) int64, in that order
+    target_in,  # (N,) float32: c
+    rows,
+    hidden_size,
+    hidden_stride,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    run = tl.program_id(0)
+    place = run * RUN
+    target = tl.load(targets + place)
+    before = tl.load(targets + place - 1, mask=place > 0, other=-1)
+    if (target == before) & (target >= 0):
+        column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        total = _sum_of_run(
+            hidden, order, targets, target_in, place, rows, column, hidden_size, hidden_stride, RUN, STEP
+        )
+        tl.store(sums + run.to(tl.int64) * hidden_size + column, total, mask=column < hidden_size)
+
+
 @triton.jit(do_not_specialize=["rows", "start", "stop"])
 def target_rows_kernel(
     gradient,  # (stop - start, H): columns [start, stop) of dW, added to
+    sums,  # of run_sums_kernel
     hidden,  # (N, H)
     order,  # (N,) int64: rows by target
     targets,  # (N,) int64, in that order
@@ -130,9 +152,11 @@ def target_rows_kernel(
     stop,
     hidden_size,
     hidden_stride,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A target's first row adds them all, in their order."""
+    """A target's first place adds its own run, and the sums of the runs that follow, in their order."""
     place = tl.program_id(0)
     target = tl.load(targets + place)
     before = tl.load(targets + place - 1, mask=place > 0, other=-1)
@@ -141,14 +165,49 @@ def target_rows_kernel(
         inside = column < hidden_size
         at = gradient + (target - start) * hidden_size + column
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        while tl.load(targets + place, mask=place < rows, other=-1) == target:
-            row = tl.load(order + place)
-            at_target = tl.load(target_in + row)
-            if at_target != 0:  # else the row may hold anything
-                x = tl.load(hidden + row * hidden_stride + column, mask=inside, other=0.0)
-                total += at_target * x.to(tl.float32)
-            place += 1
+        total += _sum_of_run(
+            hidden, order, targets, target_in, place, rows, column, hidden_size, hidden_stride, RUN, STEP
+        )
+        run = place // RUN + 1
+        while tl.load(targets + run * RUN, mask=run * RUN < rows, other=-1) == target:
+            total += tl.load(sums + run.to(tl.int64) * hidden_size + column, mask=inside, other=0.0)
+            run += 1
         tl.store(at, total.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_of_run(
+    hidden,
+    order,
+    targets,
+    target_in,
+    place,
+    rows,
+    column,  # (WIDTH,)
+    hidden_size,
+    hidden_stride,
+    RUN: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """(WIDTH,) Σ c·x over the target's rows from a place to the next multiple of RUN: no chain is longer,
+    however often a target comes.
+    """
+    within = place % RUN + tl.arange(0, RUN)
+    later = tl.load(
+        targets + place + tl.arange(0, RUN),
+        mask=(within < RUN) & (place + tl.arange(0, RUN) < rows),
+        other=-1,
+    )
+    count = tl.sum((later == tl.load(targets + place)).to(tl.int32), axis=0)
+    total = tl.zeros(column.shape, tl.float32)
+    for first in range(0, count, STEP):
+        offset = first + tl.arange(0, STEP)
+        row = tl.load(order + place + offset, mask=offset < count, other=0)
+        at_target = tl.load(target_in + row, mask=offset < count, other=0.0)
+        read = (at_target != 0)[:, None] & (column < hidden_size)[None, :]  # other rows may hold anything
+        x = tl.load(hidden + row[:, None] * hidden_stride + column[None, :], mask=read, other=0.0)
+        total += tl.sum(at_target[:, None] * x.to(tl.float32), axis=0)
+    return total
 
 
 def settle(
@@ -163,8 +222,7 @@ def settle(
     far = gather_rows(problem._replace(targets=targets))
     tile_statistics(problem, far, tile=tile, keep=(exponentials, reference))
     settle_kernel[(rows,)](
-        exponentials, problem.targets, share, exponentials.stride(0), problem.vocabulary,
-        WIDTH=_WIDTH, num_warps=4,
+        exponentials, share, exponentials.stride(0), problem.vocabulary, WIDTH=_WIDTH, num_warps=4
     )  # fmt: skip
     return Kept(exponentials, share)
 
@@ -232,13 +290,19 @@ def _parameter_gradient(
         scale[:, None] == 0, 0
     )  # such a row may hold anything, and zero times NaN is not zero
     result = torch.empty_like(parameter, memory_format=torch.contiguous_format) if into is None else into
+    runs, blocks = triton.cdiv(rows, _RUN), triton.cdiv(width, _WIDTH)
+    sizes = {"RUN": _RUN, "STEP": _STEP, "WIDTH": _WIDTH, "num_warps": 4}
+    sums = at_target.new_empty(runs, width)
+    run_sums_kernel[(runs, blocks)](
+        sums, x, order, targets, at_target, rows, width, x.stride(0), **sizes
+    )  # fmt: skip
     direct = into is None and unit is None and parameter.dtype == exponentials.dtype
     for part in [slice(0, vocabulary)] if direct else _chunks(vocabulary, width):
         left = exponentials[:, part].t()
         gradient = torch.mm(left, scaled, out=result) if direct else product(left, scaled)
-        target_rows_kernel[(rows, triton.cdiv(width, _WIDTH))](
-            gradient, x, order, targets, at_target, rows, part.start, part.stop, width, x.stride(0),
-            WIDTH=_WIDTH, num_warps=4,
+        target_rows_kernel[(rows, blocks)](
+            gradient, sums, x, order, targets, at_target, rows, part.start, part.stop, width, x.stride(0),
+            **sizes,
         )  # fmt: skip
         if not direct:
             put(result[part], gradient, unit, add=into is not None)
@@ -253,3 +317,5 @@ def _chunks(rows: int, width: int) -> list[slice]:
 
 _PRODUCT_BYTES = 64 << 20
 _WIDTH = 1024
+_RUN = 64  # rows of a target that are summed one after the other
+_STEP = 8

@@ -2,13 +2,13 @@
 tile).
 
 Rows with work are gathered to the front, so that the others cost nothing; persistent programs write the
-log-sum-exp of every mass tile and what optional statistics need, back in the rows' own order; a small kernel
+log-sum-exp of every mass tile and what optional statistics need, back in the rows' own order; `finalise`
 folds the tiles into per-row results. A program's tile is several mass tiles wide, so that the product runs
 at full speed while the tile masses stay fine. An optional statistic whose output is None is not in the
 machine code.
 
-Statistics per mass tile are relative to the tile, so that nothing cancels when the logits are large: with
-P_k = exp(tile_lse_k - lse), the row's entropy is Σ_k P_k (entropy_k + lse - tile_lse_k).
+No mass tile counts the row's target: its logit is a product of its own, and what all others weigh beside a
+sure target would be lost in a sum with it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from . import TILE, ProductTile
 from .dense import row_aligned
 from .product import (
     LOG2E,
+    is_target,
+    precision,
     product_arguments,
     program_count,
     tile_position,
@@ -41,20 +43,21 @@ class Gathered(NamedTuple):
 
     hidden: Tensor  # (N, H)
     inv_temperature: Tensor | None  # (N,) float32
+    targets: Tensor  # (N,) int32; -1 where the target is in no row of W
     order: Tensor  # (N,) int64: the row that was gathered here
     count: Tensor  # (1,) int32: rows with work
     target_logit: Tensor  # (N,) float32 in the rows' own order; zero where the target is in no row of W
 
 
 class TileStatistics(NamedTuple):
-    """Per row and mass tile, float32, T = ceil(V / TILE); None where not wanted.
+    """Per row and mass tile without the target, float32, T = ceil(V / TILE); None where not wanted.
 
     Rows begin on 64 bytes, and are undefined without work.
     """
 
     lse: Tensor  # (N, T) log-sum-exp of the tile's logits
     entropy: Tensor | None  # (N, T) of the distribution within the tile
-    total: Tensor | None  # (N, T) sum of the tile's logits
+    total: Tensor | None  # (N, T) sum of the tile's logits, with the target's
     maximum: Tensor | None  # (N, T)
     squares: Tensor | None  # (N, T) log Σ (p within the tile)²
 
@@ -62,15 +65,14 @@ class TileStatistics(NamedTuple):
 # `vocabulary` is specialised: where it may be no multiple of 16, what is kept is stored two bytes at a time.
 @triton.jit(do_not_specialize=["programs"])
 def forward_kernel(
-    hidden,  # (N, H): see tile_products; rows in the order of the work, as inv_temperature
+    hidden,  # (N, H): see tile_products; rows in the order of the work, as the two below
     weight,  # (V, H)
     bias,  # (V,)
     inv_temperature,  # (N,) float32
-    targets,  # (N,) int64
+    targets,  # (N,) int32, below zero for none
     order,  # (N,) int64: where a row's results go
     count,  # (1,) int32: rows in use
     lse_out,  # (N, T) float32
-    target_out,  # (N,) float32 or None: the logit that equals the maximum where the target is the likeliest
     entropy_out,  # (N, T) float32 or None, as the next three
     total_out,
     maximum_out,
@@ -107,29 +109,25 @@ def forward_kernel(
         first_column = column_block * COLUMNS
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
+        live = row < rows
+        target = tl.load(targets + row, mask=live, other=-1) - first_column  # waited for during the products
         z = tile_products(
             hidden, weight, hidden_stride, weight_stride, first_row, first_column, rows, vocabulary,
             hidden_size, ROWS, COLUMNS, DEPTH, DESCRIPTORS, EVEN_DEPTH, PRECISION,
         )  # fmt: skip
         z = transform_logits(z, bias, inv_temperature, logit_scale, softcap, row, column, rows, vocabulary)
-        live = row < rows
         to = tl.load(order + row, mask=live, other=0)
 
         # Positions relative to the tile, in 32 bits: compared with constants, they take no registers.
         offset = tl.arange(0, COLUMNS)
         inside = offset < vocabulary - first_column
-        if target_out is not None:
-            target = (tl.load(targets + to, mask=live, other=-1) - first_column).to(tl.int32)
-            target_logit = tl.sum(tl.where(offset[None, :] == target[:, None], z, 0.0), axis=1)
-            here = (target >= 0) & (target < tl.minimum(COLUMNS, vocabulary - first_column))
-            tl.store(target_out + to, target_logit, mask=live & here)
-
         mass_tile = column_block * HALVES + tl.arange(0, HALVES)
         at = to[:, None] * tile_stride + mass_tile[None, :]
         kept = live[:, None] & (mass_tile * TILE < vocabulary)[None, :]
         if total_out is not None:
             counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
             tl.store(total_out + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
+        z = tl.where(is_target(target, COLUMNS), float("-inf"), z)
         if not EVEN_COLUMNS:
             z = tl.where(inside[None, :], z, float("-inf"))
 
@@ -145,7 +143,7 @@ def forward_kernel(
         tl.store(lse_out + at, base + log_mass, mask=kept)
         if kept_out is not None:
             line = kept_out + to * kept_stride
-            above = base - tl.load(reference + to, mask=live, other=0.0)[:, None]
+            above = maximum - tl.load(reference + to, mask=live, other=0.0)[:, None]
             kept_e = tl.reshape(e * tl.exp2(above * LOG2E)[:, :, None], (ROWS, COLUMNS))
             kept_e = kept_e.to(kept_out.dtype.element_ty)
             tl.store(line[:, None] + column[None, :], kept_e, mask=live[:, None] & inside[None, :])
@@ -180,7 +178,8 @@ def gather_kernel(
     count,  # (1,) int32
     hidden_out,  # (N, H), written
     inv_temperature_out,  # (N,) float32, written, or None
-    target_out,  # (N,) float32, written
+    targets_out,  # (N,) int32, written
+    logit_out,  # (N,) float32, written
     rows,
     vocabulary,
     hidden_size,
@@ -190,9 +189,10 @@ def gather_kernel(
     softcap,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Copies rows to where their work is done, and forms one product a row: picked out of the forward's tiles
-    it would cost them half of their epilogue.
+    """Copies rows to where their work is done, and forms one product a row, by the arithmetic of all others:
+    what a tensor core cuts off is cut off here too, and cancels in the log-probability.
     """
     place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = place < tl.load(count)
@@ -202,105 +202,25 @@ def gather_kernel(
     x = hidden + row[:, None] * hidden_stride
     w = weight + target[:, None] * weight_stride
     copied = hidden_out + place.to(tl.int64)[:, None] * hidden_size
-    products = tl.zeros((ROWS, DEPTH), dtype=tl.float32)
+    products = tl.zeros((ROWS, ROWS), dtype=tl.float32)
     for start in range(0, hidden_size, DEPTH):
         step = start + tl.arange(0, DEPTH)
         inside = (step < hidden_size)[None, :]
         x_part = tl.load(x + step[None, :], mask=live[:, None] & inside, other=0.0)
         w_part = tl.load(w + step[None, :], mask=here[:, None] & inside, other=0.0)
         tl.store(copied + step[None, :], x_part, mask=live[:, None] & inside)
-        products += x_part.to(tl.float32) * w_part.to(tl.float32)
-    product = tl.sum(products, axis=1)
+        products = tl.dot(x_part, w_part.T, products, input_precision=PRECISION)
+    own = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
+    product = tl.sum(tl.where(own, products, 0.0), axis=1)
     if bias is not None:
         product += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
     z = transform_logits(
         product[:, None], None, inv_temperature, logit_scale, softcap, row, row, rows, vocabulary
     )
-    tl.store(target_out + row[:, None], z, mask=live[:, None])
+    tl.store(logit_out + row[:, None], z, mask=live[:, None])
+    tl.store(targets_out + place, tl.where(here, target, -1).to(tl.int32), mask=live)
     if inv_temperature_out is not None:
         tl.store(inv_temperature_out + place, tl.load(inv_temperature + row, mask=live), mask=live)
-
-
-@triton.jit(do_not_specialize=["rows", "vocabulary", "tiles"])
-def finalise_kernel(
-    lse_in,  # (N, T) float32
-    entropy_in,  # (N, T) float32 or None, as the next three
-    total_in,
-    maximum_in,
-    squares_in,
-    target_in,  # (N,) float32
-    targets,  # (N,) int64
-    logprob_out,  # (N,) float32, as all below
-    lse_out,
-    entropy_out,
-    mean_out,
-    maximum_out,
-    target_out,
-    squares_out,
-    tile_stride,
-    rows,
-    vocabulary,
-    tiles,  # T
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    target = tl.load(targets + row, mask=inside, other=-1)
-    live = target >= 0
-    line = row.to(tl.int64)[:, None] * tile_stride
-    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, tiles, TILES):
-        tile = first + tl.arange(0, TILES)
-        read = live[:, None] & (tile < tiles)[None, :]
-        lse = tl.load(lse_in + line + tile[None, :], mask=read, other=float("-inf"))
-        higher = tl.maximum(maximum, tl.max(lse, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        mass = mass * tl.exp(maximum - base) + tl.sum(tl.exp(lse - base[:, None]), axis=1)
-        maximum = higher
-    lse = tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log(mass)
-
-    here = live & (target < vocabulary)
-    target_logit = tl.load(target_in + row, mask=here, other=0.0)
-    # Summed in another order than the target's tile, the log-sum-exp can fall an ulp short of a sure target.
-    logprob = target_logit - lse
-    logprob = tl.where(logprob > 0, 0.0, logprob)
-    tl.store(lse_out + row, tl.where(live, lse, 0.0), mask=inside)
-    tl.store(logprob_out + row, tl.where(here, logprob, 0.0), mask=inside)
-
-    if entropy_in is not None or total_in is not None or maximum_in is not None or squares_in is not None:
-        zero = tl.zeros((ROWS,), tl.float32)
-        entropy = zero
-        total = zero
-        squares = zero
-        highest = tl.full((ROWS,), float("-inf"), tl.float32)
-        for first in range(0, tiles, TILES):
-            tile = first + tl.arange(0, TILES)
-            at = line + tile[None, :]
-            read = live[:, None] & (tile < tiles)[None, :]
-            behind = tl.load(lse_in + at, mask=read, other=float("-inf")) - lse[:, None]
-            share = tl.exp(behind)
-            if entropy_in is not None:
-                within = tl.load(entropy_in + at, mask=read, other=0.0)
-                entropy += tl.sum(tl.where(share > 0, share * (within - behind), 0.0), axis=1)
-            if total_in is not None:
-                total += tl.sum(tl.load(total_in + at, mask=read, other=0.0), axis=1)
-            if maximum_in is not None:
-                highest_here = tl.max(tl.load(maximum_in + at, mask=read, other=float("-inf")), axis=1)
-                highest = tl.maximum(highest, highest_here)
-            if squares_in is not None:
-                within = tl.load(squares_in + at, mask=read, other=0.0)
-                squares += tl.sum(tl.where(share > 0, share * share * tl.exp(within), 0.0), axis=1)
-        if entropy_in is not None:
-            tl.store(entropy_out + row, tl.where(live, entropy, 0.0), mask=inside)
-        if total_in is not None:
-            tl.store(mean_out + row, total / vocabulary, mask=inside)
-        if maximum_in is not None:
-            tl.store(maximum_out + row, tl.where(live, highest, 0.0), mask=inside)
-            tl.store(target_out + row, target_logit, mask=inside)
-        if squares_in is not None:
-            tl.store(squares_out + row, tl.where(live, tl.log(squares), 0.0), mask=inside)
 
 
 def gather_rows(problem: HeadProblem) -> Gathered:
@@ -310,6 +230,7 @@ def gather_rows(problem: HeadProblem) -> Gathered:
     gathered = Gathered(
         hidden=torch.empty_like(hidden, memory_format=torch.contiguous_format),
         inv_temperature=None if inv_temperature is None else torch.empty_like(inv_temperature),
+        targets=torch.empty_like(targets, dtype=torch.int32),
         order=torch.empty_like(targets),
         count=targets.new_empty(1, dtype=torch.int32),
         target_logit=hidden.new_empty(rows, dtype=torch.float32),
@@ -318,9 +239,10 @@ def gather_rows(problem: HeadProblem) -> Gathered:
     gather_kernel[(triton.cdiv(rows, _TARGET_ROWS),)](
         hidden, problem.weight, targets=targets, order=gathered.order, count=gathered.count,
         hidden_out=gathered.hidden, inv_temperature_out=gathered.inv_temperature,
-        target_out=gathered.target_logit, rows=rows, vocabulary=problem.vocabulary, hidden_size=depth,
-        hidden_stride=hidden.stride(0), weight_stride=problem.weight.stride(0),
-        **transform_arguments(problem), ROWS=_TARGET_ROWS, DEPTH=_TARGET_DEPTH, num_warps=4,
+        targets_out=gathered.targets, logit_out=gathered.target_logit, rows=rows,
+        vocabulary=problem.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
+        weight_stride=problem.weight.stride(0), **transform_arguments(problem), ROWS=_TARGET_ROWS,
+        DEPTH=_TARGET_BYTES // hidden.element_size(), PRECISION=precision(hidden.dtype), num_warps=4,
     )  # fmt: skip
     return gathered
 
@@ -341,8 +263,6 @@ def tile_statistics(
     Args:
         problem: its operands have unit stride along H.
         gathered: its rows.
-        maximum: the tiles' maxima; the targets' logits of `gathered` are taken out of the tiles then, so that
-            equal logits are equal.
         keep: (N, V) that receives exponentials relative to a number of the row, (N,) float32: `exponentials`.
     """
     rows, vocabulary = problem.targets.numel(), problem.vocabulary
@@ -362,39 +282,17 @@ def tile_statistics(
     programs = program_count(problem.hidden.device)
     of_work = problem._replace(hidden=gathered.hidden, inv_temperature=gathered.inv_temperature)
     forward_kernel[(programs,)](
-        **product_arguments(of_work, tile), targets=problem.targets, order=gathered.order,
-        count=gathered.count, lse_out=result.lse, target_out=gathered.target_logit if maximum else None,
-        entropy_out=result.entropy, total_out=result.total, maximum_out=result.maximum,
-        squares_out=result.squares, kept_out=kept, reference=reference, tile_stride=result.lse.stride(0),
-        kept_stride=0 if kept is None else kept.stride(0), programs=programs,
+        **product_arguments(of_work, tile), targets=gathered.targets, order=gathered.order,
+        count=gathered.count, lse_out=result.lse, entropy_out=result.entropy, total_out=result.total,
+        maximum_out=result.maximum, squares_out=result.squares, kept_out=kept, reference=reference,
+        tile_stride=result.lse.stride(0), kept_stride=0 if kept is None else kept.stride(0),
+        programs=programs,
         EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
         TILE=TILE,
     )  # fmt: skip
     return result
 
 
-def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tensor) -> tuple[Tensor, ...]:
-    """Folds the tiles into per-row results.
-
-    Args:
-        target_logit: (N,) float32, of `gather_rows`.
-
-    Returns:
-        (N,) float32 each: log-probability, log-sum-exp, entropy, mean logit, largest logit, target's logit,
-        log Σ p²; zero for rows without work, (0,) for what the tiles do not have.
-    """
-    rows = problem.targets.numel()
-    of = (tiles.lse, tiles.lse, tiles.entropy, tiles.total, tiles.maximum, tiles.maximum, tiles.squares)
-    results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
-    finalise_kernel[(triton.cdiv(rows, _FINALISE_ROWS),)](
-        *tiles, target_logit, problem.targets, *results, tiles.lse.stride(0), rows, problem.vocabulary,
-        tiles.lse.shape[1], ROWS=_FINALISE_ROWS, TILES=_FINALISE_TILES, num_warps=4,
-    )  # fmt: skip
-    return results
-
-
 _ORDER_ROWS = 2048
 _TARGET_ROWS = 16
-_TARGET_DEPTH = 128
-_FINALISE_ROWS = 8
-_FINALISE_TILES = 256
+_TARGET_BYTES = 256

@@ -10,8 +10,8 @@ so the plain case is the identity and costs nothing. Conventions shared by the k
 
 - rows are tokens, columns are vocabulary entries, `inv_temperature` is one float32 per row, None where
   neither a temperature nor a logit scale other than one is in force;
-- a *mass tile* is `TILE` columns of one row. The forward stores `tile_lse`, (ceil(V / TILE), N) float32: the
-  log-sum-exp of each row's logits over each tile, -inf where every logit of the tile is -inf;
+- a *mass tile* is `TILE` columns of one row. The forward stores `tile_lse`, (N, ceil(V / TILE)) float32: the
+  log-sum-exp of each row's logits over each tile but the target's, -inf where there is none but -inf;
 - a target below zero marks a row without work, a target of V or more a row whose target is not in
   this weight.
 """
@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime.jit import constexpr_function
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import ProductTile
@@ -31,6 +34,12 @@ if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@constexpr_function
+def _products_start_from_nothing() -> bool:
+    """Whether a tensor core ignores the accumulator of a tile's first step, so that none is zeroed."""
+    return not knobs.runtime.interpret and cuda_capability_geq(10)
 
 
 @triton.jit
@@ -67,7 +76,10 @@ def tile_products(
 ):
     """(ROWS, COLUMNS) float32 x·w of neighbouring rows and columns."""
     if DESCRIPTORS:
-        products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        if _products_start_from_nothing():
+            products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        else:  # Zeros that the compiler does not know are moved into place. Known ones are first moved twice.
+            products = tl.full((ROWS, COLUMNS), (rows < 0).to(tl.float32), tl.float32)
         for step in range(tl.cdiv(hidden_size, DEPTH)):
             x = hidden.load([first_row, step * DEPTH])
             w = weight.load([first_column, step * DEPTH])
@@ -112,6 +124,22 @@ def gathered_products(
                 input_precision=PRECISION,
             )
     return products
+
+
+@triton.jit
+def is_target(
+    target,  # (ROWS,) int32: columns after the tile's first
+    COLUMNS: tl.constexpr,
+):
+    """(ROWS, COLUMNS) whether a column is its row's target.
+
+    Eights of columns are compared with constants, since a thread of a tensor core's result holds the same two
+    columns of each: one instruction an entry, not two.
+    """
+    last_digit = tl.arange(0, 8)[None, :] == (target & 7)[:, None]
+    eight = tl.where(last_digit, (target >> 3)[:, None], -1)
+    found = tl.arange(0, COLUMNS // 8)[None, :, None] == eight[:, None, :]
+    return tl.reshape(found, (target.shape[0], COLUMNS))
 
 
 @triton.jit

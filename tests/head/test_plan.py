@@ -66,7 +66,8 @@ def test_what_takes_many_registers_takes_half_a_tile():
         work = replace(WORK, extra_statistics=Request(**wanted).extra_statistics)
         return plan_head(H200, work).forward_tile.columns
 
-    assert columns(entropy=True, log_sum_sq=True) == columns() == 2 * columns(max_logit=True)
+    three = {"entropy": True, "log_sum_sq": True, "max_logit": True}
+    assert columns(entropy=True, max_logit=True) == columns() == 2 * columns(**three)
 
 
 def test_the_backward_is_sparse_unless_exactness_or_the_mean_logits_gradient_is_asked_for():
@@ -103,7 +104,7 @@ def test_the_exact_gradient_of_a_frozen_head_is_formed_by_the_forward_in_chunks_
         assert not (plan.jacobian and plan.keep)
     plan = plan_head(H200, exact)
     assert plan.jacobian_rows % plan.forward_tile.rows == 0
-    assert 0.8 * 2**28 < 2 * plan.jacobian_rows * WORK.vocabulary <= 2**28
+    assert plan.jacobian_rows == 2048
 
 
 @pytest.mark.parametrize("rows", [0, 1, 100, 16_384, 1 << 20])
