@@ -4,14 +4,16 @@ Nothing is listed twice: each case runs the head or the policy loss on meta tens
 Triton compiles for the named architecture and launches nothing. The kernels, tile sizes, warps, stages and
 argument specialisations are therefore the shipped ones.
 
-It fails on what keeps a kernel from shipping, and on what grew by more than 5 % and 4 over the record of this
-minor version of Triton in `results/`, which --record writes; a version without a record is held to the faults
-alone. Run it in a process of its own, without TRITON_INTERPRET.
+It fails on what keeps a kernel from shipping. One architecture alone is disassembled, too, and held to the
+record of this minor version of Triton in `results/`, where there is one: nothing may grow by more than 5 %
+and 4; --record writes it. Another Triton: `pip install --no-deps --target DIR triton==3.5.1`, and DIR first
+in PYTHONPATH. Run it in a process of its own, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +29,17 @@ import torch
 
 from grpo_fast.head.tuning import SHARED_MEMORY
 
-from . import dry_head
+from . import dry_head, estimate
 from .dry_head import Batch, meta, step
-from .machine_code import read, resident_programs
+from .machine import environment
+from .machine_code import read, read_amd, resident_programs
+from .record import write_json
 
-TENSOR_CORE = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-"""PTX by which a half precision `tl.dot` reaches the tensor cores at their full rate."""
+TENSOR_CORE = {
+    "sm_80": "mma.sync", "sm_86": "mma.sync", "sm_89": "mma.sync", "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma", "sm_120": "mma.sync", "gfx942": "v_mfma", "gfx950": "v_mfma",
+}  # fmt: skip
+"""PTX, or AMD's assembler, by which a half precision `tl.dot` reaches the matrix cores at their full rate."""
 COUNTS = ("registers", "spills", "shared", "ctas", "step", "epilogue", "instructions")
 """What the record holds of a kernel."""
 
@@ -91,11 +98,11 @@ LOSSES: dict[str, dict[str, Any]] = {
 """Every surrogate, plain to all options."""
 
 
-def shipped_cases(capability: int) -> dict[str, Callable[[], object]]:
+def shipped_cases(architecture: str) -> dict[str, Callable[[], object]]:
     """Name of the case to the call that launches its kernels."""
     cases: dict[str, Callable[[], object]] = {}
     for name, batch in BATCHES.items():
-        run = partial(step, batch, capability)
+        run = partial(step, batch, architecture)
         cases |= {f"certified, {name}": run, f"exact, {name}": partial(run, exact=True)}
         if batch.softcap is None:
             cases[f"exact from what was kept, {name}"] = partial(run, exact=True, keep=True)
@@ -106,7 +113,7 @@ def shipped_cases(capability: int) -> dict[str, Callable[[], object]]:
                 f"exact, frozen head, {name}": partial(run, exact=True, weight=False),
                 f"frozen body, {name}": partial(run, hidden=False),
             }
-    plain = partial(step, Batch(), capability)
+    plain = partial(step, Batch(), architecture)
     cases["all statistics, kept"] = partial(plain, everything=True, keep=True)
     cases["into a float32 gradient"] = partial(plain, accumulate=True)
     return cases | {f"policy loss, {name}": partial(policy_loss, options) for name, options in LOSSES.items()}
@@ -125,7 +132,7 @@ class Report:
     case: str  # of `shipped_cases`, the first that launches it
     kernel: str
     config: str  # constexprs, warps, stages
-    capability: int
+    architecture: str
     registers: int  # per thread
     spills: int  # instructions
     shared: int  # bytes per program, static and dynamic
@@ -146,10 +153,10 @@ class Report:
         found = []
         if self.spills:
             found.append(f"spills ({self.spills} instructions)")
-        if self.shared > SHARED_MEMORY[self.capability]:
-            found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.capability]}")
+        if self.shared > SHARED_MEMORY[self.architecture]:
+            found.append(f"shared memory {self.shared} > {SHARED_MEMORY[self.architecture]}")
         if self.dots and not self.tensor_core:
-            found.append(f"no {TENSOR_CORE[self.capability]} for a tl.dot")
+            found.append(f"no {TENSOR_CORE[self.architecture]} for a tl.dot")
         return found
 
     def regressions(self, record: Mapping[str, int]) -> list[str]:
@@ -163,7 +170,7 @@ class Report:
 
 
 @contextmanager
-def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any]]]]:
+def compile_only(architecture: str) -> Iterator[list[tuple[Any, Any, dict[str, Any]]]]:
     """Inside, `kernel[grid](...)` compiles and launches nothing. Yields what was compiled so far."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -179,27 +186,32 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any, dict[str, Any
         compiled.append((self, binary, options))
         return binary
 
-    target = GPUTarget("cuda", capability, 32)
+    hip = architecture.startswith("gfx")
+    target = GPUTarget("hip", architecture, 64) if hip else GPUTarget("cuda", int(architecture[3:]), 32)
     offline = SimpleNamespace(
         get_current_target=lambda: target,
-        get_current_device=lambda: capability,  # Triton keeps what it compiled by device
+        get_current_device=lambda: architecture,  # Triton keeps what it compiled by device
         get_current_stream=lambda device=0: 0,
     )
-    with mock.patch.object(JITFunction, "run", record), mock.patch.object(driver, "_active", offline):
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(driver, "_active", offline),
+        mock.patch.object(torch.version, "hip", "of no version" if hip else None),
+    ):
         yield compiled
 
 
 def reports(
-    capability: int, cases: Mapping[str, Callable[[], object]], *, disassemble: bool = False
+    architecture: str, cases: Mapping[str, Callable[[], object]], *, disassemble: bool = False
 ) -> list[Report]:
     """Compiles every case and reports each distinct kernel once."""
     seen: dict[str, Report] = {}
     for case, launch in cases.items():
-        with compile_only(capability) as compiled:
+        with compile_only(architecture) as compiled:
             launch()
         for function, binary, options in compiled:
             if binary.hash not in seen:
-                found = _inspect(case, function, binary, options, capability, disassemble)
+                found = _inspect(case, function, binary, options, architecture, disassemble)
                 twins = sum(
                     each.case == case and each.kernel.startswith(found.kernel) for each in seen.values()
                 )
@@ -208,11 +220,14 @@ def reports(
 
 
 def _inspect(
-    case: str, function: Any, binary: Any, options: dict[str, Any], capability: int, disassemble: bool
+    case: str, function: Any, binary: Any, options: dict[str, Any], architecture: str, disassemble: bool
 ) -> Report:
     """Reads the code of one compiled kernel."""
-    registers, spills, static, loops = read(binary.asm["cubin"], disassemble=disassemble)
-    metadata, ptx = binary.metadata, binary.asm["ptx"]
+    metadata, asm = binary.metadata, binary.asm
+    if "cubin" in asm:
+        text, (registers, spills, static, loops) = asm["ptx"], read(asm["cubin"], disassemble=disassemble)
+    else:
+        text, (registers, spills, static, loops) = asm["amdgcn"], read_amd(asm["amdgcn"])
     shared = max(metadata.shared, static)
     constants = {name: value for name, value in options.items() if name.isupper() and isinstance(value, int)}
     constants |= {"warps": metadata.num_warps, "stages": metadata.num_stages}
@@ -220,14 +235,14 @@ def _inspect(
         case=case,
         kernel=function.fn.__name__,
         config=" ".join(f"{name}={int(value)}" for name, value in constants.items()),
-        capability=capability,
+        architecture=architecture,
         registers=registers,
         spills=spills,
         shared=shared,
-        ctas=resident_programs(capability, metadata.num_warps, registers, shared),
-        dots=sum(int(rows) >= 64 for rows in re.findall(_DOT, binary.asm["ttir"])),
-        tensor_core=ptx.count(f"{TENSOR_CORE[capability]}."),
-        narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", ptx)),
+        ctas=resident_programs(architecture, metadata.num_warps, registers, shared),
+        dots=sum(int(rows) >= 64 for rows in re.findall(_DOT, asm["ttir"])),
+        tensor_core=text.count(TENSOR_CORE[architecture]),
+        narrow=len(re.findall(r"\b(?:ld|st)\.global[.a-z0-9:]*\.[bu]16\b", text)),
         **loops._asdict(),
     )
 
@@ -241,7 +256,7 @@ def table(rows: list[Report], verdicts: list[str]) -> str:
     heads = ["case", "kernel", "configuration", *COUNTS, "tensor core", "ships"]
     lines = [heads, ["---"] * len(heads)]
     for row, ships in zip(rows, verdicts, strict=True):
-        tensor_core = f"{row.tensor_core} {TENSOR_CORE[row.capability]}" if row.dots else "no dot"
+        tensor_core = f"{row.tensor_core} {TENSOR_CORE[row.architecture]}" if row.dots else "no dot"
         counts = [f"{count:,}" for count in row.counts.values()]
         lines.append([row.case, f"`{row.kernel}`", row.config, *counts, tensor_core, ships])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -254,12 +269,12 @@ def verdict(row: Report, record: Record | None) -> str:
     return "; ".join(wrong) or ("yes" if earlier or record is None else "new")
 
 
-def record_path(capability: int) -> Path:
+def record_path(architecture: str) -> Path:
     """Of the Triton installed, by its minor version."""
     import triton
 
     version = ".".join(triton.__version__.split(".")[:2])
-    return Path(__file__).with_name("results") / f"aot_sm{capability}_triton{version}.md"
+    return Path(__file__).with_name("results") / f"aot_{architecture}_triton{version}.md"
 
 
 def read_record(text: str) -> Record:
@@ -274,32 +289,80 @@ def read_record(text: str) -> Record:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--capability", type=int, choices=sorted(SHARED_MEMORY), default=90)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
-    which.add_argument("--record", action="store_true", help="write what is found in the record's place")
+    parser.add_argument(
+        "--architecture", nargs="+", choices=SHARED_MEMORY, default=[*SHARED_MEMORY], metavar="NAME",
+        help=f"of {', '.join(SHARED_MEMORY)} (all); the whole table is printed of one",
+    )  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--record", action="store_true", help="write what is found in the records' places")
+    parser.add_argument("--json", type=Path, help="a summary, which keeps other versions of Triton")
 
 
 def main(options: argparse.Namespace) -> int:
+    """
+    Raises:
+        ValueError: a record of a part of the cases is asked for.
+    """
+    if options.record and options.only != [""]:
+        raise ValueError("--record takes all cases: leave out --only")
+    summaries = []
+    for architecture in options.architecture:
+        shipped = shipped_cases(architecture)
+        cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
+        rows = reports(architecture, cases, disassemble=len(options.architecture) == 1)
+        summaries.append(check(architecture, rows, options))
+        if options.json is not None:
+            save(options.json, summaries)
+    return int(any(summary["faulty"] for summary in summaries))
+
+
+def check(architecture: str, rows: list[Report], options: argparse.Namespace) -> dict[str, Any]:
+    """Prints and writes what was found of an architecture; returns its summary."""
     import triton
 
-    path = record_path(options.capability)
-    record = read_record(path.read_text()) if path.exists() and not options.record else None
-    shipped = shipped_cases(options.capability)
-    cases = {name: run for name, run in shipped.items() if any(part in name for part in options.only)}
-    rows = reports(options.capability, cases, disassemble=True)
+    path, alone = record_path(architecture), len(options.architecture) == 1
+    compared = alone and path.exists() and not options.record  # the others are not disassembled
+    record = read_record(path.read_text()) if compared else None
     verdicts = [verdict(row, record) for row in rows]
-    found = f"""Compiled for sm_{options.capability} by Triton {triton.__version__}; nothing was run.
+    faulty = [pair for pair in zip(rows, verdicts, strict=True) if pair[1] not in ("yes", "new")]
+    summary = {
+        "architecture": architecture,
+        "triton": triton.__version__,
+        "kernels": len(rows),
+        "faulty": len(faulty),
+        "spills": sum(row.spills for row in rows),
+        "registers": max(row.registers for row in rows),
+        "shared": max(row.shared for row in rows),
+    }
+    found = f"""Compiled for {architecture} by Triton {triton.__version__}; nothing was run.
 
 {table(rows, verdicts)}
 
-One forward and backward of the head, bfloat16, N = 16,384, {100 * dry_head.DENSITY:.1f} % of the pairs live.
+One forward and backward of the head, bfloat16, N = 16,384, {100 * dry_head.DENSITY:.1f} % of the pairs kept.
 
-{dry_head.table(options.capability)}
+{dry_head.table(architecture)}
 """
-    print(found)
+    if architecture == estimate.ARCHITECTURE and alone and options.only == [""]:
+        found += f"""
+Estimated, not measured: the sparse head on an H200, {dry_head.ENTRIES} entries of dX a row, in products X Wᵀ.
+
+{estimate.table(rows)}
+"""
     if options.record:
         path.write_text(found)
-    elif record is None:
-        print(f"There is no {path.name}: faults alone count.")
-    return 0 if {*verdicts} <= {"yes", "new"} else 1
+    if alone:
+        print(found)
+        if record is None and not options.record:
+            print(f"There is no {path.name}: faults alone count.")
+    else:
+        print(", ".join(f"{name} {value}" for name, value in summary.items()), flush=True)
+        for row, wrong in faulty:
+            print(f"  {row.case}: {row.kernel} ({row.config}): {wrong}", flush=True)
+    return summary
+
+
+def save(path: Path, summaries: list[dict[str, Any]]) -> None:
+    """Replaces what the file says of the same Triton and architectures."""
+    known = json.loads(path.read_text(encoding="utf-8"))["aot"] if path.exists() else []
+    of_each = {(row["triton"], row["architecture"]): row for row in (*known, *summaries)}
+    write_json(path, {"environment": environment(torch.device("cpu")), "aot": [*of_each.values()]})

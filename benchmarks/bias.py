@@ -311,7 +311,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", type=int, default=4544, help="most tokens for more than the default (4544)"
     )
     parser.add_argument("--lengths", nargs="*", default=LENGTHS, help="of two completions, the first right")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 4, 2, 2, 2], help="of each of --tokens")
+    batches = [8, 4, 2, 2, 2, 4]
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=batches, help="of each of --tokens, then of --lengths"
+    )
     parser.add_argument("--draws", type=int, default=200, help="of one batch of the fewest tokens (200)")
     parser.add_argument("--json", type=Path, help="write everything here")
 
@@ -319,10 +322,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @torch.no_grad()
 def main(options: argparse.Namespace) -> int:
     found: Cell = {"environment": environment(torch.device("cpu")), "default": DEFAULT_TOLERANCE, "bias": []}
-    equal = zip(options.tokens, options.batches, strict=True)
+    *of_tokens, of_lengths = options.batches
+    equal = zip(options.tokens, of_tokens, strict=True)
     cases = [(equal_lengths(tokens), SEQUENCE, batches) for tokens, batches in equal]
     for words in options.lengths:
-        cases += [([int(word) for word in words.split(",")], mean, 1) for mean in (SEQUENCE, TOKEN)]
+        cases += [([int(word) for word in words.split(",")], mean, of_lengths) for mean in (SEQUENCE, TOKEN)]
     for source in map(load_real_rows, options.rows) if options.rows else [made_rows()]:
         model = Model.of(source)
         of_model: Cell = {"rows": source.name, "vocabulary": len(model.weight), "cells": []}

@@ -23,8 +23,8 @@ from grpo_fast.head.problem import HeadProblem, Request, RowGradients, Wanted
 from grpo_fast.head.tuning import SHARED_MEMORY
 from grpo_fast.plan.trace import Recorder
 
-DENSITY = 0.018
-"""Live pairs of all, as rows of Qwen2.5-Coder-1.5B have them at tolerance 1."""
+DENSITY, ENTRIES = 0.0078, 24
+"""Kept pairs of all, and entries of dX a row, as rows of Qwen2.5-Coder-1.5B have them at the default."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class Batch:
             softcap=self.softcap,
         )
 
-    def plan(self, capability: int, **options: Any) -> HeadPlan:
+    def plan(self, architecture: str, **options: Any) -> HeadPlan:
         """What the head would decide on that architecture, given the rest of `Workload`."""
-        device = Device("cuda", divmod(capability, 10), SHARED_MEMORY[capability], has_triton=True)
+        gfx = architecture if architecture.startswith("gfx") else ""
+        capability = (0, 0) if gfx else divmod(int(architecture[3:]), 10)
+        device = Device("cuda", capability, SHARED_MEMORY[architecture], has_triton=True, gfx=gfx)
         work = Workload(
             self.rows,
             self.vocabulary,
@@ -71,7 +73,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def step(
     batch: Batch,
-    capability: int,
+    architecture: str,
     *,
     exact: bool = False,
     everything: bool = False,
@@ -100,7 +102,7 @@ def step(
     pairs = round(DENSITY * batch.rows * -(-batch.vocabulary // TILE))
     options: dict[str, Any] = {"tolerance": 0.0 if exact else None, "trainable": weight}
     jacobian = not (everything or weight)
-    plan = batch.plan(capability, extra_statistics=4 * everything, keep=keep, jacobian=jacobian, **options)
+    plan = batch.plan(architecture, extra_statistics=4 * everything, keep=keep, jacobian=jacobian, **options)
     with (
         mock.patch.object(Tensor, "is_cuda", True),  # products take half precision
         mock.patch.object(Tensor, "nonzero", lambda rows: ask(meta(len(rows), 1, dtype=torch.int64))),
@@ -111,7 +113,7 @@ def step(
         if plan.jacobian:
             gradients = scaled_jacobian(problem, upstream, state.jacobian)
         else:
-            plan = batch.plan(capability, entropy_gradient=everything, mean_gradient=everything, **options)
+            plan = batch.plan(architecture, entropy_gradient=everything, mean_gradient=everything, **options)
             pending = Certificate.pending(problem.hidden.device)
             gradients = accelerated.backward(problem, statistics, upstream, wanted, state, pending, plan)
     return [each for each in (*problem, row, *statistics, *gradients) if isinstance(each, Tensor)]
@@ -161,7 +163,7 @@ class HeadCost(Recorder):
         return answer
 
 
-def head_cost(batch: Batch, capability: int = 90, **options: bool) -> HeadCost:
+def head_cost(batch: Batch, architecture: str = "sm_90", **options: bool) -> HeadCost:
     """Of a `step` with these options."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
@@ -174,17 +176,17 @@ def head_cost(batch: Batch, capability: int = 90, **options: bool) -> HeadCost:
         mock.patch.object(InterpretedFunction, "__getitem__", launch),
         HeadCost() as cost,
     ):
-        own = step(batch, capability, **options, ask=cost.ask)
+        own = step(batch, architecture, **options, ask=cost.ask)
         alive = np.cumsum([event.sign * event.bytes for event in cost.events])
         cost.peak = int(alive.max()) - sum(tensor.nbytes for tensor in own)
     return cost
 
 
-def table(capability: int) -> str:
+def table(architecture: str) -> str:
     lines = ["| | launches | operations | MiB beyond the outputs |", "|---|---|---|---|"]
     for depth, vocabulary in SIZES:
         for case, options in CASES.items():
-            found = head_cost(Batch(depth=depth, vocabulary=vocabulary), capability, **options)
+            found = head_cost(Batch(depth=depth, vocabulary=vocabulary), architecture, **options)
             counts = f"{found.launches} | {found.operations} | {found.peak / 2**20:,.0f}"
             lines.append(f"| H={depth} V={vocabulary}, {case} | {counts} |")
     return "\n".join(lines)

@@ -1,8 +1,10 @@
 """What a compiled kernel's machine code says: its resources, and how many instructions its loops take.
 
+NVIDIA's is disassembled by the tools in Triton's wheel; of AMD's, Triton keeps the assembler's text.
+
 A *K-step* is the shortest way round the control flow through a tensor core instruction. The *epilogue* is the
 rest of the loop around it: what a persistent program pays for a tile besides the K-steps, its position
-included.
+included. Without a product the step is the largest loop.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ from typing import NamedTuple
 
 from grpo_fast.head.tuning import SHARED_MEMORY
 
-_WARPS_AND_PROGRAMS = {80: (64, 32), 89: (48, 24), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
-"""What a multiprocessor holds at most, by architecture. The registers are the same in all: 4 · 16,384."""
+_WARPS_AND_PROGRAMS = {
+    "sm_80": (64, 32), "sm_86": (48, 16), "sm_89": (48, 24), "sm_90": (64, 32), "sm_100": (64, 32),
+    "sm_120": (48, 24), "gfx942": (32, 32), "gfx950": (32, 32),
+}  # fmt: skip
+"""What a multiprocessor holds at most, by architecture."""
 
-_RESERVED = 1024  # bytes of shared memory that the driver takes from each program
+_RESERVED = 1024  # bytes of shared memory that NVIDIA's driver takes from each program
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?\w+\s+)?(\w+)(.*?);")
 _JUMPS = ("BRA", "JMP", "CALL")
 _ENDS = ("BRA", "JMP", "BRX", "RET", "EXIT")
 
 
 class Loops(NamedTuple):
-    """Instructions that a warp has before it; the last two are zero without a tensor core instruction."""
+    """Instructions that a warp has before it."""
 
     instructions: int  # of the whole kernel
     step: int
@@ -48,6 +53,16 @@ def read(cubin: bytes, *, disassemble: bool = False) -> tuple[int, int, int, Loo
     return usage["REG"], spills, usage["SHARED"], loops(sass)
 
 
+def read_amd(assembler: str) -> tuple[int, int, int, Loops]:
+    """As `read`, of a kernel's text; its loops are zero. Registers are vector registers, with those of sums;
+    what is moved between the two is not counted as spilled.
+    """
+    facts = {name: int(n) for name, n in re.findall(r"\.(\w+):\s+(\d+)$", assembler, re.MULTILINE)}
+    instructions = len(re.findall(r"^\t[a-z]+_\w+", assembler, re.MULTILINE))
+    spills = facts["vgpr_spill_count"] if facts["private_segment_fixed_size"] else 0
+    return facts["vgpr_count"], spills, facts["group_segment_fixed_size"], Loops(instructions, 0, 0)
+
+
 def loops(sass: str) -> Loops:
     """Of what `cuobjdump -sass` prints."""
     import networkx
@@ -66,19 +81,21 @@ def loops(sass: str) -> Loops:
         steps_to = dict(networkx.single_target_shortest_path_length(flow, i))
         if ways := [1 + steps_to[after] for after in flow.successors(i) if after in steps_to]:
             rounds[i] = min(ways)
+    parts = [part for part in networkx.strongly_connected_components(flow) if len(part) > 1]
     if not rounds:
-        return Loops(instructions, 0, 0)
+        return Loops(instructions, max(map(len, parts), default=0), 0)
     product = min(rounds, key=rounds.__getitem__)
-    around = next(part for part in networkx.strongly_connected_components(flow) if product in part)
+    around = next(part for part in parts if product in part)
     return Loops(instructions, rounds[product], len(around) - rounds[product])
 
 
-def resident_programs(capability: int, warps: int, registers: int, shared: int) -> int:
+def resident_programs(architecture: str, warps: int, registers: int, shared: int) -> int:
     """Programs of a kernel that one multiprocessor holds at a time: CTAs an SM."""
-    most_warps, most = _WARPS_AND_PROGRAMS[capability]
-    of_warp = -(-registers // 8) * 256  # a warp's registers come from one of four files
-    by_registers = 4 * (16_384 // of_warp) // warps
-    by_shared = (SHARED_MEMORY[capability] + _RESERVED) // (shared + _RESERVED)
+    most_warps, most = _WARPS_AND_PROGRAMS[architecture]
+    # A warp's registers come from one of four files of 512 for each of 32 or, AMD's, 64 threads.
+    by_registers = 4 * (512 // (-(-max(registers, 1) // 8) * 8)) // warps
+    reserved = 0 if architecture.startswith("gfx") else _RESERVED
+    by_shared = (SHARED_MEMORY[architecture] + reserved) // max(shared + reserved, 1)
     return min(most, most_warps // warps, by_registers, by_shared)
 
 

@@ -25,7 +25,7 @@ def run_recipe(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, An
     """One run in a process of its own, and what it recorded."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        given = [recipe, f"output_dir={run_dir}", f"seed={seed}", "--plain", *overrides]
+        given = [recipe, f"output_dir={run_dir}", f"seed={seed}", *overrides]
         start = time.perf_counter()
         subprocess.run([sys.executable, "-m", "grpo_fast", "train", *given], check=True)
         wall = time.perf_counter() - start

@@ -90,6 +90,7 @@ def render(path: Path, link: str) -> str:
         "measurements": measurements,
         "side_by_side": side_by_side,
         "bias": bias,
+        "aot": aot,
         "score": lambda found: score_text(found["score"], found["interval"]),
         "duration": duration_text,
         "join_command": shlex.join,
@@ -209,3 +210,12 @@ def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
     return " · ".join(f"{cell[name] / rounded[name]:.2g}" for name in ("hidden", "weight", "behind"))
+
+
+def aot(summaries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Architectures down, versions of Triton across."""
+    versions = sorted({row["triton"] for row in summaries}, key=lambda version: version.split("."))
+    found = {(row["architecture"], row["triton"]): f"{row['kernels']} · {row['faulty']}" for row in summaries}
+    names = dict.fromkeys(row["architecture"] for row in summaries)
+    rows = [[name, *(found.get((name, version), DASH) for version in versions)] for name in names]
+    return ["architecture", *(f"Triton {version}" for version in versions)], rows

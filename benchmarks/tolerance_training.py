@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 from unittest import mock
 
@@ -41,6 +41,7 @@ from grpo_fast.run.build import build_grpo_trainer
 from .machine import environment
 from .models import make_policy, make_tokenizer, vocabulary_of
 from .record import write_json
+from .report import STYLE
 from .step import LOSS, full_logits_loss
 
 TOY = "sort"
@@ -53,8 +54,11 @@ LEARNS = OptimizerConfig(learning_rate=1e-4, betas=(0.9, 0.99), max_grad_norm=1.
 TASKS = TOY_TASK, FROZEN, TRAINED = ("toy", "quickstart, head frozen", "quickstart, head trained")
 # Smaller steps than the recipe's own, and in float32: the head's gradient is then rounded nowhere else.
 SMALLER = ("model.dtype=float32", "prompts_per_step=8", "evaluation.dataset.size=150")
-LAST = 5  # steps whose mean is the final reward
-ENDS = ("final", "before", "after", "moved_median", "moved_mean")
+EXACT = "exact"
+ENDS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "score": itemgetter("after"),  # of held-out questions
+    "reward": lambda run: fmean(run["rewards"]),  # of all steps
+}
 Tokens = tuple[int, ...]
 
 
@@ -81,7 +85,7 @@ def dropping() -> Iterator[None]:
 def variants(task: str, tolerance: float) -> dict[str, tuple[float | None, bool]]:
     """The head's tolerance, None for full logits, and whether it drops."""
     found: dict[str, tuple[float | None, bool]] = {
-        "exact": (0.0, False),
+        EXACT: (0.0, False),
         f"drawn, {tolerance:g}": (tolerance, False),
         "drawn, 16": (16.0, False),
         f"dropped, {tolerance:g}": (tolerance, True),
@@ -253,13 +257,61 @@ def movement(start: Tensor, end: Tensor, rate: float) -> dict[str, float]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Of each task and variant the seeds, and what each ended with: seeds differ more than variants do."""
-    arms = dict.fromkeys((run["task"], run["variant"]) for run in runs)
-    for task, variant in sorted(arms, key=lambda arm: TASKS.index(arm[0])):
-        of_arm = [run for run in runs if (run["task"], run["variant"]) == (task, variant)]
-        of_arm.sort(key=itemgetter("seed"))
-        found = {name: [run[name] for run in of_arm] for name in ENDS}
-        yield {"task": task, "variant": variant, "seeds": [run["seed"] for run in of_arm], **found}
+    """Of each task and variant means over its seeds, and how far they are from those of the exact gradient,
+    seed by seed: seeds differ more than variants do. Errors are standard errors.
+    """
+
+    for (task, steps), arms in by_task(runs).items():
+        exact = {run["seed"]: run for run in arms.get(EXACT, ())}
+        yield from (
+            {"task": task, "steps": steps, "variant": variant} | beside(arm, exact)
+            for variant, arm in arms.items()
+        )
+
+
+def by_task(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, list[dict[str, Any]]]]:
+    """Task and number of steps, then the variant."""
+    found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for run in sorted(runs, key=lambda run: (TASKS.index(run["task"]), len(run["rewards"]))):
+        arms = found.setdefault((run["task"], len(run["rewards"])), {})
+        arms.setdefault(run["variant"], []).append(run)
+    return found
+
+
+def beside(arm: list[dict[str, Any]], exact: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """The runs of a variant beside those of the exact gradient, by seed."""
+    pairs = [(run, exact[run["seed"]]) for run in arm if run["seed"] in exact]
+    found: dict[str, Any] = {"seeds": len(arm), "moved": fmean(run["moved_mean"] for run in arm)}
+    for name, value in ENDS.items():
+        found[name] = fmean(map(value, arm))
+        apart = [value(run) - value(other) for run, other in pairs]
+        found[f"{name}_apart"] = fmean(apart) if apart else None
+        found[f"{name}_error"] = stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
+    return found
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """The rewards of every step, means over the seeds, one panel a task, as SVG or whatever the path says.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("--chart needs `pip install matplotlib`") from error
+    tasks = by_task(runs)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.0 * len(tasks), 3.4), layout="constrained")
+        panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+        for axes, ((task, steps), arms) in zip(panels, tasks.items(), strict=True):
+            for variant, arm in arms.items():
+                curves = zip(*(run["rewards"] for run in arm), strict=True)
+                axes.plot(range(1, steps + 1), [fmean(step) for step in curves], label=variant)
+            axes.set(title=task, xlabel="step", ylabel="mean reward")
+            axes.legend(fontsize="small")
+        figure.savefig(path)
 
 
 def train(task: str, tolerance: float | None, steps: int, seed: int, before: float | None) -> dict[str, Any]:
@@ -278,11 +330,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, nargs=2, default=[60, 12], help="toy's, quickstart's (60 12)")
     parser.add_argument("--tolerance", type=float, default=DEFAULT_TOLERANCE, help="(%(default)g)")
     parser.add_argument("--json", type=Path, help="has every finished run; what it has is not run again")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="the curves; `pip install matplotlib`")
     options = parser.parse_args(arguments)
     path, runs = options.json, []
     if path is not None and path.exists():
         runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    done = {(run["task"], run["variant"], run["seed"]) for run in runs}
+    done = {(run["task"], run["variant"], run["seed"], len(run["rewards"])) for run in runs}
     about = {"environment": environment(torch.device("cpu")), "quickstart": SMALLER}
     wanted = (
         (task, variant, seed, *how)
@@ -291,18 +344,20 @@ def main(arguments: list[str] | None = None) -> int:
         for variant, how in variants(task, options.tolerance).items()
     )
     for task, variant, seed, tolerance, drops in wanted:
-        if (task, variant, seed) in done:
+        steps = options.steps[task != TOY_TASK]
+        if (task, variant, seed, steps) in done:
             continue
         before = next((run["before"] for run in runs if run["task"] != TOY_TASK), None)
         with dropping() if drops else nullcontext():
-            found = train(task, tolerance, options.steps[task != TOY_TASK], seed, before)
-        found |= {"final": fmean(found["rewards"][-LAST:])}
+            found = train(task, tolerance, steps, seed, before)
         runs.append({"task": task, "variant": variant, "seed": seed} | found)
         print(f"{task}, {variant}, seed {seed}: {found['before']:.3f} to {found['after']:.3f}", flush=True)
         if path is not None:
             write_json(path, about | {"tolerance_training": [*summary(runs)], "runs": runs})
     for row in summary(runs):
-        print(row["task"], row["variant"], *(f"{name} {fmean(row[name]):.3f}" for name in ENDS), sep=", ")
+        print(row)
+    if options.chart is not None:
+        draw(runs, options.chart)
     return 0
 
 

@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 
 from grpo_fast.head import tuning
+from grpo_fast.head.operator import device_facts
 from grpo_fast.head.problem import Wanted
 from grpo_fast.head.tuning import Rule, Sizes, Table
 
@@ -81,7 +82,7 @@ def changed(sizes: Sizes, stage: str, change: dict[str, Any]) -> Sizes:
     return replace(sizes, sparse=replace(sizes.sparse, **change))
 
 
-def candidates(sizes: Sizes, architecture: int) -> Iterator[tuple[str, dict[str, Any], Sizes]]:
+def candidates(sizes: Sizes, architecture: str) -> Iterator[tuple[str, dict[str, Any], Sizes]]:
     """Stage, change and result, of what this architecture can be asked for."""
     for stage, changes in CANDIDATES.items():
         if stage == FORWARD and sizes.wide is None:
@@ -102,7 +103,7 @@ def planned_with(sizes: Sizes) -> AbstractContextManager[object]:
 # Compilation ---------------------------------------------------------------------------------------------
 
 
-def compile_one(architecture: int, shape: Shape, sizes: Sizes, exact: bool = False) -> list[str]:
+def compile_one(architecture: str, shape: Shape, sizes: Sizes, exact: bool = False) -> list[str]:
     """Compiles what a forward and backward launch, into Triton's cache; what is wrong with it.
 
     Runs in a process of its own: Triton's driver is replaced by one without a GPU.
@@ -117,7 +118,7 @@ def compile_one(architecture: int, shape: Shape, sizes: Sizes, exact: bool = Fal
     return [f"{report.kernel}: {fault}" for report in found for fault in report.faults()]
 
 
-def compile_all(architecture: int, shipped: dict[Shape, Sizes], processes: int) -> dict[Shape, list[str]]:
+def compile_all(architecture: str, shipped: dict[Shape, Sizes], processes: int) -> dict[Shape, list[str]]:
     """Faults of what is shipped and of every candidate, by shape; compiled `processes` at a time.
 
     What is shipped goes first: most of a candidate's kernels are its, and two processes that compile the same
@@ -186,7 +187,7 @@ class Bench:
         return old, new, found[1].reason or None
 
 
-def tune_shape(bench: Bench, sizes: Sizes, architecture: int, deadline: float) -> tuple[Sizes, list[dict]]:
+def tune_shape(bench: Bench, sizes: Sizes, architecture: str, deadline: float) -> tuple[Sizes, list[dict]]:
     """The best sizes found, and every comparison made."""
     best, log = sizes, []
     for stage, change, _ in candidates(sizes, architecture):
@@ -212,7 +213,7 @@ def write_table(path: Path, table: Table, measured: dict[Shape, Sizes], provenan
     ranks = {rule.rank for rule in new}
     rules = sorted([*new, *(r for r in table.rules if r.rank not in ranks)], key=lambda rule: rule.rank)
     merged = Table(table.architecture, provenance, tuple(rules))
-    if wrong := tuning.faults(merged, f"sm_{table.architecture}"):
+    if wrong := tuning.faults(merged, table.architecture):
         raise ValueError(f"the table found is not sound: {'; '.join(wrong)}")
     path.write_text(json.dumps(tuning.plain(merged), indent=1) + "\n")
 
@@ -228,13 +229,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("tune: torch sees no CUDA device", file=sys.stderr)
         return 2
     device, deadline = torch.device("cuda"), time.monotonic() + 60 * options.minutes
-    major, minor = torch.cuda.get_device_capability(device)
-    architecture = 10 * major + minor
+    architecture = device_facts(device.type, device.index).architecture
     if architecture not in tuning.SHARED_MEMORY:
-        known = ", ".join(f"sm_{a}" for a in sorted(tuning.SHARED_MEMORY))
-        raise ValueError(f"no table for sm_{architecture}; there are tables for {known}")
+        raise ValueError(
+            f"no table for {architecture}; there are tables for {', '.join(tuning.SHARED_MEMORY)}"
+        )
     shipped = tuning.load_tables()[architecture]
-    out = options.out or tuning.TABLES / f"sm_{architecture}.json"
+    out = options.out or tuning.TABLES / f"{architecture}.json"
     about = environment(device)
     provenance = {
         "device": about["benchmark_device"], "date": about["started"], "command": " ".join(about["command"]),

@@ -30,6 +30,7 @@ from grpo_fast.head.problem import (
     State,
     Wanted,
 )
+from grpo_fast.head.tuning import SHARED_MEMORY
 
 _NUM_PROBLEM, _NUM_STATISTICS, _NUM_STATE = (len(t._fields) for t in (HeadProblem, RowStatistics, State))
 _NUM_DIFFERENTIABLE = len(RowGradients._fields)  # the first statistics
@@ -243,11 +244,10 @@ def device_facts(kind: str, index: int | None) -> Device:
     """What the planner asks of a device, such as `cuda` and its index."""
     if kind != "cuda":
         return Device(kind)
-    facts = torch.cuda.get_device_properties(index)
-    return Device(
-        kind,
-        capability=(facts.major, facts.minor),
-        # Of what an installed torch has, not of its stub.
-        shared_memory=facts.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        has_triton=importlib.util.find_spec("triton") is not None,
-    )
+    facts: Any = torch.cuda.get_device_properties(index)  # an installed torch has more than its stub says
+    has_triton = importlib.util.find_spec("triton") is not None
+    if torch.version.hip:  # whose capability looks like NVIDIA's and means something else
+        gfx = facts.gcnArchName.split(":")[0]
+        return Device(kind, shared_memory=SHARED_MEMORY.get(gfx, 0), has_triton=has_triton, gfx=gfx)
+    memory = facts.shared_memory_per_block_optin
+    return Device(kind, (facts.major, facts.minor), memory, has_triton)

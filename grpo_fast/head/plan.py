@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from grpo_fast.head.tuning import Sizes, sizes_for
+from grpo_fast.head.tuning import SHARED_MEMORY, Sizes, sizes_for
 from grpo_fast.kernels import MOST_TILES, TILE, ProductTile, SparseConfig
 
 Path = Literal["reference", "triton"]
@@ -38,6 +38,12 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA compute capability
     shared_memory: int = 0  # bytes one program may use
     has_triton: bool = False
+    gfx: str = ""  # an AMD GPU's architecture
+
+    @property
+    def architecture(self) -> str:
+        """As the tables of sizes have it."""
+        return self.gfx or "sm_{}{}".format(*self.capability)
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,11 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     exact = tolerance == 0 or (work.keep and stores)
     jacobian = work.jacobian and exact and (stores or path == "reference")
     keep = work.keep and stores and not jacobian
-    forward_wide = work.extra_statistics < (1 if work.softcap or keep or jacobian else 3)
+    forward_wide = work.extra_statistics < 3
+    if work.softcap or keep or jacobian:  # on sm_100 they alone spill there
+        forward_wide = work.extra_statistics < 1 and device.architecture != "sm_100"
     backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
-    sizes = sizes_for(device.capability, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
+    sizes = sizes_for(device.architecture, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward
     backward_tile = _descriptor_tile(device, work, sizes, wide=backward_wide) or sizes.pointer_backward
     row_bytes = max(work.vocabulary, 1) * work.dtype.itemsize
@@ -134,8 +142,9 @@ def tolerance_in_force(path: Path, tolerance: float | None) -> float:
 
 
 def head_path(device: Device, dtype: torch.dtype) -> Path:
-    """Kernels where they run."""
-    usable = device.kind == "cuda" and device.has_triton and device.capability >= (8, 0)
+    """Kernels where they run: of AMD's GPUs, on those with a table."""
+    known = device.gfx in SHARED_MEMORY if device.gfx else device.capability >= (8, 0)
+    usable = device.kind == "cuda" and device.has_triton and known
     return "triton" if usable and dtype in (torch.bfloat16, torch.float16, torch.float32) else "reference"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fast.head.plan import Chunks
 from grpo_fast.head.problem import HeadProblem, LogitGradient, Wanted
-from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, STRATUM, TILE
+from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, GOLDEN, LEAST_DENSITY, STRATUM, TILE
 
 _WORD = 0xFFFFFFFF
 
@@ -181,14 +181,17 @@ def draw(ratio: Tensor, certain: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _relative_threshold(weight: Tensor, tolerance: float) -> Tensor:
     """The largest τ, of pairs' w, both relative to the batch's norm, with τ·Σ_{w<τ} w within the tolerance's
-    budget, as far as quarter octaves tell.
+    budget and LEAST_DENSITY of the pairs kept, as far as quarter octaves tell.
     """
     octave = ((-4 * weight.log2()).floor() + 1).nan_to_num(nan=0.0, neginf=0.0)
     place = octave.clamp(0, BINS - 1).long().where(weight > 0, 0)
     counts = torch.bincount(place.flatten(), minlength=BINS).to(weight.dtype)
+    counts[0] = 0  # what is certain, and nothing
     edge = torch.exp2((1 - torch.arange(BINS, device=weight.device, dtype=weight.dtype)) / 4)
     below = (counts * edge).flip(0).cumsum(0).flip(0)
-    return torch.minimum(edge, (tolerance * BF16_ROUNDING) ** 2 / below)[1:].amax()
+    within = torch.minimum(edge, (tolerance * BF16_ROUNDING) ** 2 / below)[1:].amax()
+    kept = counts.cumsum(0) - counts + below / edge
+    return within.minimum(edge[1:].where(kept[1:] >= LEAST_DENSITY * counts.sum(), 0).amax())
 
 
 def norm_of(problem: HeadProblem, rows: LogitGradient) -> Tensor:

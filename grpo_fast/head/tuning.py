@@ -1,15 +1,16 @@
 """Block sizes, warps and stages of every kernel, by architecture and shape: checked-in tables, no autotuning.
 
-A table is `tables/sm_XX.json`, written by `python -m benchmarks.tune` on a GPU of that architecture. Reading
-one is a pure function of the device's capability and the shape, so a user's first step compiles exactly what
-its plan names. `measured` says which rules rest on a measurement and which were carried over.
+A table is `tables/sm_XX.json` or `gfxXXX.json`, written by `python -m benchmarks.tune` on a GPU of that
+architecture. Reading one is a pure function of the architecture and the shape, so a user's first step
+compiles exactly what its plan names. `measured` says which rules rest on a measurement and which were carried
+over.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 from grpo_fast.kernels import TILE, ProductTile, SparseConfig
 
 TABLES = Path(__file__).resolve().parent / "tables"
-SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes of shared memory one program may use, by architecture."""
+SHARED_MEMORY = {
+    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448,
+    "sm_120": 101_376, "gfx942": 65_536, "gfx950": 163_840,
+}  # fmt: skip
+"""Bytes of shared memory one program may use, by architecture: NVIDIA's in ascending order, then AMD's."""
 
 Precision = Literal["half", "float32"]
 
@@ -61,7 +65,7 @@ class Rule:
 class Table:
     """All rules of an architecture; the first that fits applies."""
 
-    architecture: int  # 90 for compute capability 9.0
+    architecture: str  # sm_90 for compute capability 9.0, else as ROCm names it
     provenance: dict[str, str]
     rules: tuple[Rule, ...]
 
@@ -70,7 +74,7 @@ class Table:
 
 
 def sizes_for(
-    capability: tuple[int, int],
+    architecture: str,
     dtype: torch.dtype,
     hidden: int,
     trainable: bool,
@@ -78,30 +82,33 @@ def sizes_for(
 ) -> Sizes:
     """The sizes for a device and a shape.
 
-    A device without a table of its own takes that of the newest architecture before it whose shared memory it
-    has; where there is none, the table that needs the least.
+    An NVIDIA GPU without a table of its own takes that of the newest architecture before it whose shared
+    memory it has; where there is none, the table that needs the least.
 
     Args:
-        capability: CUDA compute capability; the plan of another device reads it as the oldest.
+        architecture: as a table's; the plan of a device that has no kernels reads it as one without a table.
         hidden: H.
         trainable: whether the head's weight takes a gradient.
         shared_memory: bytes one program may use; None: as much as any table asks for.
     """
-    tables, wanted = load_tables(), 10 * capability[0] + capability[1]
-    fits = [a for a in tables if shared_memory is None or SHARED_MEMORY[a] <= shared_memory]
-    least = min(tables, key=lambda a: (SHARED_MEMORY[a], a))
-    chosen = max((a for a in fits if a <= wanted), default=least)
+    tables, chosen = load_tables(), architecture
+    if architecture not in tables or architecture.startswith("sm_"):
+        nvidia = {int(name[3:]): name for name in tables if name.startswith("sm_")}
+        wanted = int(architecture[3:]) if architecture.startswith("sm_") else 0
+        fits = [a for a in nvidia if shared_memory is None or SHARED_MEMORY[nvidia[a]] <= shared_memory]
+        least = min(nvidia, key=lambda a: (SHARED_MEMORY[nvidia[a]], a))
+        chosen = nvidia[max((a for a in fits if a <= wanted), default=least)]
     return tables[chosen].sizes("half" if dtype.itemsize == 2 else "float32", hidden, trainable)
 
 
 @functools.cache
-def load_tables() -> dict[int, Table]:
+def load_tables() -> dict[str, Table]:
     """All tables by architecture.
 
     Raises:
         ValueError: a table that no launch could use; the message names the file and what is wrong.
     """
-    tables = (read_table(path) for path in sorted(TABLES.glob("sm_*.json")))
+    tables = (read_table(path) for path in sorted(TABLES.glob("*.json")))
     return {table.architecture: table for table in tables}
 
 
@@ -131,7 +138,7 @@ def plain(table: Table) -> dict[str, Any]:
 def faults(table: Table, name: str) -> list[str]:
     """What keeps a table from use; empty when nothing does."""
     found = []
-    if name != f"sm_{table.architecture}" or table.architecture not in SHARED_MEMORY:
+    if name != table.architecture or table.architecture not in SHARED_MEMORY:
         found.append(f"architecture {table.architecture} in {name}")
     if list(table.rules) != sorted(table.rules, key=lambda rule: rule.rank):
         found.append("rules are not sorted: the most particular must come first")
@@ -146,10 +153,11 @@ def faults(table: Table, name: str) -> list[str]:
     return found
 
 
-def _tile_faults(tile: ProductTile, name: str, precision: Precision, architecture: int) -> list[str]:
+def _tile_faults(tile: ProductTile, name: str, precision: Precision, architecture: str) -> list[str]:
     found = []
     sizes = (tile.rows, tile.columns, tile.depth)
-    needed, room = tile.shared_bytes(2 if precision == "half" else 4), SHARED_MEMORY.get(architecture, 0)
+    held = replace(tile, stages=tile.stages - architecture.startswith("gfx"))  # AMD has one in registers
+    needed, room = held.shared_bytes(2 if precision == "half" else 4), SHARED_MEMORY.get(architecture, 0)
     if tile.descriptors != (name in ("wide", "narrow")):
         found.append(f"descriptors is {tile.descriptors}")
     if tile.columns % TILE or any(n & (n - 1) or n < 1 for n in sizes):

@@ -47,6 +47,7 @@ class DeviceBudget:
     node: int = 8  # of them at most, that `link` joins
     context: int = CUDA_CONTEXT  # bytes of a GPU's process beside torch's allocator
     transient: float = 1.0  # factor of the predicted bytes of a micro-batch: see `calibrated`
+    gfx: str = ""  # an AMD GPU's architecture
 
     @property
     def host_share(self) -> int:
@@ -56,7 +57,7 @@ class DeviceBudget:
     @property
     def head_device(self) -> Device:
         """What the head's plan needs to know of it."""
-        return Device(self.kind, self.capability, self.shared_memory, has_triton=self.kind == "cuda")
+        return Device(self.kind, self.capability, self.shared_memory, self.kind == "cuda", self.gfx)
 
 
 def device_budget(name: str | None = None) -> DeviceBudget:
@@ -117,6 +118,7 @@ def _gpu_at_hand() -> DeviceBudget:
         total=ours,
         capability=facts.capability,
         shared_memory=facts.shared_memory,
+        gfx=facts.gfx,
         host=_cpu_at_hand().total,
     )
 

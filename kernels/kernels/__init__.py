@@ -20,6 +20,9 @@ STRATUM = 1 << 18
 ENTRY_SHARE = 0.25
 """The threshold of dX's single entries, of that of whole pairs."""
 
+LEAST_DENSITY = 0.005
+"""Of the pairs that hold anything so many are kept whatever the tolerance, as fewer would save no time."""
+
 GOLDEN = 0x9E3779B9
 """2^32 over the golden ratio: what sets the hashes of neighbours apart."""
 
@@ -64,7 +67,6 @@ class SparseConfig:
     weight_depth: int = 64  # gathered rows per step of dW
     weight_warps: int = 8
     weight_stages: int = 3
-    weight_programs: int = 2
     row_entries: int = 1  # entries per step of dX
     row_stages: int = 4  # steps whose rows of the weight are in flight
     row_width: int = 1024  # columns of H per warp of dX

@@ -54,6 +54,7 @@ def row_coefficients(
             problem.targets, statistics.logprob, statistics.logsumexp, entropy, *upstream,
             problem.inv_temperature, float(problem.logit_scale), problem.softcap,
             target, mass, slope, of_entropy, squares, salts, rows, problem.vocabulary, BLOCK=_ROWS,
+            num_warps=8,
         )  # fmt: skip
     return RowCoefficients(statistics.logsumexp, target, mass, slope, entropy, of_entropy, squares, salts)
 

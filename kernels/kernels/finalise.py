@@ -164,7 +164,7 @@ def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tenso
     results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
     finalise_kernel[(triton.cdiv(rows, _ROWS),)](
         *tiles, target_logit, problem.targets, *results, tiles.lse.stride(0), rows, problem.vocabulary,
-        tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=4,
+        tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8,
     )  # fmt: skip
     return results
 

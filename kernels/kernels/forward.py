@@ -128,10 +128,12 @@ def forward_kernel(
             counted = z if EVEN_COLUMNS else tl.where(inside[None, :], z, 0.0)
             tl.store(total_out + at, tl.sum(tl.reshape(counted, (ROWS, HALVES, TILE)), axis=2), mask=kept)
         z = tl.where(is_target(target, COLUMNS), float("-inf"), z)
-        if not EVEN_COLUMNS:
-            z = tl.where(inside[None, :], z, float("-inf"))
-
         z = tl.reshape(z, (ROWS, HALVES, TILE))
+        if not EVEN_COLUMNS:
+            # By positions within a mass tile: those within the whole block take registers on sm_100.
+            width = (vocabulary - mass_tile * TILE)[None, :, None]
+            z = tl.where(tl.arange(0, TILE)[None, None, :] < width, z, float("-inf"))
+
         maximum = tl.max(z, axis=2)
         if maximum_out is not None:
             tl.store(maximum_out + at, maximum, mask=kept)
@@ -242,7 +244,7 @@ def gather_rows(problem: HeadProblem) -> Gathered:
         targets_out=gathered.targets, logit_out=gathered.target_logit, rows=rows,
         vocabulary=problem.vocabulary, hidden_size=depth, hidden_stride=hidden.stride(0),
         weight_stride=problem.weight.stride(0), **transform_arguments(problem), ROWS=_TARGET_ROWS,
-        DEPTH=_TARGET_BYTES // hidden.element_size(), PRECISION=precision(hidden.dtype), num_warps=4,
+        DEPTH=128 if hidden.element_size() == 2 else 32, PRECISION=precision(hidden.dtype), num_warps=4,
     )  # fmt: skip
     return gathered
 
@@ -295,4 +297,3 @@ def tile_statistics(
 
 _ORDER_ROWS = 2048
 _TARGET_ROWS = 16
-_TARGET_BYTES = 256

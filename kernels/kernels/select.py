@@ -16,8 +16,10 @@ as the target's entry is as large as all others of its row together. τ is the l
     τ·Σ_{w<τ} w  ≤  (tolerance·ρ)²·Σ_i (Σ_v|G_iv| / 2)²
 
 one for the batch: that keeps the fewest pairs for the error, as τ is where keeping one more pair saves the
-same everywhere. It is read off a histogram in quarter octaves,
-relative to the batch's norm, so that gradients of 1e-30 are treated as others are.
+same everywhere. Where few rows have most of the gradient, that would be next to no pairs, and an error
+near its bound, as each pair that counts holds one word: τ is no larger than what keeps LEAST_DENSITY of
+them. It is read off a histogram in quarter octaves, relative to the batch's norm, so that gradients of 1e-30
+are treated as others are.
 
 **Draws.** The small pairs of a row lie side by side on a line, each as long as its w/τ; every unit of the
 line, a *stratum*, has one point, drawn evenly, and a pair is kept as often as it holds points. That varies
@@ -42,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import BF16_ROUNDING, BINS, ENTRY_SHARE, STRATUM, TILE, cuda
+from . import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, STRATUM, TILE, cuda
 from .coefficients import RowCoefficients
 from .hashing import mix, row_seed, spread
 from .product import LOG2E
@@ -142,8 +144,8 @@ def choose_threshold(masses: Masses, tolerance: float) -> Threshold:
     threshold = Threshold(masses.tile_lse.new_empty(4), rows.salts.new_empty(1, dtype=torch.uint32))
     _choose[(1,)](
         counts, rows.squares, rows.salts, threshold.numbers, threshold.salt,
-        (tolerance * BF16_ROUNDING) ** 2, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0], rows.squares.shape[1],
-        BLOCK=16, num_warps=8,
+        (tolerance * BF16_ROUNDING) ** 2, LEAST_DENSITY, ENTRY_SHARE, BF16_ROUNDING, counts.shape[0],
+        rows.squares.shape[1], BLOCK=16, num_warps=8,
     )  # fmt: skip
     return threshold
 
@@ -281,7 +283,7 @@ def _count_pairs(
     tl.store(counts_out + tl.program_id(0) * _BINS + tl.arange(0, _BINS), counts)
 
 
-@triton.jit(do_not_specialize=["budget", "entry_share", "rounding", "programs", "parts"])
+@triton.jit(do_not_specialize=["budget", "least_density", "entry_share", "rounding", "programs", "parts"])
 def _choose(
     counts_in,  # (programs, BINS) int32
     squares,  # (2, parts) float64
@@ -289,6 +291,7 @@ def _choose(
     numbers,  # (4,) float32, written: those of `Threshold`
     salt_out,  # (1,) uint32, written
     budget,
+    least_density,
     entry_share,
     rounding,
     programs,
@@ -305,7 +308,10 @@ def _choose(
     edge = tl.exp2(0.25 * (1 - place))
     below = tl.cumsum(counts.to(tl.float32) * edge, axis=0, reverse=True)
     within = tl.where(budget < edge * below, budget / below, edge)
-    threshold = tl.max(tl.where(place > 0, within, 0.0))
+    number = tl.where(place > 0, counts, 0).to(tl.float32)  # beyond the norm is one pair at most
+    kept = tl.cumsum(number) - number + below / edge  # with the bin's upper edge as τ
+    enough = (place > 0) & (kept >= least_density * tl.sum(number))
+    threshold = tl.minimum(tl.max(tl.where(place > 0, within, 0.0)), tl.max(tl.where(enough, edge, 0.0)))
     norm = log2_norm(squares, parts, BLOCK)
     log2_threshold = tl.log2(threshold) + norm
     tl.store(numbers, log2_threshold)

@@ -86,7 +86,7 @@ def certify(operands: SparseOperands, small_entries: Tensor | None, numbers: Ten
     _certificate[(1,)](
         rows.mass, rows.target, rows.logsumexp, live.count, live.small, live.largest, live.threshold.numbers,
         small_entries, numbers, live.count.numel(), live.tile_counts.numel(), segments,
-        ENTRY=ENTRY_SHARE**2, BLOCK=2048, num_warps=8,
+        ENTRY=ENTRY_SHARE**2, BLOCK=1024, num_warps=8,
     )  # fmt: skip
 
 

@@ -103,14 +103,22 @@ def test_rounded_weights_have_few_values_in_a_row_and_are_far_from_the_policy(se
 
 
 def test_the_summaries_are_over_seeds():
-    ended = dict.fromkeys(training.ENDS, 0.25) | {"task": "toy", "variant": "exact"}
-    trained = [ended | {"seed": seed, "final": value} for seed, value in ((1, 0.5), (0, 0.7))]
+    ended = {"task": "toy", "moved_mean": 2.0, "rewards": [0.25, 0.75]}
+    scores = {"exact": {1: 0.5, 0: 0.7}, "drawn": {0: 0.6, 1: 0.7}}
+    trained = [
+        ended | {"variant": variant, "seed": seed, "after": value}
+        for variant, by_seed in scores.items()
+        for seed, value in by_seed.items()
+    ]
+    trained.append(trained[-1] | {"rewards": [1.0], "after": 1.0})  # of other steps
     known = dict.fromkeys(sampler_mismatch.METRICS, 1.0)
     runs = [known | {"bits": 3, "correction": c, "score": s} for c, s in (("a", 0.2), ("b", 1), ("a", 0.4))]
     arms = [(arm["correction"], arm["score"], arm["error"]) for arm in sampler_mismatch.summary(runs)]
 
-    (found,) = training.summary(trained)
-    assert found["seeds"] == [0, 1] and found["final"] == [0.7, 0.5]
+    other, exact, drawn = training.summary(trained)  # fewest steps first
+    assert (exact["seeds"], exact["score"], exact["reward"], exact["moved"]) == (2, 0.6, 0.5, 2.0)
+    assert (drawn["score_apart"], drawn["score_error"]) == (pytest.approx(0.05), pytest.approx(0.15))
+    assert (other["steps"], other["score_apart"], other["score_error"]) == (1, None, None)
     assert arms[0] == ("a", pytest.approx(0.3), pytest.approx(0.1)) and arms[1][:2] == ("b", 1)
 
 
@@ -119,10 +127,11 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
 
     def train(task: str, tolerance: float | None, steps: int, seed: int, before: float | None) -> dict:
         made.append((task, tolerance, steps, seed, before))
-        return dict.fromkeys(training.ENDS, 0.25) | {"rewards": [0.5]}
+        return {"before": 0.25, "after": 0.5 + seed / 4, "moved_mean": 1.0, "rewards": [0.5] * steps}
 
     monkeypatch.setattr(training, "train", train)
     options = ["--json", str(tmp_path / "record.json"), "--tasks", training.TRAINED, "--tolerance", "2"]
+    options += ["--chart", str(tmp_path / "curves.svg")]
 
     assert training.main([*options, "--seeds", "0"]) == 0
     assert training.main([*options, "--seeds", "0", "1"]) == 0
@@ -130,4 +139,5 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     assert [run[1:] for run in made[:2]] == [(0.0, 12, 0, None), (2.0, 12, 0, 0.25)]
     assert [run[3] for run in made] == [0] * 4 + [1] * 4
     shown = render(tmp_path / "record.json", "the link").splitlines()
-    assert shown[3].startswith("| quickstart, head trained | drawn, 2 | 0 · 1 | 0.250 · 0.250 |")
+    assert shown[3].startswith("| quickstart, head trained | 12 | drawn, 2 | 2 | 0.625 | +0.000 ± 0.000 |")
+    assert "drawn, 2" in (tmp_path / "curves.svg").read_text()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import tune
 from grpo_fast.head import tuning
 
-TABLE = tuning.load_tables()[90]
+TABLE = tuning.load_tables()["sm_90"]
 SIZES = TABLE.sizes("half", 2048, True)
 
 
@@ -35,13 +35,13 @@ def test_a_change_is_kept_when_it_is_right_and_faster_by_more_than_noise():
     bench = Bench({"pair_rows=64": (9.0, None), "weight_warps=4": (5.0, "relative error 1"),
                    "weight_stages=4": (8.95, None)})  # fmt: skip
 
-    found, log = tune.tune_shape(bench, SIZES, 90, time.monotonic() + 60)
+    found, log = tune.tune_shape(bench, SIZES, "sm_90", time.monotonic() + 60)
 
     assert found == replace(SIZES, sparse=replace(SIZES.sparse, pair_rows=64))
     assert [entry["candidate"] for entry in log if entry["kept"]] == ["pairs: pair_rows=64"]
     assert {entry["fault"] for entry in log} == {None, "relative error 1"}
 
-    assert tune.tune_shape(Bench({}), SIZES, 90, time.monotonic() - 1) == (SIZES, [])
+    assert tune.tune_shape(Bench({}), SIZES, "sm_90", time.monotonic() - 1) == (SIZES, [])
 
 
 def test_a_measured_table_reads_back_and_replaces_only_the_rules_it_measured(tmp_path):
@@ -66,7 +66,7 @@ def test_a_table_that_could_not_be_read_back_is_not_written(tmp_path):
 def test_a_tile_that_the_plan_would_not_take_is_no_candidate(monkeypatch):
     monkeypatch.setattr(tune, "CANDIDATES", {tune.FORWARD: ({"stages": 5}, {"stages": 3})})
 
-    assert [change for _, change, _ in tune.candidates(SIZES, 90)] == [{"stages": 3}]
+    assert [change for _, change, _ in tune.candidates(SIZES, "sm_90")] == [{"stages": 3}]
 
 
 @pytest.mark.parametrize("architecture", sorted(tuning.SHARED_MEMORY))
@@ -76,7 +76,7 @@ def test_every_candidate_differs_from_what_is_shipped_and_fits_the_architecture(
     found = list(tune.candidates(sizes, architecture))
 
     assert len({(stage, repr(change)) for stage, change, _ in found}) == len(found) > 10
-    assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture in (90, 100))
+    assert ({stage for stage, _, _ in found} == set(tune.CANDIDATES)) == (architecture in ("sm_90", "sm_100"))
 
 
 def test_what_is_shipped_is_compiled_before_any_candidate(monkeypatch):
@@ -89,7 +89,7 @@ def test_what_is_shipped_is_compiled_before_any_candidate(monkeypatch):
     monkeypatch.setattr(tune, "compile_one", compile_one)
     monkeypatch.setattr(tune, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
 
-    found = tune.compile_all(90, dict.fromkeys(tune.SHAPES[:2], SIZES), 2)
+    found = tune.compile_all("sm_90", dict.fromkeys(tune.SHAPES[:2], SIZES), 2)
 
     assert compiled[:4] == [SIZES] * 4 and SIZES not in compiled[4:]
     assert found == {shape: ["spills"] for shape in tune.SHAPES[:2]}

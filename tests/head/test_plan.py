@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from grpo_fast.kernels import ProductTile
 
-from grpo_fast.head import tuning
+from grpo_fast.head import operator, tuning
 from grpo_fast.head.plan import DEFAULT_TOLERANCE, Device, Workload, plan_head
 from grpo_fast.head.problem import Request
 
@@ -19,6 +20,7 @@ A100 = Device("cuda", (8, 0), shared_memory=166_912, has_triton=True)
 ADA = Device("cuda", (8, 9), shared_memory=101_376, has_triton=True)
 BLACKWELL = Device("cuda", (10, 0), shared_memory=232_448, has_triton=True)
 RTX = Device("cuda", (12, 0), shared_memory=101_376, has_triton=True)
+MI300 = Device("cuda", shared_memory=65_536, has_triton=True, gfx="gfx942")
 CPU = Device("cpu")
 WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
 
@@ -31,10 +33,30 @@ WORK = Workload(rows=16_384, vocabulary=151_936, dtype=torch.bfloat16)
         (CPU, torch.bfloat16, "reference"),
         (replace(H200, has_triton=False), torch.bfloat16, "reference"),
         (Device("cuda", (7, 5), 65_536, True), torch.float16, "reference"),
+        (MI300, torch.bfloat16, "triton"),
+        (replace(MI300, gfx="gfx90a"), torch.bfloat16, "reference"),
     ],
 )
 def test_the_reference_runs_where_the_kernels_cannot(device, dtype, path):
     assert plan_head(device, replace(WORK, dtype=dtype)).path == path
+
+
+def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(monkeypatch):
+    facts = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+
+    found = operator.device_facts.__wrapped__("cuda", 0)
+
+    assert found == replace(MI300, has_triton=found.has_triton)
+    assert found.architecture == "gfx942"
+
+
+@pytest.mark.parametrize(("device", "wide"), [(H200, True), (BLACKWELL, False)])
+def test_a_softcap_or_what_is_kept_takes_the_wide_tile_where_it_does_not_spill(device, wide):
+    for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
+        assert (plan_head(device, work).forward_tile.columns == 256) == wide
+    assert plan_head(device, WORK).forward_tile.columns == 256
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -122,7 +144,7 @@ def test_memory_held_at_one_time_does_not_grow_with_the_batch(rows):
 
 
 def table(**changes) -> tuning.Table:
-    return replace(tuning.load_tables()[90], **changes)
+    return replace(tuning.load_tables()["sm_90"], **changes)
 
 
 def stored(folder: Path, content: dict) -> Path:
@@ -136,35 +158,39 @@ def test_every_architecture_we_ship_for_has_a_sound_table_that_says_where_it_com
 
     assert sorted(tables) == sorted(tuning.SHARED_MEMORY)
     assert all(table.provenance for table in tables.values())
-    assert all(tables[80].sizes(p, 4096, True).wide is None for p in ("half", "float32"))
+    assert all(tables["sm_80"].sizes(p, 4096, True).wide is None for p in ("half", "float32"))
 
 
 @pytest.mark.parametrize(
-    ("capability", "shared_memory", "architecture"),
+    ("device", "shared_memory", "architecture"),
     [
-        ((8, 0), 166_912, 80),
-        ((8, 6), 101_376, 89),  # newer than an A100, with less shared memory
-        ((8, 9), 101_376, 89),
-        ((9, 0), 232_448, 90),
-        ((10, 3), 232_448, 100),
-        ((12, 1), 101_376, 120),
-        ((99, 0), 1 << 20, 120),
-        ((7, 5), 65_536, 89),
+        (Device("cuda", (8, 0)), 166_912, "sm_80"),
+        (Device("cuda", (8, 7)), 166_912, "sm_86"),
+        (Device("cuda", (8, 8)), 101_376, "sm_86"),  # newer than an A100, with less shared memory
+        (Device("cuda", (8, 9)), 101_376, "sm_89"),
+        (Device("cuda", (9, 0)), 232_448, "sm_90"),
+        (Device("cuda", (10, 3)), 232_448, "sm_100"),
+        (Device("cuda", (12, 1)), 101_376, "sm_120"),
+        (Device("cuda", (99, 0)), 1 << 20, "sm_120"),
+        (Device("cuda", (7, 5)), 65_536, "sm_86"),
+        (Device("cuda", gfx="gfx942"), 65_536, "gfx942"),
+        (Device("cuda", gfx="gfx90a"), 65_536, "sm_86"),
+        (Device("cpu"), 0, "sm_86"),
     ],
 )
-def test_a_device_takes_the_newest_table_before_it_that_fits_its_shared_memory(
-    monkeypatch, capability, shared_memory, architecture
+def test_a_device_takes_its_own_table_or_the_newest_before_it_that_fits_its_shared_memory(
+    monkeypatch, device, shared_memory, architecture
 ):
-    def marked(rule: tuning.Rule, number: int) -> tuning.Rule:
-        return replace(rule, sizes=replace(rule.sizes, pointer_forward=number))
+    def marked(rule: tuning.Rule, name: str) -> tuning.Rule:
+        return replace(rule, sizes=replace(rule.sizes, pointer_forward=name))
 
     tables = {
-        number: replace(found, rules=tuple(marked(rule, number) for rule in found.rules))
-        for number, found in tuning.load_tables().items()
+        name: replace(found, rules=tuple(marked(rule, name) for rule in found.rules))
+        for name, found in tuning.load_tables().items()
     }
     monkeypatch.setattr(tuning, "load_tables", lambda: tables)
 
-    found = tuning.sizes_for(capability, torch.bfloat16, 2048, True, shared_memory)
+    found = tuning.sizes_for(device.architecture, torch.bfloat16, 2048, True, shared_memory)
 
     assert found.pointer_forward == architecture
 
@@ -194,7 +220,7 @@ def with_wide(*sizes: int | bool) -> tuning.Table:
 @pytest.mark.parametrize(
     ("wrong", "fault"),
     [
-        (table(architecture=80), "architecture"),
+        (table(architecture="sm_80"), "architecture"),
         (table(rules=table().rules[::-1]), "most particular"),
         (table(rules=table().rules[:1]), "no rule for every half"),
         (with_wide(128, 192, 64, 8, 4, 16, True), "powers of two"),

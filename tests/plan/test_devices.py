@@ -69,7 +69,7 @@ def test_a_container_plans_with_its_own_limit_where_it_has_one(
 def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
     name: str, flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = SimpleNamespace(capability=(9, 9), shared_memory=7)
+    facts = SimpleNamespace(capability=(9, 9), shared_memory=7, gfx="gfx942")
     monkeypatch.setattr(devices, "device_facts", lambda *_: facts)
     known = {"is_available": True, "current_device": 0, "get_device_name": name, "memory_reserved": 100}
     for function, value in {**known, "mem_get_info": (1 << 30, 8 << 30)}.items():
@@ -78,5 +78,6 @@ def test_the_gpu_at_hand_keeps_its_own_memory_and_has_published_speeds(
     found = device_budget()
 
     assert (found.name, found.capability, found.flops) == (name, (9, 9), flops)
+    assert found.head_device.architecture == "gfx942"
     assert found.total == (1 << 30) + 100 + devices.CUDA_CONTEXT
     assert 1 << 20 < found.host < sys.maxsize
