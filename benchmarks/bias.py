@@ -305,13 +305,13 @@ def made_rows() -> RealRows:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=Path, nargs="+", metavar="FILE", help="of `rows`; made if not given")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[284, 1136, 4544, 9088, 16384])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[284, 1136, 4544, 9088, 16384, 32768])
     parser.add_argument("--tolerance", type=float, nargs="*", default=TOLERANCES, help="besides the default")
     parser.add_argument(
         "--sweep", type=int, default=4544, help="most tokens for more than the default (4544)"
     )
     parser.add_argument("--lengths", nargs="*", default=LENGTHS, help="of two completions, the first right")
-    batches = [8, 4, 2, 2, 2, 4]
+    batches = [8, 4, 2, 2, 2, 1, 2]
     parser.add_argument(
         "--batches", type=int, nargs="+", default=batches, help="of each of --tokens, then of --lengths"
     )

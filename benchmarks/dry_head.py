@@ -183,10 +183,12 @@ def head_cost(batch: Batch, architecture: str = "sm_90", **options: bool) -> Hea
 
 
 def table(architecture: str) -> str:
-    lines = ["| | launches | operations | MiB beyond the outputs |", "|---|---|---|---|"]
+    heads = "launches", "operations", "reads of the host", "MiB beyond the outputs"
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for depth, vocabulary in SIZES:
         for case, options in CASES.items():
             found = head_cost(Batch(depth=depth, vocabulary=vocabulary), architecture, **options)
-            counts = f"{found.launches} | {found.operations} | {found.peak / 2**20:,.0f}"
+            reads, peak = found.steps.count(HOST), found.peak / 2**20
+            counts = f"{found.launches} | {found.operations} | {reads} | {peak:,.0f}"
             lines.append(f"| H={depth} V={vocabulary}, {case} | {counts} |")
     return "\n".join(lines)

@@ -202,7 +202,7 @@ def float16_scale(problem: HeadProblem, rows: LogitGradient) -> Tensor | None:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right in float32."""
-    if left.is_cuda and left.dtype != torch.float32:
+    if left.is_cuda and left.dtype != torch.float32 and _MULTIPLIES_INTO_FLOAT32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
@@ -215,6 +215,9 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.add_(product(left, right))
 
+
+_MULTIPLIES_INTO_FLOAT32 = not torch.version.hip or torch.__version__ >= (2, 10)
+"""Whether `torch.mm` writes half precision products as float32; ROCm's torch 2.9 refuses (pytorch#162600)."""
 
 _ADDS_IN_FLOAT32 = torch.__version__ >= (2, 10)
 """Whether `torch.addmm` adds half precision products to float32; torch 2.9 refuses (pytorch#167931)."""

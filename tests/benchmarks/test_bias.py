@@ -48,24 +48,9 @@ def test_the_command_shows_dropping_grow_with_tokens_and_drawing_stay(tmp_path, 
     given, found = tmp_path / "rows.safetensors", tmp_path / "bias.json"
     tensors = {"hidden": rows.hidden, "target": rows.targets, "weight": rows.weight}
     save_file(tensors, given, {"source": "made"})
-    sizes = ["--tokens", "64", "768", "--batches", "3", "2", "--tolerance", "8", "--sweep", "768"]
-    assert (
-        main(
-            [
-                "bias",
-                "--rows",
-                str(given),
-                *sizes,
-                "--lengths",
-                "1,200",
-                "--draws",
-                "30",
-                "--json",
-                str(found),
-            ]
-        )
-        == 0
-    )
+    sizes = ["--tokens", "64", "768", "--batches", "3", "2", "1", "--tolerance", "8", "--sweep", "768"]
+    sizes += ["--lengths", "1,200", "--draws", "30"]
+    assert main(["bias", "--rows", str(given), *sizes, "--json", str(found)]) == 0
 
     (of_model,) = json.loads(found.read_text())["bias"]
     behind = {(c["tokens"], c["mean"], c["variant"], c["tolerance"]): c["behind"] for c in of_model["cells"]}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import step, train
+from benchmarks import quickstart, step, train
 from benchmarks.__main__ import main
 from benchmarks.measure import OK
 from benchmarks.record import Measurement, Record, read
+from grpo_fast import cli
 
 COMMON = ("--device", "cpu", "--repeats", "3", "--minutes", "30")
 
@@ -101,3 +103,18 @@ def test_whole_steps_of_both_trainers_have_phases(tmp_path, monkeypatch):
 def test_a_value_that_cannot_be_used_is_named(arguments, message, capsys):
     assert main([*arguments, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_quickstarts_runs_are_commands_that_the_command_line_takes(monkeypatch, capsys):
+    def shown(command: list[str], check: bool) -> None:
+        assert command[:4] == [sys.executable, "-m", "grpo_fast", "train"] and check
+        assert cli.main(["train", "--print-config", *command[4:]]) == 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quickstart.subprocess, "run", shown)
+
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.run_recipe("quickstart", 7, ["max_steps=3"])
+
+    printed = capsys.readouterr().out
+    assert "seed: 7" in printed and "max_steps: 3" in printed

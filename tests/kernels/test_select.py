@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, TILE, SparseConfig
+from grpo_fast.kernels import BF16_ROUNDING, BINS, ENTRY_SHARE, LEAST_DENSITY, TILE, SparseConfig
 from grpo_fast.kernels.coefficients import RowCoefficients, row_coefficients
 from grpo_fast.kernels.pairs import Pairs, list_pairs
 from grpo_fast.kernels.select import Live, Masses, choose_threshold, count_pairs, select_live
@@ -75,8 +75,8 @@ def in_torch(head, tolerance: float) -> selection.Selection:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tolerance", [0.25, 16.0])
-@pytest.mark.drawn(5)
+@pytest.mark.parametrize("tolerance", [0.25, 16.0, 1e4])
+@pytest.mark.drawn(8)
 def test_the_choice_is_that_of_the_torch_path_and_its_threshold_within_the_tolerance(
     make_head, shape, tolerance
 ):
@@ -155,6 +155,24 @@ def test_the_threshold_spends_the_budget_to_a_quarter_octave(make_head):
         budget = (tolerance * BF16_ROUNDING * norm) ** 2
         assert tau * weights[others & (weights < tau)].sum() <= budget * (1 + 1e-4)
         assert larger * weights[others & (weights < larger)].sum() > budget
+
+
+def test_however_large_the_tolerance_half_a_percent_of_the_pairs_is_kept(make_head, rng):
+    weight = torch.exp2(-20 - 8 * torch.rand(40, 500, generator=rng, dtype=torch.float64))
+    weight[:, :5], weight[:, 5:9] = torch.inf, 0  # targets, and tiles of nothing
+
+    threshold = selection._relative_threshold(weight, 1e9)
+
+    counted = weight[:, 9:]
+    kept = (counted / threshold).clamp(max=1).sum() / counted.numel()
+    assert LEAST_DENSITY / 1.2 <= kept <= LEAST_DENSITY * 1.2
+
+    head = make_head(60, 4096, peak=0.0, spread=0.3)
+    head.g[1:] *= 1e-7  # one row has all of the gradient
+    expected = in_torch(head, 1e9)
+    assert (expected.scale != 0).sum() > expected.targets.numel() + 4
+    numbers = select(head, 1e9).live.threshold.numbers.cpu()
+    torch.testing.assert_close(numbers[2], expected.unit.cpu(), rtol=1e-4, atol=0)
 
 
 def test_pairs_are_counted_by_quarter_octaves_below_the_norm(make_head, rng):
