@@ -15,6 +15,7 @@ from benchmarks import estimate
 from benchmarks.aot import Report, compile_only, read_record, record_path, save, table, verdict
 from benchmarks.machine_code import Loops, loops, resident_programs
 from benchmarks.readme import render
+from benchmarks.tables import DASH
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -255,7 +256,7 @@ def test_summaries_of_other_compilers_stay_and_stand_beside_one_another(tmp_path
 
     shown = render(path, "link").splitlines()
     assert shown[0] == "| architecture | Triton 3.5.0 | Triton 3.9.0 |"
-    assert shown[2:4] == ["| gfx942 | 125 · 1 | 125 · 3 |", "| sm_90 | 125 · 0 | – |"]
+    assert shown[2:4] == ["| gfx942 | 125 · 1 | 125 · 3 |", f"| sm_90 | 125 · 0 | {DASH} |"]
 
 
 def test_an_estimate_grows_with_the_instructions_and_is_the_sum_of_its_parts():
