@@ -209,7 +209,8 @@ def bias(record: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
 
 
 def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
-    return " · ".join(f"{cell[name] / rounded[name]:.2g}" for name in ("hidden", "weight", "behind"))
+    ratios = (cell[name] / rounded[name] for name in ("hidden", "weight", "behind"))
+    return " · ".join(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}" for ratio in ratios)
 
 
 def aot(summaries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
