@@ -56,7 +56,14 @@ def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(mo
 def test_a_softcap_or_what_is_kept_takes_the_wide_tile_where_it_does_not_spill(device, wide):
     for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
         assert (plan_head(device, work).forward_tile.columns == 256) == wide
-    assert plan_head(device, WORK).forward_tile.columns == 256
+        assert plan_head(device, replace(work, extra_statistics=1)).forward_tile.columns == 128
+    assert plan_head(device, replace(WORK, extra_statistics=2)).forward_tile.columns == 256
+
+
+def test_a_vocabulary_that_fits_the_workspace_is_one_chunk_of_whole_tiles():
+    plan = plan_head(H200, replace(WORK, rows=16, vocabulary=1000))
+
+    assert plan.dense_columns == -(-1000 // plan.backward_tile.columns) * plan.backward_tile.columns
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
