@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .product import LOG2E
+from .product import LOG2E, register_bound
 
 if TYPE_CHECKING:
     from grpo_fast.head.problem import HeadProblem
@@ -164,7 +164,7 @@ def row_results(tiles: TileStatistics, problem: HeadProblem, target_logit: Tenso
     results = tuple(tiles.lse.new_empty(0 if part is None else rows) for part in of)
     finalise_kernel[(triton.cdiv(rows, _ROWS),)](
         *tiles, target_logit, problem.targets, *results, tiles.lse.stride(0), rows, problem.vocabulary,
-        tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8,
+        tiles.lse.shape[1], ROWS=_ROWS, TILES=_TILES, num_warps=8, **register_bound(128),
     )  # fmt: skip
     return results
 

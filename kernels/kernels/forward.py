@@ -28,6 +28,7 @@ from .product import (
     precision,
     product_arguments,
     program_count,
+    register_bound,
     tile_position,
     tile_products,
     transform_arguments,
@@ -290,7 +291,7 @@ def tile_statistics(
         tile_stride=result.lse.stride(0), kept_stride=0 if kept is None else kept.stride(0),
         programs=programs,
         EVEN_COLUMNS=vocabulary % TILE == 0,  # a whole mass tile past the vocabulary is never stored
-        TILE=TILE,
+        TILE=TILE, **register_bound(None if tile.descriptors else 255),
     )  # fmt: skip
     return result
 

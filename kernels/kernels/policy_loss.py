@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .policy_facts import MINIMA, RESULTS, SUMS, PolicyLoss
 from .policy_terms import at_most, exp_beyond_linear, kl_term, surrogate_term
+from .product import register_bound
 
 
 def policy_loss(
@@ -58,7 +59,7 @@ def policy_loss(
     _sequence_loss[(num_sequences,)](
         logprobs, advantages, loss_mask, old_logprobs, ref_logprobs, sampler_logprobs, entropy,
         bounds, tokens, partial, gradient, of_entropy, num_sequences, blocks, config,
-        HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK,
+        HAS_BONUS=has_bonus, BLOCK=_SEQUENCE_BLOCK, **register_bound(160),
     )  # fmt: skip
     _add_up[(len(RESULTS),)](
         partial, bounds, result, total, num_sequences, count,

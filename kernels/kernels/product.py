@@ -264,6 +264,13 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 and not torch.version.hip else "ieee"
 
 
+def register_bound(most: int | None) -> dict[str, int]:
+    """What a launch takes so that a thread has so many registers at most. With a bound, NVIDIA's assembler
+    spills none to fit one more program on a multiprocessor; AMD's compiler knows no such word.
+    """
+    return {} if most is None or torch.version.hip else {"maxnreg": most}
+
+
 def program_count(device: torch.device, per_multiprocessor: int = 1) -> int:
     """Programs of a persistent kernel."""
     if device.type != "cuda":

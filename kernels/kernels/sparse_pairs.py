@@ -27,6 +27,7 @@ from .product import (
     gathered_products,
     precision,
     program_count,
+    register_bound,
     transform_arguments,
     transform_logits,
     untransform_gradient,
@@ -79,7 +80,6 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
     sizes = hidden.shape[1], hidden.stride(0), weight.stride(0), hidden.data_ptr(), weight.data_ptr()
     aligned = all(size % 16 == 0 for size in sizes)
     whole = aligned and problem.bias is None and problem.softcap is None and rows.entropy is None
-    bounded = aligned and config.pair_registers is not None
     _pair_gradients[(program_count(hidden.device, config.pair_programs),)](
         **transform_arguments(problem),
         hidden=hidden, weight=weight, targets=problem.targets, logsumexp=rows.logsumexp,
@@ -92,7 +92,7 @@ def pair_gradients(operands: SparseOperands) -> Tensor:
         TILE=TILE, PRECISION=precision(hidden.dtype), BLOCK=config.pair_rows, PARTS=1 if whole else 2,
         DEPTH=config.pair_depth, EVEN_DEPTH=hidden.shape[1] % config.pair_depth == 0,
         num_warps=config.pair_warps, num_stages=config.pair_stages,
-        **({"maxnreg": config.pair_registers} if bounded else {}),  # AMD's compiler knows no such word
+        **register_bound(config.pair_registers if aligned else None),
     )  # fmt: skip
     return gradients
 
