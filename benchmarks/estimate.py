@@ -29,8 +29,8 @@ _PAIRS, _PAIR_GRADIENTS, _WEIGHT_GRADIENT = 0.037 * TOKENS * 1187, 0.9e-3, 0.9e-
 _ENTRIES, _HIDDEN_GRADIENT = 40 * TOKENS, 0.9e-3
 _BLOCK = 256  # tiles that a warp of the selection takes at a time
 BEFORE = {896: 1.49, 2048: 1.32, 4096: 1.26}
-"""Estimated alike for the backward that dropped: at tolerance 1, 1.8 % of the pairs, 119 entries a row, and
-one row in 190 live in so many tiles that it was set apart."""
+"""An earlier estimate, from the machine code of the backward that dropped: at tolerance 1, 1.8 % of the
+pairs, 119 entries a row, and one row in 190 live in so many tiles that it was set apart."""
 
 
 def seconds(rows: Sequence[Report], depth: int, vocabulary: int) -> dict[str, float]:
