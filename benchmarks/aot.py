@@ -294,17 +294,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(SHARED_MEMORY)} (all); the whole table is printed of one",
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
-    parser.add_argument("--record", action="store_true", help="write what is found in the records' places")
+    parser.add_argument(
+        "--record", action="store_true", help="of one architecture: write what is found in the record's place"
+    )
     parser.add_argument("--json", type=Path, help="a summary, which keeps other versions of Triton")
 
 
 def main(options: argparse.Namespace) -> int:
     """
     Raises:
-        ValueError: a record of a part of the cases is asked for.
+        ValueError: a record of a part of the cases, or of more than is disassembled; no case is named so.
     """
-    if options.record and options.only != [""]:
-        raise ValueError("--record takes all cases: leave out --only")
+    if (options.record or options.json) and options.only != [""]:
+        raise ValueError("--record and --json take all cases: leave out --only")
+    if options.record and len(options.architecture) > 1:
+        raise ValueError("--record takes one --architecture, such as sm_90: only one is disassembled")
+    if not any(part in name for part in options.only for name in shipped_cases("sm_90")):
+        raise ValueError(
+            f"--only {' '.join(options.only)} is in no case's name; there are {', '.join(BATCHES)}"
+        )
     summaries = []
     for architecture in options.architecture:
         shipped = shipped_cases(architecture)

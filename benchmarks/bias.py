@@ -321,8 +321,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def main(options: argparse.Namespace) -> int:
+    """
+    Raises:
+        ValueError: not as many batches as sizes.
+    """
     found: Cell = {"environment": environment(torch.device("cpu")), "default": DEFAULT_TOLERANCE, "bias": []}
     *of_tokens, of_lengths = options.batches
+    if len(of_tokens) != len(options.tokens):
+        raise ValueError(
+            f"--batches has {len(options.batches)} numbers: give one for each of the {len(options.tokens)} "
+            "--tokens, and a last one for --lengths"
+        )
     equal = zip(options.tokens, of_tokens, strict=True)
     cases = [(equal_lengths(tokens), SEQUENCE, batches) for tokens, batches in equal]
     for words in options.lengths:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
+from packaging.version import Version
 from pydantic import TypeAdapter
 
 from grpo_fast.run_record.summary import duration_text, score_text
@@ -215,7 +216,7 @@ def _in_units(cell: dict[str, Any], rounded: dict[str, Any]) -> str:
 
 def aot(summaries: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Architectures down, versions of Triton across."""
-    versions = sorted({row["triton"] for row in summaries}, key=lambda version: version.split("."))
+    versions = sorted({row["triton"] for row in summaries}, key=Version)
     found = {(row["architecture"], row["triton"]): f"{row['kernels']} · {row['faulty']}" for row in summaries}
     names = dict.fromkeys(row["architecture"] for row in summaries)
     rows = [[name, *(found.get((name, version), DASH) for version in versions)] for name in names]

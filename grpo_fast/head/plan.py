@@ -112,8 +112,8 @@ def plan_head(device: Device, work: Workload) -> HeadPlan:
     jacobian = work.jacobian and exact and (stores or path == "reference")
     keep = work.keep and stores and not jacobian
     forward_wide = work.extra_statistics < 3
-    if work.softcap or keep or jacobian:  # on sm_100 they alone spill there
-        forward_wide = work.extra_statistics < 1 and device.architecture != "sm_100"
+    if work.softcap or keep or jacobian:  # with tensor memory these spill in a wide tile by themselves
+        forward_wide = work.extra_statistics < 1 and device.capability[0] != 10
     backward_wide = not (work.softcap or work.entropy_gradient or work.mean_gradient)
     sizes = sizes_for(device.architecture, work.dtype, work.hidden_size, work.trainable, device.shared_memory)
     forward_tile = _descriptor_tile(device, work, sizes, wide=forward_wide) or sizes.pointer_forward

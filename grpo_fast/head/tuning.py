@@ -91,14 +91,20 @@ def sizes_for(
         trainable: whether the head's weight takes a gradient.
         shared_memory: bytes one program may use; None: as much as any table asks for.
     """
-    tables, chosen = load_tables(), architecture
-    if architecture not in tables or architecture.startswith("sm_"):
-        nvidia = {int(name[3:]): name for name in tables if name.startswith("sm_")}
-        wanted = int(architecture[3:]) if architecture.startswith("sm_") else 0
-        fits = [a for a in nvidia if shared_memory is None or SHARED_MEMORY[nvidia[a]] <= shared_memory]
-        least = min(nvidia, key=lambda a: (SHARED_MEMORY[nvidia[a]], a))
-        chosen = nvidia[max((a for a in fits if a <= wanted), default=least)]
-    return tables[chosen].sizes("half" if dtype.itemsize == 2 else "float32", hidden, trainable)
+    table = load_tables()[_nearest(architecture, shared_memory)]
+    return table.sizes("half" if dtype.itemsize == 2 else "float32", hidden, trainable)
+
+
+def _nearest(architecture: str, shared_memory: int | None) -> str:
+    """The architecture whose table is taken."""
+    nvidia = {int(name[3:]): name for name in SHARED_MEMORY if name.startswith("sm_")}
+    if architecture.startswith("gfx"):
+        fits = [architecture] if architecture in SHARED_MEMORY else []
+    else:
+        room = max(SHARED_MEMORY.values()) if shared_memory is None else shared_memory
+        before = [name for number, name in nvidia.items() if number <= int(architecture[3:])]
+        fits = [name for name in before if SHARED_MEMORY[name] <= room]
+    return fits[-1] if fits else min(nvidia.values(), key=SHARED_MEMORY.__getitem__)
 
 
 @functools.cache

@@ -2,10 +2,9 @@
 weight.
 
 One program per (vocabulary tile, columns of H) sums in float32 registers over the tile's rows in ascending
-order and stores, or adds to what is there, once. A frequent word's tile has a hundred times the rows of
-another, so no program has its share beforehand: on 16,384 rows of Qwen2.5-Coder-1.5B equal shares keep the
-GPU waiting for 1.6 times the mean, those that are handed out as programs end for 1.02, and 1.00 with the
-heaviest first.
+order and stores, or adds to what is there, once. A frequent word's tile has many times the rows of another,
+so no program has its share beforehand: the GPU hands tiles out as programs end
+(`benchmarks/results/tried.md`).
 """
 
 from __future__ import annotations

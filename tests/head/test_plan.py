@@ -52,7 +52,9 @@ def test_an_amd_gpu_is_known_by_its_name_and_not_by_a_capability_like_nvidias(mo
     assert found.architecture == "gfx942"
 
 
-@pytest.mark.parametrize(("device", "wide"), [(H200, True), (BLACKWELL, False)])
+@pytest.mark.parametrize(
+    ("device", "wide"), [(H200, True), (BLACKWELL, False), (replace(BLACKWELL, capability=(10, 3)), False)]
+)
 def test_a_softcap_or_what_is_kept_takes_the_wide_tile_where_it_does_not_spill(device, wide):
     for work in (replace(WORK, softcap=True), replace(WORK, keep=True, tolerance=0.0)):
         assert (plan_head(device, work).forward_tile.columns == 256) == wide

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import estimate
+from benchmarks.__main__ import main
 from benchmarks.aot import Report, compile_only, read_record, record_path, save, table, verdict
 from benchmarks.machine_code import Loops, loops, resident_programs
 from benchmarks.readme import render
@@ -275,3 +276,18 @@ def test_an_estimate_grows_with_the_instructions_and_is_the_sum_of_its_parts():
     assert [sum(column) for column in columns] == pytest.approx(
         [*map(float, together.split("|")[2:-1])], abs=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--record"], "--record takes one --architecture"),
+        (["--record", "--architecture", "sm_90", "--only", "bfloat16"], "leave out --only"),
+        (["--json", "found.json", "--only", "bfloat16"], "leave out --only"),
+        (["--only", "bfloat61"], "--only bfloat61 is in no case's name; there are bfloat16,"),
+    ],
+)
+def test_what_would_record_a_part_or_compile_nothing_is_refused(options, message, capsys):
+    assert main(["aot", *options]) == 2
+
+    assert message in capsys.readouterr().err
