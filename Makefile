@@ -3,13 +3,21 @@ VENV := .venv
 PY := $(VENV)/bin/python
 TEST := $(PY) -m pytest
 
-.PHONY: train test test-latest test-gpu lint clean
+.PHONY: train test test-cuda-build test-latest test-gpu lint clean
 
 train: $(VENV)/.installed-train
 	$(VENV)/bin/grpo-fast train quickstart output_dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: $(VENV)/.installed-test
 	$(TEST) -n 2 --dist worksteal
+
+test-cuda-build: CUDA := $(VENV)-cuda
+test-cuda-build: $(VENV)/.installed-test  # with the torch that a package index gives on Linux, and no GPU
+	$(PYTHON) -m venv --clear $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet $$(sed -n 's/^torch==/torch===/p' .ci/requirements/base.txt)
+	$(PY) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $$($(CUDA)/bin/python -c "import site; print(site.getsitepackages()[0])")/locked.pth
+	$(CUDA)/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-latest: LATEST := $(VENV)-latest
 test-latest:  # with what pip takes today instead of the locked set; peers that are not installed are skipped
@@ -40,4 +48,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-train .ci/requirements/test.txt .ci/
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-latest build *.egg-info
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-latest build *.egg-info

@@ -140,7 +140,7 @@ class TrainConfig(Section):
                 f"curriculum and groups.strategy = {self.groups.strategy!r} both decide which prompts come "
                 "together; keep one of them, or give them to different stages"
             )
-        if self.optimizer.stochastic_rounding and self.model.dtype != "bfloat16":
+        if self.optimizer.stochastic_rounding and self.model.dtype not in ("auto", "bfloat16"):
             raise ValueError(
                 "optimizer.stochastic_rounding = true rounds weights to bfloat16, and model.dtype = "
                 f"{self.model.dtype!r}; leave it out, or set model.dtype to bfloat16"

@@ -129,14 +129,15 @@ def _devices() -> list[Finding]:
     import psutil
     import torch
 
+    from grpo_fast.policy.load import faster_dtype
+
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text(encoding="utf-8").split()) if cpuinfo.exists() else set()
     features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    slow = "" if {"avx512_bf16", "amx_bf16"} & flags else "; bfloat16 is emulated, float32 may be faster"
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB of memory"
     detail = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads, {memory}"
     features_text = " ".join(features) or "no vector features known"
-    findings = [Finding("cpu", "ok", f"{detail}, {features_text}{slow}")]
+    findings = [Finding("cpu", "ok", f"{detail}, {features_text}; model.dtype = auto is {faster_dtype()}")]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)

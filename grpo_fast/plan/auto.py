@@ -17,7 +17,7 @@ from grpo_fast.data.config import DatasetConfig
 from grpo_fast.environments import load_toolsets
 from grpo_fast.plan.devices import DeviceBudget, device_budget
 from grpo_fast.plan.model_shape import model_config
-from grpo_fast.plan.prediction import Prediction
+from grpo_fast.plan.prediction import Prediction, with_dtype
 from grpo_fast.plan.room import cheapest_change
 from grpo_fast.plan.search import (
     CONSTANTS,
@@ -59,21 +59,25 @@ def resolve_auto(config: TrainConfig, run_dir: Path | None = None, *, ranks: int
     Args:
         config: a run's.
         run_dir: its folder. Where it holds the run already, a group keeps the size that the run was started
-            with, whatever memory there is today: another group would make it another run.
+            with, and weights their dtype, whatever machine this is: others would make it another run.
         ranks: which train together; the others' devices are as this one.
 
     Raises:
         ValueError: not even two completions of a prompt fit, or as `divisions`.
         Exception: as `load_prompts`, which is asked for the longest prompt where no limit is set.
     """
+    on = resolve_device(config.model.device)
+    saved = None if run_dir is None else run_dir / CONFIG_FILE
+    before = load_config(saved) if saved is not None and saved.exists() else None
+    if before is not None and config.model.dtype == "auto":
+        config = with_values(config, {"model.dtype": before.model.dtype})
+    config = with_dtype(config, on.type)
     if config.algorithm != "grpo":
         return with_constants(config)
-    on = resolve_device(config.model.device)
     engine = chosen_engine(config.rollout, on)
     config = _with_corrections(config, engine)
-    saved = None if run_dir is None else run_dir / CONFIG_FILE
-    if saved is not None and saved.exists():
-        started = [rollout.get("num_generations") for rollout in _rollouts(load_config(saved).model_dump())]
+    if before is not None:
+        started = [rollout.get("num_generations") for rollout in _rollouts(before.model_dump())]
         config = _with_groups(config, started if len(started) == 1 + len(config.stages) else started[:1])
     constants = _with_groups(with_constants(config), [CONSTANTS[GROUP]] * (1 + len(config.stages)))
     device = device_budget("cpu") if on.type == "cpu" else device_budget()

@@ -17,7 +17,7 @@ from grpo_fast.plan.stand_ins import PLANNED_ATTENTION, register
 from grpo_fast.policy.architecture import check_architecture
 from grpo_fast.policy.config import ModelConfig
 from grpo_fast.policy.layers import fuse_layers
-from grpo_fast.policy.load import prepare_to_train
+from grpo_fast.policy.load import prepare_to_train, resolve_dtype
 from grpo_fast.policy.quantization import count_numbers, is_quantized, loading_settings, quantizes, settle
 from grpo_fast.policy.source import PREFIX, resolve_source
 
@@ -134,7 +134,7 @@ def skeleton(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel | 
     found = random_model(config, model, attention=PLANNED_ATTENTION, device="meta")
     if not any("expert" in name for name, _ in found.named_parameters()):
         return found
-    if model.dtype != "bfloat16":  # the only one whose shapes torch's grouped product knows
+    if found.dtype != torch.bfloat16:  # the only one whose shapes torch's grouped product knows
         raise ValueError(
             f"model.dtype = {model.dtype!r}: a mixture of experts can be planned in bfloat16 only"
         )
@@ -156,10 +156,12 @@ def random_model(
     from transformers import AutoModelForCausalLM
 
     check_architecture(config)
+    dtype = resolve_dtype(model.dtype, torch.device(device).type)
+    model = model.model_copy(update={"dtype": dtype})
     with torch.device(device):
         found = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
-            dtype=getattr(torch, model.dtype),
+            dtype=getattr(torch, dtype),
             attn_implementation=attention,
             trust_remote_code=False,
         )

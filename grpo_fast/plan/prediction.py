@@ -27,7 +27,7 @@ from grpo_fast.plan.seconds import (
 from grpo_fast.plan.sizes import MicroBatch, StepSizes, largest, largest_micro_batch, whole_step
 from grpo_fast.plan.trace import Traces
 from grpo_fast.policy import layers
-from grpo_fast.policy.load import resolve_attention
+from grpo_fast.policy.load import resolve_attention, resolve_dtype
 from grpo_fast.policy.quantization import quantizes
 from grpo_fast.rollout.config import Part
 from grpo_fast.rollout.handover import MARGIN, PARTS
@@ -156,6 +156,12 @@ class Prediction:
         return values
 
 
+def with_dtype(run: TrainConfig, device: str) -> TrainConfig:
+    """The run with its `model.dtype` told, which only bfloat16 can be where weights are rounded by chance."""
+    dtype = "bfloat16" if run.optimizer.stochastic_rounding else resolve_dtype(run.model.dtype, device)
+    return run.model_copy(update={"model": run.model.model_copy(update={"dtype": dtype})})
+
+
 class Predictor:
     """Predictions for one run on one device, which need not be this machine's, at any sizes.
 
@@ -169,6 +175,7 @@ class Predictor:
     """
 
     def __init__(self, run: TrainConfig, traces: Traces, device: DeviceBudget) -> None:
+        run = with_dtype(run, device.kind)
         self.run, self.traces, self.device = run, traces, device
         self.shape = traces.shape(run.model)
         self.dtype: torch.dtype = getattr(torch, run.model.dtype)

@@ -86,9 +86,9 @@ def _possible_knobs(config: TrainConfig, predictor: Predictor) -> Iterator[tuple
         yield {"model.gradient_checkpointing": "offload"}, "copies of every layer's input"
     if kind == "adamw":
         yield {"optimizer.kind": "adamw_8bit"}, "moments of 8 bits"
-    if model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding:
+    if predictor.run.model.dtype == "bfloat16" and not config.optimizer.stochastic_rounding:
         yield {"optimizer.stochastic_rounding": True}, "chance in the weights' last bit, no masters"
-    if model.dtype == "float32":
+    if predictor.run.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}, "weights of 16 bits"
     if config.loss.needs_reference and model.lora is None:
         yield {"loss.beta": 0.0}, "no KL to the first policy"

@@ -71,10 +71,11 @@ def scaling(
     generations = plan(config, traces, devices[-1], prompt_length=prompt_length).choice.sizes.generations
     config = with_values(config, {"rollout.num_generations": generations})
     choices = [plan(config, traces, device, prompt_length=prompt_length).choice for device in devices]
-    if not choices[0].predictor.timed:
+    predictor = choices[0].predictor
+    if not predictor.timed:
         raise ValueError(
-            f"how a step scales on {devices[0].name} in {config.model.dtype} is not known: give a GPU with "
-            f"published speeds, {', '.join(TABLES['gpus'])}, and model.dtype = bfloat16"
+            f"how a step scales on {devices[0].name} in {predictor.run.model.dtype} is not known: give a GPU "
+            f"with published speeds, {', '.join(TABLES['gpus'])}, and model.dtype = bfloat16"
         )
     limit = choices[0].sizes.completion_length
     lengths = drawn_lengths((config.prompts_per_step, generations), limit, config.seed)

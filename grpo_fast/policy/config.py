@@ -36,8 +36,10 @@ class ModelConfig(Section):
     revision: str | None = Field(
         None, description="of a hub id: branch, tag or commit; null: the default branch"
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="of weights and computation; the head's logits are float32"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        description="of weights and computation; the head's logits are float32. auto: bfloat16 on a GPU, on "
+        "a CPU bfloat16 or float32, whichever it multiplies faster; a resumed run keeps its own",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU where there is one")
     attention: Literal["auto", "sdpa", "flash_attention_2", "flex_attention"] = Field(

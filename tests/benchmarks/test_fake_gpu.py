@@ -135,6 +135,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(
+        torch.accelerator, "is_available", lambda *_: False
+    )  # a CUDA build would ask the driver
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the mode below is of this thread
     monkeypatch.setattr(torch, "Generator", Generator)

@@ -16,6 +16,8 @@ from grpo_fast.plan.devices import GIB, device_budget
 from grpo_fast.plan.model_shape import model_config
 from grpo_fast.plan.search import CONSTANTS, Search
 from grpo_fast.plan.trace import Traces
+from grpo_fast.policy import load
+from grpo_fast.policy.config import OptimizerConfig
 from grpo_fast.rollout import vllm
 from grpo_fast.stages import resolve_stages
 
@@ -62,7 +64,7 @@ def test_a_cpu_and_training_without_rollouts_take_constants_and_numbers_stay(toy
     assert found.stages[0].overrides == {"rollout": {"num_generations": 8}}
     assert (preference.micro_batch_tokens, preference.rollout.num_generations) == (16_384, "auto")
     assert preference.model.gradient_checkpointing is False
-    mlp = own["model"] | {"gradient_checkpointing": "mlp"}
+    mlp = own["model"] | {"gradient_checkpointing": "mlp", "dtype": "float32"}
     set_by_hand = TrainConfig.model_validate(toy | {"model": mlp})
     assert resolve_auto(set_by_hand) == set_by_hand.with_engine("transformers")
 
@@ -219,6 +221,27 @@ def test_a_resumed_run_keeps_its_groups_and_plans_the_rest_for_today_s_device(
     groups = [one.rollout.num_generations for one in (started, again, anew)]
     assert groups[0] == groups[1] < groups[2] == 32 and again.stages == started.stages
     assert started.micro_batch_tokens < again.micro_batch_tokens == 65_536
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
+def test_a_dtype_left_to_the_cpu_is_kept_by_the_run_on_whichever_cpu_goes_on(
+    toy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    model = {"path": toy["model"]["path"], "device": "cpu"}
+    sections: dict[str, Any] = {"dataset": toy["dataset"], "model": model, "algorithm": algorithm}
+    config = TrainConfig.model_validate(
+        sections | ({"rewards": toy["rewards"]} if algorithm == "grpo" else {})
+    )
+    monkeypatch.setattr(load, "faster_dtype", lambda: "float32")
+    (tmp_path / "config.yaml").write_text(dump_config(resolve_auto(config, tmp_path)))
+    monkeypatch.setattr(load, "faster_dtype", lambda: "bfloat16")
+
+    again, anew = resolve_auto(config, tmp_path), resolve_auto(config)
+
+    assert (again.model.dtype, anew.model.dtype) == ("float32", "bfloat16")
+    rounded = config.model_copy(update={"optimizer": OptimizerConfig(stochastic_rounding=True)})
+    monkeypatch.setattr(load, "faster_dtype", lambda: "float32")
+    assert resolve_auto(rounded).model.dtype == "bfloat16"  # which alone is rounded by chance
 
 
 @pytest.mark.parametrize("command", [["preview"], ["groups", "describe"]], ids=str)
