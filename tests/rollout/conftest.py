@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -136,10 +137,29 @@ def on_vllms_cpu() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain_layouts(on_vllms_cpu: None) -> Callable[[], AbstractContextManager]:
-    """vLLM on a CPU keeps its weights as it does on a GPU, instead of packing them for oneDNN."""
-    from vllm import _custom_ops
+    """vLLM on a CPU keeps its weights as it does on a GPU, whatever it would pack them for."""
+    from vllm.model_executor.layers import utils
 
-    return lambda: patch.object(_custom_ops, "_supports_onednn", False)
+    def plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    return lambda: patch.object(utils, "dispatch_cpu_unquantized_gemm", plain)
+
+
+@pytest.fixture
+def amx(on_vllms_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs small weights as on a CPU with AMX. Its kernels for them need AVX-512 alone."""
+    from vllm.model_executor.layers import utils
+
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
+        pytest.skip("vLLM's kernels for weights packed for AMX need AVX-512")
+    chosen = utils.check_cpu_sgl_kernel
+
+    def chosen_with_amx(*weight: object) -> bool:
+        with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):  # attention asks, too
+            return chosen(*weight)
+
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", chosen_with_amx)
 
 
 @pytest.fixture(scope="module")

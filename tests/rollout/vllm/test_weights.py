@@ -239,6 +239,22 @@ def test_sharing_that_the_layout_forbids_is_refused_with_the_reason_and_leaves_r
         running_vllm(saved_model(), dtype="float32", plain=False, share_weights=True).__enter__()
 
 
+def test_weights_packed_for_amx_are_sent_again_and_plain_ones_shared_on_such_a_cpu_too(
+    amx, saved_model, running_vllm, shake, largest_difference
+):
+    with running_vllm(saved_model(), dtype="bfloat16", plain=True, share_weights=True) as (engine, _):
+        assert engine._sync.way == "shared"
+    with running_vllm(saved_model(), dtype="bfloat16", plain=False) as (engine, policy):
+        assert engine._sync.way == "portable" and "is repacked after loading" in engine._sync.reason
+        before = engine.generate(PROMPTS, 3, SAMPLING)
+        shake(policy, 0.2)
+        engine.sync(policy)
+        after = engine.generate(PROMPTS, 3, SAMPLING)
+        noise = ROUNDING["bfloat16"]
+        assert largest_difference(policy, PROMPTS, before) > 2 * noise
+        assert largest_difference(policy, PROMPTS, after) < noise
+
+
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.drawn(3)
 def test_after_every_sync_it_computes_what_the_policy_computes(
