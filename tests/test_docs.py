@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from benchmarks.__main__ import main as benchmarks
 from grpo_fast import cli
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
+from grpo_fast.integrations.host import KNOWN
 from grpo_fast.methods import METHODS
 from grpo_fast.objective.catalog import CATALOG
 
@@ -94,6 +96,17 @@ def test_its_tables_are_those_of_the_checked_in_records(capsys):
     code = benchmarks(["readme", "--check"])
 
     assert code == 0, capsys.readouterr().out + "write them with `python -m benchmarks readme`"
+
+
+def test_the_versions_of_the_drop_in_table_are_those_that_the_adapters_know():
+    told = dict(re.findall(r"^\| ([\w-]+) (\d[\w., ]*?)(?::[^|]*)? \|", README, re.M))
+    versions = {name.lower().replace("-", "_"): re.findall(r"[\d.]+", text) for name, text in told.items()}
+
+    assert versions.keys() == KNOWN.keys()
+    for name, numbers in versions.items():
+        for number in numbers:
+            oldest = re.match(rf">={re.escape(number)}\.", KNOWN[name])  # "0.11" for 0.11.2 and later
+            assert oldest or SpecifierSet(KNOWN[name]).contains(number), f"{name} {number}"
 
 
 # ------------------------------------------------------------------------------------------- the methods

@@ -1,12 +1,14 @@
-"""NeMo-RL 0.6: our policy losses behind its `LossFunction`, and our head under its fused log-probabilities.
+"""NeMo-RL: our policy losses behind its `LossFunction`, and our head under its fused log-probabilities.
 
 In a run script, after `setup(...)`: `loss_fn = PolicyLoss(GRPOLossConfig(...))`, handed to `grpo_train`.
-With `policy.megatron_cfg.use_fused_linear_logprobs=true`, `patch()` in the policy worker replaces the chunked
-head.
+With `policy.megatron_cfg.use_linear_ce_fusion_loss=true` (`use_fused_linear_logprobs` on its main branch),
+`patch()` in the policy worker replaces the chunked head. NeMo-RL's fused log-probabilities know no
+temperature, top-k, top-p or packed sequences: leave these off.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ _NAMES = {  # NeMo-RL's, where it has them
     "policy/ratio_min": "probs_ratio_min",
     "policy/ratio_max": "probs_ratio_max",
     "sampling/importance_ratio_mean": "sampling_importance_ratio",
+    "sampling/kl": "gen_kl_error",
 }
 _TOKEN_METRICS = (
     *("kl_penalty", "token_mult_prob_error", "approx_entropy", "sampling_importance_ratio"),
-    *("sampling/logp_difference_mean", "sampling/kl", "sampling/rejected_mean", "policy/masked_mean"),
+    *("sampling/logp_difference_mean", "gen_kl_error", "sampling/rejected_mean", "policy/masked_mean"),
 )
 _PLAIN_METRICS = ("num_valid_samples", "probs_ratio_min", "probs_ratio_max")
 _patch = Replacements()
@@ -40,8 +43,9 @@ class PolicyLoss:
 
     Args:
         config: the loss. Terms that need the entropy are not available: NeMo-RL hands none to a loss.
-        use_fused_linear_logprobs: `policy.megatron_cfg.use_fused_linear_logprobs` of the run.
-        exactly_on_policy: one update per rollout: previous log-probabilities are not read.
+        use_fused_linear_logprobs: `policy.megatron_cfg.use_linear_ce_fusion_loss` of the run.
+        exactly_on_policy: `loss_fn.force_on_policy_ratio` of the run, with which NeMo-RL fills in zeros for
+            the previous log-probabilities: they are not read.
 
     Raises:
         ImportError, as `patch` does: NeMo-RL is missing, or of a version this adapter does not know.
@@ -53,20 +57,20 @@ class PolicyLoss:
         self, config: GRPOLossConfig, use_fused_linear_logprobs: bool = False, exactly_on_policy: bool = False
     ) -> None:
         require_loss(config, "NeMo-RL", "entropy")
-        require("nemo_rl", "0.6")
-        from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType, MetricNormalizer
+        require("nemo_rl")
+        from nemo_rl.algorithms.loss import interfaces
 
         self.config = config
-        self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        # NeMo-RL's name: its trainer then skips the forward that would compute them.
+        # NeMo-RL's names, here and below; the second is its main branch's.
+        self.use_linear_ce_fusion = self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.force_on_policy_ratio = exactly_on_policy
-        self.input_type = LossInputType.LOGPROB
+        self.input_type = interfaces.LossInputType.LOGPROB
         per_token = config.is_custom or config.aggregation_kind == "token_mean"
-        self.loss_type = LossType.TOKEN_LEVEL if per_token else LossType.SEQUENCE_LEVEL
-        tokens, sequences, none = MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES, MetricNormalizer.NONE
-        self.metric_normalizations = dict.fromkeys(_TOKEN_METRICS, tokens)
-        self.metric_normalizations |= dict.fromkeys(_PLAIN_METRICS, none)
-        self.metric_normalizations["loss"] = tokens if per_token else sequences
+        self.loss_type = getattr(interfaces.LossType, "TOKEN_LEVEL" if per_token else "SEQUENCE_LEVEL")
+        if (by := getattr(interfaces, "MetricNormalizer", None)) is not None:  # of the main branch
+            self.metric_normalizations = dict.fromkeys(_TOKEN_METRICS, by.TOKENS)
+            self.metric_normalizations |= dict.fromkeys(_PLAIN_METRICS, by.NONE)
+            self.metric_normalizations["loss"] = by.TOKENS if per_token else by.SEQUENCES
 
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -115,11 +119,13 @@ class PolicyLoss:
 
 def patch() -> None:
     """Compute NeMo-RL's fused log-probabilities (Megatron) by `linear_logprob`. Idempotent."""
-    require("nemo_rl", "0.6")
+    require("nemo_rl")
     from nemo_rl.distributed import model_utils
 
     unpatch()
-    _patch.replace(model_utils, "from_parallel_hidden_states_to_logprobs", hidden_states_to_logprobs)
+    replaced = inspect.signature(model_utils.from_parallel_hidden_states_to_logprobs)
+    ours = _with_tied_weight if "output_weight" in replaced.parameters else hidden_states_to_logprobs
+    _patch.replace(model_utils, "from_parallel_hidden_states_to_logprobs", ours)
 
 
 unpatch = _patch.close
@@ -160,6 +166,13 @@ def hidden_states_to_logprobs(
     rows = hidden.transpose(0, 1)[:, :-1]
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return linear_logprob(rows, output_weight_layer, target[:, 1:], process_group=group).logprob
+
+
+def _with_tied_weight(
+    hidden: Tensor, layers_own: Tensor | None, output_weight: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    """As NeMo-RL 0.6 calls it: also with the layer's own weight, which is None where it is tied."""
+    return hidden_states_to_logprobs(hidden, output_weight, *others, **options)
 
 
 class _GatherPositions(torch.autograd.Function):

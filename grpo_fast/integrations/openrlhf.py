@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11: its `Actor`'s log-probabilities and entropies without logits, and our policy loss.
+"""OpenRLHF: its `Actor`'s log-probabilities and entropies without logits, and our policy loss.
 
 OpenRLHF works in Ray processes, so `patch` has to run in each. Ray does that when it is started with
 `ray.init(runtime_env={"worker_process_setup_hook": "grpo_fast.integrations.openrlhf.patch"})`, which OpenRLHF
@@ -36,7 +36,7 @@ def patch(loss: GRPOLossConfig | None = None) -> None:
     """
     if loss is not None:
         require_loss(loss, "OpenRLHF", "reference", "entropy")
-    require("openrlhf", "0.11")
+    require("openrlhf")
     from openrlhf.models import actor
     from openrlhf.models.loss import PolicyLoss
 

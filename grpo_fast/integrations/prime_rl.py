@@ -1,4 +1,4 @@
-"""prime-rl 0.8: our policy losses by import path, and our head under its fused output layer.
+"""prime-rl: our policy losses by import path, and our head under its fused output layer.
 
 `trainer.loss.import_path = "grpo_fast.integrations.prime_rl.policy_loss"`, its `kwargs` the fields of
 `GRPOLossConfig`; `patch()` in the trainer process, for instance at the top of a module of your own that the
@@ -66,7 +66,7 @@ def policy_loss(inputs: Any, **config: Any) -> Any:
 
 @functools.cache
 def _host_outputs() -> type:
-    require("prime_rl", "0.8")
+    require("prime_rl")
     from prime_rl.trainer.rl.loss import LossOutputs
 
     return LossOutputs
@@ -74,7 +74,7 @@ def _host_outputs() -> type:
 
 def patch() -> None:
     """Compute prime-rl's fused output layers, Gemma's softcapped one too, by `linear_logprob`. Idempotent."""
-    require("prime_rl", "0.8")
+    require("prime_rl")
     from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
     from prime_rl.trainer.models.layers.lm_head_gemma import GemmaFusedOutputLinear
 

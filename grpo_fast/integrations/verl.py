@@ -1,4 +1,4 @@
-"""verl 0.9: our head under its fused kernels, our policy losses under their names.
+"""verl: our head under its fused kernels, our policy losses under their names.
 
 Set `actor_rollout_ref.model.external_lib=grpo_fast.integrations.verl`: verl imports this module in every
 worker, and importing it patches. With `use_fused_kernels=True` both backends, `triton` and `torch`, then run
@@ -38,7 +38,7 @@ def patch() -> None:
     Raises:
         ImportError: verl is missing, or of a version this adapter does not know.
     """
-    require("verl", "0.9")
+    require("verl")
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.kernel import linear_cross_entropy as kernel

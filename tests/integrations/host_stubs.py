@@ -22,8 +22,8 @@ from unittest.mock import MagicMock
 HEAVY = {
     "verl": "ray tensordict omegaconf hydra codetiming orjson torchdata cloudpickle",
     "openrlhf": "deepspeed flash_attn ray bitsandbytes torchdata pylatexenc jsonlines aiohttp",
-    "nemo_rl": "ray tensordict megatron zmq pynvml mlflow swanlab wandb prometheus_client hydra",
-    "prime_rl": "torchtitan loguru pydantic_config wandb",
+    "nemo_rl": "ray tensordict megatron decord zmq pynvml mlflow swanlab wandb prometheus_client hydra",
+    "prime_rl": "torchtitan loguru wandb",
 }
 
 

@@ -1,18 +1,22 @@
 """NeMo-RL's clipped policy-gradient loss and fused log-probabilities against ours in their place.
 
-The real NeMo-RL source runs here: version 0.6, installed or a checkout in the folder that the environment
-variable GRPO_FAST_PEER_SOURCES names; what package registries call nemo-rl is an empty 0.0.0. Ray, Megatron
-and the loggers are stubbed where they are not installed, and so is `nemo_rl.models.policy`, which patches
+The real NeMo-RL source runs here: installed, or a checkout in the folder that the environment variable
+GRPO_FAST_PEER_SOURCES names; what package registries call nemo-rl is an empty 0.0.0. Ray, Megatron and the
+loggers are stubbed where they are not installed, and so is `nemo_rl.models.policy`, which patches
 transformers when imported.
 """
 
 from __future__ import annotations
 
+import enum
+import inspect
 import pickle
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +25,17 @@ from host_stubs import importable, use_checkout
 from torch import Tensor
 
 from grpo_fast import GRPOLossConfig
+from grpo_fast.integrations.host import KNOWN
 
 use_checkout("nemo_rl", ".")
-if find_spec("nemo_rl") is None:
-    pytest.skip(
-        "nemo_rl is not importable: set GRPO_FAST_PEER_SOURCES to a folder with a checkout nemo_rl",
-        allow_module_level=True,
-    )
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[SimpleNamespace]:
+    if find_spec("nemo_rl") is None:
+        pytest.skip(
+            "nemo_rl is not importable: set GRPO_FAST_PEER_SOURCES to a folder with a checkout nemo_rl"
+        )
     with importable("nemo_rl"):
         from nemo_rl.algorithms.loss import loss_functions
         from nemo_rl.distributed import model_utils
@@ -57,6 +61,20 @@ def batch_of(rng: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+# All of it, as 0.6 wants it.
+DEFAULTS = {
+    "reference_policy_kl_penalty": 0.0,
+    "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.2,
+    "ratio_clip_c": None,
+    "use_on_policy_kl_approximation": False,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_ratio": None,
+    "token_level_loss": True,
+}
 CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
     "token level": ({}, GRPOLossConfig("dapo")),
     "sequence level": ({"token_level_loss": False}, GRPOLossConfig("grpo")),
@@ -76,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
     ),
     "on-policy with KL": (
         {"reference_policy_kl_penalty": 0.1, "force_on_policy_ratio": True},
-        GRPOLossConfig("dapo", beta=0.1, use_bias_correction_kl=True),
+        GRPOLossConfig("dapo", beta=0.1),
     ),
 }
 
@@ -84,12 +102,16 @@ CASES: dict[str, tuple[dict[str, Any], GRPOLossConfig]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_the_hosts(host, rng, name):
     options, config = CASES[name]
-    options = {"reference_policy_kl_penalty": 0.0} | options
     data = batch_of(rng)
-    current = data.pop("current")[:, 1:].clone().requires_grad_()
+    current = data.pop("current")
     counts = {"global_valid_seqs": torch.tensor(6.0), "global_valid_toks": torch.tensor(41.0)}
-    on_policy = options.get("force_on_policy_ratio", False)
-    theirs = host.losses.ClippedPGLossFn(host.losses.ClippedPGLossConfig(**options))
+    if on_policy := options.get("force_on_policy_ratio", False):
+        data["prev_logprobs"] = current
+        # Since 0.7 the KL has the gradient of sampling, too.
+        corrected = "importance_sampling_weights" in inspect.signature(host.losses.calculate_kl).parameters
+        config = replace(config, use_bias_correction_kl=corrected)
+    current = current[:, 1:].clone().requires_grad_()
+    theirs = host.losses.ClippedPGLossFn(host.losses.ClippedPGLossConfig(**DEFAULTS | options))
     ours = host.adapter.PolicyLoss(config, exactly_on_policy=on_policy)
 
     results = []
@@ -101,7 +123,7 @@ def test_the_loss_is_the_hosts(host, rng, name):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(our_gradient, gradient, rtol=1e-5, atol=1e-6)
     assert ours.loss_type == theirs.loss_type and ours.input_type == theirs.input_type
-    shared = {"loss", "token_mult_prob_error", "approx_entropy", "num_valid_samples"}
+    shared = {"loss", "token_mult_prob_error", "gen_kl_error", "approx_entropy", "num_valid_samples"}
     shared |= {"kl_penalty"} if config.beta else {"probs_ratio", "probs_ratio_min", "probs_ratio_max"}
     if name == "gspo":  # theirs weighs a sequence's ratio by its tokens
         shared -= {"probs_ratio"}
@@ -120,15 +142,37 @@ def test_patching_is_undone_and_an_unknown_version_refused(host, monkeypatch):
     before = host.utils.from_parallel_hidden_states_to_logprobs
     host.adapter.patch()
     host.adapter.patch()
-    assert host.utils.from_parallel_hidden_states_to_logprobs is host.adapter.hidden_states_to_logprobs
+    assert host.utils.from_parallel_hidden_states_to_logprobs.__module__ == host.adapter.__name__
     host.adapter.unpatch()
     assert host.utils.from_parallel_hidden_states_to_logprobs is before
-    monkeypatch.setattr(sys.modules["nemo_rl"], "__version__", "0.7.0", raising=False)
+    monkeypatch.setattr(sys.modules["nemo_rl"], "__version__", "0.8.0", raising=False)
     for refused in (host.adapter.patch, lambda: host.adapter.PolicyLoss(GRPOLossConfig("dapo"))):
-        with pytest.raises(ImportError, match=r"0\.7\.0.* 0\.6 "):
+        with pytest.raises(ImportError, match=re.escape(KNOWN["nemo_rl"])):
             refused()
 
 
 def test_the_example_runs_as_it_stands(host, run_example):
     names, _ = run_example("nemo_rl_loss")
     assert names["current"].grad.any() and names["metrics"]["num_valid_samples"] == 4
+
+
+@pytest.mark.parametrize("normalizes", [False, True], ids=["released", "main branch"])
+def test_a_loss_has_what_each_version_of_the_trainer_reads(monkeypatch, rng, normalizes):
+    """On a stand-in for NeMo-RL's names, where the real one is not installed."""
+    names = {"LossInputType": ["LOGPROB"], "LossType": ["TOKEN_LEVEL", "SEQUENCE_LEVEL"]}
+    names |= {"MetricNormalizer": ["TOKENS", "SEQUENCES", "NONE"]} if normalizes else {}
+    interfaces = SimpleNamespace(**{name: enum.Enum(name, values) for name, values in names.items()})
+    for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["nemo_rl"].__version__ = "0.6.0"
+    sys.modules["nemo_rl.algorithms.loss"].interfaces = interfaces
+    from grpo_fast.integrations.nemo_rl import PolicyLoss
+
+    loss, data = PolicyLoss(GRPOLossConfig("dapo"), use_fused_linear_logprobs=True), batch_of(rng)
+    current = data.pop("current")[:, 1:]
+    _, metrics = loss(current, data, torch.tensor(3.0), torch.tensor(20.0))
+
+    assert loss.use_linear_ce_fusion and loss.use_fused_linear_logprobs
+    assert {"loss", "gen_kl_error", "token_mult_prob_error", "num_valid_samples"} <= metrics.keys()
+    if normalizes:
+        assert loss.metric_normalizations["gen_kl_error"] is interfaces.MetricNormalizer.TOKENS

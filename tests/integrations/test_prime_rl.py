@@ -1,12 +1,13 @@
 """prime-rl's losses and fused output layers against ours in their place.
 
-The real prime-rl source runs here: version 0.8, installed or a checkout in the folder that the environment
-variable GRPO_FAST_PEER_SOURCES names, and with it jaxtyping and beartype. No package registry has it. What
-torchtitan and the like offer is stubbed where they are not installed, and its list of models is not loaded.
+The real prime-rl source runs here: installed, or a checkout in the folder that the environment variable
+GRPO_FAST_PEER_SOURCES names, and with it three small packages. No package registry has it. What torchtitan
+and the like offer is stubbed where they are not installed, and its list of models is not loaded.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,10 +19,12 @@ import torch
 from host_stubs import importable, use_checkout
 from torch import Tensor
 
+from grpo_fast.integrations.host import KNOWN
+
 use_checkout("prime_rl", "src", "packages/prime-rl-configs/src")
-if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype")):
+if any(find_spec(name) is None for name in ("prime_rl", "jaxtyping", "beartype", "pydantic_config")):
     pytest.skip(
-        "prime_rl, jaxtyping and beartype are not all importable: pip install jaxtyping beartype, and set "
+        "prime_rl is not importable: pip install jaxtyping beartype prime-pydantic-config, and set "
         "GRPO_FAST_PEER_SOURCES to a folder with a checkout prime_rl",
         allow_module_level=True,
     )
@@ -130,8 +133,8 @@ def test_unpatching_restores_the_layers_and_an_unknown_version_is_refused(host, 
     assert [layer.forward for layer in layers] != before
     host.adapter.unpatch()
     assert [layer.forward for layer in layers] == before
-    monkeypatch.setattr(sys.modules["prime_rl"], "__version__", "0.9.0", raising=False)
-    with pytest.raises(ImportError, match=r"0\.9\.0.* 0\.8 "):
+    monkeypatch.setattr(sys.modules["prime_rl"], "__version__", "0.10.0", raising=False)
+    with pytest.raises(ImportError, match=re.escape(KNOWN["prime_rl"])):
         host.adapter.patch()
 
 

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from grpo_fast.head import linear_logprob
 from grpo_fast.integrations.host import Replacements, require
 
-require("trl", "1.16")
+require("trl")
 from trl.trainer import utils  # noqa: E402
 
 HeadResults = tuple[Tensor | None, ...]  # five
