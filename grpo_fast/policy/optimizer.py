@@ -163,7 +163,7 @@ class PolicyOptimizer:
             for name in names:
                 self._masters[name].grad = None
             self._write_back(names)
-        self._exchange_rows([*gradients])
+        self._exchange_rows(gradients)
         return grad_norm
 
     def _summed_gradients(self) -> dict[str, Tensor]:
@@ -184,10 +184,9 @@ class PolicyOptimizer:
         rows = reduce_scatter([found[name] for name in names], self._world)
         return found | dict(zip(names, rows, strict=True))
 
-    def _exchange_rows(self, names: Iterable[str]) -> None:
-        """Every rank gets the rows that the others have updated."""
-        whole = self._whole()
-        all_gather([whole[name] for name in names if name in whole], self._world)
+    def _exchange_rows(self, names: Collection[str]) -> None:
+        """Every rank gets the rows that the others have updated, in the model's order, which all share."""
+        all_gather([tensor for name, tensor in self._whole().items() if name in names], self._world)
 
     def _whole(self) -> dict[str, Tensor]:
         """The parameters, live, of which several ranks update rows and each has all."""
