@@ -7,7 +7,7 @@ they are one: then both modules lie in the root's unit, because a weight of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+REACHES_ALL = "set_reduce_scatter_unused_params"  # of FSDP2 from torch 2.13 on
 
 
 class ShardedModel(nn.Module):
@@ -43,12 +44,12 @@ class ShardedModel(nn.Module):
 
     def __init__(self, model: nn.Module, base: PreTrainedModel, world: World, *, gathers_head: bool) -> None:
         super().__init__()
-        _require_shardable(model)
+        layers = decoder_layers(base)
+        _require_shardable(model, layers)
         self.model = model
         self.world = world
         self.head: nn.Module = base.get_output_embeddings()
         embedding: Any = base.get_input_embeddings()
-        layers = decoder_layers(base)
         if not layers:
             raise ValueError(
                 f"distributed.mode = 'shard' finds no layers in {type(base).__name__} to gather one by one; "
@@ -63,6 +64,9 @@ class ShardedModel(nn.Module):
             )
             shared.set_gradient_divide_factor(1.0)
             shared.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
+            if unit in layers and hasattr(shared, REACHES_ALL):
+                # Else ranks whose tokens reach different experts would add up gradients of different ones.
+                shared.set_reduce_scatter_unused_params(True, recurse=False)
 
     def forward(self, work: Callable[[], T], whole_head: bool) -> T:
         if isinstance(self.head, FSDPModule) and (whole_head or not self.shares_head):
@@ -102,15 +106,23 @@ class ShardedModel(nn.Module):
         return everything, replace(batch, num_sequences=sum(sequences), **values), own
 
 
-def _require_shardable(model: nn.Module) -> None:
+def _require_shardable(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if len(trained) > 1:
         found = f"trained weights are of several types, {', '.join(sorted(map(str, trained)))}"
     elif scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         found = f"{scalars[0]} is a single number, which has no rows"
+    elif experts := [] if hasattr(FSDPModule, REACHES_ALL) else _chosen(layers):
+        found = f"{experts[0]} and others of its layer are chosen by each rank, which takes torch 2.13"
     else:
         return
     raise ValueError(f"distributed.mode = 'shard' cannot divide the model: {found}; give replicate")
+
+
+def _chosen(layers: Iterable[nn.Module]) -> list[str]:
+    """Trained experts that are modules of their own: a rank's tokens may not reach all."""
+    lists = [m for layer in layers for m in layer.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    return [type(one[0]).__name__ for one in lists if any(p.requires_grad for p in one.parameters())]
 
 
 class _HiddenOfAll(torch.autograd.Function):

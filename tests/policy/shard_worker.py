@@ -167,7 +167,7 @@ def check_experts(world: World, seed: int) -> None:
         return {name: whole(weight) for name, weight in routed.named_parameters()}
 
     expected = stepped("alone")
-    for mode in ("replicate",):
+    for mode in ("replicate", "shard"):
         for name, weight in stepped(mode).items():
             error = (weight - expected[name]).abs().max()
             assert error < 1e-5, f"{mode}: {name} differs by {error:.1e} where ranks reach {chosen}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_fast.distributed.world import World
-from grpo_fast.policy import Policy
+from grpo_fast.policy import Policy, sharding
 from grpo_fast.policy.out_of_memory import MicroBatchBudget
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +38,17 @@ def test_what_fsdp_cannot_divide_is_refused_by_name(load: Callable[..., Policy])
     for policy, problem in ((mixed, "bfloat16, torch.float32"), (single, "scale"), (layerless, "no layers")):
         with pytest.raises(ValueError, match=rf"distributed\.mode = 'shard'.*{problem}.*replicate"):
             policy.shard(ranks, head="gathered")
+
+
+def test_experts_that_ranks_choose_are_refused_where_torch_cannot_keep_them_apart(
+    load: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load("qwen2")
+    policy.base_model.model.layers[1].experts = torch.nn.ModuleList(torch.nn.Bilinear(2, 2, 2) for _ in "ab")
+    monkeypatch.setattr(sharding, "REACHES_ALL", "nothing of that name")
+
+    with pytest.raises(ValueError, match=r"'shard' .*Bilinear and others of its layer.*torch 2\.13; .*repl"):
+        policy.shard(World(0, 2), head="gathered")
 
 
 def test_work_of_all_ranks_that_does_not_fit_is_no_ones_to_repeat() -> None:
