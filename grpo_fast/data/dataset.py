@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import re
 import unicodedata
@@ -50,6 +52,15 @@ class PromptDataset(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
         return self.prompts[index]
+
+    @property
+    def digest(self) -> str:
+        """Of all that the policy and the rewards see; what JSON has not counts by its type alone."""
+        digest = hashlib.sha256()
+        for prompt in self:
+            text = json.dumps(vars(prompt), default=lambda value: type(value).__name__, skipkeys=True)
+            digest.update(text.encode())
+        return digest.hexdigest()[:16]
 
     @property
     def described(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,10 @@ from grpo_fast.rewards import RewardError, RewardSet, load_rewards
 from grpo_fast.rewards.types import ENVIRONMENTS
 from grpo_fast.rollout import make_engine, require_engine
 from grpo_fast.run_record.callbacks import Callbacks, load_callbacks
+from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
 from grpo_fast.run_record.recorder import Algorithm
+from grpo_fast.section import short
 from grpo_fast.stages import Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
 
@@ -104,6 +106,7 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
         except RewardError as error:
             raise ValueError(f"evaluation: {error}") from error
     parts = build_stages(stages, tokenizer, held_out)
+    require_alike(world, "the data", lambda: digests(parts, held_out))
     policy = load_policy(
         config.model, needs_reference=needs_reference, world=world, distributed=config.distributed
     )
@@ -246,6 +249,30 @@ def build_stage(
         prompts = make_sampler(dataset, size, config.groups, config.curriculum, rewards.names, seed=seed)
     check_columns(rewards, dataset, toolsets)
     return StageParts(stage, rewards, dataset, prompts, weights, toolsets)
+
+
+def digests(parts: Sequence[StageParts], held_out: PromptDataset | None) -> dict[str, str]:
+    """Of each dataset, by what it is called in a message."""
+    found = {
+        f"dataset.source = {p.dataset.config.source!r}, stage {i}": p.dataset.digest
+        for i, p in enumerate(parts, 1)
+    }
+    if held_out is not None:
+        found[f"evaluation.dataset.source = {held_out.config.source!r}"] = held_out.digest
+    return found
+
+
+def require_alike(world: World, what: str, own: Callable[[], Mapping[str, Any]]) -> None:
+    """Raises ValueError where a rank has another tree than rank 0; the message names it and a difference."""
+    if world.size == 1:
+        return
+    first, *others = world.together(what, own)
+    for rank, other in enumerate(others, 1):
+        for key, value, here in differences(first, other):
+            raise ValueError(
+                f"{what} of rank {rank} is not that of rank 0: {key} is {short(here)} there, and "
+                f"{short(value)} on rank 0; give all ranks the same files and settings"
+            )
 
 
 def check_columns(rewards: RewardSet, dataset: PromptDataset, toolsets: Toolsets | None) -> None:

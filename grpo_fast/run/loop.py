@@ -19,10 +19,11 @@ from typing import Any
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.distributed.world import joined
+from grpo_fast.lookup import code_digests
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
-from grpo_fast.run.build import build_callbacks, build_trainer
+from grpo_fast.run.build import build_callbacks, build_trainer, require_alike
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.run_record.config import LoggingConfig
@@ -94,6 +95,9 @@ def train(
                 f"output_dir = {str(run_dir)!r} is not the same folder on all ranks; name one on a file "
                 "system that their hosts share"
             )
+        asked = config.model_dump(mode="json", exclude={"output_dir"}) | {"resume": resume}
+        require_alike(world, "the configuration", lambda: asked)
+        require_alike(world, "the code", lambda: {k: v[:16] for k, v in code_digests(asked).items()})
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))

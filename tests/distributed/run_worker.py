@@ -7,6 +7,7 @@ alone with what an error has ended.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,26 @@ ERRORS = {  # of rank 1's third rollout
     "callback": None,
     "apart": None,
     "unread": None,
+    "configured": None,
+    "coded": None,
+    "rewarded": None,
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "diverged": {"checkpoint": {"every": 1, "keep": 3}},
     "callback": {"callbacks": [f"{__file__}:Fails"]},
+    "coded": {"rewards": [{"reward": "own.py:length"}]},
+    "rewarded": {"dataset": {"source": "rows.jsonl"}},
 }
+
+
+def on_its_own_disk(folder: Path, rank: int) -> None:
+    """Files of the same names on each rank, whose contents differ."""
+    disk = folder / f"disk {rank}"
+    disk.mkdir()
+    (disk / "own.py").write_text(f"def length(completions): return [{rank}.0 for _ in completions]")
+    rows = [{"prompt": f"w{2 + i}", "answer": i + (rank if i == 5 else 0)} for i in range(8)]
+    (disk / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    os.chdir(disk)
 
 
 class Fails(Callback):
@@ -66,12 +82,13 @@ def exchanged(*_: Any) -> None:
 def config_of(folder: Path, case: str, rank: int = 0) -> TrainConfig:
     toy = json.loads((folder / "toy.json").read_text())
     run_dir = folder / {"apart": f"apart on {rank}", "unread": "reward"}.get(case, case)
-    toy |= {"max_steps": 4, "output_dir": str(run_dir), "evaluation": {}}
+    toy |= {"max_steps": 4 + rank * (case == "configured"), "output_dir": str(run_dir), "evaluation": {}}
     return TrainConfig(**toy | CHANGES.get(case, {}))
 
 
 def run(rank: int, ports: list[int], folder: Path) -> None:
     transformers.TransformersEngine = FailingEngine  # type: ignore[misc]
+    on_its_own_disk(folder, rank)
     for port, (case, error) in zip(ports[:-1], ERRORS.items(), strict=True):
         be_rank(rank, 2, port)
         FailingEngine.asked, FailingEngine.error = 0, error if rank == 1 else None

@@ -34,11 +34,15 @@ def test_ranks_with_whole_weights_and_with_rows_of_them_update_them_as_one_rank_
 
 FAILED = r"^RankError: rank {} .* failed at the {}: {}"
 DIVERGED = r"^Diverged: the run diverged after step 2: .*the logits hold NaN; .*--resume \S*step-00000001,"
+OTHER = r"^ValueError: the {} of rank 1 is not that of rank 0: {} on rank 0; give all ranks the same"
 SAID = {  # by rank 0, by rank 1
     "reward": (FAILED.format(1, "rollout of step 3", "ValueError: no such"), "^ValueError: no such answer$"),
     "diverged": (DIVERGED, DIVERGED),
     "apart": (r"^CheckpointError: output_dir = .*/apart on \d' is not the same folder",) * 2,
     "unread": (FAILED.format(1, "checkpoint", "DamagedCheckpoint: unr"), "^DamagedCheckpoint: unreadable$"),
+    "configured": (OTHER.format("configuration", "max_steps is 5 there, and 4"),) * 2,
+    "coded": (OTHER.format("code", r"own\.py is '\w+' there, and '\w+'"),) * 2,
+    "rewarded": (OTHER.format("data", r"dataset\.source = 'rows\.jsonl', stage 1 is .*"),) * 2,
     "callback": ("^CallbackError: .*'mine'", FAILED.format(0, "record of step 2", "CallbackError: .*'mine'")),
 }
 
