@@ -21,10 +21,12 @@ from grpo_fast.config_io import (
     dump_config,
     load_config,
 )
+from grpo_fast.distributed.joining import awaited
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
+    with awaited():
+        config = load_config(args.config, [*overrides, *(["logging.verbose=true"] if args.verbose else [])])
     if args.print_config:
         from grpo_fast.plan import resolve_auto
 

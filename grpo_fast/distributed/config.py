@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,4 +25,9 @@ class DistributedConfig(Section):
     )
     timeout: Positive = Field(
         30.0, description="minutes that a rank waits for the others before the run stops with an error"
+    )
+    heartbeat_timeout: Annotated[float, Field(ge=5)] = Field(
+        60.0,
+        description="seconds without a sign of life after which a rank is lost, unless a rank of its host "
+        "sees its process run",
     )

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
 from torch.distributed import Store
 
 BEAT = 1.0  # seconds from one sign of life to the next
-LOST = 20.0  # seconds without one: an extension may hold the GIL for long
 GRACE = 15.0  # seconds for the main thread to leave by itself
 KEY = "grpo_fast/watch/{}"
 COLLECTIVE = re.compile("gloo|nccl|pair closure", re.IGNORECASE)  # in its RuntimeErrors
@@ -42,7 +42,7 @@ class Beat:
     rank: int
     host: str
     process: int
-    node: str | None  # the number of its launcher, whose processes see each other
+    node: str | None  # whose processes see each other
     sent: float = 0.0
     place: str | None = None
     entered: float = 0.0
@@ -50,18 +50,21 @@ class Beat:
     failure: str | None = None  # in the exchange that comes next, or for good
     heard: bool = False  # the failure is that of another rank
     apart: bool = False  # for good: it takes part in no exchange any more
+    sees: Sequence[int] = ()  # ranks of its node whose processes run
+    misses: Sequence[int] = ()  # ranks that it has heard nothing of for too long
 
     def __str__(self) -> str:
         where = f", {self.sent - self.entered:.0f} s at {self.place}" if self.place else ""
         return f"rank {self.rank} (process {self.process} on host {self.host}{where})"
 
-    def ended(self, node: str | None) -> bool:
-        """Whether the process, if it is one of this node, is no more."""
+    def runs(self, node: str | None) -> bool | None:
+        """Whether the process, if one of this node, is there: it may be busy, or stopped for a while."""
+        if node is None or node != self.node:
+            return None
         try:
-            seen = node is not None and node == self.node
-            return seen and psutil.Process(self.process).status() == psutil.STATUS_ZOMBIE
+            return psutil.Process(self.process).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
-            return True
+            return False
 
 
 class Watch:
@@ -69,12 +72,14 @@ class Watch:
 
     Args:
         store: of all ranks.
+        timeout: seconds without a sign of life after which a rank that no one sees is lost.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self.timeout = timeout
         self.store: Store = cast("Any", store).clone()  # a connection of its own
-        self.store.set_timeout(timedelta(seconds=LOST))
-        self.own = Beat(rank, socket.gethostname(), os.getpid(), os.environ.get("GROUP_RANK"))
+        self.store.set_timeout(timedelta(seconds=timeout))
+        self.own = Beat(rank, socket.gethostname(), os.getpid(), node())
         self.keys = [KEY.format(other) for other in range(size) if other != rank]
         self.others: dict[int, tuple[float, Beat]] = {}  # and when each was heard
         self.working = False  # the main thread may be called away
@@ -92,9 +97,12 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+        signal.signal(signal.SIGURG, self.handler)
+
+    def stop(self) -> None:
         self.left.set()
         self.thread.join()
-        signal.signal(signal.SIGURG, self.handler)
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -162,7 +170,7 @@ class Watch:
     def trouble(self) -> str | None:
         """Why this rank's work is for nothing: a rank is lost, or has failed in an exchange yet to come."""
         beats = [beat for _, beat in self.others.values()]
-        return self.lost or cause([b for b in beats if b.failure and b.exchanges >= self.own.exchanges])
+        return self.lost or self.cause([b for b in beats if b.failure and b.exchanges >= self.own.exchanges])
 
     def tell(self) -> None:
         self.own.sent = time.monotonic()
@@ -171,13 +179,31 @@ class Watch:
 
     def hear(self) -> None:
         now = time.monotonic()
-        for text in self.store.multi_get(self.keys):
-            beat = Beat(**json.loads(text))
-            heard, before = self.others.get(beat.rank, (now, None))
-            self.others[beat.rank] = (heard, before) if before and before.sent == beat.sent else (now, beat)
-        node = self.own.node
-        away = [b for heard, b in self.others.values() if b.apart or now - heard > LOST or b.ended(node)]
-        self.lost = f"{cause(away)}; {go_on()}" if away else None
+        beats = [Beat(**json.loads(text)) for text in self.store.multi_get(self.keys)]
+        runs = {beat.rank: beat.runs(self.own.node) for beat in beats}
+        self.own.sees = [rank for rank, there in runs.items() if there]
+        signs = {*self.own.sees}
+        for beat in beats:
+            if beat.rank not in self.others or self.others[beat.rank][1].sent != beat.sent:
+                signs |= {beat.rank, *beat.sees}
+        self.others = {b.rank: (now if b.rank in signs else self.others[b.rank][0], b) for b in beats}
+        self.own.misses = [rank for rank, (heard, _) in self.others.items() if now - heard > self.timeout]
+        away = [b for b in beats if b.apart or runs[b.rank] is False or b.rank in self.own.misses]
+        self.lost = f"{self.cause(away)}; {go_on()}" if away else None
+
+    def cause(self, beats: Sequence[Beat]) -> str | None:
+        """What happened to ranks that failed or are gone, those first that did not only hear of another's."""
+        first = [beat for beat in beats if not beat.heard] or beats
+        return "; ".join(map(self.fate, first)) or None
+
+    def fate(self, beat: Beat) -> str:
+        silence = f"for {self.timeout:.0f} s (raise distributed.heartbeat_timeout where it was only slow)"
+        if (own := self.own.rank) in beat.misses:
+            return f"{beat} goes on without this one, rank {own}, of which it heard nothing {silence}"
+        if beat.failure:
+            return beat.failure
+        silent = beat.rank in self.own.misses
+        return f"{beat} has given no sign of life {silence}" if silent else f"{beat} is gone"
 
     def run(self) -> None:
         """The thread's work: tell and hear, and end the process where its main thread stays."""
@@ -206,10 +232,13 @@ class Watch:
             raise RankError(trouble)
 
 
-def cause(beats: Sequence[Beat]) -> str | None:
-    """What happened to ranks that failed or are gone, those first that did not only hear of another's."""
-    first = [beat for beat in beats if not beat.heard] or beats
-    return "; ".join(beat.failure or f"{beat} is gone" for beat in first) or None
+def node() -> str | None:
+    """The same for two processes only where they see each other's; None where that cannot be known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
 
 
 def go_on() -> str:

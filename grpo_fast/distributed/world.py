@@ -6,7 +6,6 @@ all results; where one rank fails, all leave the place, so that none waits for a
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,11 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from grpo_fast.distributed.joining import awaited, connect, launched, meet, numbers, of_attempt
 from grpo_fast.distributed.watch import RankError, Watch
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-_ALONE = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}  # what torchrun would set
 
 
 @dataclass(eq=False)
@@ -129,6 +128,14 @@ class World:
             raise watch.agreed
         results[:] = [value for _, _, values in found for value in values]
 
+    def leave(self) -> None:
+        """No rank waits for another any more: each is alone, and goes on as long as it likes."""
+        self.together("the end", bool)  # a rank that leaves before others would seem lost
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch, self.objects, self.size = None, None, 1
+            _stop()
+
     def _during(self, place: str) -> str:
         return f"{place} of step {self.step}" if self.step else place
 
@@ -154,51 +161,77 @@ def mesh_of(device_type: str, size: int) -> DeviceMesh:
 
 
 @contextmanager
-def joined(device: torch.device, timeout: timedelta) -> Iterator[World]:
+def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 60.0) -> Iterator[World]:
     """The ranks that torchrun has started, or this process alone.
 
     Args:
         device: `cpu`, or `cuda` for the GPU of this rank.
         timeout: of every exchange between ranks.
+        heartbeat_timeout: as the configuration has it.
 
     Raises:
         ValueError: a GPU is named that each rank would take.
+        RankError: a rank does not come.
     """
-    size, rank, local_rank = (int(os.environ.get(name, d)) for name, d in _ALONE.items())
-    store = None
-    if size > 1 or dist.is_torchelastic_launched():
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    if store is None or size == 1:
-        yield World(device=device, launcher=store)
+    size, rank, local_rank = numbers()
+    if size == 1:
+        yield World(device=device, launcher=connect(timeout) if launched() else None)
         return
-    if device.type == "cuda":
-        if device.index is not None:
-            raise ValueError(
-                f"model.device = '{device}' would be the GPU of all {size} ranks; leave it at auto, and each "
-                "takes that of its LOCAL_RANK"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    # The store outlives the ranks: those of the next attempt must not find the addresses of these.
-    attempt = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{size}", store)
-    watch = Watch(attempt, rank, size)
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
+    with awaited():
+        device = _own(device, size, local_rank)
+    store = connect(timeout)
+    watch = Watch(of_attempt(store), rank, size, heartbeat_timeout)
+    meet(of_attempt(store), timeout)
     try:
-        objects = dist.new_group(backend="gloo", timeout=timeout)
-        world = World(rank, size, device, watch=watch, objects=objects, launcher=store)
         with watch:
+            with watch.at("the joining"):
+                world = _started(watch, store, device, timeout)
             try:
                 yield world
             except BaseException as error:
                 with suppress(RankError):
                     world.together("the end", partial(_raise, error))
                 raise
-            world.together("the end", bool)  # a rank that leaves before others would seem lost
+            world.leave()
     finally:
-        mesh_of.cache_clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _stop()
+
+
+def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
+    """This rank's."""
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"model.device = '{device}' would be the GPU of all {size} ranks; leave it at auto, and each "
+            "takes that of its LOCAL_RANK"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
+    on_gpu = device.type == "cuda"
+    size, rank, _ = numbers()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=of_attempt(store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    objects = dist.new_group(backend="gloo", timeout=timeout)
+    world = World(rank, size, device, watch=watch, objects=objects, launcher=store)
+    world.sum(torch.zeros(1, device=device))  # NCCL takes its memory now: vLLM would leave it none
+    return world
+
+
+def _stop() -> None:
+    mesh_of.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _raise(error: BaseException) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
+from grpo_fast.distributed.joining import awaited
 from grpo_fast.distributed.world import joined
 from grpo_fast.lookup import code_digests
 from grpo_fast.plan import resolve_auto
@@ -86,8 +87,10 @@ def train(
     """
     run_dir = Path(config.output_dir)
     with ExitStack() as stack:
-        timeout = timedelta(minutes=config.distributed.timeout)
-        world = stack.enter_context(joined(resolve_device(config.model.device), timeout))
+        with awaited():
+            device = resolve_device(config.model.device)
+        waits = timedelta(minutes=config.distributed.timeout)
+        world = stack.enter_context(joined(device, waits, config.distributed.heartbeat_timeout))
         world.from_lead("the run's folder", lambda: stack.enter_context(opened(run_dir)))
         lock = run_dir / LOCK_FILE  # of other ranks' hosts, it may not be there
         if len({*world.together("the run's lock", lambda: lock.exists() and lock.read_text())}) > 1:

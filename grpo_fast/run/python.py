@@ -14,6 +14,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import load_config
 from grpo_fast.data import Message
 from grpo_fast.data.dataset import prompts_of
+from grpo_fast.distributed.joining import awaited
 from grpo_fast.lookup import given
 from grpo_fast.policy import Policy
 from grpo_fast.rollout import Completion, make_engine, sampling_of
@@ -83,7 +84,8 @@ def train(
         settings["evaluation"] = inputs.evaluation(evaluation)
     if callbacks is not None:
         settings["callbacks"] = callbacks
-    whole = load_config(config, inputs.plain(settings))
+    with awaited():
+        whole = load_config(config, inputs.plain(settings))
     whole = inputs.placed(whole, like_dataset=not isinstance(evaluation, Mapping | None))
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     with given(inputs.objects):

@@ -74,15 +74,26 @@ def test_a_run_that_one_rank_ends_is_saved_by_all_unless_it_diverged_and_one_ran
 
 GONE = r"rank {} \(process \d+ on host \S+, \d+ s at {} of step 3\) is gone; continue from .*--resume$"
 RAISED = r"rank 1 \(process \d+ on host \S+\) failed at {} of step 3: ValueError: no such answer"
+SILENT = r"rank 1 \(.* at the update of step 3\) has given no sign of life for 2 s \(raise distributed\.heart"
+BEFORE = r"^RankError: rank {} \(process \d+ on host \S+\) failed before it joined: ValueError: no such key$"
 ENDS = r"^grpo-fast: rank 0 \(.* at the update of step 3\) cannot go on and ends: "
 
-# what rank 0 says, and with which code each rank ends
-CASES = {
+# what ranks say, rank 0 alone unless others are named, and with which code each ends
+CASES: dict[str, tuple[str | dict[int, str], list[int | None]]] = {
     "killed_while_others_work": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
     "killed_while_others_wait": ("^RankError: " + GONE.format(1, "the rollout"), [1, -9]),
     "killed_in_a_collective": ("^RankError: " + GONE.format(1, "the update"), [1, -9]),
     "killed_with_a_child_that_holds_its_connections": (ENDS + GONE.format(1, "the update"), [1, -9]),
-    "frozen": (ENDS + GONE.format(1, "the update"), [1, None]),
+    "frozen": (ENDS + SILENT, [1, None]),
+    "busy": (r"^\Z", [0, 0]),
+    "busy_beside_another": (r"^\Z", [0, 0, 0]),
+    "failed_before_it_joined": (BEFORE.format(1), [1, 1]),
+    "led_by_one_that_failed": ({0: "^ValueError: no such key$", 1: BEFORE.format(0)}, [1, 1]),
+    "never_there": (
+        r"^grpo-fast: rank 0 \(.*\) has waited \d s for rank 1 to join\n(.*\n)*"
+        r"RankError: rank 0 \(.*\) has waited 6 s for rank 1 to join: look there for why$",
+        [1, 7],
+    ),
     "three": ("^RankError: " + GONE.format(2, "the update"), [1, 1, -9]),
     "failed_while_others_work": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1]),
     "agreed_by_three": ("^RankError: " + RAISED.format("the rewards") + "$", [1, 1, 1]),
@@ -97,20 +108,30 @@ CASES = {
     ),
     "elsewhere": ("^RankError: rank 1 is at the rollout of step 3, not at the update of step 3$", [1, 1]),
     "forgiven": (r"^\Z", [0, 0]),
-    "started_again": (r"^\Z", [0, 0]),  # the last, for its store is that of all after it
+    "busy_alone": (
+        {
+            0: ENDS + SILENT,
+            1: r"^RankError: rank 0 \(.* goes on without this one, rank 1, of which it heard no",
+        },
+        [1, 1],
+    ),
+    "started_again": (r"^\Z", [0, 0]),  # these last, for the kind of their store is that of all after them
 }
 
 
 @pytest.fixture(scope="module")
-def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[int | None]]]:
-    """What rank 0 said, and the exit codes of all, by case."""
+def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[int | None]]]:
+    """Where what ranks said is, and the exit codes of all, by case."""
     folder = tmp_path_factory.mktemp("ranks")
     codes = json.loads(work("watch_worker.py", folder, *CASES).splitlines()[-1])
-    return {case: ((folder / f"{case}.0").read_text(), codes[case]) for case in CASES}
+    return {case: (folder / case, codes[case]) for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_ends_and_names_the_one_at_fault_and_its_place(happened, case: str):
     said, codes = CASES[case]
-    assert happened[case][1] == codes
-    assert re.search(said, happened[case][0], re.MULTILINE), happened[case][0]
+    place, found = happened[case]
+    for rank, pattern in (said if isinstance(said, dict) else {0: said}).items():
+        text = place.with_suffix(f".{rank}").read_text()
+        assert re.search(pattern, text, re.MULTILINE), text
+    assert found == codes

@@ -19,15 +19,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from fork import as_rank, free_port
+from fork import as_rank, be_rank, free_port
 from torch.distributed import TCPStore
 
-from grpo_fast.distributed import watch
+from grpo_fast.distributed import joining, watch
 from grpo_fast.distributed.world import RankError, World
 
-watch.BEAT, watch.LOST, watch.GRACE = 0.2, 10.0, 1.5
+watch.BEAT, watch.GRACE = 0.2, 1.5
+joining.WORD = 0.5
 FOREVER = 1000  # seconds
-SIZES = {"three": 3, "agreed_by_three": 3}
+SIZES = {"three": 3, "agreed_by_three": 3, "busy_beside_another": 3}
 
 
 def die(world: World) -> None:
@@ -63,9 +64,58 @@ def killed_with_a_child_that_holds_its_connections(world: World) -> None:
     sum_after(world, leave_a_child)
 
 
+def on_nodes(world: World, *nodes: str) -> None:
+    """Of each rank one, whose ranks see each other's processes."""
+    assert world.watch is not None
+    world.watch.timeout, world.watch.own.node = 1.5, nodes[world.rank]
+    world.together("the nodes", lambda: time.sleep(0.5))  # in which all hear of it
+
+
 def frozen(world: World) -> None:
-    watch.LOST = 1.5
+    on_nodes(world, "a", "b")
     sum_after(world, lambda world: os.kill(os.getpid(), signal.SIGSTOP) if world.rank else None)
+
+
+def hold_the_lock(world: World) -> None:
+    """Of the interpreter, so that not even the watch of this rank runs."""
+    if world.rank == 1:
+        ctypes.PyDLL(None).usleep(4_000_000)
+
+
+def busy(world: World) -> None:
+    on_nodes(world, "a", "a")
+    sum_after(world, hold_the_lock)
+
+
+def busy_beside_another(world: World) -> None:
+    """Which sees that it is there, and tells the rank of the other node."""
+    on_nodes(world, "a", "b", "b")
+    sum_after(world, hold_the_lock)
+
+
+def busy_alone(world: World) -> None:
+    on_nodes(world, "a", "b")
+    sum_after(world, hold_the_lock)
+
+
+def failed_before_it_joined(rank: int) -> None:
+    if rank == 1:
+        with joining.awaited():
+            raise ValueError("no such key")
+
+
+def led_by_one_that_failed(rank: int) -> None:
+    if rank == 0:
+        with joining.awaited():
+            raise ValueError("no such key")
+
+
+def never_there(rank: int) -> None:
+    if rank == 1:
+        sys.exit(7)
+
+
+BEFORE = {f.__name__: f for f in (failed_before_it_joined, led_by_one_that_failed, never_there)}
 
 
 def three(world: World) -> None:
@@ -125,13 +175,12 @@ def elsewhere(world: World) -> None:
 
 
 def forgiven(world: World) -> None:
-    """An error that all have left with is no trouble later, nor is the GIL held for long."""
+    """An error that all have left with is no trouble later."""
     for _ in range(3):
         try:
             world.together("the checkpoint", lambda: refuse(world))
         except (ValueError, RankError):
             world.together("the rollout", lambda: time.sleep(0.5))
-    world.together("the rollout", lambda: ctypes.PyDLL(None).usleep(1_000_000 * world.rank))
     sum_after(world, lambda world: None)
 
 
@@ -146,7 +195,9 @@ def main(rank: int, folder: str, case: str, size: int, port: int) -> None:
     try:
         for attempt in range(4 if case == "started_again" else 1):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-            as_rank(rank, size, port, 300, scene, (globals()[case],))
+            be_rank(rank, size, port)
+            BEFORE.get(case, bool)(rank)
+            as_rank(rank, size, port, 6 if case == "never_there" else 300, scene, (globals()[case],))
     except Exception as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         os._exit(1)
@@ -161,12 +212,12 @@ def scene(world: World, case: Callable[[World], None]) -> None:
 if __name__ == "__main__":
     folder, *cases = sys.argv[1:]
     context = multiprocessing.get_context("fork")
-    ranks = {}
+    ranks, stores = {}, []
     for case in cases:
         size, port = SIZES.get(case, 2), free_port()
-        if case == "started_again":  # with the store of before, as torchrun's
+        if case in ("busy_alone", "started_again"):  # with a store that outlives them, as torchrun's
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
         ranks[case] = [
             context.Process(target=main, args=(rank, folder, case, size, port)) for rank in range(size)
         ]
