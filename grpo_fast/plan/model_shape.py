@@ -270,12 +270,10 @@ def _kv_layers(base: PreTrainedModel) -> tuple[KvLayer, ...]:
     cache: Any = DynamicCache(config=base.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
-    base.eval()  # checkpointing would drop the cache
     with torch.no_grad():
         base.base_model(
             input_ids=token, position_ids=token, attention_mask=seen, past_key_values=cache, use_cache=True
         )
-    base.train()
     return tuple(
         KvLayer(
             layer.keys[..., :1, :].numel() + layer.values[..., :1, :].numel(),

@@ -162,20 +162,15 @@ def verify_policy(policy: Policy) -> None:
     Raises:
         ValueError: they differ by more than rounding.
     """
-    training = policy.model.training
-    policy.model.eval()
-    try:
-        samples = _probes(policy.base_model.config.get_text_config().vocab_size)
-        (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
-        packed, alone = policy.run(
-            lambda: (
-                policy.head.logits(policy.hidden_states(batch)),
-                torch.cat([_own_logits(policy, sample) for sample in samples]),
-            ),
-            whole_head=True,
-        )
-    finally:
-        policy.model.train(training)
+    samples = _probes(policy.base_model.config.get_text_config().vocab_size)
+    (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
+    packed, alone = policy.run(
+        lambda: (
+            policy.head.logits(policy.hidden_states(batch)),
+            torch.cat([_own_logits(policy, sample) for sample in samples]),
+        ),
+        whole_head=True,
+    )
     # A softmax does not see a constant, so neither should the comparison.
     packed, alone = (logits - logits.mean(dim=-1, keepdim=True) for logits in (packed, alone))
     error = float((packed - alone).norm() / alone.norm())

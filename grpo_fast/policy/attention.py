@@ -297,10 +297,11 @@ def flash_obstacle(config: PreTrainedConfig) -> str | None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    for found in (size, getattr(text, "global_head_dim", None) or size):
-        if found > 256 or found % 8:
-            return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
+    for layer in getattr(text, "per_layer_config", None) or [text]:  # Gemma 4's differ
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for found in (size, getattr(layer, "global_head_dim", None) or size):
+            if found > 256 or found % 8:
+                return f"the model's heads have {found} numbers, not a multiple of 8 up to 256"
     if getattr(text, "v_head_dim", None) is not None:
         return "the model's values are not as wide as its keys"
     if getattr(text, "attn_logit_softcapping", None) is not None:

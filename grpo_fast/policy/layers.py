@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,8 +42,10 @@ def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> 
     """Let the backward keep the inputs alone, of each layer's MLP ("mlp") or of each layer, on the host
     ("offload", see `LayerInputs`) or the device.
 
+    transformers recomputes layers in training mode alone, which a policy is never in.
+
     Raises:
-        ValueError: "mlp", and the layers have no MLP.
+        ValueError: "mlp", and the layers have no MLP; or the model has no layers that transformers knows.
     """
     if what == "mlp":
         if not (mlps := _mlps(model)):
@@ -53,12 +56,15 @@ def recompute(model: PreTrainedModel, what: Literal[True, "mlp", "offload"]) -> 
         for mlp in mlps:
             _replace_forward(mlp, _recomputed_in_tiles if _is_token_wise(mlp) else _recomputed)
         return
+    if not (layers := decoder_layers(model)):
+        raise ValueError(
+            f"model.gradient_checkpointing = {what!r} finds no layers in {type(model).__name__} to "
+            "recompute; set it to false, or give a model that transformers itself implements"
+        )
     tile_mlps(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if what == "offload":
-        inputs = LayerInputs()
-        for layer in decoder_layers(model):
-            layer._gradient_checkpointing_func = inputs.checkpoint
+    forward = partial(_inputs_on_host, LayerInputs()) if what == "offload" else _recomputed
+    for layer in layers:
+        _replace_forward(layer, forward)
 
 
 def tile_mlps(model: nn.Module) -> None:
@@ -88,16 +94,20 @@ def _is_token_wise(mlp: Any) -> bool:
     return not experts and len(inspect.signature(mlp.forward).parameters) == 1
 
 
-def _replace_forward(mlp: Any, forward: Callable[..., Any]) -> None:
+def _replace_forward(module: Any, forward: Callable[..., Any]) -> None:
     """By one function for all, or each layer would be compiled anew."""
-    mlp.plain_forward, mlp.forward = mlp.forward, MethodType(forward, mlp)
+    module.plain_forward, module.forward = module.forward, MethodType(forward, module)
 
 
-def _recomputed(mlp: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Without a backward to come it is plain: `checkpoint` asks for the random numbers' state even there."""
     if not torch.is_grad_enabled():
-        return mlp.plain_forward(*args, **kwargs)
-    return checkpoint(mlp.plain_forward, *args, use_reentrant=False, **kwargs)
+        return module.plain_forward(*args, **kwargs)
+    return checkpoint(module.plain_forward, *args, use_reentrant=False, **kwargs)
+
+
+def _inputs_on_host(inputs: LayerInputs, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return inputs.checkpoint(partial(layer.plain_forward, **kwargs), *args)
 
 
 @torch.compiler.disable

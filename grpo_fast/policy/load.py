@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,13 +117,15 @@ def _checksum(model: nn.Module) -> int:
 
 
 def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel | PeftModel:
-    """The model without dropout, adapted or frozen as configured, its layers recomputed if asked for.
+    """The model, adapted or frozen as configured, its layers recomputed if asked for.
+
+    Of it only LoRA's own dropout is ever in training mode: dropout of another kind, jitter of a router or
+    dropped layers would train another policy than the one that sampled.
 
     Raises:
-        ValueError: LoRA modules that the model does not have, or no MLPs to recompute.
+        ValueError: LoRA modules that the model does not have, or nothing to recompute.
         ImportError: LoRA without peft.
     """
-    _disable_dropout(model)
     trained: PreTrainedModel | PeftModel = model
     if config.lora is not None:
         trained = _add_lora(model, config.lora)
@@ -132,7 +133,11 @@ def prepare_to_train(model: PreTrainedModel, config: ModelConfig) -> PreTrainedM
         model.get_output_embeddings().requires_grad_(False)
     if config.recomputed:
         recompute(model, config.recomputed)
-    return trained.train()
+    trained.eval()
+    for module in trained.modules():
+        if isinstance(dropout := getattr(module, "lora_dropout", None), nn.Module):
+            dropout.train()
+    return trained
 
 
 def resolve_device(name: str) -> torch.device:
@@ -257,17 +262,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _disable_dropout(model: nn.Module) -> None:
-    """With dropout the policy that is trained would not be the one that sampled."""
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout"):  # a module of its own in BLOOM, a number in OPT
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
 
 
 def _add_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:

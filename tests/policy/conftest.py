@@ -33,10 +33,20 @@ FAMILIES = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
     # One sliding layer, one full; both softcaps.
     "gemma2": {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    # Heads of two widths, experts beside the MLP, and a layer that takes the keys of the one before.
+    "gemma4_text": {
+        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "sliding_window": 4},
+        **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61},
+    },
     "gpt2": {"n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
     "cohere": {"logit_scale": 0.25},
+    "seed_oss": {"head_dim": 8, "residual_dropout": 0.3},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.3},
+    "phimoe": {"num_local_experts": 4, "input_jitter_noise": 0.3},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4, "embedding_multiplier": 2.0},
 }
 

@@ -43,7 +43,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma4_text", "cohere", "granite"])
 def test_packed_logprobs_are_those_of_each_sequence_alone(
     load: Load, samples: list[Sample], family: str, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +136,8 @@ def test_a_model_packed_for_flash_attention_computes_what_it_does_alone(
         ("qwen3", {"head_dim": 256}, None),
         ("qwen3", {"head_dim": 260}, "heads have 260 numbers"),
         ("qwen3", {"head_dim": 12}, "heads have 12 numbers"),
+        ("gemma4_text", {"head_dim": 128, "global_head_dim": 256}, None),
+        ("gemma4_text", {"head_dim": 256, "global_head_dim": 512}, "heads have 512 numbers"),
         ("gemma2", {"attn_logit_softcapping": 50.0}, "caps its scores"),
         ("gpt_oss", {}, "attention sinks"),
         ("deepseek_v3", {}, "values are not as wide"),
