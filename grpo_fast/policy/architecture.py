@@ -7,6 +7,7 @@ train on wrong gradients without a sign of it. A few short forwards before train
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,29 @@ def positions(config: PreTrainedConfig) -> int | None:
     if most is None or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
         return most  # of the other types it is the stretched number
     return max(most, int(rope["factor"] * (rope.get("original_max_position_embeddings") or most)))
+
+
+def fix_rope(model: nn.Module, length: int) -> None:
+    """Let rotary positions turn as in a sequence of `length` tokens, whatever a batch holds.
+
+    Of the types `longrope` and `dynamic` a token's frequencies go by the longest sequence of its forward: it
+    would have one policy alone and another in company. Fixed again, they are of the new length.
+    """
+    modules: Iterable[Any] = model.modules()
+    for rope in modules:
+        kinds = getattr(rope, "rope_type", ())
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]  # of each type of layer
+        if not {"longrope", "dynamic"}.isdisjoint(kinds):
+            if "forward" not in vars(rope):
+                rope.plain_forward, rope.forward = rope.forward, MethodType(_beside_the_longest, rope)
+            rope.last_position = length - 1
+
+
+def _beside_the_longest(rope: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Sines and cosines (B, T, D) of `position_ids` (B, T), computed with one more position."""
+    last = torch.full_like(position_ids[..., :1], rope.last_position)
+    found = rope.plain_forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
+    return tuple(part[..., :-1, :] for part in found)
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from grpo_fast.distributed.shards import whole
 from grpo_fast.distributed.world import ALONE, World
 from grpo_fast.head import HeadParameters
-from grpo_fast.policy.architecture import head_parameters
+from grpo_fast.policy.architecture import fix_rope, head_parameters
 from grpo_fast.policy.attention import PackedLayout
 from grpo_fast.policy.optimizer import MASTER
 from grpo_fast.policy.packing import PackedBatch, TokenCosts
@@ -73,6 +73,14 @@ class Policy:
             policy._shards = ShardedModel(
                 policy.model, policy.base_model, world, gathers_head=head == "gathered"
             )
+
+    def fix_rope(self, length: int) -> None:
+        """One set of rotary frequencies for all sequences of a run, the longest of which has `length` tokens.
+
+        See `architecture.fix_rope`; the reference's are the same.
+        """
+        for policy in filter(None, (self, self._reference)):
+            fix_rope(policy.base_model, length)
 
     @property
     def sharded(self) -> bool:

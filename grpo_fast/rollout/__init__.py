@@ -92,7 +92,8 @@ def make_engine(
     """The engine that `chosen_engine` names.
 
     Args:
-        max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it.
+        max_length: tokens of the longest prompt and its completion, where known; vLLM plans with it, and the
+            policy's rotary positions, where they go by it, are fixed to it.
         world: the ranks, which all make their engines together; None: this process is alone.
 
     Raises:
@@ -109,7 +110,9 @@ def make_engine(
     from grpo_fast.rollout.transformers import OwnCopyEngine, TransformersEngine
 
     tokens = config.max_batch_tokens
+    if max_length is not None:
+        policy.fix_rope(max_length)
     if policy.sharded:
-        return OwnCopyEngine(policy, max_batch_tokens=tokens)
+        return OwnCopyEngine(policy, max_batch_tokens=tokens, max_length=max_length)
     eos_ids = policy.eos_token_ids
     return TransformersEngine(policy.model, policy.tokenizer, eos_ids=eos_ids, max_batch_tokens=tokens)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_fast.policy import Policy
+from grpo_fast.policy.architecture import fix_rope
 from grpo_fast.rollout.decoder import ExpandedDecoder, Prompt, SharedPrefixDecoder
 from grpo_fast.rollout.requests import Requests
 from grpo_fast.rollout.sampling import draw, make_warper
@@ -272,11 +273,15 @@ class OwnCopyEngine(TransformersEngine):
     freed in `sleep`. Each rank generates by itself.
     """
 
-    def __init__(self, policy: Policy, *, max_batch_tokens: int | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, max_batch_tokens: int | None = None, max_length: int | None = None
+    ) -> None:
         like: Any = policy.base_model
         devices = [policy.device] if policy.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device(policy.device):
             model = type(like)._from_config(copy.deepcopy(like.config), dtype=like.dtype)
+        if max_length is not None:
+            fix_rope(model, max_length)
         super().__init__(
             model.requires_grad_(False),
             policy.tokenizer,

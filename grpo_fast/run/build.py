@@ -174,7 +174,7 @@ def build_preference_trainer(config: TrainConfig) -> PreferenceTrainer:
         held_out = with_order(load(questions, held_out=True).values())
     comparisons = load(prompts)
     compared = (c.prompt.token_ids + ids for c in (*comparisons.values(), *held_out) for ids in c.sequences)
-    longest_sequence(policy, compared)
+    policy.fix_rope(longest_sequence(policy, compared))
     if (section.ranking if ranks else section.loss).needs_reference:
         folder = None if section.reference_cache is None else Path(section.reference_cache).expanduser()
         batches = ComparisonBatches(policy, int(config.micro_batch_tokens))

@@ -8,7 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fast.policy import PackedBatch, Policy
+from grpo_fast.policy import PackedBatch, Policy, Sample, load_policy, pack
+from grpo_fast.policy.config import ModelConfig
+from grpo_fast.rollout import Sampling, make_engine
+from grpo_fast.rollout.config import RolloutConfig
+from tests.policy.conftest import save_model
 
 LORA = {"r": 4, "alpha": 8.0}
 Load = Callable[..., Policy]
@@ -106,3 +110,38 @@ def test_every_end_token_counts(load: Load) -> None:
     assert policy.eos_token_ids == (2, 3)
     policy.base_model.generation_config.eos_token_id = 9
     assert policy.eos_token_ids == (2, 9)
+
+
+BORDER, LONGEST = 16, 60
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "factor": 4.0}], ids=["long", "dynamic"])
+@pytest.mark.parametrize("longest", [BORDER, LONGEST])
+def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequence(
+    tmp_path: Path, samples: list[Sample], rope: dict, longest: int, seed: int
+) -> None:
+    """Alone and in company, on both sides of the border; of a run below it they are transformers' own."""
+    rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
+    folder = save_model(tmp_path, max_position_embeddings=BORDER, rope_parameters=rope)
+    policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"), needs_reference=True)
+    prompts = [sample.prompt_ids for sample in samples[:4]] + [(7, 8, 9) * (3 if longest == BORDER else 15)]
+    with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
+        groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
+
+    drawn = [
+        Sample(prompt, completion.token_ids, 0.0, number, completion.logprobs)
+        for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
+        for completion in group
+    ]
+    with policy.reference() as reference:
+        for some, of in ((drawn, policy), (drawn[:2], policy), (drawn, reference)):
+            (batch,) = pack(some, max_tokens=10_000, device="cpu")
+            logprobs = of.head.logits(of.hidden_states(batch)).log_softmax(-1)
+            found = logprobs.gather(1, batch.targets[:, None])[:, 0]
+            torch.testing.assert_close(found, batch.sampler_logprobs, rtol=1e-4, atol=1e-4)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(4, 4 + BORDER)[None]
+    with torch.no_grad():
+        difference = (own(ids).logits - policy.base_model(ids).logits).abs().max()
+    assert (difference < 1e-4) == (longest == BORDER)

@@ -94,6 +94,7 @@ class VLLMEngine:
                 )
             self._cycle.level = (1 if shared else 2) if choices.level == "auto" else choices.level
             self._max_length = int(self._vllm.model_config.max_model_len)  # of a prompt and its completion
+            policy.fix_rope(self._max_length)  # by which vLLM has chosen its own
             self._probe = checks.probe_tokens(policy)[: self._max_length - 1]
             self.sync(policy)
             apart = checks.require_agreement(policy, self._probe, self._probe_logprobs())

@@ -35,6 +35,7 @@ from grpo_fast.rollout.vllm.sleep import GIB, require_empty_pool, weights_outsid
 from grpo_fast.rollout.vllm.weights import Placement, checkpoint_weights, has_experts, share, watch_loading
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm import LLM
 
     from grpo_fast.policy import Policy
@@ -152,6 +153,7 @@ def start(
     if world.leads:
         logger.warning("vLLM %s starts, which takes about half a minute", installed_version())
     arguments = engine_arguments(policy, config, choices.adapters, max_length)
+    require_positions(policy.base_model.config.get_text_config(), arguments["max_model_len"])
     if world.size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     with starting(world), tempfile.TemporaryDirectory(prefix="grpo-fast-vllm-") as made, _loading_by(load):
@@ -255,6 +257,18 @@ def engine_arguments(
         configured = config.gpu_memory_utilization if size is None else None
         arguments["gpu_memory_utilization"] = configured or FREE_SHARE * free / total
     return arguments
+
+
+def require_positions(config: PreTrainedConfig, length: int) -> None:
+    """Raises ValueError where `dynamic` rotary positions would stretch, which vLLM's do not."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+    if "dynamic" in kinds and length > config.max_position_embeddings:
+        raise ValueError(
+            f"sequences of up to {length} tokens need more than the model's {config.max_position_embeddings} "
+            "positions, and vLLM does not stretch them by rope_type = dynamic: set rollout.engine to "
+            "transformers, or lower dataset.max_prompt_length or rollout.max_completion_length"
+        )
 
 
 def graph_sizes(largest: int) -> list[int]:

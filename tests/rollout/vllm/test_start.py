@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from grpo_fast.config_io import load_config
 from grpo_fast.distributed.world import World
@@ -23,6 +24,7 @@ from grpo_fast.rollout.vllm.start import (
     choose,
     engine_arguments,
     require_device,
+    require_positions,
     require_processes,
     starting,
     stopped,
@@ -62,6 +64,17 @@ def test_a_missing_or_unknown_vllm_is_refused_and_passed_over_by_auto_as_any_is_
         require_vllm()
     with pytest.warns(UserWarning, match="transformers") if version else nullcontext():
         assert make_engine(RolloutConfig(), policy("cuda", model=model)).name == "transformers"
+
+
+def test_positions_that_vllm_would_not_stretch_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for ropes in (rope, {"full_attention": rope}):
+        config = AutoConfig.for_model("llama", max_position_embeddings=64)
+        config.rope_parameters = ropes
+        require_positions(config, 64)
+        with pytest.raises(ValueError, match=r"up to 65 tokens .* 64 positions.*rollout\.engine"):
+            require_positions(config, 65)
+    require_positions(AutoConfig.for_model("llama", max_position_embeddings=64), 65)
 
 
 def test_what_would_fail_later_is_refused_before_a_policy_is_loaded(monkeypatch, installed):
