@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.head import HeadParameters
+from grpo_fast.policy.layers import decoder_layers
 from grpo_fast.policy.packing import Sample, pack
 from grpo_fast.policy.quantization import is_quantized
 
@@ -40,7 +41,10 @@ def check_architecture(config: PreTrainedConfig) -> None:
     known = model is not None or hasattr(config, "auto_map")  # by code of the model's own
     if config.is_encoder_decoder or not known:
         raise ValueError(f"{kind} is not a decoder-only language model of text; give one, such as Qwen3")
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
+    layer_types = getattr(text, "layer_types", None) or ()
+    unknown = sorted(set(layer_types) - LAYER_TYPES)
+    if not layer_types and getattr(model, "_is_stateful", False):  # transformers' word for it
+        unknown.append("recurrent")
     if getattr(text, "attention_chunk_size", None):
         unknown.append("chunked_attention")
     if unknown:
@@ -188,23 +192,55 @@ def verify_policy(policy: Policy) -> None:
     """
     samples = _probes(policy.base_model.config.get_text_config().vocab_size)
     (batch,) = pack(samples, max_tokens=10_000, device=policy.device)
-    packed, alone = policy.run(
+    model = policy.base_model
+    sequences = [(*sample.prompt_ids, *sample.completion_ids) for sample in samples]
+    packed, own, allowed = policy.run(
         lambda: (
             policy.head.logits(policy.hidden_states(batch)),
-            torch.cat([_own_logits(policy, sample) for sample in samples]),
+            [_own_logits(model, sequence) for sequence in sequences],
+            rounding(model, sequences[0]),
         ),
         whole_head=True,
     )
-    # A softmax does not see a constant, so neither should the comparison.
-    packed, alone = (logits - logits.mean(dim=-1, keepdim=True) for logits in (packed, alone))
-    error = float((packed - alone).norm() / alone.norm())
-    allowed = 1e-3 if policy.base_model.dtype == torch.float32 else 0.1
+    alone = [logits[len(s.prompt_ids) - 1 : -1] for logits, s in zip(own, samples, strict=True)]
+    error = apart(packed, torch.cat(alone))
     if not error <= allowed:
         raise ValueError(
-            f"packed logits of {type(policy.base_model).__name__} differ from the model's own by {error:.2g} "
-            f"of their norm ({allowed:.2g} allowed): its attention or its head is not one that packing "
-            "understands; use another model or another model.attention"
+            f"packed logits of {type(model).__name__} differ from the model's own by {error:.2g} of their "
+            f"norm ({allowed:.2g} allowed): its attention or its head is not one that packing understands; "
+            "use another model or another model.attention"
         )
+
+
+def apart(found: Tensor, right: Tensor) -> float:
+    """Distance of logits (T, V) in norms of the right ones; a softmax sees no constant, nor does this."""
+    found, right = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, right))
+    return float((found - right).norm() / right.norm())
+
+
+@torch.no_grad()
+def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
+    """How far `apart` two right ways of computing the model's logits of a sequence may be.
+
+    Twice as far as they move where the numbers behind each layer move by their last bit, which is more than
+    their rounding; 1e-3 at least, for what a GPU multiplies in TF32, and 0.1 at most.
+    """
+    generator = torch.Generator().manual_seed(0)
+    plain, last_bit = _own_logits(model, ids), torch.finfo(model.dtype).eps
+
+    def move(module: nn.Module, inputs: object, output: Any) -> Any:
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        signs = torch.randint(2, hidden.shape, generator=generator).to(hidden.device) * 2 - 1
+        hidden = (hidden.float() * (1 + last_bit * signs)).to(hidden.dtype)
+        return (hidden, *rest) if isinstance(output, tuple) else hidden
+
+    modules = [model.get_input_embeddings(), *decoder_layers(model)]
+    hooks = [module.register_forward_hook(move) for module in modules]
+    try:
+        return min(0.1, max(1e-3, 2 * apart(_own_logits(model, ids), plain)))
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _probes(vocab_size: int) -> list[Sample]:
@@ -218,7 +254,7 @@ def _probes(vocab_size: int) -> list[Sample]:
     return samples
 
 
-def _own_logits(policy: Policy, sample: Sample) -> Tensor:
-    ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device=policy.device)
-    logits: Any = policy.base_model(input_ids=ids, use_cache=False).logits
-    return logits[0, len(sample.prompt_ids) - 1 : -1].float()
+def _own_logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
+    """(T, V) float32."""
+    logits: Any = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
+    return logits[0].float()

@@ -53,14 +53,15 @@ def scales_its_logits_otherwise(policy: Policy) -> None:
     policy.model.config.model_type = "hyperclovax"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "spoil"),
     [("llama", loses_the_layout), ("llama", ignores_positions), ("granite", scales_its_logits_otherwise)],
 )
 def test_a_model_that_packing_does_not_understand_is_refused(
-    load: Load, family: str, spoil: Callable[[Policy], None]
+    load: Load, family: str, spoil: Callable[[Policy], None], dtype: str
 ) -> None:
-    policy = load(family)
+    policy = load(family, dtype=dtype)
     verify_policy(policy)
 
     spoil(policy)
@@ -69,10 +70,24 @@ def test_a_model_that_packing_does_not_understand_is_refused(
         verify_policy(policy)
 
 
+def test_in_sixteen_bits_packed_logits_may_differ_by_the_models_own_rounding_alone(load: Load) -> None:
+    policy = load("llama", dtype="bfloat16")
+    for name, parameter in policy.model.named_parameters():
+        if "layers" in name and parameter.ndim > 1:
+            parameter.data *= 0.1  # layers that add little to what goes through, as a trained model's
+    verify_policy(policy)
+
+    policy.model.config.logit_scale = 1.09
+
+    with pytest.raises(ValueError, match=r"by 0\.09 of their norm \(0\.0\d+ allowed\)"):
+        verify_policy(policy)
+
+
 @pytest.mark.parametrize(
     ("families", "problem"),
     [
-        (["qwen3_next", "llama4_text"], "cannot be packed"),  # layers that carry state across documents
+        # Layers that carry state across documents.
+        (["qwen3_next", "llama4_text", "recurrent_gemma"], "cannot be packed"),
         (["bloom", "falcon", "mpt", "gptj"], "computes its attention by itself"),
     ],
 )
