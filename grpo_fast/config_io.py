@@ -28,7 +28,7 @@ from grpo_fast.convert.rules import Rule, translate
 from grpo_fast.convert.verl import RULES as VERL
 from grpo_fast.lookup import choices
 from grpo_fast.methods import METHODS, method_remarks, without_sections
-from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE
+from grpo_fast.run_record.files import CHECKPOINTS_DIR, CONFIG_FILE, INPUTS_DIR, LOCK_FILE, value_at
 from grpo_fast.section import short
 from grpo_fast.stages import PART
 
@@ -65,7 +65,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     """A validated configuration from a YAML file and overrides, which win over the file.
 
     Args:
-        path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone.
+        path: a YAML file, a run's directory, or the name of a shipped recipe; None for overrides alone. A
+            run's directory is its output_dir, wherever it was when the run was started.
         overrides: `optimizer.learning_rate=1e-6`, `--optimizer.learning_rate=1e-6`, or the latter as two
             items. Values are YAML. `rewards.0.weight=2` reaches into a list. The flat names of
             TRL and Axolotl (`learning_rate=1e-6`) and verl's dotted ones serve as well, here and at the top
@@ -76,7 +77,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         ConfigError: anything unknown, contradictory or out of range; it lists every problem at once.
     """
     problems: list[Problem] = []
-    file: Pairs = [] if path is None else list(_read_mapping(config_path(path)).items())
+    file: Pairs = [] if path is None else list(_read_mapping(found := config_path(path)).items())
+    if path is not None and Path(path).is_dir() and (found.parent / LOCK_FILE).exists():
+        file = list(_in_folder(dict(file), found.parent).items())
     if isinstance(overrides, Mapping):
         source, pairs = "settings", list(overrides.items())
     else:
@@ -190,6 +193,16 @@ def config_path(name: str | Path) -> Path:
         raise ConfigError(str(name), [Problem("CONFIG", message, str(name))])
     recipes = choices(path.stem, [file.stem for file in RECIPES.glob("*.yaml")])
     raise ConfigError(str(name), [Problem("CONFIG", f"is no file, run or recipe: {recipes}", str(name))])
+
+
+def _in_folder(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration of a run whose folder, with the rows that it keeps, may have been copied or moved."""
+    kept = Path(str(tree.get("output_dir"))) / INPUTS_DIR
+    tree = tree | {"output_dir": str(folder)}
+    for place in ("dataset.source", "evaluation.dataset.source"):
+        if Path(str(value_at(tree, place))).parent == kept:
+            tree = _with(tree, place, str(folder / INPUTS_DIR / Path(value_at(tree, place)).name))
+    return tree
 
 
 def _validated(tree: Any, source: str, problems: Sequence[Problem]) -> TrainConfig:

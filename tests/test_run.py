@@ -235,6 +235,25 @@ def test_a_resumed_run_says_from_where_and_what_has_changed(toy, run_dir: Path, 
         train(in_process(toy, run_dir, optimizer={"learning_rate": 1e-3}), resume="latest")
 
 
+def test_a_resumed_run_asks_before_it_goes_on_with_code_that_has_changed(toy, tmp_path: Path, capsys):
+    reward, path = tmp_path / "own.py", tmp_path / "run.yaml"
+    reward.write_text("def own(completions, **columns):\n    return [float(len(c)) for c in completions]\n")
+    changes = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "rewards": [{"reward": f"{reward}:own"}]}
+    path.write_text(yaml.safe_dump(toy | changes))
+    assert main(["train", str(path)]) == 0
+    with reward.open("a") as file:
+        file.write("# edited\n")
+    resumed = ["train", str(path), "--resume", "--changed-code"]
+
+    assert main(["train", str(path), "--resume"]) == 1
+    assert f"other code ({reward} has changed): bring back" in capsys.readouterr().err
+    assert main([*resumed, "max_steps=2"]) == 0
+    assert f"{reward} has changed" in capsys.readouterr().out.replace("\n", "")
+    assert main(["train", str(path), "max_steps=3", "--resume"]) == 0
+    assert "has changed" not in capsys.readouterr().out
+    assert main(["train", str(path), "--changed-code"]) == 2
+
+
 def test_a_run_that_failed_before_its_first_checkpoint_goes_on_with_a_mended_configuration(
     toy, tmp_path: Path
 ):
@@ -260,6 +279,27 @@ def test_a_run_goes_on_from_the_one_before_a_damaged_checkpoint_as_if_that_had_n
 
     assert_equal_runs(run_dir, finished)
     assert damaged.with_suffix(".damaged").is_dir()
+
+
+def test_a_copied_or_moved_run_goes_on_where_it_lies_now(toy, run_dir: Path, finished: Path):
+    before = steps_of(finished)
+    (run_dir / "inputs").mkdir()
+    kept = shutil.copy(toy["dataset"]["source"], run_dir / "inputs" / "dataset-12ab.jsonl")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["dataset"]["source"] = str(finished / "inputs" / "dataset-12ab.jsonl")  # as a call from Python
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+
+    assert main(["train", str(run_dir), "max_steps=3", "--resume"]) == 0
+
+    assert steps_of(run_dir) == [0, 1, 2, 3] and steps_of(finished) == before
+    assert load_config(run_dir).dataset.source == str(kept)
+    assert load_config(run_dir / "checkpoints" / "step-00000003").output_dir == str(run_dir)
+    assert load_config(run_dir, ["output_dir=elsewhere"]).output_dir == "elsewhere"
+    (finished.parent / "config.yaml").write_text((finished / "config.yaml").read_text())
+    assert load_config(finished.parent).output_dir == str(finished)  # a folder that is no run
+    run_dir.rename(run_dir.with_name("moved"))
+    with pytest.raises(CheckpointError, match="name the folder that the run has been moved to"):
+        train(in_process(toy, run_dir), resume="latest", display=False)
 
 
 def test_resumed_at_an_earlier_step_a_run_forgets_the_later_ones_at_once(toy, run_dir: Path, monkeypatch):

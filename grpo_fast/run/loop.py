@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from grpo_fast.config import TrainConfig
 from grpo_fast.config_io import dump_config, load_config
 from grpo_fast.distributed.joining import awaited
 from grpo_fast.distributed.world import joined
-from grpo_fast.lookup import code_digests
+from grpo_fast.lookup import OBJECT_MARK, code_digests
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
@@ -51,6 +52,8 @@ CHANGEABLE = (
     *("memory", "distributed"),
     *("micro_batch_tokens", "model.gradient_checkpointing", "rollout.vllm", "optimizer.learning_rate"),
 )
+# As `Inputs.name` writes it.
+OBJECT = re.compile(rf"([\w.]+:.+){OBJECT_MARK}([0-9a-f]{{16}}|no source)(\+\d+)?")
 NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -66,6 +69,7 @@ def train(
     config: TrainConfig,
     *,
     resume: str | None = None,
+    changed_code: bool = False,
     display: bool = True,
     files: Mapping[str, bytes] = NO_FILES,
 ) -> Ended:
@@ -74,6 +78,7 @@ def train(
     Args:
         config: the whole run.
         resume: "latest" continues from the newest intact checkpoint in `config.output_dir`, a path from it.
+        changed_code: a resumed run may go on with rewards and the like whose code is not what it was.
         display: show progress; the files of the run are written either way.
         files: what the configuration names in the run's own directory, by name there.
 
@@ -104,10 +109,10 @@ def train(
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
+        code = code_digests(config.model_dump(mode="json"))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)
-        checkpoint, changes = world.from_lead(
-            "the checkpoint", partial(find_checkpoint, run_dir, store, config, resume)
-        )
+        find = partial(find_checkpoint, run_dir, store, config, resume, code, changed_code=changed_code)
+        checkpoint, changes = world.from_lead("the checkpoint", find)
         own_dir = run_dir
         if not world.leads:  # rank 0's are the run's files: what the others write, nobody keeps
             own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="grpo-fast-rank-")))
@@ -140,7 +145,9 @@ def train(
         world.began(run_dir)
         signals = stack.enter_context(noting_signals())
         recorder = stack.enter_context(
-            Recorder(trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks)
+            Recorder(
+                trainer, config, store, checkpoint=checkpoint, show=display, callbacks=callbacks, code=code
+            )
         )
         if isinstance(trainer, Trainer):
             trainer.on_progress = recorder.display.rollout
@@ -198,9 +205,15 @@ def noting_signals() -> Iterator[list[Signals]]:
 
 
 def find_checkpoint(
-    run_dir: Path, store: CheckpointStore, config: TrainConfig, resume: str | None
+    run_dir: Path,
+    store: CheckpointStore,
+    config: TrainConfig,
+    resume: str | None,
+    code: Mapping[str, str],
+    *,
+    changed_code: bool,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to continue from, and what has changed in the configuration, a sentence for each key.
+    """The checkpoint to continue from, and what has changed since, a sentence for each key and file of code.
 
     There is no checkpoint for a new run, nor for one that was stopped before its first. The latter may go on
     with any configuration: nothing that it has trained is kept.
@@ -215,7 +228,8 @@ def find_checkpoint(
         return None, []
     if not earlier.exists():
         raise CheckpointError(
-            f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume"
+            f"output_dir = {str(run_dir)!r} holds no run to resume; start it without --resume, or name the "
+            "folder that the run has been moved to in the place of its configuration"
         )
     checkpoint = store.load_intact() if resume == "latest" else store.load(resume)
     if checkpoint is None:
@@ -230,17 +244,31 @@ def find_checkpoint(
             "from an earlier checkpoint"
         )
     before, now = (one.model_dump(mode="json") for one in (load_config(earlier), config))
-    changes = {
-        key: f"{key} was {short(old)}, is {short(new)}"
-        for key, old, new in differences(before, now)
-        if not same_input(old, new)
-    }
+    saved = checkpoint.state.get("code", {})
+    edited = [f"{place} has changed" for place in code if saved.get(place, code[place]) != code[place]]
+    changes: dict[str, str] = {}
+    for key, old, new in differences(before, now):
+        if same_object(old, new) and not key.startswith(CHANGEABLE):
+            edited.append(f"{key} = {new!r} has changed")
+        elif not same_input(old, new):
+            changes[key] = f"{key} was {short(old)}, is {short(new)}"
     if refused := [text for key, text in changes.items() if not key.startswith(CHANGEABLE)]:
         raise CheckpointError(
             f"the run in {str(run_dir)!r} was started with another configuration ({'; '.join(refused)}): "
             f"resume it with its own ({earlier}), or start a new run in another output_dir"
         )
-    return checkpoint, [text for key, text in changes.items() if key != "output_dir"]
+    if edited and not changed_code:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with other code ({'; '.join(edited)}): bring back what it was, "
+            "or go on with what is there by --changed-code (from Python: changed_code=True)"
+        )
+    return checkpoint, [*(text for key, text in changes.items() if key != "output_dir"), *edited]
+
+
+def same_object(old: Any, new: Any) -> bool:
+    """Whether two names are of one object of a Python program, whose source is another."""
+    name, other = (OBJECT.fullmatch(str(one)) for one in (old, new))
+    return name is not None and other is not None and name[1] == other[1]
 
 
 def same_input(old: Any, new: Any) -> bool:

@@ -45,6 +45,7 @@ def train(
     evaluation: Source | None = None,
     callbacks: Sequence[Callback | type[Callback] | str] | None = None,
     resume: bool | str | Path = False,
+    changed_code: bool = False,
     display: bool = True,
     **settings: Any,
 ) -> Run:
@@ -64,6 +65,7 @@ def train(
             `evaluation`, whose `dataset` may be any of these.
         callbacks: objects or classes derived from `grpo_fast.Callback`, or import paths.
         resume: True goes on from the newest checkpoint in `output_dir`, a path from that one.
+        changed_code: with `resume`, go on although the code of rewards, environments or callbacks is another.
         display: show progress.
         settings: further keys of the configuration, sections as dicts, `**{"optimizer.betas": ...}`, TRL's
             names: as in a file. A key that takes an import path takes a function.
@@ -89,7 +91,8 @@ def train(
     whole = inputs.placed(whole, like_dataset=not isinstance(evaluation, Mapping | None))
     checkpoint = "latest" if resume is True else str(resume) if resume else None
     with given(inputs.objects):
-        ended = train_as_configured(whole, resume=checkpoint, display=display, files=inputs.files)
+        options: dict[str, Any] = {"changed_code": changed_code, "display": display, "files": inputs.files}
+        ended = train_as_configured(whole, resume=checkpoint, **options)
     if ended.stopped_by == SIGINT:
         opened = f"grpo_fast.Run({str(ended.run_dir)!r}) opens the run"
         raise KeyboardInterrupt(f"the last finished step is saved: resume=True goes on, {opened}")

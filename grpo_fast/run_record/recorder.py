@@ -61,6 +61,9 @@ class Recorder:
     Left by an error, it saves the last finished step where the weights are still its own. Each rank of the
     store's world has one, and all leave together.
 
+    Args:
+        code: what the rewards and the like were loaded from, by `code_digests`.
+
     Raises:
         Diverged: for a FloatingPointError of a step, on any rank; names what is left of the run.
     """
@@ -74,8 +77,9 @@ class Recorder:
         checkpoint: Checkpoint | None,
         show: bool,
         callbacks: Callbacks,
+        code: Mapping[str, str],
     ) -> None:
-        self.trainer, self.config, self.callbacks = trainer, config, callbacks
+        self.trainer, self.config, self.callbacks, self.code = trainer, config, callbacks, code
         self.run_dir = Path(config.output_dir)
         self.store, self.world = store, store.world
         self.monitor = AlertMonitor(config.alerts)
@@ -242,6 +246,7 @@ class Recorder:
             "trainer": self.trainer.state_dict(),
             "alerts": self.monitor.state_dict(),
             "callbacks": self.callbacks.state_dict(),
+            "code": self.code,
             "rng": capture_rng(),
             "offsets": self.logs.offsets(),
         }

@@ -143,6 +143,20 @@ def test_the_same_call_resumes_and_other_objects_are_refused(call, moved: Path):
     assert list(resumed.metrics.index) == [0, 1, 2, 3]
 
 
+def test_an_edited_object_needs_a_word_to_go_on(call, moved: Path):
+    def near_w7(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    near_w7.__qualname__ = "near_w7"
+    again = call | {"output_dir": moved, "max_steps": 3, "rewards": [near_w7]}
+    with pytest.raises(CheckpointError, match=r"other code \(rewards.0.reward = .*near_w7@.* has changed"):
+        grpo_fast.train(**again, resume=True)
+
+    resumed = grpo_fast.train(**again, resume=True, changed_code=True)
+
+    assert list(resumed.metrics.index) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("number", "raised"), [("SIGINT", KeyboardInterrupt), ("SIGTERM", SystemExit)])
 def test_an_interrupted_call_raises_and_keeps_the_step(call, tmp_path: Path, number: str, raised: type):
     class Interrupts(grpo_fast.Callback):
