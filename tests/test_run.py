@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pty
 import random
 import shutil
 import signal
@@ -29,6 +30,7 @@ from grpo_fast.run import train
 from grpo_fast.run.build import build_stages
 from grpo_fast.run.export import trained_policy
 from grpo_fast.run_record.checkpoint import CheckpointError, CheckpointSaveError, CheckpointStore
+from grpo_fast.run_record.files import read_jsonl
 from grpo_fast.stages import resolve_stages
 from grpo_fast.trainer import StageParts, Trainer
 
@@ -54,7 +56,7 @@ def wait_for_steps(process: Any, run_dir: Path, steps: int) -> None:
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record["step"] for record in read_jsonl(run_dir / "metrics.jsonl")]
 
 
 def saved(run_dir: Path) -> Any:
@@ -112,6 +114,7 @@ def test_a_run_killed_at_a_random_moment_then_told_to_stop_and_resumed_equals_on
     [
         (("SIGINT",), 3, 130),  # finishes the step
         (("SIGTERM",), 3, 143),
+        (("SIGHUP",), 3, 129),
         (("SIGINT", "SIGINT"), 2, 130),  # leaves at once
         (("SIGTERM", "SIGINT"), 2, 130),
         (("SIGTERM",), 3, 0),  # in the run's last step
@@ -131,6 +134,40 @@ def test_a_run_told_to_stop_saves_and_leaves_with_the_signal_s_code(
     assert main(["train", config_file(toy, tmp_path / "run", max_steps=6 if code else 3)]) == code
     assert saved(tmp_path / "run").step == steps_of(tmp_path / "run")[-1] == last_step
     assert ("--resume" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_leaves(toy, tmp_path: Path):
+    run_dir, path = tmp_path / "run", config_file(toy, tmp_path / "run", max_steps=5000, threads=1)
+    child, terminal = pty.fork()
+    if child == 0:
+        sys.stdout, sys.stderr = open(1, "w", encoding="utf-8"), open(2, "w")  # noqa: SIM115
+        os.environ["TERM"] = "xterm"
+        os._exit(main(["train", path]))
+    said = b""
+    while len(steps_of(run_dir)) < 3:
+        said += os.read(terminal, 2**16)  # or it would wait for its reader
+    os.close(terminal)
+
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert "╯".encode() in said  # the panel of a terminal
+    assert saved(run_dir).step == steps_of(run_dir)[-1] >= 2
+
+
+def test_a_run_started_with_nohup_does_not_hear_of_the_terminal(toy, tmp_path: Path, monkeypatch):
+    train_step = Trainer.train_step
+
+    def hung_up(self: Trainer) -> Any:
+        signal.raise_signal(signal.SIGHUP)
+        return train_step(self)
+
+    monkeypatch.setattr(Trainer, "train_step", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(in_process(toy, tmp_path / "run"), display=False).stopped_by is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_torchrun_starts_a_run_again_from_its_newest_checkpoint_and_no_other_run(
@@ -279,6 +316,29 @@ def test_a_run_goes_on_from_the_one_before_a_damaged_checkpoint_as_if_that_had_n
 
     assert_equal_runs(run_dir, finished)
     assert damaged.with_suffix(".damaged").is_dir()
+
+
+@pytest.mark.parametrize("torn", ["half", "zeros"])
+def test_a_run_whose_last_line_a_power_cut_has_torn_goes_on(toy, run_dir: Path, caplog, torn: str):
+    for name in ("metrics.jsonl", "timings.jsonl"):
+        *lines, last = (run_dir / name).read_bytes().splitlines(keepends=True)
+        kept = last[: len(last) // 2] if torn == "half" else bytes(len(last) - 1) + b"\n"
+        (run_dir / name).write_bytes(b"".join([*lines, kept]))
+
+    train(in_process(toy, run_dir, max_steps=3), resume="latest", display=False)
+
+    assert steps_of(run_dir) == [0, 1, 3]
+    assert "metrics.jsonl" in caplog.text and "lost" in caplog.text
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_records(toy, run_dir: Path):
+    shutil.rmtree(run_dir / "checkpoints")
+    for stopped_early in (False, True):
+        if stopped_early:
+            (run_dir / "report.html").unlink()
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl has 2 steps, and .* no checkpoint"):
+            train(in_process(toy, run_dir, max_steps=3), resume="latest", display=False)
+    assert steps_of(run_dir) == [0, 1, 2]
 
 
 def test_a_copied_or_moved_run_goes_on_where_it_lies_now(toy, run_dir: Path, finished: Path):

@@ -74,7 +74,8 @@ class ShowVersion(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
+    """Run one command; the exit code is 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM,
+    129 SIGHUP.
 
     A training run that a signal stops has saved its last step all the same.
     """

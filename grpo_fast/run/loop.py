@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGTERM, Signals
+from signal import SIGHUP, SIGINT, SIGTERM, Signals
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ from grpo_fast.run_record.files import (
 from grpo_fast.run_record.logs import METRICS_FILE
 from grpo_fast.run_record.mirrors import require_mirrors
 from grpo_fast.run_record.recorder import Recorder
+from grpo_fast.run_record.report import REPORT_FILE
 from grpo_fast.section import short
 from grpo_fast.trainer import Trainer
 
@@ -73,7 +74,8 @@ def train(
     display: bool = True,
     files: Mapping[str, bytes] = NO_FILES,
 ) -> Ended:
-    """Train as configured, to the last step or to the end of the step that a SIGINT or SIGTERM falls into.
+    """Train as configured, to the last step or to the end of the step that a SIGINT, SIGTERM or SIGHUP falls
+    into.
 
     Args:
         config: the whole run.
@@ -184,9 +186,10 @@ def keep(files: Mapping[str, bytes], run_dir: Path) -> None:
 
 @contextmanager
 def noting_signals() -> Iterator[list[Signals]]:
-    """SIGINTs and SIGTERMs that came: at the first a run finishes its step, saves and leaves.
+    """SIGINTs, SIGTERMs and SIGHUPs that came: at the first a run finishes its step, saves and leaves.
 
-    A second SIGINT interrupts at once. Only a process's main thread hears of signals.
+    A second SIGINT interrupts at once. Only a process's main thread hears of signals, and one that `nohup`
+    started of no SIGHUP.
     """
     received: list[Signals] = []
 
@@ -195,7 +198,9 @@ def noting_signals() -> Iterator[list[Signals]]:
             raise KeyboardInterrupt
         received.append(Signals(number))
 
-    heard = (SIGINT, SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    heard = [] if threading.current_thread() is not threading.main_thread() else [SIGINT, SIGTERM]
+    if heard and signal.getsignal(SIGHUP) is not signal.SIG_IGN:
+        heard.append(SIGHUP)
     previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield received
@@ -233,6 +238,13 @@ def find_checkpoint(
         )
     checkpoint = store.load_intact() if resume == "latest" else store.load(resume)
     if checkpoint is None:
+        steps = max((record["step"] for record in read_jsonl(run_dir / METRICS_FILE)), default=0)
+        every = load_config(earlier).checkpoint.every
+        if steps and (steps > every > 0 or (run_dir / REPORT_FILE).exists()):
+            raise CheckpointError(
+                f"{run_dir / METRICS_FILE} has {steps} steps, and {store.root} no checkpoint of them, of "
+                "which one was saved: bring it back, or start anew in another output_dir"
+            )
         return None, []
     if checkpoint.path.resolve().parent != store.root.resolve():
         raise CheckpointError(f"{resume} is a checkpoint of another run than output_dir = {str(run_dir)!r}")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -21,6 +25,8 @@ from rich.text import Text
 from grpo_fast.data.types import spoken
 from grpo_fast.run_record.logs import SampleRecord
 from grpo_fast.run_record.summary import FIGURES, Interval, duration_text, score_text
+
+logger = logging.getLogger(__name__)
 
 WIDTH = 96  # columns; wider panels are harder to read
 LINE = 160  # characters of a plain line
@@ -48,7 +54,7 @@ class Display:
     def __init__(
         self, total_steps: int, *, console: Console | None = None, start_step: int = 0, verbose: bool = False
     ) -> None:
-        self._console = console or Console()
+        self._console = console or Console(file=cast(TextIO, Output(sys.stdout)))
         self._verbose = verbose
         self._live: Live | Cell | None = None
         self._step, self._total = start_step, total_steps
@@ -199,6 +205,35 @@ class Display:
         if not rows.row_count:
             rows.add_row("waiting for the first step", "")
         return rows
+
+
+class Output:
+    """Standard output, which a run goes on without where its terminal is closed or its reader gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._or_without():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_without():
+            self._stream.flush()
+
+    @contextmanager
+    def _or_without(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning("standard output cannot be written (%s): the run goes on without", error)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # also what is written by others, and at the exit
+            os.close(nowhere)
 
 
 class Cell:

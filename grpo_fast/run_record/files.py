@@ -83,9 +83,9 @@ class JsonlLog:
     """An append-only file of JSON objects, one a line.
 
     A line is on its way to the file system when `append` returns, so a killed process loses none.
-    A last line that a kill or a full disk left half-written was never acknowledged: opening the
-    file removes it. Python's shortest float representation makes values exact, so equal runs
-    write equal bytes. JSON has no NaN or infinity: both become null.
+    A last line that a kill, a full disk or a power cut left unfinished is removed when the file is
+    opened. Python's shortest float representation makes values exact, so equal runs write equal
+    bytes. JSON has no NaN or infinity: both become null.
 
     Raises:
         OSError: the file cannot be opened or appended to; what was there before stays intact.
@@ -94,7 +94,9 @@ class JsonlLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by close()
-        self._size = path.read_bytes().rfind(b"\n") + 1
+        content = path.read_bytes()
+        self._size = len(_whole(content))
+        self._torn = self._size < len(content)
         self._file.truncate(self._size)
 
     @property
@@ -127,11 +129,14 @@ class JsonlLog:
         self._size += len(data)
 
     def truncate(self, offset: int) -> None:
-        """Cut back to an `offset` noted earlier.
+        """Cut back to an `offset` noted earlier; a line that was torn off before it is lost, and told.
 
         Raises:
             ValueError: the file has fewer bytes, or no line ends there: it is another run's.
         """
+        if self._torn and offset > self._size:
+            logger.warning("%s: its last line was torn and is lost (from byte %d on)", self.path, self._size)
+            offset = self._size
         self._file.seek(max(offset - 1, 0))
         ends_line = offset == 0 or self._file.read(1) == b"\n"
         if not 0 <= offset <= self._size or not ends_line:
@@ -148,16 +153,15 @@ class JsonlLog:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a half-written last line; an absent file has none.
+    """The records of a file, without an unfinished last line; an absent file has none.
 
     Raises:
-        ValueError: a line, other than an unfinished last one, is not a JSON object.
+        ValueError: another line is not a JSON object.
     """
     if not path.exists():
         return []
     records = []
-    *lines, _unfinished = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_whole(path.read_bytes()).split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
@@ -168,6 +172,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             ) from error
         records.append(record)
     return records
+
+
+def _whole(content: bytes) -> bytes:
+    """Without a last line that does not end, or has the zeros that a power cut leaves in it."""
+    end = content.rfind(b"\n") + 1
+    start = content.rfind(b"\n", 0, max(end - 1, 0)) + 1
+    return content[: start if b"\0" in content[start:end] else end]
 
 
 def differences(before: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
