@@ -132,8 +132,9 @@ def train(
         size = sum(3 * w.numel() * max(w.itemsize, 4) for w in trainer.policy.trainable().values())
         saves = math.ceil(config.max_steps / (config.checkpoint.every or config.max_steps))
         world.from_lead("the room for checkpoints", partial(store.check_room, size, saves))
+        engine = stack.enter_context(ExitStack())
         if isinstance(trainer, Trainer):
-            stack.enter_context(trainer.engine)
+            engine.enter_context(trainer.engine)
         if checkpoint is not None:
             trainer.optimizer.load_state_tensors(  # which exchanges rows when all ranks have read theirs
                 checkpoint.tensors,
@@ -173,7 +174,11 @@ def train(
                 result = trainer.train_step()
             with world.agreed("the record"):
                 recorder.record(result)
-        with world.agreed("the report"):
+        with world.agreed("the last checkpoint"):
+            recorder.save_last()
+        engine.close()
+        world.leave()  # what rank 0 does now takes as long as it takes
+        if world.leads:
             recorder.finish(stopped_by)
     return Ended(run_dir, stopped_by)
 

@@ -162,10 +162,12 @@ class Recorder:
             self.logs.alert(alert)
             self.say(alert.text)
 
-    def finish(self, signal: Signals | None) -> None:
-        """The last checkpoint, the outcome and the report; `signal` stopped the run early."""
+    def save_last(self) -> None:
         if self.trainer.step not in (0, self.saved):
             self.save(must=True)
+
+    def finish(self, signal: Signals | None) -> None:
+        """The outcome and the report of a run that is saved; `signal` stopped it early."""
         stopped_by = signal.name if signal else self.callbacks.stopped_by
         if stopped_by:
             safe = f"saved at step {self.saved}" if self.saved else "nothing is trained yet"

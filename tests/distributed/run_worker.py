@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ class Fails(Callback):
             raise KeyError("mine")
 
 
+class Last(Callback):
+    """Ends with what takes rank 0 longer than anyone waits for it."""
+
+    def on_train_begin(self, step: int, config: TrainConfig, policy: Any) -> None:
+        self.sign = Path(config.output_dir).with_suffix(".left")
+
+    def on_train_end(self, step: int, stopped_by: str | None) -> None:
+        end = time.monotonic() + 30
+        while not self.sign.exists():
+            assert time.monotonic() < end, "rank 1 waits for rank 0"
+            time.sleep(0.1)
+
+
 class FailingEngine(TransformersEngine):
     """Raises where it is asked the third time."""
 
@@ -102,8 +116,11 @@ def run(rank: int, ports: list[int], folder: Path) -> None:
         (folder / f"{case}.{rank}").write_text(f"{raised.type.__name__}: {raised.value}")
     be_rank(rank, 2, ports[-1])
     playing = json.loads((folder / "playing.json").read_text())
-    ended = train(TrainConfig(**playing, output_dir=str(folder / "playing")), display=False)
+    playing |= {"output_dir": str(folder / "playing"), "callbacks": [f"{__file__}:Last"]}
+    ended = train(TrainConfig(**playing), display=False)
     assert ended.run_dir == folder / "playing"
+    if rank == 1:
+        (folder / "playing.left").touch()
 
 
 if __name__ == "__main__":
