@@ -220,12 +220,15 @@ class VLLMEngine:
             if on_gpu:
                 torch.cuda.synchronize(policy.device)  # the optimiser's last kernels may still be writing
             self._cycle.wake_weights()
-        self._sync(everything=self._cycle.weights_dropped)
-        if on_gpu:
-            torch.cuda.synchronize(policy.device)
-        self._cycle.weights_loaded()
-        if not vllm.reset_prefix_cache():
-            raise RuntimeError("vLLM keeps cached keys and values of older weights: requests are in flight")
+        with self._world.agreed("the copy of vLLM's weights"):  # or one without room would repeat it alone
+            self._sync(everything=self._cycle.weights_dropped)
+            if on_gpu:
+                torch.cuda.synchronize(policy.device)
+            self._cycle.weights_loaded()
+            if not vllm.reset_prefix_cache():
+                raise RuntimeError(
+                    "vLLM keeps cached keys and values of older weights: requests are in flight"
+                )
         self._synced = fingerprint(policy)
 
     def wake(self) -> None:

@@ -63,7 +63,8 @@ def main(world: World, folder: str) -> None:
                 fails_once = itertools.chain(
                     [torch.OutOfMemoryError("out of memory")], itertools.repeat(DEFAULT)
                 )
-                engine._cycle.wake = Mock(wraps=engine._cycle.wake, side_effect=fails_once)
+                place, name = (engine._cycle, "wake") if mode == "shard" else (engine, "_sync")
+                setattr(place, name, Mock(wraps=getattr(place, name), side_effect=fails_once, adapter=None))
             handover.to_engine()  # by both ranks twice
             assert handover.away == {*PARTS}
             after = engine.generate(prompts, 3, SAMPLING)
