@@ -76,6 +76,9 @@ def all_gather(tensors: Sequence[Tensor], world: World) -> None:
     for bucket in _buckets(tensors):
         own = [_blocks(tensor, world)[world.rank] for tensor in bucket]
         flat = torch.cat(own)
+        if len(bucket) == 1 and bucket[0].numel() == world.size * len(flat) and bucket[0].is_contiguous():
+            _all_gather(bucket[0].view(-1), flat)  # a large one, of which there is no room for a second
+            continue
         whole = flat.new_empty(world.size, len(flat))
         _all_gather(whole.view(-1), flat)
         for tensor, part in zip(bucket, whole.split([len(block) for block in own], 1), strict=True):
@@ -83,9 +86,10 @@ def all_gather(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def _blocks(tensor: Tensor, world: World) -> Tensor:
-    """(ranks, numbers of each), the last rows padded with zeros."""
+    """(ranks, numbers of each), the last rows padded with zeros; the same memory where none are missing."""
     rows = tensor.reshape(len(tensor), -1)
-    return F.pad(rows, (0, 0, 0, -len(rows) % world.size)).view(world.size, -1)
+    missing = -len(rows) % world.size
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).view(world.size, -1)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
