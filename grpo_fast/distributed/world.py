@@ -185,7 +185,7 @@ def joined(device: torch.device, timeout: timedelta, heartbeat_timeout: float = 
     try:
         with watch:
             with watch.at("the joining"):
-                world = _started(watch, store, device, timeout)
+                world = started(watch, store, device, timeout)
             try:
                 yield world
             except BaseException as error:
@@ -211,7 +211,8 @@ def _own(device: torch.device, size: int, local_rank: int) -> torch.device:
     return device
 
 
-def _started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
+def started(watch: Watch, store: Store, device: torch.device, timeout: timedelta) -> World:
+    """All exchanges are possible from here on."""
     on_gpu = device.type == "cuda"
     size, rank, _ = numbers()
     dist.init_process_group(
