@@ -108,7 +108,7 @@ def fix_rope(model: nn.Module, length: int) -> None:
     """Let rotary positions turn as in a sequence of `length` tokens, whatever a batch holds.
 
     Of the types `longrope` and `dynamic` a token's frequencies go by the longest sequence of its forward: it
-    would have one policy alone and another in company. Fixed again, they are of the new length.
+    would have one policy alone and another in company.
     """
     modules: Iterable[Any] = model.modules()
     for rope in modules:
@@ -203,7 +203,7 @@ def verify_policy(policy: Policy) -> None:
         whole_head=True,
     )
     alone = [logits[len(s.prompt_ids) - 1 : -1] for logits, s in zip(own, samples, strict=True)]
-    error = apart(packed, torch.cat(alone))
+    error = distance(packed, torch.cat(alone))
     if not error <= allowed:
         raise ValueError(
             f"packed logits of {type(model).__name__} differ from the model's own by {error:.2g} of their "
@@ -212,7 +212,7 @@ def verify_policy(policy: Policy) -> None:
         )
 
 
-def apart(found: Tensor, right: Tensor) -> float:
+def distance(found: Tensor, right: Tensor) -> float:
     """Distance of logits (T, V) in norms of the right ones; a softmax sees no constant, nor does this."""
     found, right = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, right))
     return float((found - right).norm() / right.norm())
@@ -220,7 +220,7 @@ def apart(found: Tensor, right: Tensor) -> float:
 
 @torch.no_grad()
 def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
-    """How far `apart` two right ways of computing the model's logits of a sequence may be.
+    """The `distance` that two right ways of computing the model's logits of a sequence may have.
 
     Twice as far as they move where the numbers behind each layer move by their last bit, which is more than
     their rounding; 1e-3 at least, for what a GPU multiplies in TF32, and 0.1 at most.
@@ -237,7 +237,7 @@ def rounding(model: PreTrainedModel, ids: Sequence[int]) -> float:
     modules = [model.get_input_embeddings(), *decoder_layers(model)]
     hooks = [module.register_forward_hook(move) for module in modules]
     try:
-        return min(0.1, max(1e-3, 2 * apart(_own_logits(model, ids), plain)))
+        return min(0.1, max(1e-3, 2 * distance(_own_logits(model, ids), plain)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -19,6 +19,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_fast.policy.architecture import distance, rounding
+from grpo_fast.policy.attention import PACKED_ATTENTION
+from grpo_fast.policy.attention import register as register_packed_attention
+from grpo_fast.policy.out_of_memory import is_out_of_memory
+
 Prompt = Sequence[int]
 
 SHARED_PREFIX_ATTENTION = "grpo_fast_shared_prefix"  # among transformers' implementations
@@ -39,7 +44,9 @@ class ExpandedDecoder:
 
     def __init__(self, model: PreTrainedModel, max_new: int) -> None:
         self.model, self.max_new = model, max_new
-        self.attention = "sdpa" if model._supports_sdpa else "eager"
+        self.attention = (
+            PACKED_ATTENTION if model._supports_sdpa else "eager"
+        )  # SDPA with a softcap, as trained
         self.cache: Cache = DynamicCache(config=model.config)
 
     @staticmethod
@@ -100,11 +107,34 @@ class SharedPrefixDecoder(ExpandedDecoder):
 
     @staticmethod
     def supports(model: PreTrainedModel) -> bool:
-        """Full attention in every layer, called by name, and with nothing but a causal softmax in it."""
+        """Full attention in every layer; the rest `agrees` tells."""
         config = model.config.get_text_config(decoder=True)
-        plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-        capped = getattr(config, "attn_logit_softcapping", None)
-        return plain and model._supports_attention_backend and not capped
+        return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+    @staticmethod
+    def agrees(model: PreTrainedModel) -> str | None:
+        """What is wrong with its logits of a short draw; None: they are those of `ExpandedDecoder`."""
+        tokens = torch.randint(
+            model.config.get_text_config().vocab_size,
+            (2 * WORTH_SHARING,),
+            generator=torch.Generator().manual_seed(0),
+        ).to(model.device)
+        one, other = tokens[:-3].tolist(), tokens[:-6].tolist()
+        owners, kept = (torch.tensor(rows, device=model.device) for rows in ([0, 0, 1], [0, 2]))
+        drawn: list[Tensor] = []
+        for kind in (ExpandedDecoder, SharedPrefixDecoder):
+            decoder = kind(model, 3)
+            model.set_attn_implementation(decoder.attention)
+            try:
+                logits = [decoder.prefill([one, [*other, one[0]]], owners), decoder.step(tokens[-3:])]
+                decoder.keep(kept)
+                drawn.append(torch.cat([*logits, decoder.step(tokens[-2:])]).float())
+            except Exception as failure:
+                if kind is ExpandedDecoder or is_out_of_memory(failure):
+                    raise
+                return str(failure)
+        error = distance(drawn[1], drawn[0])
+        return None if error <= rounding(model, one) else f"its logits are {error:.2g} of their norm off"
 
     @staticmethod
     def kv_tokens(prompts: int, longest: int, rows: int, max_new: int) -> int:
@@ -325,10 +355,16 @@ def shared_prefix_attention(
             )
     shared_prefix.attended += 1
     layer = shared_prefix.layers[module.layer_idx]
+    if key is not layer.keys or value is not layer.values:
+        raise NotImplementedError(
+            f"{type(module).__name__} attends to other keys and values than those of its cache; the shared "
+            "prefix does not"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = shared_prefix.attend(layer, (query[:, :, 0] * scale).to(layer.dtype), key, value)
     return out[:, None].to(query.dtype), None
 
 
+register_packed_attention()
 AttentionInterface.register(SHARED_PREFIX_ATTENTION, shared_prefix_attention)
 AttentionMaskInterface.register(SHARED_PREFIX_ATTENTION, sdpa_mask)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 DROP_BELOW = 0.9  # finished rows are evicted when fewer than this share of the batch is still going
 CPU_BATCH_TOKENS = 2**14  # at once on a CPU unless configured: more only misses its caches, and pages
 STOP_MARGIN = 8  # tokens decoded beyond a stop string's bytes: some tokens decode to nothing
@@ -88,9 +90,30 @@ class TransformersEngine:
             raise ValueError("eos_ids is empty: no completion would ever end; pass the tokenizer's end token")
         inner: Any = model
         self._base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "peft_config") else inner
-        shares = SharedPrefixDecoder.supports(self._base)
-        self._decoder_type = SharedPrefixDecoder if shares else ExpandedDecoder
         self._asleep = False
+
+    @cached_property
+    def _decoder_type(self) -> type[ExpandedDecoder]:
+        """The one that copies no prompt, where it is seen to give this model's logits."""
+        if not SharedPrefixDecoder.supports(self._base):
+            return ExpandedDecoder
+        with self._decoding():
+            problem = SharedPrefixDecoder.agrees(self._base)
+        if problem is None:
+            return SharedPrefixDecoder
+        logger.warning("each completion has a copy of its prompt's keys and values: %s", problem)
+        return ExpandedDecoder
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """The model as decoders need it, and then as it was."""
+        attention = self._base.config._attn_implementation
+        try:
+            # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
+            with evaluation_mode(self.model), torch.no_grad():
+                yield
+        finally:
+            self._base.set_attn_implementation(attention)
 
     def generate(
         self, prompts: Prompts, n: int, sampling: Sampling, *, observer: RolloutObserver | None = None
@@ -201,14 +224,9 @@ class TransformersEngine:
         if not rows:
             return
         rows.sort(key=lambda row: _order(row.prompt))
-        attention = self._base.config._attn_implementation
-        try:
-            # Not inference_mode: a buffer that a forward replaces (dynamic RoPE) must remain trainable with.
-            with evaluation_mode(self.model), torch.no_grad():
-                for chunk in self._chunks(rows):
-                    self._draw_together(chunk, sampling, report)
-        finally:
-            self._base.set_attn_implementation(attention)
+        with self._decoding():
+            for chunk in self._chunks(rows):
+                self._draw_together(chunk, sampling, report)
 
     def _draw_together(self, rows: Sequence[Row], sampling: Sampling, report: Callable[[int], None]) -> None:
         """`_draw_all` of rows that fit beside each other."""

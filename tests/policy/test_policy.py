@@ -112,7 +112,7 @@ def test_every_end_token_counts(load: Load) -> None:
     assert policy.eos_token_ids == (2, 9)
 
 
-BORDER, LONGEST = 16, 60
+BORDER, LONGEST = 48, 180
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
 
@@ -125,7 +125,7 @@ def test_rollout_and_update_have_the_rotary_positions_of_the_runs_longest_sequen
     rope = rope | {"rope_theta": 100.0, "original_max_position_embeddings": BORDER}
     folder = save_model(tmp_path, max_position_embeddings=BORDER, rope_parameters=rope)
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"), needs_reference=True)
-    prompts = [sample.prompt_ids for sample in samples[:4]] + [(7, 8, 9) * (3 if longest == BORDER else 15)]
+    prompts = [sample.prompt_ids for sample in samples[:4]] + [(7, 8, 9) * (3 if longest == BORDER else 50)]
     with make_engine(RolloutConfig(engine="transformers"), policy, max_length=longest) as engine:
         groups = engine.generate(prompts, 2, Sampling(6, seed=seed))
 

@@ -15,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -57,11 +59,34 @@ SERVED = SHAPE | {
     "initializer_range": 0.15,
 }
 ENDS = [1, 5]  # tokens that end a completion of `saved_model`
+OWN = {"attn_implementation": "eager"}  # transformers' SDPA leaves Gemma 2's softcap out
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 LOCAL = ["sliding_attention"] * 2 + ["full_attention"]
+
+
+def made(family: str, **sizes: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | sizes), **OWN)
+
+
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=6)),
+    "gemma2": lambda: made("gemma2", attn_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=6),
+    "deepseek_v3": lambda: made("deepseek_v3", **LATENT | EXPERTS),
+    "hrm_text": lambda: made(
+        "hrm_text", initializer_range=0.1
+    ),  # which runs through its layers several times, each with a cache
+    "diffllama": lambda: made("diffllama"),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=6, layer_types=LOCAL)),
 }
 

@@ -16,6 +16,7 @@ from grpo_fast.rollout.transformers import TransformersEngine
 
 SYSTEM = (0, *range(3, 23))  # long enough to be worth prefilling once for all
 FAMILIES = {"llama": True, "qwen3": True, "mistral": False, "gemma3": False}  # which share prefixes
+FAMILIES |= dict.fromkeys(["gemma2", "deepseek_v3", "hrm_text", "diffllama"], False)
 SAMPLING = Sampling(max_completion_length=12, seed=7)
 GREEDY = replace(SAMPLING, temperature=0.0)
 
@@ -47,13 +48,13 @@ def as_policy(model) -> SimpleNamespace:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("system", [(), SYSTEM], ids=["distinct", "common-beginning"])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(8)
 def test_logprobs_equal_those_of_a_full_forward_and_greedy_equals_transformers_generate(
     family, system, seed, engine_for, family_model, largest_difference
 ):
     model, prompts = family_model(family), random_prompts(seed, 5, system=system)
-    assert SharedPrefixDecoder.supports(model) == FAMILIES[family]
     engine = engine_for(model)
+    assert (engine._decoder_type is SharedPrefixDecoder) == FAMILIES[family]
 
     groups = engine.generate(prompts, 4, replace(SAMPLING, temperature=0.6))
 
@@ -173,19 +174,42 @@ def test_training_mode_and_attention_come_back_and_checkpointing_does_not_hinder
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_failure_in_the_middle_as_of_a_model_that_swallows_attention_arguments_leaves_it_as_it_was(
-    model, engine_for, monkeypatch
+def test_a_model_that_swallows_attention_arguments_has_its_prompts_copied(
+    model, engine_for, seed, monkeypatch, caplog, largest_difference
 ):
-    layer = type(model.model.layers[0])
+    layer, prompts = type(model.model.layers[0]), random_prompts(seed, 3)
     forward = layer.forward
     monkeypatch.setattr(
         layer, "forward", lambda self, x, shared_prefix=None, **rest: forward(self, x, **rest)
     )
+
+    groups = engine_for(model).generate(prompts, 2, SAMPLING)
+
+    assert largest_difference(as_policy(model), prompts, groups) < 1e-4
+    assert "a copy of its prompt's keys and values: LlamaForCausalLM called" in caplog.text
+
+
+def test_logits_that_sharing_prefixes_would_change_are_drawn_without(
+    model, engine_for, seed, monkeypatch, caplog, largest_difference
+):
+    plain, prompts = SharedPrefixDecoder.attend, random_prompts(seed, 3)
+    monkeypatch.setattr(SharedPrefixDecoder, "attend", lambda *given: plain(*given) * 1.1)
+
+    groups = engine_for(model).generate(prompts, 2, SAMPLING)
+
+    assert largest_difference(as_policy(model), prompts, groups) < 1e-4
+    assert "of their norm off" in caplog.text
+
+
+def test_a_failure_in_the_middle_leaves_the_model_as_it_was(model, engine_for, monkeypatch):
     without(model, (1,))  # a second token is decoded
     model.train()
+    engine = engine_for(model)
+    assert engine._decoder_type is SharedPrefixDecoder
+    monkeypatch.setattr(SharedPrefixDecoder, "attend", lambda *_: 1 / 0)
 
-    with pytest.raises(RuntimeError, match="0 of 3 layers"):
-        engine_for(model).generate([(3, 4)], 2, SAMPLING)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([(3, 4)], 2, SAMPLING)
 
     assert model.training
     assert model.config._attn_implementation == "sdpa"
