@@ -1,7 +1,7 @@
 """A tool with which the model runs Python code: `rollout.tools: [grpo_fast.examples.code_tool:run_python]`.
 
 The code never runs in the trainer's process, but in one of its own with limits. They keep a mistake of the
-model's from harming the run. They are no sandbox: docs/environments.md says what they do not keep out.
+model's from harming the run. docs/environments.md says what they do not keep out.
 """
 
 import ctypes
@@ -27,11 +27,41 @@ LIMITS = {
 }
 if sys.platform == "linux":  # macOS refuses this one
     LIMITS[resource.RLIMIT_AS] = 2**30
-# A machine's number in the kernel, and its numbers of clone, fork, vfork, clone3, socket, io_uring_setup.
-REFUSED_CALLS = {
-    "x86_64": (0xC000003E, (56, 57, 58, 435, 41, 425)),
-    "aarch64": (0xC00000B7, (220, 435, 198, 425)),
+# A machine's number in the kernel, and its numbers of the calls below, in their order.
+MACHINES = {
+    "x86_64": (
+        0xC000003E,
+        (56, 57, 58, 435, 41, 425, 101, 424, 434, 438, 440, 448, 141, 251),
+        (62, 200, 234, 129, 297, 302, 310, 311, 142, 144, 203, 314, 256, 279),
+        (72, 16),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (220, 435, 198, 425, 117, 424, 434, 438, 440, 448, 140, 30),
+        (129, 130, 131, 138, 240, 261, 270, 271, 118, 119, 122, 274, 238, 239),
+        (25, 29),
+    ),
 }
+# Refused: clone, fork and vfork (not of aarch64), clone3, socket, io_uring_setup, ptrace, pidfd_send_signal,
+# pidfd_open, pidfd_getfd, process_madvise, process_mrelease, setpriority, ioprio_set.
+# Of the program itself alone, which their first argument says: kill, tkill, tgkill, rt_sigqueueinfo,
+# rt_tgsigqueueinfo, prlimit64, process_vm_readv and _writev, sched_setparam, sched_setscheduler,
+# sched_setaffinity, sched_setattr, migrate_pages, move_pages.
+# Not with these second arguments, by which the kernel signals whom a file names: fcntl, ioctl.
+OWNERS = ((8, 15), (0x8901, 0x8902))
+# What the program reads beside Python itself, where the kernel has Landlock.
+READABLE = (
+    *("/usr", "/lib", "/lib64", "/bin", "/etc", "/nix", "/sys/devices/system"),
+    *(
+        "/proc/self",
+        "/proc/cpuinfo",
+        "/proc/meminfo",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/random",
+        "/dev/urandom",
+    ),
+)
 # Numeric libraries would start threads, which are refused as processes are.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -87,29 +117,81 @@ def _limit() -> None:
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
-    if sys.platform == "linux" and platform.machine() in REFUSED_CALLS:
-        _refuse_calls(*REFUSED_CALLS[platform.machine()])
+    if sys.platform == "linux" and platform.machine() in MACHINES:
+        if _prctl(38, 1, 0, 0, 0):  # no new privileges, without which neither of these is taken
+            raise OSError(ctypes.get_errno(), "this system does not forbid new privileges")
+        _keep_to_folder()
+        _refuse_calls(*MACHINES[platform.machine()])
 
 
-def _refuse_calls(machine: int, calls: tuple[int, ...]) -> None:
+def _prctl(*arguments: int) -> int:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    return int(prctl(*arguments))
+
+
+def _landlock(call: int, *arguments: object) -> int:
+    return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(444 + call), *arguments))
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; below 1 where there is none."""
+    return _landlock(0, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+
+
+def _keep_to_folder() -> None:
+    """Landlock: this process writes in its folder alone, reads what programs need, and reaches no others."""
+    if (version := landlock_version()) < 1:
+        return
+    every = 2 ** {1: 13, 2: 14}.get(version, 15) - 2  # rights to files; running one is left free
+    read, of_file = 4 | 8, every & (2 | 4 | 1 << 14)  # write, read, truncate
+    handled = struct.pack("QQQ", every, 0, 3)  # abstract sockets and signals, too
+    rules = _landlock(0, handled, ctypes.c_size_t(24 if version >= 6 else 8), ctypes.c_uint32(0))
+    if rules < 0:
+        raise OSError(ctypes.get_errno(), "Landlock takes no rules")
+    rights = {path: read for path in (*READABLE, sys.prefix, sys.base_prefix, *sys.path)}
+    for path, allowed in {**rights, "/dev/null": every, ".": every}.items():
+        if not os.path.exists(path):
+            continue
+        file = os.open(path, os.O_PATH)
+        allowed &= every if os.path.isdir(path) else of_file
+        if _landlock(1, rules, 1, struct.pack("=Qi", allowed, file), ctypes.c_uint32(0)):
+            raise OSError(ctypes.get_errno(), "Landlock takes no rule", path)
+        os.close(file)
+    if _landlock(2, rules, ctypes.c_uint32(0)):
+        raise OSError(ctypes.get_errno(), "Landlock is not entered")
+    os.close(rules)
+
+
+def _refuse_calls(
+    machine: int, refused: tuple[int, ...], of_itself: tuple[int, ...], of_files: tuple[int, ...]
+) -> None:
     """A seccomp filter: these calls fail with EPERM, and so do all by another machine's numbers."""
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
-    refuse = 5 + len(calls)  # the last instruction; jumps count from the next one
+    allow, refuse = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001)
+
+    def when(
+        call: int, argument: int, values: tuple[int, ...], *ends: tuple[int, ...]
+    ) -> list[tuple[int, ...]]:
+        """What becomes of a call whose argument is one of these values, and of others."""
+        tests = [(equal, len(values) - place, 0, value) for place, value in enumerate(values)]
+        return [(equal, 0, len(values) + 3, call), (load, 0, 0, 16 + 8 * argument), *tests, *ends[::-1]]
+
     program = [
-        (load, 0, 0, 4),
-        (equal, 0, refuse - 2, machine),
-        (load, 0, 0, 0),
-        (at_least, refuse - 4, 0, 2**30),  # x86's numbers for 32-bit pointers
-        *((equal, refuse - place, 0, call) for place, call in enumerate(calls, 5)),
-        (leave, 0, 0, 0x7FFF0000),
-        (leave, 0, 0, 0x00050001),
+        *((load, 0, 0, 4), (equal, 1, 0, machine), refuse, (load, 0, 0, 0)),
+        *((at_least, 0, 1, 2**30), refuse),  # x86's numbers for 32-bit pointers
+        *(line for call in refused for line in ((equal, 0, 1, call), refuse)),
+        *(line for call in of_itself for line in when(call, 0, (0, os.getpid()), allow, refuse)),
+        *(
+            line
+            for call, owners in zip(of_files, OWNERS, strict=True)
+            for line in when(call, 1, owners, refuse, allow)
+        ),
+        allow,
     ]
     text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
     filtering = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(text)))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    no_new_privileges, set_filter = (38, 1, 0, 0, 0), (22, 2, ctypes.addressof(filtering), 0, 0)
-    if prctl(*no_new_privileges) or prctl(*set_filter):
+    if _prctl(22, 2, ctypes.addressof(filtering), 0, 0):
         raise OSError(ctypes.get_errno(), "this system takes no seccomp filter")
 
 
