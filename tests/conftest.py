@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import getpass
 import json
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,9 @@ from hypothesis import HealthCheck, settings
 
 assert "triton" not in sys.modules, "Triton was imported before TRITON_INTERPRET was set"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+# Else torch takes what it compiled for other vector instructions (`ATEN_CPU_CAPABILITY`), which is wrong.
+compiled = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / compiled))
 
 gc.disable()  # until all tests are collected: what they import stays
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
