@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it at run time
     from grpo_fast.head.api import linear_cross_entropy as linear_cross_entropy
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # what editors and type checkers see; `__getattr__` gives it 
     from grpo_fast.run.python import Run as Run
     from grpo_fast.run.python import train as train
     from grpo_fast.run_record.callbacks import Callback as Callback
+
+    __version__: str
 
 # In a checkout the kernels lie in their own top-level folder, which must not become an importable
 # top-level name: transformers looks for the hub's package of that name. An installed package has
@@ -39,7 +41,14 @@ __all__ = [name for names in _PUBLIC.values() for name in names]
 if not TYPE_CHECKING:
     from grpo_fast.lookup import lazy_names
 
-    __getattr__ = lazy_names(__name__, _PUBLIC)
+    _public_name = lazy_names(__name__, _PUBLIC)
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":  # a checkout that is not installed has none
+            from importlib.metadata import version
+
+            return version("grpo-fast")
+        return _public_name(name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,14 @@ from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from grpo_fast.data.config import VERIFIERS, DatasetConfig
@@ -24,7 +31,7 @@ from grpo_fast.rewards.config import RewardConfig
 from grpo_fast.rollout.config import MemoryConfig, RolloutConfig, VLLMConfig
 from grpo_fast.run_record.alerts import AlertsConfig
 from grpo_fast.run_record.config import CheckpointConfig, HubConfig, LoggingConfig
-from grpo_fast.section import PositiveInt, Section, Seed
+from grpo_fast.section import Positive, PositiveInt, Section, Seed
 from grpo_fast.stages import PART, StageConfig, resolve_stages
 
 _OF_ANY_TRAINING = ("window", "clear_margin", "divergence", "kl")
@@ -54,6 +61,10 @@ class TrainConfig(Section):
     seed: Seed = Field(0, description="of prompts, completions and new weights; a CPU run repeats exactly")
     max_steps: PositiveInt = Field(
         100, description="steps: a rollout and its updates, or a batch of comparisons"
+    )
+    epochs: Positive | None = Field(
+        None,
+        description="how often each prompt comes, in place of max_steps: becomes steps when the data is read",
     )
     prompts_per_step: PositiveInt = Field(
         16, description="prompts of a rollout, or of a batch of comparisons"
@@ -145,12 +156,30 @@ class TrainConfig(Section):
                 "optimizer.stochastic_rounding = true rounds weights to bfloat16, and model.dtype = "
                 f"{self.model.dtype!r}; leave it out, or set model.dtype to bfloat16"
             )
-        if self.optimizer.warmup_steps >= self.max_steps:
+        if self.epochs is not None:
+            if "max_steps" in self.model_fields_set:
+                raise ValueError(
+                    f"epochs = {self.epochs:g} and max_steps = {self.max_steps} both say how long the run "
+                    "is; keep one of them"
+                )
+            others = {"stages": self.stages, "curriculum": self.curriculum is not None}
+            others["advantage.dynamic_sampling"] = self.advantage.dynamic_sampling
+            if found := next((key for key, is_set in others.items() if is_set), None):
+                raise ValueError(
+                    f"epochs = {self.epochs:g} counts how often each prompt comes, which {found} leaves "
+                    "open; set max_steps"
+                )
+        elif self.optimizer.warmup_steps >= self.max_steps:
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} leaves no step of max_steps = "
                 f"{self.max_steps} at the full rate; lower it, or give warmup_ratio, a share of max_steps"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_unknown_steps(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Where epochs are given, max_steps is not known before the data is."""
+        return {k: v for k, v in handler(self).items() if k != "max_steps" or self.epochs is None}
 
     def with_engine(self, name: str) -> TrainConfig:
         """Where the engine `name` samples: a null `loss.sampler_correction` has become a value."""

@@ -35,6 +35,7 @@ from grpo_fast.stages import PART
 logger = logging.getLogger(__name__)
 RECIPES = Path(__file__).parent / "recipes"
 FOREIGN: dict[str, Rule] = {**VERL, **NAMES}  # names of other tools that load_config understands
+TO_FILL_IN = "is to be filled in: the file that it was converted from does not say"
 Pairs = list[tuple[str, Any]]
 
 
@@ -84,6 +85,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         source, pairs = "settings", list(overrides.items())
     else:
         source, pairs = "overrides", _parse_overrides(overrides)
+    length = {"epochs", "max_steps"}
+    if len(given := length & _apply(pairs, {}, dict(pairs), []).keys()) == 1:  # says it in the file's place
+        file = [(key, value) for key, value in file if key not in length - given]
     # A value relative to another key (a share of max_steps) is relative to that key's final value.
     siblings = {**dict(file), **dict(pairs)}
     below = _apply(file, {}, siblings, problems)
@@ -114,7 +118,8 @@ def convert_file(path: str | Path, *, source: str | None = None) -> tuple[Conver
         for place, value in conversion.places.items():
             tree = _with(tree, place, value)
         try:
-            _validated(tree, f"the configuration converted from {conversion.source}", [])
+            unmarked = {key: value for key, value in tree.items() if (key, value) != ("max_steps", FILL_IN)}
+            _validated(unmarked, f"the configuration converted from {conversion.source}", [])
         except ConfigError as error:
             found = [(_blamed(problem, conversion.places), str(problem)) for problem in error.problems]
             refused = {place: reason for places, reason in found for place in places}
@@ -158,8 +163,9 @@ def check_filled_in(config: TrainConfig) -> None:
     """Raises ConfigError where a converted file has a mark that nobody has replaced."""
     marked = {name for name, value in flatten(config.model_dump()).items() if FILL_IN in repr(value)}
     if marked:
-        message = "is to be filled in: the file that it was converted from does not say"
-        raise ConfigError("the configuration", [Problem(name, message, FILL_IN) for name in sorted(marked)])
+        raise ConfigError(
+            "the configuration", [Problem(name, TO_FILL_IN, FILL_IN) for name in sorted(marked)]
+        )
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -488,6 +494,8 @@ def _name(location: Sequence[str | int], data: Any) -> str:
 def _problem(name: str, items: Sequence[Mapping[str, Any]]) -> Problem:
     first, key = items[0], keys().get(without_positions(name), {})
     described = f" ({key['description']})" if "description" in key else ""
+    if first["input"] == FILL_IN:
+        return Problem(name, TO_FILL_IN, FILL_IN)
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return Problem(name, f"is required{described}")
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

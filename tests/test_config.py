@@ -159,7 +159,7 @@ REFUSED = [
     ("generation_kwargs={seed: 1}", "generation_kwargs"),
     ("lr_scheduler_kwargs={min_lr: 1e-7}", "lr_scheduler_kwargs"),
     ("shuffle_dataset=false", "shuffle_dataset"),
-    ("num_train_epochs=4", "num_train_epochs"),
+    ("num_train_epochs=0", "epochs"),
     ("optimizer.gradient_accumulation_steps=4", "optimizer.gradient_accumulation_steps"),
     ("minibatches=40", "the configuration"),
     ("rewards.1.weight=2", "rewards.1.weight"),
@@ -404,3 +404,23 @@ def test_the_table_of_foreign_names_leads_only_to_places_that_exist_or_gives_a_r
     places = {getattr(rule, "keywords", {}).get("to", rule) for rule in MOVED.values()}
     assert not {place for place in places if isinstance(place, str) and not is_key(place)}
     assert not set(MOVED) & set(ABSENT)
+
+
+def test_a_runs_length_is_in_steps_or_in_epochs_and_the_command_line_wins(write):
+    by_epochs = load_config(write(MINIMAL + "epochs: 2\noptimizer: {warmup_steps: 300}\n"))
+    printed = yaml.safe_load(dump_config(by_epochs))
+    assert printed["epochs"] == 2 and "max_steps" not in printed
+    assert load_config(write(dump_config(by_epochs))) == by_epochs
+
+    path = write(MINIMAL + "max_steps: 7\n")
+    assert load_config(path, ["epochs=2"]).epochs == load_config(path, ["num_train_epochs=2"]).epochs == 2
+    back = load_config(write(MINIMAL + "epochs: 2\n"), ["max_steps=100"])
+    assert (back.epochs, back.max_steps) == (None, 100)
+    for setting, said in (
+        ("max_steps: 100", "both say how long the run is"),
+        ("curriculum: {}", "which curriculum leaves open"),
+        ("advantage: {dynamic_sampling: true}", r"which advantage.dynamic_sampling leaves open"),
+        ("stages: [{name: a}]", "which stages leaves open"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(write(MINIMAL + f"epochs: 2\n{setting}\n"))

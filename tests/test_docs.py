@@ -27,6 +27,7 @@ PATHS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
 NEEDS = ("(needs a GPU)", "(needs the hub", "(takes ")
 TRL = {"num_generations": 4, "learning_rate": 1e-6, "max_steps": 10, "reward_funcs": ["rewards.near_w7"]}
+TRL |= {"model_name_or_path": "org/model", "dataset_name": "org/rows"}
 
 
 def commands(page: str) -> list[list[str]]:

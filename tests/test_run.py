@@ -341,6 +341,21 @@ def test_a_run_whose_checkpoints_are_gone_keeps_its_records(toy, run_dir: Path):
     assert steps_of(run_dir) == [0, 1, 2]
 
 
+def test_epochs_become_steps_by_the_prompts_that_are_trained_on(toy, tmp_path: Path):
+    rows = [json.dumps({"prompt": f"w{2 + i} w3"}) for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    held_out = {"dataset": {"source": str(tmp_path / "rows.jsonl"), "size": 2}, "threshold": 0.5}
+    data = {"dataset": {"source": str(tmp_path / "rows.jsonl")}, "evaluation": held_out}
+    path = config_file({**toy, **data}, tmp_path / "run", prompts_per_step=4)
+    train(load_config(path, ["epochs=1.5"]), display=False)
+
+    resumed = train(load_config(path, ["epochs=2"]), resume="latest", display=False)  # 14 of 7 prompts
+
+    assert steps_of(resumed.run_dir) == [0, 1, 2, 3, 4]
+    config = load_config(resumed.run_dir)
+    assert (config.max_steps, config.epochs) == (4, None)
+
+
 def test_a_copied_or_moved_run_goes_on_where_it_lies_now(toy, run_dir: Path, finished: Path):
     before = steps_of(finished)
     (run_dir / "inputs").mkdir()

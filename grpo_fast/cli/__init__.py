@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grpo_fast
 from grpo_fast.lookup import choices
 
 FAILURE, USAGE, INTERRUPTED = 1, 2, 130
@@ -67,7 +68,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         try:
-            print(f"grpo-fast {importlib.metadata.version('grpo-fast')}")
+            print(f"grpo-fast {grpo_fast.__version__}")
         except importlib.metadata.PackageNotFoundError:
             parser.exit(FAILURE, "grpo-fast has a version where it is installed: pip install .\n")
         parser.exit()
@@ -236,6 +237,7 @@ def build_parser() -> tuple[Parser, Mapping[str, Parser]]:
     report.add_argument("-o", "--output", metavar="OUT", help=page)
 
     foreign = "turn an Axolotl, TRL, NeMo-RL or verl configuration into ours, listing each key"
+    foreign += "; leaves with 3 where something is to be decided before it is the same experiment"
     convert = add("convert", "commands:convert", foreign)
     convert.add_argument("file", metavar="FILE", help="YAML, JSON, or a script (.sh, .txt) with the command")
     convert.add_argument("-o", "--output", metavar="OUT", help="the YAML file to write, else standard output")

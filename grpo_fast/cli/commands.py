@@ -159,7 +159,8 @@ def report(args: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
-    """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr."""
+    """`grpo-fast convert`: the configuration on standard output or in a file, the list of keys on stderr; 3
+    where a person has to decide something before it is the same experiment."""
     conversion, text = convert_file(args.file, source=args.source)
     print(conversion.listing(), file=sys.stderr)
     if args.output:
@@ -169,7 +170,7 @@ def convert(args: argparse.Namespace, _: Sequence[str]) -> int:
             raise ConfigError("convert", [Problem("--output", str(error))]) from None
     else:
         print(text, end="")
-    return 0
+    return 3 if conversion.open else 0
 
 
 def plan_config(args: argparse.Namespace, overrides: Sequence[str]) -> TrainConfig:

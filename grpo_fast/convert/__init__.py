@@ -17,6 +17,12 @@ __all__ = ["Conversion", "convert", "recognise"]
 
 READERS = {"axolotl": read_axolotl, "trl": read_trl, "nemo_rl": nemo_rl.read_nemo_rl, "verl": verl.read_verl}
 
+# Keys of supervised fine-tuning alone: of TRL's and of reward models', NeMo-RL's section, verl's model.
+SUPERVISED = (
+    *("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing"),
+    *("packing_strategy", "chat_template_path", "max_seq_length", "center_rewards_coefficient"),
+    *("sft", "rm", "model.partial_pretrain"),
+)
 FLAT = "TRL, Axolotl"
 TABLES = ((FLAT, MOVED), (FLAT, PREFERENCE), ("NeMo-RL", nemo_rl.RULES), ("verl", verl.RULES))
 # With one of these values or another, every rule that is a function gives its places.
@@ -31,8 +37,11 @@ def convert(document: Mapping[str, Any], *, source: str | None = None) -> Conver
         source: `axolotl`, `trl`, `nemo_rl` or `verl`; by default recognised by the keys.
 
     Raises:
-        ValueError: the configuration is ours already.
+        ValueError: the configuration is ours already, or trains on answers that are given.
     """
+    found = [key for key in SUPERVISED if key in document]
+    if found and not document.keys() & {"num_generations", "grpo", "dpo"}:
+        raise ValueError(f"trains on given answers ({found[0]}), and runs here on rewards or comparisons")
     return READERS[source or recognise(document)](document)
 
 

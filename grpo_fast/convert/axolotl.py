@@ -10,9 +10,15 @@ from grpo_fast.convert.rules import NOTHING, Absent, Places, Rule, by_table, fin
 from grpo_fast.convert.trl import trl_rules, with_usual
 
 # Axolotl hands TRL what is set, so TRL's defaults hold for the rest; these are its own.
-DEFAULTS: dict[str, Any] = {"max_completion_length": 512, "lr_scheduler": "cosine", "adam_beta2": 0.999}
+DEFAULTS: dict[str, Any] = {
+    "max_completion_length": 512,
+    "lr_scheduler": "cosine",
+    "adam_beta2": 0.999,
+    "num_train_epochs": 1.0,
+}
 # Axolotl's own names for what TRL calls otherwise.
 SYNONYMS = {
+    "num_epochs": "num_train_epochs",
     "micro_batch_size": "per_device_train_batch_size",
     "optimizer": "optim",
     "torch_dtype": "dtype",
@@ -29,6 +35,10 @@ SHARED = "here vLLM and the trainer share the GPU: lower it where they do not fi
 
 def read_axolotl(document: Mapping[str, Any]) -> Conversion:
     """Keys of the `trl:` block count as TRL's, those of the file by Axolotl's names or TRL's."""
+    if not document.get("rl"):
+        raise ValueError(
+            "has no `rl`, so it trains on given answers, and runs here on rewards or comparisons"
+        )
     block, vllm = _block(document, "trl"), _block(document, "vllm")
     siblings = {SYNONYMS.get(key, key): value for key, value in {**document, **block}.items()}
     siblings.setdefault("adapter", None)

@@ -20,6 +20,7 @@ _OVERRIDE = re.compile(r"[+~]*([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"(--[A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _END = re.compile(r"[;&|()<>]+|\d?>.*|\$@|\$\{\w+\[@\]\}")  # of a flag's values
+_PROGRAM = re.compile(r".*\.py|-[A-Za-z]")  # that a launcher starts, behind its own flags
 _REFERENCE = re.compile(r"\$\(\(([^$]*)\)\)|\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -50,6 +51,8 @@ def read_command(text: str, parse: Callable[[str], Any]) -> dict[str, Any]:
             open_flag = flag is not None
         elif _END.fullmatch(token):
             open_flag, command = False, command + (token == ";")
+        elif open_flag and given[-1][1] and _PROGRAM.fullmatch(token):
+            open_flag = False
         elif open_flag:
             given[-1][1].append(token.rstrip(","))
         elif match := _VARIABLE.fullmatch(token):

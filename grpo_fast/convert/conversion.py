@@ -72,11 +72,17 @@ class Conversion:
         """The conversion with a mark in each place that must be set and is not."""
         preference = self.places.get("algorithm") == "dpo"
         required = [place for place in REQUIRED if not (preference and place in SAMPLING)]
-        # The source may count epochs; ours has a default that nobody chose.
-        missing = [place for place in (*required, "max_steps") if place not in self.places]
-        marks = {place: REQUIRED[place] for place in missing if place in REQUIRED}
+        # Ours has a default that nobody chose.
+        length = [] if "epochs" in self.places else ["max_steps"]
+        missing = [place for place in (*required, *length) if place not in self.places]
+        marks = {place: REQUIRED.get(place, FILL_IN) for place in missing}
         fill_in = tuple(dict.fromkeys([*self.fill_in, *missing]))
         return replace(self, places={**marks, **self.places}, fill_in=fill_in)
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Keys, theirs and ours, without which this is another experiment: a person has to decide."""
+        return (*(row.key for row in self.rows if row.outcome == LEFT[1]), *self.fill_in)
 
     def listing(self) -> str:
         """Each key with what became of it, those without a place together under their reason."""
@@ -93,6 +99,8 @@ class Conversion:
                 lines += [f"{outcome}: {reason}", *(f"  {row}" for row in rows)]
         if self.fill_in:
             lines.append(f"to fill in, for the file does not say: {', '.join(self.fill_in)}")
+        if self.open:
+            lines.append(f"not the same experiment before these are decided: {', '.join(self.open)}")
         return "\n".join(lines)
 
 

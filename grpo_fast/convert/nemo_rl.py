@@ -23,6 +23,8 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
     preference = name == "dpo"
     flat_names = NAMES | (PREFERENCE if preference else {})
     siblings = dict(leaves)
+    # A game makes its own rows and rewards, whatever else the file has inherited.
+    games = sorted({key.split(".")[1] for key in leaves if key.startswith("env.")} - {*_SCORERS})
     entries: list[Entry] = []
     for key, value in leaves.items():
         known, leaf = key, key.removeprefix("algorithm.")
@@ -31,6 +33,10 @@ def read_nemo_rl(document: Mapping[str, Any]) -> Conversion:
             known = next((name for s in sections if (name := f"{s}.{leaf}") in RULES), leaf)
             siblings[known] = value
         rule = flat_names.get(known) if known == leaf != key else find_rule(known, RULES)
+        if games and key.startswith(("env.", "data.")):
+            rule = (
+                _GAME if key.split(".")[1] in games else Absent(f"belongs to what {games[0]} is in place of")
+            )
         if key.startswith(_OFF[bool(leaves.get(f"{_MEGATRON}.enabled"))]) and not key.endswith(".enabled"):
             rule = Absent("belongs to the backend that is off")
         entries.append(Entry(key, value, rule))
@@ -98,6 +104,12 @@ def answer_column(value: Any, _: Siblings) -> Places:
     return {"dataset.rename": {value: "answer"}} if value != "answer" else {}
 
 
+# Sections of `env` that score answers; `env_name` says which does.
+_SCORERS = ("math", "dapo", "code", "code_jaccard", "reward_model", "math_multi_reward")
+_GAME = Absent(
+    "an environment of NeMo-RL's own; write its class for rollout.environment, and its rows as a file",
+    decide=True,
+)
 _LORA = "policy.dtensor_cfg.lora_cfg"
 _MEGATRON = "policy.megatron_cfg"
 # What does not count with Megatron, and without.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 from grpo_fast.convert.conversion import Conversion, Entry, convert_entries, default_entries
@@ -27,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "adam_beta2": 0.999,
     "gradient_checkpointing": True,
+    "num_train_epochs": 3.0,
 }
 BATCH = (
     "per_device_train_batch_size",
@@ -35,6 +37,8 @@ BATCH = (
     "steps_per_generation",
 )
 STEPS = ("max_steps", "warmup_steps", "logging_steps", "save_steps", "eval_steps")
+# What launchers call the processes that a batch is dealt to: one product, or its factors.
+PROCESSES = (("num_processes",), ("nnodes", "nproc_per_node"), ("num_gpus",))
 DPO_ONLY = ("precompute_ref_log_probs", "f_divergence_type", "truncation_mode", "ld_alpha")
 
 
@@ -85,19 +89,29 @@ def _batch(document: Mapping[str, Any], preference: bool) -> tuple[Rule, str, in
     steps_per_generation, and makes an optimiser step of every `gradient_accumulation_steps` batches of them.
     """
     given = {key: document[key] for key in BATCH if document.get(key)}
+    counts = [document.get(key, 1) for keys in PROCESSES if keys[-1] in document for key in keys]
+    elsewhere = [key for key in ("config_file", "accelerate_config") if document.get(key) and not counts]
+    if elsewhere or not all(isinstance(count, int) for count in counts):
+        where = elsewhere[0] if elsewhere else "a variable"
+        remedy = (
+            "set prompts_per_step = per-device batch x gradient accumulation x processes / num_generations"
+        )
+        return Absent(f"how many processes share a batch is in {where}: {remedy}", decide=True), "", 1
+    processes = prod(counts)
     group = 1 if preference else document.get("num_generations") or 8
     iterations = document.get("num_iterations") or 1
     if not all(isinstance(size, int) and size > 0 for size in (*given.values(), group, iterations)):
         return Absent("batch sizes are whole numbers above 0; set prompts_per_step", decide=True), "", 1
     batch = given.get("per_device_train_batch_size", 8)
     accumulation = given.get("gradient_accumulation_steps", 1)
-    rollout = given.get("generation_batch_size") or batch * (
+    step = batch * accumulation * processes
+    rollout = given.get("generation_batch_size") or batch * processes * (
         given.get("steps_per_generation") or accumulation
     )
     prompts, prompts_rest = divmod(rollout, group)
-    minibatches, minibatches_rest = divmod(rollout, batch * accumulation)
-    counts = f"{rollout} completions a rollout, {group} a prompt, {batch * accumulation} a step"
-    note = f"as on one process: {counts}"
+    minibatches, minibatches_rest = divmod(rollout, step)
+    on = f"{processes} processes" if counts else "one process"
+    note = f"as on {on}: {rollout} completions a rollout, {group} a prompt, {step} a step"
     if not prompts or not minibatches or prompts_rest or minibatches_rest or minibatches > prompts:
         return Absent(f"{note}: this does not divide; set prompts_per_step", decide=True), "", iterations
     places = {"prompts_per_step": prompts} | ({} if preference else {"minibatches": minibatches})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +39,13 @@ from grpo_fast.run_record.files import differences
 from grpo_fast.run_record.hub import PushToHub
 from grpo_fast.run_record.recorder import Algorithm
 from grpo_fast.section import short
-from grpo_fast.stages import Stage, resolve_stages, schedule_steps
+from grpo_fast.stages import PART, Stage, resolve_stages, schedule_steps
 from grpo_fast.trainer import StageParts, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 TOOLS = ("rollout.tools", "rollout.environment")  # what prompts tell of, and rewards are given
 # Spaced so that no two stages, nor runs with neighbouring seeds, draw in one order.
 SEEDS_PER_STAGE = 10**9
@@ -147,6 +150,42 @@ def build_grpo_trainer(config: TrainConfig, world: World = ALONE) -> Trainer:
     return trainer
 
 
+def with_steps(config: TrainConfig) -> TrainConfig:
+    """The configuration with `max_steps` for its `epochs`, by the prompts that are left to train on.
+
+    Raises:
+        Exception: as the data's loading.
+    """
+    if config.epochs is None:
+        return config
+    tokenizer = load_tokenizer(config.model)
+    toolsets = load_toolsets(config.rollout, config.evaluation.dataset or config.dataset)
+    held_out = None
+    if config.evaluation.dataset is not None:
+        schemas = toolsets.schemas if toolsets else None
+        held_out = load_held_out(config.evaluation.dataset, tokenizer, schemas)
+    prompts = load_train_prompts(config, tokenizer, held_out)[1]
+    steps = ceil(config.epochs * len(prompts) / config.prompts_per_step)
+    counted = f"{len(prompts):,} prompts, {config.prompts_per_step} a step"
+    logger.warning("epochs = %g: max_steps = %d, for %s", config.epochs, steps, counted)
+    return TrainConfig.model_validate(
+        config.model_dump() | {"epochs": None, "max_steps": steps}, context=PART
+    )
+
+
+def load_train_prompts(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: PromptDataset | None
+) -> tuple[Toolsets | None, PromptDataset]:
+    """What the prompts of one stage tell of, and the prompts, without the questions that are held out."""
+    toolsets = load_toolsets(config.rollout, config.dataset)
+    dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
+    if held_out is not None:
+        plays = toolsets is not None and bool(toolsets.classes)
+        generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
+        dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
+    return toolsets, dataset
+
+
 def warm_up_head(policy: Policy, config: TrainConfig) -> None:
     """What the first step would compile without a word."""
     temperature = config.rollout.temperature
@@ -225,12 +264,7 @@ def build_stage(
     if before and same("dataset", *TOOLS):
         toolsets, dataset = before.toolsets, before.dataset
     else:
-        toolsets = load_toolsets(config.rollout, config.dataset)
-        dataset = load_prompts(config.dataset, tokenizer, toolsets.schemas if toolsets else None)
-        if held_out is not None:
-            plays = toolsets is not None and bool(toolsets.classes)
-            generated = config.dataset.source.startswith(PREFIX)  # whose prompts say all of a row
-            dataset = exclude_overlap(dataset, held_out, by_columns=plays and not generated)
+        toolsets, dataset = load_train_prompts(config, tokenizer, held_out)
     if before and same("rewards", *TOOLS):
         rewards = before.rewards
     else:

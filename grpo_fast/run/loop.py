@@ -25,7 +25,7 @@ from grpo_fast.lookup import OBJECT_MARK, code_digests
 from grpo_fast.plan import resolve_auto
 from grpo_fast.policy.load import resolve_device
 from grpo_fast.policy.random_state import restore_rng
-from grpo_fast.run.build import build_callbacks, build_trainer, require_alike
+from grpo_fast.run.build import build_callbacks, build_trainer, require_alike, with_steps
 from grpo_fast.run.opening import opening_lines
 from grpo_fast.run_record.checkpoint import Checkpoint, CheckpointError, CheckpointStore
 from grpo_fast.run_record.config import LoggingConfig
@@ -110,6 +110,7 @@ def train(
         require_alike(world, "the code", lambda: {k: v[:16] for k, v in code_digests(asked).items()})
         if world.from_lead("the run's folder", partial(world.begun, run_dir)):
             resume = "latest"
+        config = world.from_lead("the length", partial(with_steps, config))
         config = world.from_lead("the plan", partial(resolve_auto, config, run_dir, ranks=world.size))
         code = code_digests(config.model_dump(mode="json"))
         store = CheckpointStore(run_dir / CHECKPOINTS_DIR, config.checkpoint.keep, world)

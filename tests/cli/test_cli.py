@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import grpo_fast
 from grpo_fast import cli
 from grpo_fast.cli import commands, questions
 from grpo_fast.config_io import load_config
@@ -171,7 +172,7 @@ def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ou
     source, out = tmp_path / "trl.json", tmp_path / "ours.yaml"
     source.write_text(json.dumps({"num_generations": 4, "beta": 0.04, "max_steps": 10}), encoding="utf-8")
 
-    assert leave("convert", str(source), "-o", str(out)) == 0
+    assert leave("convert", str(source), "-o", str(out)) == 3
 
     assert "renamed: beta = 0.04 -> loss.beta" in capsys.readouterr().err
     assert load_config(out).loss.beta == 0.04
@@ -182,6 +183,7 @@ def test_convert_writes_a_configuration_that_train_accepts_and_refuses_one_of_ou
 def test_a_checkout_that_is_not_installed_has_its_commands(monkeypatch, capsys):
     assert leave("--version") == leave("--version", "train", "no.yaml") == 0
     version = f"grpo-fast {importlib.metadata.version('grpo-fast')}\n"
+    assert version == f"grpo-fast {grpo_fast.__version__}\n"
     assert capsys.readouterr().out == 2 * version
 
     def missing(name):

@@ -43,6 +43,7 @@ def test_the_terminal_shows_types_defaults_meanings_and_other_tools_names(capsys
         ("rewards.0.weight", ["rewards.weight"]),
         ("epsilon", ["loss.epsilon_low"]),
         ("--learning-rate", ["optimizer.learning_rate"]),
+        ("num_train_epochs", ["epochs"]),
         ("reference_policy_kl_penalty", ["loss.beta", "preference.loss.beta"]),
         ("epsilon_low", ["loss.epsilon_low", "preference.ranking.epsilon_low"]),
         ("model.lora", [name for name in KEYS if f"{name}.".startswith("model.lora.")]),
@@ -56,7 +57,7 @@ def test_a_key_is_found_by_its_name_its_last_part_and_other_tools_names(wanted, 
     ("wanted", "said"),
     [
         ("optimizer.learning_rat", "did you mean optimizer.learning_rate"),
-        ("num_train_epochs", "set max_steps"),
+        ("remove_unused_columns", "tokenised once"),
         ("zzzzzzzz", "`grpo-fast config` lists all"),
     ],
 )

@@ -21,6 +21,11 @@ def run(tmp_path, text: str, name: str = "foreign.yaml") -> Conversion:
     """The conversion of a file, after its outcome has loaded."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     conversion, written = convert_file(tmp_path / name)
+    if "max_steps" in conversion.fill_in:
+        (tmp_path / "run.yaml").write_text(written, encoding="utf-8")
+        with pytest.raises(ConfigError, match="max_steps = 'FILL_IN': is to be filled in"):
+            load_config(tmp_path / "run.yaml")
+        written = written.replace("max_steps: FILL_IN", "max_steps: 100")
     (tmp_path / "run.yaml").write_text(written, encoding="utf-8")
     load_config(tmp_path / "run.yaml")
     for row in conversion.rows:
@@ -63,10 +68,10 @@ def test_a_recipe_of_epochs_and_named_rewards_keeps_its_meaning_or_asks(tmp_path
     assert found.places["prompts_per_step"] == 16 * 4 // 16
     assert [entry["weight"] for entry in found.places["rewards"]] == [1.0, 0.5, 0.25]
     assert found.places["rewards"][0]["reward"] == "open_r1.rewards:accuracy_reward"
-    assert found.fill_in == ("max_steps",)
+    assert found.places["epochs"] == 1 and "max_steps" not in found.places and not found.fill_in
     asked = decisions(found)
-    assert asked.keys() == {"num_train_epochs", "warmup_ratio", "save_strategy", "benchmarks"}
-    assert "max_steps" in asked["num_train_epochs"] and "optimizer.warmup_steps" in asked["warmup_ratio"]
+    assert asked.keys() == {*found.open} == {"warmup_ratio", "save_strategy", "benchmarks"}
+    assert "optimizer.warmup_steps" in asked["warmup_ratio"]
     assert "open_r1 must be installed" in found.listing()
 
 
@@ -191,7 +196,7 @@ def test_an_axolotl_run_finds_its_places_and_asks_for_its_transform(tmp_path):
     blocks = {f"{block}.{key}" for block in ("trl", "vllm") for key in document[block]}
     assert {*document, *blocks} - {"trl", "vllm", "datasets"} <= outcomes.keys()
     assert outcomes["trl.use_data_producer"] == "not applicable"
-    assert "more than 1 is refused" in found.listing()
+    assert "rollout.vllm.tensor_parallel_size" in found.listing()
     assert "prompt_column" in decisions(found)["datasets.0.type"]
     assert "share the GPU" in found.listing()
 
@@ -310,7 +315,7 @@ def test_a_verl_script_converts_with_its_variables_and_its_defaults(tmp_path):
     }
     assert {place: found.places.get(place) for place in expected} == expected
     assert decisions(found).keys() == {"trainer.project_name"}  # it holds what `date` prints
-    assert "more than 1 is refused" in found.listing() and found.fill_in == ("rewards",)
+    assert "rollout.vllm.tensor_parallel_size" in found.listing() and found.fill_in == ("rewards",)
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -428,6 +433,8 @@ def small_run(source: str, text: str) -> tuple[str, str]:
         given = " ".join(f"{key}={value}" for key, value in usual.items() if key not in text)
         return f"python -m verl.trainer.main_ppo {given} {text}", "run.sh"
     usual = {"trl": "num_generations: 8", "axolotl": "base_model: m", "nemo_rl": "policy: {model_name: a/b}"}
+    usual["nemo_rl"] += "\nalgorithm.max_num_steps: 9"
+    usual["axolotl"] += "" if "rl:" in text.split() else "\nrl: grpo"
     if text.startswith("{"):
         text = text[1:-1].replace(", ", "\n")
     return f"{usual[source]}\n{text}", "run.yaml"
@@ -473,7 +480,7 @@ def test_every_key_of_the_real_verl_is_known(tmp_path):
     assert decisions(found).keys() == {
         "algorithm.adv_estimator",  # PPO's, by default
         "actor_rollout_ref.rollout.n",
-        "trainer.total_epochs",
+        "data.image_key",
     }
 
 
@@ -483,6 +490,54 @@ accelerate launch --config_file zero3.yaml train.py \\
     --reward_funcs think_format_reward accuracy_reward --num_generations 8 --max-steps=20 \\
     --use_peft --lora_target_modules "q_proj", "v_proj" --log_completions
 """
+
+
+@pytest.mark.parametrize(
+    ("launched", "prompts"),
+    [
+        ("accelerate launch --num_processes 8", 16),
+        ("torchrun --nproc_per_node=4 --nnodes 2 -m", 16),
+        ("deepspeed --num_gpus 2", 4),
+        ("python", 2),
+        ("accelerate launch --config_file zero3.yaml", None),
+        ("torchrun --nproc_per_node $GPUS", None),
+    ],
+)
+def test_a_batch_is_of_all_processes_that_the_command_starts(launched: str, prompts: int | None, tmp_path):
+    command = f"{launched} grpo.py --num_generations 4 --max_steps 9 --per_device_train_batch_size 8"
+    found = run(tmp_path, command, "run.sh")
+    assert found.places.get("prompts_per_step") == prompts
+    assert ("per_device_train_batch_size" in found.open) == (prompts is None)
+
+
+def test_a_game_of_nemo_rl_is_not_the_maths_that_its_file_inherits(tmp_path):
+    game = "env: {sliding_puzzle_game: {cfg: {max_moves: 50}}, math: {math_verify_impl: hf_math_verify}}"
+    found = run(tmp_path, NEMO_RUN.partition("env:")[0] + game)
+    assert found.places["rewards"] == [{"reward": "FILL_IN"}] and found.places["dataset.source"] == "FILL_IN"
+    asked = {"env.sliding_puzzle_game.cfg.max_moves", "rewards", "dataset.source"}
+    assert asked <= {*found.open} and "rollout.environment" in found.listing()
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "expected"),
+    [
+        ("trl", "max_steps: -1", {"epochs": 3.0}),
+        ("trl", "num_train_epochs: 2", {"epochs": 2}),
+        ("axolotl", "learning_rate: 1.0e-6", {"epochs": 1.0}),
+        ("axolotl", "num_epochs: 4", {"epochs": 4}),
+        ("nemo_rl", "grpo: {max_num_epochs: 2, max_num_steps: 1000000}", {"epochs": 2}),
+        ("nemo_rl", "grpo: {max_num_epochs: 2, max_num_steps: 70}", {"max_steps": 70}),
+        ("nemo_rl", "grpo: {seed: 1}", {"max_steps": "FILL_IN"}),
+        ("verl", "trainer.total_epochs=3", {"epochs": 3}),
+        ("verl", "data.seed=1", {"epochs": 30}),
+    ],
+)
+def test_the_length_of_a_run_is_carried_over_in_steps_or_epochs_or_asked(source, text, expected, tmp_path):
+    text, name = small_run(source, text)
+    for given in (" trainer.total_training_steps=9", "\nalgorithm.max_num_steps: 9"):
+        text = text.replace(given, "")
+    found = run(tmp_path, text, name)
+    assert {key: found.places[key] for key in ("max_steps", "epochs") if key in found.places} == expected
 
 
 def test_a_trl_command_converts_like_the_file_of_its_flags(tmp_path):
@@ -508,8 +563,12 @@ def test_a_trl_command_converts_like_the_file_of_its_flags(tmp_path):
         ("run.yaml", "", "is empty"),
         ("run.yaml", "[1, 2]", "holds no mapping"),
         ("run.json", "{", "cannot be read"),
-        ("run.yaml", "base_model: m\ntrl: 3", "trl = 3"),
-        ("run.yaml", "base_model: m\ndatasets: [a]", "datasets = ['a']"),
+        ("run.yaml", "base_model: m\nrl: grpo\ntrl: 3", "trl = 3"),
+        ("run.yaml", "base_model: m\nrl: grpo\ndatasets: [a]", "datasets = ['a']"),
+        ("run.yaml", "base_model: m\nnum_epochs: 3", "given answers"),
+        ("run.yaml", "model_name_or_path: m\npacking: true", "given answers (packing)"),
+        ("run.yaml", "sft: {max_num_steps: 3}\npolicy: {model_name: m}", "given answers (sft)"),
+        ("run.sh", "torchrun -m x model.partial_pretrain=m data.max_length=9", "given answers"),
         ("run.yaml", "model: {path: m}\ndataset: {source: d}", "grpo-fast train"),
     ],
 )
@@ -549,7 +608,9 @@ def test_a_scripts_variables_are_filled_in_where_they_are_known(script, value):
 def test_a_converted_file_prints_its_configuration_but_does_not_run_before_it_is_filled_in(tmp_path, capsys):
     (tmp_path / "foreign.yaml").write_text("num_generations: 8", encoding="utf-8")
     converted = str(tmp_path / "run.yaml")
-    assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", converted]) == 0
+    assert cli.main(["convert", str(tmp_path / "foreign.yaml"), "-o", converted]) == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("not the same experiment before these are decided: model.path, dataset.source")
     assert "# To fill in: model.path" in (tmp_path / "run.yaml").read_text(encoding="utf-8")
     assert cli.main(["train", converted, "--print-config"]) == 0
     capsys.readouterr()
